@@ -1,0 +1,73 @@
+# make setup        create .venv and install (seconds when done; PYTHON=python3.12 chooses the interpreter)
+# make quickstart   train a small GPT on 8 processes, from text to generated text
+# make test         lint, types, tests          (ARGS="-k name" goes to pytest)
+# make test-slow    the tests that take minutes
+# make lint | format | docs-check | build | clean | distclean
+
+VENV := .venv
+RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+AT_LEAST := import sys; sys.exit(sys.version_info < (3, 11))
+
+# The first interpreter that is new enough; a PYTHON that is given is taken as it is, and refused if it is too old.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c '$(AT_LEAST)' 2>/dev/null && { echo $$p; break; }; done)
+
+# Nothing of the caller's environment may reach ours: neither other packages, nor options, nor another job's ranks.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH PYTEST_ADDOPTS PYTEST_PLUGINS MYPYPATH
+unexport PIP_TARGET PIP_PREFIX PIP_USER PIP_REQUIRE_VIRTUALENV
+unexport RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
+export PYTHONNOUSERSITE := 1
+
+# An environment that was moved, that lost its interpreter, or that is not the PYTHON asked for is made anew.
+VERSION := import sys; print(*sys.version_info[:2], sep=".")
+$(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && $(VENV)/bin/python -c '' 2>/dev/null || rm -f $(STAMP))
+ifeq ($(origin PYTHON),command line)
+$(shell [ "$$($(PYTHON) -c '$(VERSION)')" = "$$($(VENV)/bin/python -c '$(VERSION)' 2>/dev/null)" ] || rm -f $(STAMP))
+endif
+
+.PHONY: setup quickstart test test-slow lint format docs-check build clean distclean
+.DEFAULT_GOAL := setup
+
+setup: $(STAMP)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@$(or $(PYTHON),python3) -c '$(AT_LEAST)' || { \
+		echo "megacore needs Python 3.11 or newer; '$(or $(PYTHON),python3)' is $$($(or $(PYTHON),python3) --version 2>&1)." >&2; \
+		echo "Install one and name it: make setup PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@[ -f $@ ] || $(PYTHON) -m venv --clear $(VENV) || { \
+		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it needs the package python3-venv." >&2; exit 2; }
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -q -c constraints.txt setuptools
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test]'
+	@printf '%s' "$(CURDIR)" > $@
+
+quickstart: setup
+	@$(RUN) tools/quickstart.py
+
+test: lint
+	$(RUN) -m pytest $(ARGS)
+
+test-slow: setup
+	$(RUN) -m pytest -m slow $(ARGS)
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: setup
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+docs-check: setup
+	$(RUN) -m pytest tests/e2e/test_readme.py
+
+build: setup
+	$(RUN) -m build --no-isolation
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV) quickstart
