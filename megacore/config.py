@@ -1,0 +1,306 @@
+"""The configuration of a run: its sections, what must hold between them, and what follows from them.
+
+`validate` names every violated constraint at once, with the nearest values that would do; `resolve` then fills the
+fields that follow from others. `missing_files` is the one function that looks at the disk. The way from the command
+line and from a TOML file to a `Config` is in cli.py. Nothing here imports torch: a wrong configuration is refused
+before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from megacore.fields import Section
+from megacore.sections import (
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
+from megacore.wording import counted, divisors, nearest_multiples, one_of
+
+T = TypeVar("T")
+
+__all__ = [
+    "SECTIONS",
+    "Config",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "TrainingConfig",
+    "missing_files",
+    "resolve",
+    "validate",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that defines a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "precision": PrecisionConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "training": TrainingConfig,
+    "logging": LoggingConfig,
+}
+
+
+def known(value: T | None) -> T:
+    """A field's value once `resolve` has filled it (`known(config.model.vocab_size)`)."""
+    assert value is not None, "the configuration is resolved before anything is built"
+    return value
+
+
+def resolve(config: Config, world_size: int) -> Config:
+    """Fills the fields that follow from others, once `validate` has found nothing. The vocabulary's size is not among
+    them: only the tokenizer knows it.
+
+    Args:
+        config: a valid configuration.
+        world_size: the number of processes of the run.
+    """
+    model, parallel, training = config.model, config.parallel, config.training
+    dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
+    replace = dataclasses.replace
+    return replace(
+        config,
+        model=replace(
+            model,
+            ffn_hidden_size=_ffn_hidden_size(model),
+            max_position_embeddings=model.max_position_embeddings or config.data.seq_length,
+        ),
+        parallel=replace(parallel, dp=dp),
+        optimizer=replace(config.optimizer, lr_decay_iters=_lr_decay_iters(config)),
+        training=replace(training, global_batch_size=training.global_batch_size or training.micro_batch_size * dp),
+    )
+
+
+def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozenset()) -> list[str]:
+    """Names every violated constraint of a configuration, resolved or not.
+
+    Args:
+        config: the configuration to check; it need not be valid in any respect.
+        world_size: the number of processes of the run.
+        unread: fields whose given value could not be read: what depends on them is not reported.
+
+    Returns:
+        A line a problem, which names the flags, their values, the constraint and the way out; none if all is well.
+    """
+    found: list[str] = []
+    wrong = unread
+    for name in SECTIONS:
+        section: Section = getattr(config, name)
+        impossible = section.wrong_fields()
+        wrong |= frozenset(impossible)
+        found += [message for key, message in impossible.items() if key not in unread]
+        found += section.constraints(wrong)
+    for names, constraint in _CONSTRAINTS:
+        if not names & wrong:
+            found += constraint(config, world_size)
+    return found
+
+
+# ---- constraints between sections ------------------------------------------------------------------------------------
+
+_Constraint = Callable[[Config, int], Iterator[str]]
+_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = []
+
+
+def _about(*names: str) -> Callable[[_Constraint], _Constraint]:
+    """Registers a constraint, which is checked only where each of the fields it is about is possible on its own."""
+
+    def register(constraint: _Constraint) -> _Constraint:
+        _CONSTRAINTS.append((frozenset(names), constraint))
+        return constraint
+
+    return register
+
+
+@_about("tp", "seq_length", "sequence_parallel")
+def _sequence_split(config: Config, world_size: int) -> Iterator[str]:
+    tp, length = config.parallel.tp, config.data.seq_length
+    if config.parallel.sequence_parallel and length % tp:
+        yield (
+            f"--sequence-parallel splits --seq-length {length} over --tp {tp}, which must divide it: use --seq-length "
+            f"{one_of(nearest_multiples(length, tp))}, --tp {one_of(divisors(length, near=tp, most=6))}, "
+            "or leave --sequence-parallel out"
+        )
+
+
+@_about("tp", "num_attention_heads")
+def _heads(config: Config, world_size: int) -> Iterator[str]:
+    tp, heads = config.parallel.tp, config.model.num_attention_heads
+    if heads % tp:
+        yield f"--tp {tp} must divide --num-attention-heads {heads}: use {one_of(divisors(heads, near=tp))}"
+
+
+@_about("tp", "hidden_size", "ffn_hidden_size")
+def _ffn(config: Config, world_size: int) -> Iterator[str]:
+    tp, ffn = config.parallel.tp, _ffn_hidden_size(config.model)
+    if ffn % tp:
+        derived = "" if config.model.ffn_hidden_size else " (4 x --hidden-size)"
+        yield (
+            f"--tp {tp} must divide --ffn-hidden-size {ffn}{derived}: use --tp {one_of(divisors(ffn, near=tp))}, "
+            f"or --ffn-hidden-size {one_of(nearest_multiples(ffn, tp))}"
+        )
+
+
+@_about("pp", "num_layers")
+def _stages(config: Config, world_size: int) -> Iterator[str]:
+    pp, layers = config.parallel.pp, config.model.num_layers
+    if pp > layers:
+        yield f"--pp {pp} must be at most --num-layers {layers}: use {layers} or less, or --num-layers {pp} or more"
+
+
+@_about("tp", "pp", "dp")
+def _processes(config: Config, world_size: int) -> Iterator[str]:
+    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
+    running = f"the run has {counted(world_size, 'process', 'processes')}"
+    fits = world_size % (tp * pp) == 0
+    if dp is not None and tp * pp * dp != world_size:
+        way_out = f"use --dp {world_size // (tp * pp)}, or leave --dp out, or " if fits else ""
+        yield f"--tp {tp} x --pp {pp} x --dp {dp} = {tp * pp * dp}, but {running}: {way_out}{_start(tp * pp * dp)}" + (
+            "" if fits else f", or choose degrees whose product is {world_size}"
+        )
+    if dp is None and not fits:
+        degree = (
+            f"use --tp {one_of(divisors(world_size // pp, near=tp))}"
+            if world_size % pp == 0
+            else f"choose --tp x --pp among {one_of(divisors(world_size))}"
+        )
+        yield (
+            f"--tp {tp} x --pp {pp} = {tp * pp} must divide the number of processes, but {running}: {degree}, or "
+            f"{_start(*nearest_multiples(world_size, tp * pp))}"
+        )
+
+
+@_about("tp", "pp", "dp", "micro_batch_size", "global_batch_size")
+def _batch(config: Config, world_size: int) -> Iterator[str]:
+    parallel, micro, batch = config.parallel, config.training.micro_batch_size, config.training.global_batch_size
+    dp = parallel.dp or world_size // (parallel.tp * parallel.pp)  # 0: too few processes, which has its own line
+    if batch is not None and dp and batch % (micro * dp):
+        derived = "" if parallel.dp else " (derived)"
+        yield (
+            f"--global-batch-size {batch} must be a multiple of --micro-batch-size {micro} x --dp {dp}{derived} "
+            f"= {micro * dp}: use {one_of(nearest_multiples(batch, micro * dp))}"
+        )
+
+
+@_about("seq_length", "max_position_embeddings")
+def _positions(config: Config, world_size: int) -> Iterator[str]:
+    length, positions = config.data.seq_length, config.model.max_position_embeddings
+    if positions is not None and length > positions:
+        yield (
+            f"--seq-length {length} must be at most --max-position-embeddings {positions}: use {positions} or less, "
+            f"or --max-position-embeddings {length} or more"
+        )
+
+
+@_about("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")
+def _schedule(config: Config, world_size: int) -> Iterator[str]:
+    optimizer, end = config.optimizer, _lr_decay_iters(config)
+    warmup, final = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
+    name = "--lr-decay-iters" if optimizer.lr_decay_iters else "--train-iters"
+    if warmup >= end:
+        yield f"--lr-warmup-iters {warmup} must be below {name} {end}: use {end - 1} or less, or a larger {name}"
+    elif optimizer.lr_decay_style == "WSD" and final is not None and warmup + final > end:
+        yield (
+            f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} = {warmup + final} must be at most "
+            f"{name} {end}: use --lr-wsd-decay-iters {end - warmup} or less"
+        )
+
+
+@_about("vocab_size", "tokenizer", "mock_data", "data_path")
+def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
+    if (
+        config.model.vocab_size is None
+        and config.data.tokenizer is None
+        and (config.data.mock_data or config.data.data_path)
+    ):
+        source = "--mock-data" if config.data.mock_data else "--data-path"
+        yield f"{source} needs a vocabulary: give --tokenizer PATH or --vocab-size N"
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def missing_files(config: Config) -> list[str]:
+    """Names the input files that do not exist on this machine, and an output directory that cannot be one."""
+    # os.path, because pathlib raises for a name that is too long.
+    data, training = config.data, config.training
+    found = []
+    if data.tokenizer is not None and not os.path.exists(data.tokenizer):
+        found.append(
+            f"--tokenizer {data.tokenizer} does not exist: give a tokenizer.json, a directory that holds one, "
+            "or a SentencePiece .model"
+        )
+    if training.load is not None and not os.path.isdir(training.load):
+        found.append(f"--load {training.load} is not a directory: give a checkpoint directory, or leave --load out")
+    try:
+        prefixes = data.blend()[0]
+    except ValueError:  # validate reports it
+        prefixes = ()
+    found += [problem for prefix in prefixes if (problem := _missing_dataset(prefix))]
+    return found + _output_problem(Path(training.output_dir))
+
+
+def _missing_dataset(prefix: str) -> str | None:
+    missing = [ext for ext in (".bin", ".idx") if not os.path.isfile(prefix + ext)]
+    if not missing:
+        return None
+    stem, ext = os.path.splitext(prefix)
+    if ext in (".bin", ".idx"):
+        return f"--data-path {prefix} must be a prefix, without the ending: use {stem}"
+    written = f"{prefix}_text_document"  # the name that preprocess_data gives
+    if os.path.isfile(written + ".idx"):
+        return f"--data-path {prefix} has no .bin and .idx: use {written}"
+    names = " and ".join(prefix + ext for ext in missing)
+    return f"--data-path {prefix}: {names} not found: give the PREFIX of files that tools/preprocess_data.py wrote"
+
+
+def _output_problem(directory: Path) -> list[str]:
+    existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.exists(p))
+    if not existing.is_dir():
+        return [f"--output-dir {directory} cannot be made: {existing} is not a directory: choose another name"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"--output-dir {directory} cannot be written: no permission on {existing}: choose another place"]
+    return []
+
+
+# ---- derived values --------------------------------------------------------------------------------------------------
+
+
+def _ffn_hidden_size(model: ModelConfig) -> int:
+    return model.ffn_hidden_size or 4 * model.hidden_size
+
+
+def _lr_decay_iters(config: Config) -> int:
+    return config.optimizer.lr_decay_iters or config.training.train_iters
+
+
+def _start(*counts: int) -> str:
+    return f"start {one_of(counts)} processes (torchrun --nproc-per-node)"

@@ -1,0 +1,36 @@
+"""The errors a user can cause, apart from the bugs only we can.
+
+Every `UserError` ends a run with exit status 2 and one message, without a traceback: the text must therefore name
+what was given (flag or file, and its value), the constraint it breaks, and the way out. Anything else that escapes
+is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EXIT_REFUSED = 2
+
+
+class UserError(ValueError):
+    """Something the user gave cannot be used; the message says what, why and the way out."""
+
+
+class ConfigError(UserError):
+    """One or more violated configuration constraints, reported together."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(f"  - {problem}" for problem in problems))
+
+
+class DataError(UserError):
+    """A dataset, tokenizer or input text that is missing, damaged or does not fit the configuration."""
+
+
+class TrainingStopped(Exception):
+    """Training cannot sensibly go on (it diverges); raised on all ranks alike, and reported without a traceback."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, incomplete, damaged or does not fit the model."""

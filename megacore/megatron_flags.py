@@ -1,0 +1,71 @@
+"""What became of the Megatron-LM flags that megacore does not take: plain data, for users whose scripts carry them.
+
+A script that comes from Megatron-LM is refused with these lines instead of a guess at a similar name, and
+docs/coming-from-megatron.md lists the same. Flags with the same meaning are accepted under Megatron-LM's name and are
+not here: they are the fields' own names and aliases.
+"""
+
+from __future__ import annotations
+
+REPLACED = {
+    "--accumulate-allreduce-grads-in-fp32": "leave it out: gradients are accumulated and reduced in fp32",
+    "--apply-query-key-layer-scaling": "leave it out: attention's softmax is computed in fp32",
+    "--attention-backend": "leave it out: the fastest available implementation is chosen and reported",
+    "--attention-softmax-in-fp32": "leave it out: it always is",
+    "--bf16": "use --precision bf16",
+    "--bias-dropout-fusion": "leave it out: the implementation of each operation is chosen and reported",
+    "--bias-gelu-fusion": "leave it out: the implementation of each operation is chosen and reported",
+    "--ckpt-format": "leave it out: checkpoints are safetensors",
+    "--dataloader-type": "leave it out: samples come in one order that every layout shares",
+    "--ddp-bucket-size": "use --bucket-size-mb, which counts MiB instead of elements",
+    "--deterministic-mode": "leave it out: two runs with the same seed are bitwise equal",
+    "--distributed-backend": "use --device: cuda communicates through NCCL, cpu through gloo",
+    "--fp16": "use --precision fp16",
+    "--log-memory-to-tensorboard": "leave it out: memory is always in metrics.jsonl",
+    "--log-throughput": "leave it out: throughput is always logged",
+    "--lr-decay-samples": "use --lr-decay-iters, which counts steps",
+    "--lr-warmup-fraction": "use --lr-warmup-iters, which counts steps",
+    "--lr-warmup-samples": "use --lr-warmup-iters, which counts steps",
+    "--merge-file": "use --tokenizer DIR, with a tokenizer.json in it",
+    "--no-check-for-nan-in-loss-and-grad": "leave it out: the check is part of the norm; see --max-bad-steps",
+    "--no-gradient-accumulation-fusion": "leave it out: there is no such fusion",
+    "--position-embedding-type": "leave it out: positions are learned (learned_absolute)",
+    "--recompute-activations": "use --recompute selective",
+    "--recompute-granularity": "use --recompute selective or --recompute full",
+    "--recompute-method": "leave it out: --recompute-num-layers counts a stage's first blocks (block)",
+    "--tokenizer-type": "leave it out: --tokenizer PATH tells its own type",
+    "--train-samples": "use --train-iters, which counts steps of --global-batch-size samples",
+    "--transformer-impl": "leave it out: the fastest available implementation is chosen and reported",
+    "--use-cpu-initialization": "leave it out: initial weights are the same on every device and layout",
+    "--use-distributed-optimizer": "use --zero-stage 1",
+    "--use-mcore-models": "leave it out: there is one kind of model",
+    "--vocab-file": "use --tokenizer PATH (a tokenizer.json, a directory that holds one, or a SentencePiece model)",
+}
+"""Flags that have another name here, or that nothing needs."""
+
+_NOT_YET = """
+    --add-qkv-bias --apply-layernorm-1p --async-save --bert-no-binary-head --calculate-per-token-loss
+    --check-for-large-grads --check-for-spiky-loss --ckpt-step --context-parallel-size --disable-bias-linear
+    --dist-ckpt-optim-fully-reshardable --dist-ckpt-strictness --end-weight-decay --exit-duration-in-mins
+    --exit-interval --exit-on-missing-checkpoint --exit-signal-handler --expert-model-parallel-size --finetune
+    --group-query-attention --iterations-to-skip --kv-channels --log-num-zeros-in-grad --log-params-norm
+    --manual-gc --manual-gc-interval --no-load-optim --no-load-rng --no-save-optim --no-save-rng --normalization
+    --num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
+    --openai-gelu --pipeline-model-parallel-layout --pretrained-checkpoint --profile --profile-ranks
+    --profile-step-end --profile-step-start --qk-layernorm --recompute-modules --rotary-base --rotary-interleaved
+    --rotary-percent --skip-train --squared-relu --start-weight-decay --step-batch-size-schedule --swiglu
+    --tensorboard-dir --tensorboard-log-interval --timing-log-level --timing-log-option --tp-comm-overlap
+    --use-checkpoint-args --use-flash-attn --use-rope-scaling --use-tp-pp-dp-mapping --wandb-entity
+    --wandb-exp-name --wandb-project --wandb-save-dir --weight-decay-incr-style --window-size
+"""
+NOT_YET = frozenset(_NOT_YET.split())
+"""Flags of features that megacore does not have yet."""
+
+
+def advice(flag: str) -> str | None:
+    """What to do about a flag of Megatron-LM that is not taken; None for any other flag."""
+    if flag in REPLACED:
+        return f"is Megatron-LM's: {REPLACED[flag]}"
+    if flag in NOT_YET:
+        return "is Megatron-LM's, and megacore does not have it yet: leave it out"
+    return None

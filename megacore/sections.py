@@ -1,0 +1,319 @@
+"""The sections of a run's configuration: model, parallel, data, optimizer, training and logging.
+
+A field is a flag (`num_layers` is `--num-layers`), the string under it is its help text, and its annotation holds its
+range and its other names. Each section checks itself in `problems()`; what must hold between sections stands in
+config.py, which is also where the rest of the package imports these classes from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megacore.fields import Flag, Range, Section
+from megacore.presets import PRESETS
+from megacore.wording import did_you_mean, divisors, nearest_multiples, number, one_of
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """The transformer's shape, initialisation and dropout."""
+
+    preset: Annotated[str | None, Flag(metavar="NAME")] = None
+    """A named model shape (gpt2-small, gpt2-medium, gpt2-large, gpt2-xl; gpt2-tiny for tests). It replaces the
+    defaults of the shape, of --seq-length and, without a tokenizer, of --vocab-size; a configuration file and flags
+    are stronger."""
+    num_layers: Annotated[int, Range(1)] = 12
+    """Transformer blocks in the whole model. --pp need not divide it."""
+    hidden_size: Annotated[int, Range(1)] = 768
+    """Width of the residual stream; a multiple of --num-attention-heads."""
+    num_attention_heads: Annotated[int, Range(1)] = 12
+    """Attention heads of each block; a multiple of --tp."""
+    ffn_hidden_size: Annotated[int | None, Range(1)] = None
+    """Inner width of the feed-forward layer; a multiple of --tp. None: 4 x --hidden-size."""
+    max_position_embeddings: Annotated[int | None, Range(1)] = None
+    """Rows of the learned position table, in tokens; at least --seq-length. None: --seq-length."""
+    vocab_size: Annotated[int | None, Range(1)] = None
+    """True size of the vocabulary, without padding; at least the tokenizer's. None: the tokenizer's."""
+    make_vocab_size_divisible_by: Annotated[int, Range(1)] = 128
+    """The vocabulary is padded in memory to a multiple of this times --tp; neither the loss nor a checkpoint sees
+    padding."""
+    norm_epsilon: Annotated[float, Range(above=0), Flag(("--layernorm-epsilon",))] = 1e-5
+    """Added to the variance in LayerNorm."""
+    init_method_std: Annotated[float, Range(above=0)] = 0.02
+    """Standard deviation of the normal distribution that weights are drawn from; layers that write to the residual
+    stream divide it by sqrt(2 x --num-layers)."""
+    hidden_dropout: Annotated[float, Range(0, below=1)] = 0.1
+    """Dropout probability after the embedding and after each layer that writes to the residual stream. 0: off."""
+    attention_dropout: Annotated[float, Range(0, below=1)] = 0.1
+    """Dropout probability of attention weights. 0: off."""
+    untie_embeddings_and_output_weights: bool = False
+    """Gives the output layer its own weights instead of the token embedding's."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.preset is not None and self.preset not in PRESETS:
+            near = did_you_mean(self.preset, PRESETS)
+            yield f"--preset {self.preset} is not known: use {one_of(list(PRESETS))}{near}"
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        if not wrong & {"hidden_size", "num_attention_heads"} and hidden % heads:
+            yield (
+                f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}: "
+                f"use --hidden-size {one_of(nearest_multiples(hidden, heads))}, "
+                f"or --num-attention-heads {one_of(divisors(hidden, near=heads, most=6))}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """How the processes share the work: --tp x --pp x --dp is the number of processes."""
+
+    tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1
+    """Tensor-parallel degree: the ranks, neighbours of each other, that share each layer's weights."""
+    pp: Annotated[int, Range(1), Flag(("--pipeline-model-parallel-size",))] = 1
+    """Pipeline-parallel degree: the stages that the layers are dealt out to; at most --num-layers."""
+    dp: Annotated[int | None, Range(1), Flag(("--data-parallel-size",))] = None
+    """Data-parallel degree: the replicas that share the batch. None: the number of processes / (--tp x --pp)."""
+    zero_stage: Annotated[int, Range(0, 3)] = 0
+    """What the --dp ranks divide among themselves. 0: nothing. 1: optimizer state and master weights. 2: gradients too.
+    3: parameters too. No stage changes a result."""
+    sequence_parallel: bool = False
+    """Splits norms, dropout and residuals along the sequence over --tp, which must divide --seq-length."""
+    bucket_size_mb: Annotated[float, Range(above=0)] = 25.0
+    """Size of the buckets in which gradients are reduced and parameters gathered over --dp, in MiB."""
+    overlap_grad_reduce: bool = True
+    """Reduces gradients over --dp while backward goes on."""
+    overlap_param_gather: bool = True
+    """Gathers updated parameters (--zero-stage 1, 2) while the next forward begins."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute. auto: cuda where there is one, else cpu. Communication is NCCL on cuda and gloo on cpu."""
+    distributed_timeout_minutes: Annotated[float, Range(above=0)] = 10.0
+    """Minutes that a collective waits for a missing rank before the run fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(Section):
+    """Number formats, and the loss scale of fp16."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Format of parameters and activations. Master weights, moments and accumulated gradients are fp32 in any case."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are accumulated and reduced."""
+    loss_scale: Annotated[float | None, Range(above=0), Flag()] = None
+    """Fixed loss scale of --precision fp16. None: dynamic."""
+    initial_loss_scale: Annotated[float, Range(above=0)] = 65536.0
+    """Loss scale that --precision fp16 begins with."""
+    min_loss_scale: Annotated[float, Range(above=0)] = 1.0
+    """Smallest loss scale; an overflow at it stops the run."""
+    loss_scale_window: Annotated[int, Range(1)] = 1000
+    """Steps in a row without overflow after which the loss scale doubles."""
+    hysteresis: Annotated[int, Range(1)] = 2
+    """Overflows after which the loss scale halves."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if "precision" in wrong:
+            return
+        if self.precision != "fp16" and self.loss_scale is not None:
+            yield (
+                f"--loss-scale {number(self.loss_scale)} has no effect with --precision {self.precision}: "
+                "leave it out, or use --precision fp16"
+            )
+        if self.initial_loss_scale < self.min_loss_scale:
+            yield (
+                f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "
+                f"{number(self.min_loss_scale)}: use --initial-loss-scale {number(self.min_loss_scale)} or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """What the model reads."""
+
+    data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
+    """Prefix of the preprocessed dataset (PREFIX.bin and PREFIX.idx); several for a blend in proportion to their
+    tokens, or WEIGHT PREFIX WEIGHT PREFIX ... for a weighted one."""
+    split: Annotated[str, Flag(metavar="A,B,C")] = "949,50,1"
+    """Shares of the documents for training, validation and test, in any unit; missing ones are 0."""
+    tokenizer: Annotated[str | None, Flag(("--tokenizer-model",), metavar="PATH")] = None
+    """A tokenizer.json, a directory that holds one (also a transformers directory), or a SentencePiece .model."""
+    seq_length: Annotated[int, Range(1)] = 1024
+    """Tokens of one sample."""
+    mock_data: bool = False
+    """Trains on generated tokens instead of a dataset; needs --vocab-size or --tokenizer."""
+    num_workers: Annotated[int, Range(0)] = 0
+    """Processes a rank that prepare batches ahead. 0: in the training process itself."""
+    data_cache_path: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Directory of the sample index files. None: a cache directory beside each dataset."""
+    eod_mask_loss: bool = False
+    """Leaves the end-of-document tokens of the input out of the loss; needs --tokenizer."""
+
+    def blend(self) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+        """The prefixes of --data-path and their weights, None where none are given.
+
+        Raises:
+            ValueError: weights and prefixes do not alternate, or a weight is not a positive number.
+        """
+        path = self.data_path
+        if len(path) < 2 or _as_number(path[0]) is None:
+            return path, None
+        weights = [_as_number(w) for w in path[::2]]
+        if len(path) % 2 or None in weights:
+            raise ValueError(
+                f"--data-path {' '.join(path)} mixes weights and prefixes: "
+                "use WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes only"
+            )
+        good = tuple(w for w in weights if w is not None and math.isfinite(w) and w > 0)
+        if len(good) < len(weights):
+            raise ValueError(
+                f"--data-path {' '.join(path)} has a weight that is not above 0: "
+                "leave that dataset out, or give it a positive weight"
+            )
+        return path[1::2], good
+
+    def split_shares(self) -> tuple[float, float, float]:
+        """The shares of training, validation and test, which sum to 1.
+
+        Raises:
+            ValueError: --split is not one to three non-negative numbers, of which the first is positive.
+        """
+        shares = [_as_number(part) for part in self.split.split(",")]
+        good = [s for s in shares if s is not None and math.isfinite(s) and s >= 0]
+        if len(good) != len(shares) or len(good) > 3:
+            raise ValueError(
+                f"--split {self.split} must be one to three numbers of 0 or more, separated by commas: "
+                "use, for example, 949,50,1"
+            )
+        if good[0] <= 0:
+            raise ValueError(
+                f"--split {self.split} leaves nothing to train on: make the first number positive, for example 949,50,1"
+            )
+        train, valid, test = (s / sum(good) for s in [*good, 0.0, 0.0][:3])
+        return train, valid, test
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        for name, parse in (("data_path", self.blend), ("split", self.split_shares)):
+            try:
+                if name not in wrong:
+                    parse()
+            except ValueError as error:
+                yield str(error)
+        if self.mock_data and self.data_path:
+            yield f"--mock-data and --data-path {' '.join(self.data_path)} exclude each other: leave one of them out"
+        if not self.mock_data and not self.data_path and not wrong & {"data_path", "mock_data"}:
+            yield "--data-path is missing: give the PREFIX that tools/preprocess_data.py wrote, or --mock-data"
+        if self.eod_mask_loss and self.tokenizer is None and not wrong & {"eod_mask_loss", "tokenizer"}:
+            yield "--eod-mask-loss needs the end-of-document token: give --tokenizer, or leave --eod-mask-loss out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """The optimizer and its learning-rate schedule."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """adamw: decoupled weight decay. sgd: with --sgd-momentum."""
+    lr: Annotated[float, Range(above=0)] = 3e-4
+    """Highest learning rate, reached after the warm-up."""
+    min_lr: Annotated[float, Range(0)] = 0.0
+    """Learning rate at the end of the decay; at most --lr."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """How the learning rate falls from --lr to --min-lr after the warm-up. WSD: constant, then a decay over the last
+    --lr-wsd-decay-iters."""
+    lr_decay_iters: Annotated[int | None, Range(1)] = None
+    """Step at which the decay ends, warm-up included. None: --train-iters."""
+    lr_warmup_iters: Annotated[int, Range(0)] = 0
+    """Steps over which the learning rate rises linearly from 0 to --lr. 0: no warm-up."""
+    lr_wsd_decay_iters: Annotated[int | None, Range(1)] = None
+    """Steps of the final decay of --lr-decay-style WSD, which needs it."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of the final decay of --lr-decay-style WSD."""
+    weight_decay: Annotated[float, Range(0)] = 0.01
+    """Weight decay of matrices; biases and norms have none. 0: off."""
+    clip_grad: Annotated[float, Range(0)] = 1.0
+    """Largest global gradient norm (2-norm); larger gradients are scaled down to it. 0: no clipping."""
+    adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
+    """Decay of AdamW's running mean of gradients."""
+    adam_beta2: Annotated[float, Range(0, below=1)] = 0.999
+    """Decay of AdamW's running mean of squared gradients."""
+    adam_eps: Annotated[float, Range(above=0)] = 1e-8
+    """Added to AdamW's denominator."""
+    sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
+    """Momentum of --optimizer sgd. 0: plain SGD."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        lr, min_lr = number(self.lr), number(self.min_lr)
+        if not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
+            yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
+        if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
+            return
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
+            yield (
+                "--lr-decay-style WSD needs the length of its final decay: "
+                "give --lr-wsd-decay-iters, for example a tenth of --train-iters"
+            )
+        if self.lr_decay_style != "WSD" and self.lr_wsd_decay_iters is not None:
+            yield (
+                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} has no effect with --lr-decay-style "
+                f"{self.lr_decay_style}: leave it out, or use --lr-decay-style WSD"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Section):
+    """The training loop: batches, length, evaluation, and where results go."""
+
+    micro_batch_size: Annotated[int, Range(1)] = 1
+    """Samples of one forward pass on one data-parallel replica."""
+    global_batch_size: Annotated[int | None, Range(1)] = None
+    """Samples of one step over all replicas; a multiple of --micro-batch-size x --dp. None: one microbatch a
+    replica."""
+    train_iters: Annotated[int, Range(1)]
+    """Steps to train, counted from the start of the run."""
+    seed: Annotated[int, Range(0, MAX_SEED)] = 1234
+    """Seed of initial weights, dropout and data order. Two runs with the same seed are bitwise equal."""
+    eval_interval: Annotated[int, Range(0)] = 1000
+    """Steps between evaluations on the validation split. 0: no evaluation."""
+    eval_iters: Annotated[int, Range(1)] = 100
+    """Global batches of one evaluation. To turn evaluation off, use --eval-interval 0."""
+    output_dir: Annotated[str, Flag(("--save",), metavar="DIR")] = "output"
+    """Directory for checkpoints, metrics.jsonl and the resolved config.toml; made where it does not exist."""
+    load: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Checkpoint directory to start from."""
+    save_interval: Annotated[int | None, Range(1)] = None
+    """Steps between checkpoints. None: at the end only."""
+    max_bad_steps: Annotated[int, Range(1)] = 10
+    """Steps in a row with a loss or gradient that is not finite after which the run stops. Each of them leaves the
+    weights as they were."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in backward instead of kept. selective: attention between its projections. full: whole
+    blocks, of which only the input is kept. No choice changes a bit of the result."""
+    recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
+    """Blocks of each pipeline stage, from its first, that --recompute full applies to. None: all."""
+    label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
+    """Share of the target probability that is spread evenly over the vocabulary. 0: off."""
+    z_loss: Annotated[float, Range(0)] = 0.0
+    """Weight of the squared log-normaliser of the softmax in the loss. 0: off."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if not wrong & {"recompute", "recompute_num_layers"} and self.recompute_num_layers and self.recompute != "full":
+            yield (
+                f"--recompute-num-layers {self.recompute_num_layers} has no effect with --recompute {self.recompute}: "
+                "leave it out, or use --recompute full"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Section):
+    """What is reported while training."""
+
+    log_interval: Annotated[int, Range(1)] = 10
+    """Steps between log lines and between lines of metrics.jsonl."""
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,27 @@
+"""The built packages, shared by the tests that look at them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit import packaging_builds
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist, and the wheel that was built from it."""
+    return packaging_builds.build_sdist_and_wheel(tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="session")
+def wheel_site(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds the wheel's files, as site-packages would."""
+    return packaging_builds.unpack_wheel(built[1], tmp_path_factory.mktemp("wheel-site"))
+
+
+@pytest.fixture(scope="session")
+def editable_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A site folder with an editable install of a copy of the tree."""
+    return packaging_builds.install_editable(tmp_path_factory.mktemp("editable"))

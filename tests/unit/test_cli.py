@@ -1,0 +1,314 @@
+"""The command line as a user meets it: what is taken, and what each refusal says, on which rank, and once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megacore.cli import flag_names
+from megacore.command_line import all_fields
+from megacore.config import SECTIONS, Config
+from megacore.errors import ConfigError, DataError
+from tests.unit import refusals
+from tests.unit.refusals import GOOD, Refuse, parse, problems
+
+ROOT = Path(__file__).parents[2]
+alone, refuse = refusals.alone, refusals.refuse  # fixtures
+
+
+# ---- what is accepted ------------------------------------------------------------------------------------------------
+
+
+def test_flags_become_fields() -> None:
+    config = parse(
+        *GOOD, "--num-layers", "3", "--lr", "1e-4", "--data-cache-path", "c", "--untie-embeddings-and-output-weights"
+    )
+    assert (config.model.num_layers, config.optimizer.lr, config.data.data_cache_path) == (3, 1e-4, "c")
+    assert config.model.untie_embeddings_and_output_weights
+    assert config.training.train_iters == 10
+
+
+def test_spellings_of_a_flag_are_equal() -> None:
+    spellings = (
+        ["--micro-batch-size", "4"],
+        ["--micro_batch_size", "4"],
+        ["--micro-batch-size=4"],
+        ["--micro_batch-size=4"],
+        ["--micro-batch-size", "4", "--micro-batch-size=4"],
+    )
+    assert len({repr(parse(*GOOD, *spelling)) for spelling in spellings}) == 1
+
+
+def test_every_alias_equals_its_flag(tmp_path: Path) -> None:
+    values = {"norm_epsilon": "1e-3", "tokenizer": str(tmp_path), "output_dir": str(tmp_path)}
+    aliased = [info for info in all_fields().values() if info.aliases]
+    assert len(aliased) >= 6
+    for info in aliased:
+        value = values.get(info.name, "1")
+        assert len({repr(parse(*GOOD, name, value)) for name in info.flags}) == 1, info.name
+
+
+RELIED_ON = """
+--tensor-model-parallel-size --pipeline-model-parallel-size --tokenizer-model --hidden-size --seq-length --config --load
+--global-batch-size --train-iters --lr-warmup-iters --min-lr --clip-grad --weight-decay --adam-beta1 --save --split
+--log-interval --eval-interval --eval-iters --num-workers --data-cache-path --lr-decay-style --tp --pp --dp --data-path
+--tokenizer --num-layers --num-attention-heads --ffn-hidden-size --micro-batch-size --lr --hidden-dropout --preset
+--attention-dropout --seed --output-dir --mock-data
+"""
+
+
+def test_the_names_that_scripts_rely_on_exist() -> None:
+    assert set(RELIED_ON.split()) <= {name for main, others in flag_names().items() for name in (main, *others)}
+
+
+def test_switches_and_none() -> None:
+    assert not parse(*GOOD, "--no-eod-mask-loss").data.eod_mask_loss
+    assert parse(*GOOD, "--dp", "None").parallel.dp == 1
+    assert parse(*GOOD, "--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2").optimizer.lr_decay_style == "WSD"
+
+
+@pytest.mark.parametrize("first", [["--data-path", "0.3"], ["--data-path=0.3"]])
+def test_a_list_takes_all_values_up_to_the_next_flag(first: list[str], tmp_path: Path) -> None:
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    for prefix in (a, b):
+        for ending in (".bin", ".idx"):
+            Path(prefix + ending).touch()
+    config = parse(*first, a, "0.7", b, *GOOD[1:])
+    assert config.data.data_path == ("0.3", a, "0.7", b)
+    assert config.data.blend() == ((a, b), (0.3, 0.7))
+
+
+def test_flags_are_stronger_than_the_file_which_is_stronger_than_the_preset(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(
+        "[model]\nnum_layers = 3\nhidden_size = 128\n[training]\ntrain_iters = 7\n[data]\nmock_data = true\n"
+    )
+    config = parse("--preset", "gpt2-tiny", "--config", str(file), "--num-layers", "5")
+    assert (config.model.num_layers, config.model.hidden_size) == (5, 128)
+    assert (config.model.num_attention_heads, config.data.seq_length, config.model.vocab_size) == (4, 64, 512)
+    note = capfd.readouterr().err
+    assert (
+        note == f"megacore: note: --config {file} is stronger than --preset gpt2-tiny: hidden_size 128 (preset: 64)\n"
+    )
+
+
+def test_a_preset_in_the_file_counts_too(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[model]\npreset = "gpt2-tiny"\n[training]\ntrain_iters = 7\n[data]\nmock_data = true\n')
+    assert parse("--config", str(file)).model.hidden_size == 64
+    assert parse("--config", str(file), "--preset", "gpt2-small").model.hidden_size == 768
+
+
+def test_a_tokenizer_is_stronger_than_the_presets_vocabulary(tmp_path: Path) -> None:
+    config = parse("--preset", "gpt2-tiny", "--mock-data", "--train-iters", "1", "--tokenizer", str(tmp_path))
+    assert config.model.vocab_size is None
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+WRONG: list[tuple[list[str], tuple[str, ...]]] = [
+    (["--num-layer", "3"], ("--num-layer is not a flag", "did you mean --num-layers?")),
+    (["--tensor-parallel-size", "3"], ("did you mean --tensor-model-parallel-size?",)),
+    (["--heads", "3"], ("did you mean --num-attention-heads?",)),
+    (["-lr", "3"], ("-lr is not a flag: did you mean --lr?",)),
+    (["-x"], ("-x is not a flag", "--help")),
+    (["--no-mock-dat"], ("did you mean --no-mock-data?",)),
+    (["--zzzzzz"], ("--zzzzzz is not a flag", "--help")),
+    (["--swiglu"], ("--swiglu", "Megatron-LM's", "not have it yet")),
+    (["--distributed-backend", "nccl"], ("use --device",)),
+    (["--no-lr"], ("--no-lr", "only a switch", "--lr FLOAT")),
+    (["--mock-data", "True"], ("--mock-data True", "--mock-data or --no-mock-data")),
+    (["--num-layers", "three"], ("--num-layers 'three' is not a whole number", "12")),
+    (["--num-layers", "1.5"], ("--num-layers '1.5' is not a whole number",)),
+    (["--eval-iters", "1e3"], ("--eval-iters '1e3' is not a whole number: use 1000",)),
+    (["--lr="], ("--lr '' is not a number",)),
+    (["--lr", "fast"], ("--lr 'fast' is not a number", "0.0003")),
+    (["--lr", "nan"], ("--lr nan", "finite")),
+    (["--lr"], ("--lr needs a value: --lr FLOAT",)),
+    (["--tp", "--pp", "1"], ("--tp needs a value: --tp INT",)),
+    (["--tp", "1", "2"], ("--tp 1 2", "'2' belongs to no flag")),
+    (["--tp", "1", "--tp", "2"], ("--tp is given twice, as --tp 1 and as --tp 2", "keep one")),
+    (["--tp", "1", "--tensor-model-parallel-size", "2"], ("--tp 1", "--tensor-model-parallel-size 2", "keep one")),
+    (["--eod-mask-loss", "--no-eod-mask-loss"], ("--eod-mask-loss", "--no-eod-mask-loss", "keep one")),
+    (["--data-path", "a", "--data-path", "b", "--no-mock-data"], ("--data-path is given twice", "after one flag")),
+    (["--lr-decay-style", "wsd"], ("--lr-decay-style wsd", "did you mean WSD?")),
+    (["--config", "/no/such/file.toml"], ("--config /no/such/file.toml", "No such file")),
+    (["--config", "/"], ("--config /", "directory")),
+    (["--load", "/no/such/dir"], ("--load /no/such/dir", "not a directory")),
+    (["--tokenizer", "/no/such"], ("--tokenizer /no/such does not exist", "tokenizer.json")),
+    (["--output-dir", "/dev/null/x"], ("--output-dir /dev/null/x", "another name")),
+    (["--tp", "2"], ("--tp 2", "1 process", "start 2 processes")),
+    (["--preset", "gpt3"], ("--preset gpt3", "gpt2-small")),
+]
+
+
+@pytest.mark.parametrize("argv, words", WRONG, ids=[" ".join(w[0]) for w in WRONG])
+def test_a_wrong_flag_is_refused_by_name(argv: list[str], words: tuple[str, ...], refuse: Refuse) -> None:
+    good = GOOD[1:] if {"--mock-data", "--no-mock-data"} & set(argv) else GOOD
+    (problem,) = problems(refuse(*good, *argv))
+    assert all(word in problem for word in words), problem
+
+
+def test_a_word_before_the_flags_belongs_to_none(refuse: Refuse) -> None:
+    assert "'train' belongs to no flag" in problems(refuse("train", *GOOD))[0]
+
+
+def test_all_kinds_of_problems_come_together(refuse: Refuse, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[model]\nnum_layers = '3'\n")
+    text = refuse(
+        *("--config", str(file), "--tokenizer", "/no", "--nope", "--tp", "x", "--lr", "-1"),
+        *("--bf16", "--seed", "1", "--seed", "2", "--num-attention-heads", "5"),
+    )
+    found = problems(text)
+    for words in (
+        "num_layers",
+        "/no does not",
+        "--nope",
+        "--tp 'x'",
+        "--lr -1",
+        "--bf16",
+        "--seed is given",
+    ):
+        assert any(words in problem for problem in found), words
+    assert len(found) == 7 + 3  # and: the heads, the data, the number of steps
+    assert f"Keys of {file} go by their flags here" in text
+
+
+def test_nothing_at_all_is_refused_with_what_is_needed(refuse: Refuse) -> None:
+    data, iters = problems(refuse())
+    assert "--data-path" in data
+    assert "--train-iters" in iters
+
+
+def test_control_characters_do_not_reach_the_terminal(refuse: Refuse) -> None:
+    assert "\x1b" not in refuse(*GOOD, "--preset", "\x1b[31m")
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, world_size: int) -> None:
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size)):
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("rank, local_rank", [(1, 1), (4, 0), (5, 1)])
+def test_only_rank_0_speaks(rank: int, local_rank: int, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, rank, local_rank, 8)
+    assert refuse(*GOOD, "--tp", "3") == ""
+
+
+def test_another_machine_names_itself_and_only_its_own_files(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, 4, 0, 8)
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    text = refuse(*GOOD, "--tp", "3", "--tokenizer", "/no/such")
+    assert text.startswith("megacore: refused on node7: 1 problem\n  - --tokenizer /no/such")
+    as_rank(monkeypatch, 5, 1, 8)
+    assert refuse(*GOOD, "--tp", "3") == ""
+
+
+def test_a_silent_rank_waits_for_the_one_that_speaks(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, 3, 3, 4)
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    refuse(*GOOD, "--tp", "3")
+    assert len(slept) == 1
+
+
+def test_the_launcher_is_told_the_cause(refuse: Refuse, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    text = refuse(*GOOD, "--tp", "3")
+    cause = json.loads(file.read_text())["message"]
+    assert cause["message"] == cause["extraInfo"]["py_callstack"] == text.rstrip("\n")
+    assert int(cause["extraInfo"]["timestamp"]) == pytest.approx(time.time(), abs=60)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "such"))
+    assert problems(refuse(*GOOD, "--tp", "3"))
+
+
+@pytest.mark.parametrize("name, value", [("RANK", "x"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "-4"), ("RANK", "7")])
+def test_a_broken_environment_is_named(name: str, value: str, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, 0, 0, 4)
+    monkeypatch.setenv(name, value)
+    text = refuse(*GOOD)
+    assert name in text
+    assert "torchrun" in text
+
+
+def test_the_inputs_complete_and_check_the_configuration(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+
+    def complete(config: Config) -> Config:
+        raise DataError("tok.json is not a tokenizer\ngive another")
+
+    def refused(config: Config) -> None:
+        raise ConfigError(["first", "second"])
+
+    assert parse(*GOOD, complete=lambda config: config, checks=[seen.append]) == seen[0] == parse(*GOOD)
+    assert "  - tok.json is not a tokenizer\n    give another\n" in refuse(*GOOD, complete=complete)
+    assert "refused: 3 problems" in refuse(*GOOD, complete=complete, checks=[refused])
+    assert "refused: 1 problem\n" in refuse(*GOOD, complete=complete, checks=[complete])
+    assert problems(refuse(*GOOD, checks=[refused])) == ["first", "second"]
+    as_rank(monkeypatch, 1, 1, 2)
+    parse(*GOOD, checks=[refused])  # not this rank's to check
+    assert refuse(*GOOD, complete=complete) == ""
+    assert len(seen) == 1
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from megacore.cli import parse_config
+try:
+    parse_config(sys.argv[1:], prog="pretrain_gpt.py", description="Pretrain a GPT.")
+finally:
+    print("loaded:", sorted({"torch", "numpy", "tyro"} & set(sys.modules)))
+"""
+
+
+def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, *argv],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        timeout=60,
+    )
+
+
+def test_a_refusal_is_quick_and_loads_nothing() -> None:
+    start = time.monotonic()
+    done = run(*GOOD, "--tp", "3", "--nope")
+    assert time.monotonic() - start < 3
+    assert done.returncode == 2
+    assert done.stdout == "loaded: []\n"
+    assert "Traceback" not in done.stderr
+    assert len(problems(done.stderr)) == 2
+
+
+def test_help_is_printed_once_and_names_every_flag() -> None:
+    done = run("--help", "--nonsense", COLUMNS="100")
+    assert done.returncode == 0
+    words = set(re.split(r"[\s,]+", done.stdout))
+    for name, others in flag_names().items():
+        assert {name, *others} <= words
+    for section in SECTIONS:
+        assert f"{section} options" in done.stdout
+    assert "(default: 768)" in done.stdout
+    assert "(required)" in done.stdout
+    assert "--tp INT, --tensor-model-parallel-size INT" in done.stdout
+    other = run("--help", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
+    assert (other.returncode, other.stdout) == (0, "loaded: []\n")

@@ -1,0 +1,42 @@
+"""The documents about the configuration say what the fields say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megacore import megatron_flags
+from megacore.cli import flag_names
+from tools import flag_reference
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_reference_in_the_documentation_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert flag_reference.main(["--check", str(ROOT / "docs" / "configuration.md")]) == 0, capsys.readouterr().out
+
+
+def test_an_old_reference_is_found_and_renewed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "doc.md"
+    file.write_text(f"before\n{flag_reference.BEGIN}\nold\n{flag_reference.END}\nafter\n")
+    assert flag_reference.main(["--check", str(file)]) == 1
+    assert "not current" in capsys.readouterr().out
+    assert flag_reference.main(["--write", str(file)]) == 0
+    assert flag_reference.main(["--check", str(file)]) == 0
+    assert file.read_text().startswith("before\n")
+    assert file.read_text().endswith("\nafter\n")
+
+
+def test_the_page_for_megatron_users_covers_every_flag() -> None:
+    page = (ROOT / "docs" / "coming-from-megatron.md").read_text()
+    named = set(re.findall(r"--[a-z][a-z0-9-]+", page))
+    ours = {name for main, others in flag_names().items() for name in (main, *others)}
+    dropped = megatron_flags.REPLACED.keys() | megatron_flags.NOT_YET
+    assert dropped <= named
+    assert not dropped & ours
+    assert named <= dropped | ours | {"--flag", "--no-flag"}
+    for flag, text in megatron_flags.REPLACED.items():
+        assert f"| `{flag}` | {text} |" in page
+        assert set(re.findall(r"--[a-z0-9-]+", text)) <= ours

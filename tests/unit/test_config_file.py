@@ -1,0 +1,73 @@
+"""TOML files: each problem is reported with its place in the file, and none hides another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megacore.cli import load_toml
+from megacore.errors import ConfigError
+from tests.unit import refusals
+from tests.unit.refusals import GOOD, Refuse, problems
+
+alone, refuse = refusals.alone, refusals.refuse  # fixtures
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[model]\nnum_layers = '12'", ("line 2", "[model] num_layers = '12'", "whole number")),
+        ("[model]\nnum_layers = 1.5", ("line 2", "num_layers = 1.5", "whole number")),
+        ("[model]\nnum_layers = true", ("num_layers = true", "whole number")),
+        ("[optimizer]\n\nlr = 'x'", ("line 3", "lr = 'x'", "a number")),
+        ("[optimizer]\nlr = true", ("lr = true", "a number")),
+        ("[data]\nmock_data = 1", ("mock_data = 1", "true or false")),
+        ("[data]\nsplit = [1, 2]", ("split = [1, 2]", "a string")),
+        ("[data]\ndata_path = 'x'", ("data_path = 'x'", "array of strings")),
+        ("[data]\ndata_path = [0.5, 'x']", ("data_path", "array of strings")),
+        ("[optimizer]\nlr = 1979-05-27", ("lr = ", "a number")),
+        (f"[optimizer]\nlr = 1{'0' * 400}", ("lr = ", "a number")),
+        ("[optimizer]\nlr = inf", ("--lr inf", "finite")),
+        ("[model]\nnum_layer = 1", ("line 2", "num_layer is not a key", "num_layers, under [model]")),
+        ("[model]\nnum-layers = 1", ("line 2", "did you mean num_layers")),
+        ("[model]\nlr = 1.0", ("line 2", "lr belongs under [optimizer]")),
+        ("[parallel]\ntensor_model_parallel_size = 2", ("did you mean tp, under [parallel]",)),
+        ("[data]\nqqq = 2", ("line 2", "qqq is not a key", "docs/configuration.md")),
+        ("[data.sub]\nx = 2", ("sub is not a key",)),
+        ("[modle]\nnum_layers = 1", ("line 1", "[modle] is not a table", "did you mean [model]?")),
+        ("num_layers = 1", ("line 1", "num_layers belongs under [model]")),
+        ("model = 1", ("model is a table", "[model]")),
+        ("[[model]]\nnum_layers = 1", ("model is a table",)),
+        ("[model\n", ("is not valid TOML", "line 1")),
+        ("[model]\n[model]\n", ("is not valid TOML",)),
+        ("x = " + "[" * 5000, ("is not valid TOML",)),
+        ("[model]\nx = \udcff", ("is not valid TOML", "utf-8")),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_place(
+    text: str, words: tuple[str, ...], refuse: Refuse, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    (problem,) = problems(refuse(*GOOD, "--config", str(file)))
+    assert all(word in problem for word in words), problem
+    assert str(file) in problem or "--lr inf" in problem
+
+
+def test_flags_mend_what_a_file_gets_wrong_only_by_name(refuse: Refuse, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[training]\ntrain_iter = 5\n[data]\nmock_data = true\n[model]\nvocab_size = 5\n")
+    (problem,) = problems(refuse("--config", str(file)))  # and not that --train-iters is missing as well
+    assert "train_iters" in problem
+
+
+def test_load_toml_raises_every_problem(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[training]\ntrain_iters = 'a'\nsave = 3\n")
+    with pytest.raises(ConfigError) as error:
+        load_toml(file)
+    assert len(error.value.problems) == 2
+    file.write_text("[training]\ntrain_iters = 0\n[data]\nmock_data = true\n")
+    with pytest.raises(ConfigError, match="--train-iters 0"):
+        load_toml(file)
