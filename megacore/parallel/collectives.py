@@ -1,0 +1,162 @@
+"""Every collective of the trainer, in two layers: in-place calls on tensors, and autograd pairs.
+
+The pairs are adjoint linear maps (Shoeybi et al. 2019, arXiv 1909.08053, section 3): the backward of one is the
+forward of the other, so that <A x, y> = <x, A^T y> over the group. A group of one rank communicates nothing. Nothing
+else in megacore calls torch.distributed's collectives; point-to-point transfers live in `pipeline/transport.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacore.parallel.mesh import Group
+
+Reduction = Literal["sum", "max"]
+# torch 2.13 renamed these two; older releases know only the second name.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Pending:
+    """A collective under way; `wait()` returns once the result may be read."""
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
+    """Reduce `tensor` in place over the group; every rank gets the same bits."""
+    if group.size > 1:
+        dist.all_reduce(tensor, op=_OPS[op], group=group.handle)
+    return tensor
+
+
+def start_all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Pending:
+    """Begin `all_reduce_` and return at once, so that it overlaps with what is computed until `wait()`."""
+    if group.size == 1:
+        return Pending(None)
+    return Pending(dist.all_reduce(tensor, op=_OPS[op], group=group.handle, async_op=True))
+
+
+def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
+    """Begin to fill the flat tensor `whole` with the ranks' flat shards, in group order; a shard may lie in `whole`."""
+    if group.size == 1:
+        if whole.data_ptr() != shard.data_ptr():
+            whole.copy_(shard)
+        return Pending(None)
+    return Pending(_all_gather_flat(whole, shard, group=group.handle, async_op=True))
+
+
+def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
+    """Begin to sum the flat tensor `whole` over the group and keep this rank's part of the sum in `shard`."""
+    if group.size == 1:
+        shard.copy_(whole)
+        return Pending(None)
+    return Pending(_reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True))
+
+
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
+    """Stack the ranks' tensors of equal shape along a new first dimension.
+
+    Returns:
+        [group.size, *tensor.shape]
+    """
+    if group.size == 1:
+        return tensor.unsqueeze(0)
+    gathered = tensor.new_empty((group.size, *tensor.shape))
+    _all_gather_flat(gathered.view(-1), tensor.contiguous().view(-1), group=group.handle)
+    return gathered
+
+
+def all_gather_objects(value: Any, group: Group) -> list[Any]:
+    """One small Python value from every rank, in group order; for launch time and saves, never for the step."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.handle)
+    return values
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank of the group is here."""
+    if group.size > 1:
+        dist.barrier(group=group.handle)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_(grad.clone(), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce_(x.clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.width = group, x.shape[-1]
+        return torch.cat(tuple(all_gather(x, group)), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(-1, ctx.group.rank * ctx.width, ctx.width).contiguous(), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size, dim=-1)[group.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.cat(tuple(all_gather(grad, ctx.group)), dim=-1), None
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Enter a tensor-parallel region: identity forward, gradients summed over the group backward."""
+    return x if group.size == 1 else _Copy.apply(x, group)
+
+
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """Leave a tensor-parallel region: partial results summed forward, identity backward."""
+    return x if group.size == 1 else _Reduce.apply(x, group)
+
+
+def gather_from_group(x: Tensor, group: Group) -> Tensor:
+    """Concatenate the ranks' slices along the last dimension; backward takes this rank's slice."""
+    return x if group.size == 1 else _Gather.apply(x, group)
+
+
+def scatter_to_group(x: Tensor, group: Group) -> Tensor:
+    """Take this rank's slice of the last dimension; backward concatenates the ranks' gradients.
+
+    Raises:
+        ValueError: the last dimension does not divide by the group's size.
+    """
+    if x.shape[-1] % group.size:
+        raise ValueError(f"last dimension {x.shape[-1]} does not divide over {group.size} ranks")
+    return x if group.size == 1 else _Scatter.apply(x, group)

@@ -1,0 +1,108 @@
+"""Randomness that does not depend on the layout: everything random is a function of names and indices, not of a
+rank's history.
+
+- Initial values: a pure function of (seed, global name, global shape), drawn block by block with a counter-based
+  generator (Philox; Salmon et al. 2011), so that a rank draws no more memory than one block beyond its own slice.
+- Dropout: the mask of a site is a pure function of (seed, site name, global microbatch index, shard). Two pipelines,
+  two data layouts or a recomputation therefore see the same mask, and no generator state is ever saved or restored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megacore.parallel.sharding import ShardSpec
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def stable_hash(*parts: str | int) -> int:
+    """64 bits that depend on the parts alone, the same in every process and Python version."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def normal_slice(spec: ShardSpec, *, seed: int, std: float) -> Tensor:
+    """This rank's slice of a normally distributed global tensor, bit-identical for every way of slicing it.
+
+    Args:
+        spec: a one- or two-dimensional tensor's name, shape and slice.
+        seed: the run's seed.
+        std: standard deviation; the mean is 0.
+
+    Returns:
+        fp32 on the CPU, of the slice's shape.
+    """
+    rows, columns = spec.shape[0], int(np.prod(spec.shape[1:], dtype=np.int64))
+    (first, last), (left, right) = (spec.slices[0], spec.slices[1] if len(spec.shape) > 1 else (0, 1))
+    local = np.empty((last - first, right - left), dtype=np.float32)
+    height = max(1, _BLOCK_ELEMENTS // columns)
+    for top in range(first - first % height, last, height):
+        bottom = min(top + height, rows)
+        generator = np.random.Generator(np.random.Philox(key=stable_hash(seed, spec.name, top)))
+        block = generator.standard_normal((bottom - top, columns), dtype=np.float32)
+        begin, end = max(top, first), min(bottom, last)
+        local[begin - first : end - first] = block[begin - top : end - top, left:right]
+    return torch.from_numpy(local * np.float32(std)).view([b - a for a, b in spec.slices])
+
+
+class RandomStreams:
+    """The source of dropout masks of one model replica; the runtime says which microbatch is being computed."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._generator = torch.Generator(device=device)
+        self._microbatch = 0
+
+    @property
+    def index(self) -> int:
+        """Global index of the microbatch that is being computed."""
+        return self._microbatch
+
+    @contextmanager
+    def microbatch(self, index: int) -> Iterator[None]:
+        """Masks drawn inside belong to the microbatch of this global index."""
+        previous, self._microbatch = self._microbatch, index
+        try:
+            yield
+        finally:
+            self._microbatch = previous
+
+    def key(self, site: str, shard: int) -> int:
+        """The seed of a site's mask, for operators that draw it themselves."""
+        return stable_hash(self._seed, site, self._microbatch, shard)
+
+    def generator(self, site: str, shard: int) -> torch.Generator:
+        """A generator at the start of the site's stream; valid until the next call."""
+        self._generator.manual_seed(self.key(site, shard) & (2**63 - 1))
+        return self._generator
+
+
+class Dropout(nn.Module):
+    """Inverted dropout (Srivastava et al. 2014) whose mask depends on names and indices only.
+
+    Args:
+        probability: share of elements set to zero, in [0, 1).
+        streams: where masks come from.
+        site: global name of the place in the model.
+        shard: which slice of the activations this rank holds; 0 where all tensor-parallel ranks hold the same, which
+            must then draw the same mask.
+    """
+
+    def __init__(self, probability: float, streams: RandomStreams, site: str, *, shard: int = 0) -> None:
+        super().__init__()
+        self.probability, self.streams, self.site, self.shard = probability, streams, site, shard
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as x; x itself in evaluation or with probability 0."""
+        if not self.training or self.probability == 0.0:
+            return x
+        keep = 1.0 - self.probability
+        mask = torch.empty_like(x).bernoulli_(keep, generator=self.streams.generator(self.site, self.shard))
+        return x * mask.div_(keep)

@@ -1,0 +1,95 @@
+"""Sequence parallelism: between the tensor-parallel layers, activations are split along the sequence.
+
+What tensor parallelism leaves whole on every rank (norms, dropout, residuals) is computed for s / t positions on each
+(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). An all-gather and a reduce-scatter move the same bytes as
+the all-reduce that they replace. A column-parallel layer keeps only its own part of the input for backward and
+gathers it again there, while the input gradient is computed; the reduce-scatter of that gradient runs while the
+weight's is.
+
+Shape legend: b micro-batch, s sequence, h features, t group size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.parallel.collectives import Pending, start_all_gather, start_reduce_scatter
+from megacore.parallel.mesh import Group
+
+
+class _GatherOfPieces:
+    """An all-gather along the sequence, under way."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._pieces = x.new_empty((group.size, *x.shape))
+        self._pending = start_all_gather(self._pieces.view(-1), x.contiguous().view(-1), group)
+
+    def wait(self) -> Tensor:
+        """[b, s, h] from every rank's [b, s/t, h]"""
+        self._pending.wait()
+        t, b, s, h = self._pieces.shape
+        return self._pieces.transpose(0, 1).reshape(b, t * s, h)
+
+
+class _ScatterOfSum:
+    """A reduce-scatter along the sequence, under way."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        b, s, h = x.shape
+        self._pieces = x.view(b, group.size, s // group.size, h).transpose(0, 1).contiguous()
+        self._own = x.new_empty((b, s // group.size, h))
+        self._pending: Pending = start_reduce_scatter(self._own.view(-1), self._pieces.view(-1), group)
+
+    def wait(self) -> Tensor:
+        """[b, s/t, h], summed over the ranks' [b, s, h]"""
+        self._pending.wait()
+        return self._own
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _ScatterOfSum(x, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _GatherOfPieces(grad, ctx.group).wait(), None
+
+
+class _LinearOfGatheredInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.has_bias = group, bias is not None
+        return F.linear(_GatherOfPieces(x, group).wait(), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        gathering = _GatherOfPieces(x, ctx.group)
+        scattering = _ScatterOfSum(grad @ weight, ctx.group)
+        rows = grad.flatten(0, -2)
+        grad_weight = rows.t() @ gathering.wait().flatten(0, -2)
+        grad_bias = rows.sum(0) if ctx.has_bias else None
+        return scattering.wait(), grad_weight, grad_bias, None
+
+
+def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """Partial [b, s, h] of every rank -> this rank's positions of the sum, [b, s/t, h]; backward gathers."""
+    return x if group.size == 1 else _ReduceScatter.apply(x, group)
+
+
+def linear_of_gathered_input(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+    """x W^T + b over all positions: [b, s/t, i] of every rank -> [b, s, o/t], `weight` holding this rank's features."""
+    return F.linear(x, weight, bias) if group.size == 1 else _LinearOfGatheredInput.apply(x, weight, bias, group)
+
+
+def own_positions(length: int, group: Group) -> slice:
+    """Which of `length` positions this rank holds between the tensor-parallel layers."""
+    share = length // group.size
+    return slice(group.rank * share, (group.rank + 1) * share)

@@ -1,0 +1,206 @@
+"""Tensor parallelism: the linear layers and the embedding, split over a group (Shoeybi et al. 2019, arXiv
+1909.08053, section 3).
+
+A column-parallel layer splits its output features and a row-parallel one its input features, so that a pair of them
+needs one all-reduce forward (after the second) and one backward (before the first). On a group of one each is its
+torch.nn twin.
+
+Shape legend: s sequence, b micro-batch, i input features, o output features, h hidden size, V vocabulary, t group size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore.parallel.collectives import reduce_from_group, start_all_reduce_
+from megacore.parallel.mesh import ALONE, Group
+from megacore.parallel.sequence import linear_of_gathered_input, reduce_scatter_sequence
+from megacore.parallel.sharding import ShardedParameter, ShardSpec, split_evenly
+
+
+class _LinearOfCopiedInput(torch.autograd.Function):
+    """x W^T + b for an input that every rank holds: the input gradient's all-reduce runs while the weight gradient
+    is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.has_bias = group, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight
+        pending = start_all_reduce_(grad_x, ctx.group)
+        rows = grad.flatten(0, -2)
+        grad_weight = rows.t() @ x.flatten(0, -2)
+        grad_bias = rows.sum(0) if ctx.has_bias else None
+        pending.wait()
+        return grad_x, grad_weight, grad_bias, None
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the output features split over the group.
+
+    Args:
+        in_features: input features, whole on every rank.
+        out_features: output features of the whole layer; the group's size must divide it.
+        group: the tensor-parallel group.
+        bias: whether there is a bias (split like the output).
+        sequence_parallel: the input is split along the sequence, [b, s/t, i], and gathered here.
+
+    Raises:
+        ValueError: the group's size does not divide `out_features`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: Group = ALONE,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        _require_divisible("out_features", out_features, group)
+        self.group, self.sequence_parallel = group, sequence_parallel
+        start, stop = split_evenly(out_features, group.rank, group.size)
+        self.weight = ShardedParameter(
+            torch.empty(stop - start, in_features, device=device),
+            ShardSpec(shape=(out_features, in_features), dim=0, start=start, stop=stop),
+        )
+        self.bias: ShardedParameter | None = None
+        if bias:
+            spec = ShardSpec(shape=(out_features,), dim=0, start=start, stop=stop)
+            self.bias = ShardedParameter(torch.empty(stop - start, device=device), spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, i] (or [b, s/t, i]) -> [b, s, o/t]"""
+        return column_parallel(x, self.weight, self.bias, self.group, sequence_parallel=self.sequence_parallel)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the input features split over the group; the bias is whole on every rank and added once.
+
+    Args:
+        in_features: input features of the whole layer; the group's size must divide it.
+        out_features: output features, whole on every rank after the sum.
+        group: the tensor-parallel group.
+        bias: whether there is a bias.
+        sequence_parallel: the output is split along the sequence, [b, s/t, o].
+
+    Raises:
+        ValueError: the group's size does not divide `in_features`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        group: Group = ALONE,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        _require_divisible("in_features", in_features, group)
+        self.group, self.sequence_parallel = group, sequence_parallel
+        start, stop = split_evenly(in_features, group.rank, group.size)
+        self.weight = ShardedParameter(
+            torch.empty(out_features, stop - start, device=device),
+            ShardSpec(shape=(out_features, in_features), dim=1, start=start, stop=stop),
+        )
+        self.bias: ShardedParameter | None = None
+        if bias:
+            self.bias = ShardedParameter(torch.empty(out_features, device=device), ShardSpec(shape=(out_features,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
+        if self.group.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
+        y = leave(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embedding with the vocabulary's rows split over the group.
+
+    Rank r holds rows [r V / t, (r + 1) V / t). Its local table is padded with zero rows to `padded_rows(V, t,
+    multiple)`, so that the ranks' matrices have one aligned shape; the padding exists in memory only and never takes
+    part in a result.
+
+    Args:
+        num_embeddings: V, the true vocabulary size.
+        embedding_dim: h.
+        group: the tensor-parallel group.
+        multiple: local rows are padded to a multiple of this.
+        sequence_parallel: the output is split along the sequence, [b, s/t, h].
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: Group = ALONE,
+        multiple: int = 1,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.weight = vocab_parallel_weight(
+            num_embeddings, embedding_dim, group=group, multiple=multiple, device=device
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] token ids in [0, V) -> [b, s, h] (or [b, s/t, h])"""
+        if self.group.size == 1:
+            return F.embedding(tokens, self.weight)
+        spec = self.weight.spec
+        local = tokens - spec.start
+        outside = (local < 0) | (local >= spec.stop - spec.start)
+        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
+        leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
+        return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
+
+
+def column_parallel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *, sequence_parallel: bool = False
+) -> Tensor:
+    """A column-parallel product: every rank needs all of x, `weight` holds this rank's output features."""
+    if group.size == 1:
+        return F.linear(x, weight, bias)
+    if sequence_parallel:
+        return linear_of_gathered_input(x, weight, bias, group)
+    return _LinearOfCopiedInput.apply(x, weight, bias, group)
+
+
+def padded_rows(vocab_size: int, parts: int, multiple: int) -> int:
+    """Rows of a rank's local vocabulary table: enough for its share, rounded up to `multiple`."""
+    share = -(-vocab_size // parts)
+    return -(-share // multiple) * multiple
+
+
+def vocab_parallel_weight(
+    vocab_size: int, hidden_size: int, *, group: Group, multiple: int, device: torch.device | None = None
+) -> ShardedParameter:
+    """This rank's uninitialised rows of a [V, h] table, padded at the end."""
+    start, stop = split_evenly(vocab_size, group.rank, group.size)
+    rows = padded_rows(vocab_size, group.size, multiple)
+    spec = ShardSpec(shape=(vocab_size, hidden_size), dim=0, start=start, stop=stop)
+    return ShardedParameter(torch.empty(rows, hidden_size, device=device), spec)
+
+
+def _require_divisible(name: str, features: int, group: Group) -> None:
+    if features % group.size:
+        raise ValueError(f"{name} {features} does not divide over {group.size} tensor-parallel ranks")

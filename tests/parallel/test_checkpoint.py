@@ -1,0 +1,188 @@
+"""What is saved on one layout comes back bit for bit on another, and the run goes on; a damaged file is refused by
+name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megacore.checkpoint.manifest import find_checkpoint
+from megacore.errors import CheckpointError
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.train.trainer import Trainer
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, gather, make_config, make_trainer
+
+State = dict[str, dict[str, Tensor]]  # kind -> name -> whole tensor
+
+
+def run_steps(
+    rank: int, world_size: int, layout: Layout, directory: str, load: str | None, steps: int, zero_stage: int
+) -> tuple[list[float], State, State] | None:
+    """Train `steps` steps from `load` (or the start), save; the state at the start and at the end on rank 0."""
+    config = make_config(layout, directory, load=load, zero_stage=zero_stage)
+    mesh = build_mesh(config.parallel)
+    trainer = make_trainer(config, mesh)
+    before = whole_state(trainer, mesh)
+    losses = []
+    for _ in range(steps):
+        loss, _, _ = trainer.train_step(next(trainer.batches))
+        losses.append(float(all_reduce_(all_reduce_(loss.clone(), mesh.dp), mesh.pp)))
+    trainer.save()
+    after = whole_state(trainer, mesh)
+    return (losses, before, after) if rank == 0 else None
+
+
+def whole_state(trainer: Trainer, mesh: Mesh) -> State:
+    optimizer = trainer.update.optimizer
+    assert optimizer is not None
+    state = {"model": gather(trainer, mesh, lambda owned: owned.master)}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        state[kind] = gather(trainer, mesh, lambda owned: optimizer.state.get(owned.master, {}).get(kind))  # noqa: B023
+    return {kind: table for kind, table in state.items() if table}
+
+
+def steps(
+    layout: Layout, directory: Path, load: Path | None, count: int, *, zero: int = 0
+) -> tuple[list[float], State, State]:
+    tp, pp, dp = layout
+    source = None if load is None else str(load)
+    result = run_distributed(run_steps, tp * pp * dp, layout, str(directory), source, count, zero, timeout=120)[0]
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize(
+    ("source", "source_zero", "target", "target_zero"),
+    [
+        ((2, 2, 1), 0, (1, 1, 1), 0),
+        ((1, 1, 1), 0, (2, 2, 2), 3),
+        ((4, 1, 1), 0, (1, 3, 1), 0),
+        ((1, 2, 2), 1, (2, 1, 2), 0),
+        ((1, 1, 2), 3, (1, 1, 4), 2),
+    ],
+    ids=str,
+)
+def test_any_layout_loads_into_any_other(
+    source: Layout, source_zero: int, target: Layout, target_zero: int, tmp_path: Path
+) -> None:
+    _, _, saved = steps(source, tmp_path / "a", None, 3, zero=source_zero)
+    losses, loaded, _ = steps(target, tmp_path / "b", tmp_path / "a", 3, zero=target_zero)
+    assert loaded.keys() == saved.keys() == {"model", "exp_avg", "exp_avg_sq"}
+    for kind, table in saved.items():
+        assert loaded[kind].keys() == table.keys()
+        assert all(torch.equal(loaded[kind][name], value) for name, value in table.items()), kind
+    straight, _, _ = steps(source, tmp_path / "c", None, 6, zero=source_zero)
+    assert losses == pytest.approx(straight[3:], rel=1e-6)
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
+    steps((1, 2, 1), tmp_path / "a", None, 2)
+    losses, _, resumed = steps((1, 2, 1), tmp_path / "a", tmp_path / "a", 3)
+    straight, _, whole = steps((1, 2, 1), tmp_path / "b", None, 5)
+    assert losses == straight[2:]
+    assert all(torch.equal(resumed[kind][name], value) for kind in whole for name, value in whole[kind].items())
+
+
+def test_the_files_hold_true_sizes_under_global_names(tmp_path: Path) -> None:
+    _, _, saved = steps((2, 2, 1), tmp_path, None, 1)
+    directory = tmp_path / "step_00000001"
+    manifest = json.loads((directory / "manifest.json").read_text())
+    stored: dict[str, Tensor] = {}
+    for name, entry in manifest["tensors"]["model"].items():
+        whole = torch.full(entry["shape"], torch.nan)
+        for piece in entry["pieces"]:
+            where = tuple(slice(a, b) for a, b in zip(piece["start"], piece["stop"], strict=True))
+            whole[where] = load_file(directory / piece["file"])[name]
+        stored[name] = whole
+    assert stored.keys() == saved["model"].keys()
+    assert stored["embedding.tokens.weight"].shape == (131, 32)
+    assert all(torch.equal(stored[name], value) for name, value in saved["model"].items())
+
+
+def one_process(directory: Path, **changes: Any) -> Any:
+    return make_trainer(make_config((1, 1, 1), directory, **changes), Mesh(device=torch.device("cpu")))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    trainer = one_process(tmp_path)
+    trainer.train_step(next(trainer.batches))
+    trainer.save()
+    return tmp_path / "step_00000001"
+
+
+@pytest.mark.parametrize("file", ["model-pp0-tp0.safetensors", "exp_avg-pp0-tp0.safetensors"])
+def test_a_flipped_bit_is_refused_by_file_name(checkpoint: Path, file: str) -> None:
+    content = bytearray((checkpoint / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (checkpoint / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{file} does not have the SHA-256"):
+        one_process(checkpoint.parent, load=str(checkpoint))
+
+
+def test_a_truncated_file_is_refused_by_file_name(checkpoint: Path) -> None:
+    path = checkpoint / "model-pp0-tp0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model-pp0-tp0.safetensors has .* bytes"):
+        one_process(checkpoint.parent, load=str(checkpoint))
+
+
+def test_a_missing_file_is_refused_by_file_name(checkpoint: Path) -> None:
+    (checkpoint / "exp_avg_sq-pp0-tp0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"exp_avg_sq-pp0-tp0.safetensors: No such file"):
+        one_process(checkpoint.parent, load=str(checkpoint))
+
+
+def test_another_model_is_refused_by_tensor_name(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"embedding.positions is \(16, 32\) there, but \(16, 64\) in this model"):
+        one_process(checkpoint.parent, load=str(checkpoint), hidden_size=64)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 99}', "[" * 100_000])
+def test_a_damaged_manifest_is_refused(checkpoint: Path, text: str) -> None:
+    (checkpoint / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="manifest"):
+        one_process(checkpoint.parent, load=str(checkpoint))
+
+
+def test_a_name_outside_the_directory_is_refused(checkpoint: Path) -> None:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["../evil.safetensors"] = {"bytes": 1, "sha256": "0"}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"outside its directory: '\.\./evil"):
+        one_process(checkpoint.parent, load=str(checkpoint))
+
+
+def test_the_newest_complete_step_of_a_run_is_found(checkpoint: Path) -> None:
+    run = checkpoint.parent
+    (run / "step_00000009.tmp").mkdir()
+    (run / "step_00000007").mkdir()  # no manifest: never published
+    assert find_checkpoint(run) == checkpoint
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint(run / "step_00000007")
+
+
+def test_saving_again_replaces_the_step_whole(checkpoint: Path) -> None:
+    trainer = one_process(checkpoint.parent, load=str(checkpoint))
+    trainer.save()
+    assert {path.name for path in checkpoint.parent.iterdir() if path.is_dir()} == {"step_00000001"}
+
+
+def test_the_pointer_names_the_last_run_in_a_directory(checkpoint: Path) -> None:
+    """A second, shorter run in the same directory: the newest step is the old run's, the pointer knows better."""
+    old = checkpoint.parent / "step_00000004"
+    checkpoint.rename(old)
+    trainer = one_process(checkpoint.parent)
+    trainer.train_step(next(trainer.batches))
+    trainer.save()
+    assert find_checkpoint(checkpoint.parent) == checkpoint
+    (checkpoint.parent / "latest").write_text("../somewhere")
+    assert find_checkpoint(checkpoint.parent) == old

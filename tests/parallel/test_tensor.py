@@ -1,0 +1,256 @@
+"""Each tensor-parallel layer against its torch.nn twin, forward and backward; collectives against their adjoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
+from megacore.parallel.mesh import Group
+from megacore.parallel.sharding import ShardedParameter, split_evenly
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_rows
+from tests.distributed import run_distributed
+
+
+def close(actual: Tensor | None, expected: Tensor | None, *, rtol: float = 1e-6, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def world_group(rank: int, size: int) -> Group:
+    return Group(ranks=tuple(range(size)), rank=rank, handle=torch.distributed.group.WORLD if size > 1 else None)
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def give(parameter: ShardedParameter | None, full: Tensor) -> None:
+    """Set a parallel parameter to its slice of a full tensor, padding to zero."""
+    assert parameter is not None
+    with torch.no_grad():
+        parameter.zero_()
+        parameter.spec.own(parameter).copy_(parameter.spec.take(full))
+
+
+def check_slice(parameter: ShardedParameter | None, full_gradient: Tensor | None) -> None:
+    assert parameter is not None
+    assert parameter.grad is not None
+    assert full_gradient is not None
+    close(parameter.spec.own(parameter.grad), parameter.spec.take(full_gradient), rtol=1e-5)
+
+
+def column_is_linear(rank: int, size: int, bias: bool) -> None:
+    group, twin = world_group(rank, size), torch.nn.Linear(12, 16, bias=bias)
+    layer = ColumnParallelLinear(12, 16, group=group, bias=bias)
+    weight, x, grad = seeded(16, 12), seeded(5, 3, 12, seed=1), seeded(5, 3, 16, seed=2)
+    give(layer.weight, weight)
+    twin.weight.data.copy_(weight)
+    if bias:
+        give(layer.bias, seeded(16, seed=3))
+        twin.bias.data.copy_(seeded(16, seed=3))
+    x_parallel, x_twin = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = gather_from_group(layer(x_parallel), group)
+    expected = twin(x_twin)
+    close(y, expected)
+    y.backward(grad)
+    expected.backward(grad)
+    close(x_parallel.grad, x_twin.grad, rtol=1e-5, atol=1e-6)
+    check_slice(layer.weight, twin.weight.grad)
+    if bias:
+        check_slice(layer.bias, twin.bias.grad)
+
+
+def row_is_linear(rank: int, size: int, bias: bool) -> None:
+    group, twin = world_group(rank, size), torch.nn.Linear(16, 12, bias=bias)
+    layer = RowParallelLinear(16, 12, group=group, bias=bias)
+    weight, x, grad = seeded(12, 16), seeded(5, 3, 16, seed=1), seeded(5, 3, 12, seed=2)
+    give(layer.weight, weight)
+    twin.weight.data.copy_(weight)
+    if bias:
+        give(layer.bias, seeded(12, seed=3))
+        twin.bias.data.copy_(seeded(12, seed=3))
+    x_parallel, x_twin = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = layer(scatter_to_group(x_parallel, group)), twin(x_twin)
+    close(y, expected, rtol=1e-6, atol=2e-6)
+    y.backward(grad)
+    expected.backward(grad)
+    close(x_parallel.grad, x_twin.grad)
+    check_slice(layer.weight, twin.weight.grad)
+    if bias:
+        check_slice(layer.bias, twin.bias.grad)
+
+
+def identity_gives_ones_and_eights(rank: int, size: int) -> None:
+    """The identity through all-ones weights: every output 1, every input gradient 8."""
+    group, x = world_group(rank, size), torch.eye(8, requires_grad=True)
+    layer = ColumnParallelLinear(8, 8, group=group, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    y = gather_from_group(layer(x), group)
+    y.sum().backward()
+    assert torch.equal(y, torch.ones(8, 8))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((8, 8), 8.0))
+
+
+def embedding_is_embedding(rank: int, size: int, vocab: int) -> None:
+    group, twin = world_group(rank, size), torch.nn.Embedding(vocab, 6)
+    layer = VocabParallelEmbedding(vocab, 6, group=group, multiple=4)
+    table, tokens = seeded(vocab, 6), torch.arange(2 * vocab).view(2, vocab) % vocab  # every id, edges included
+    give(layer.weight, table)
+    twin.weight.data.copy_(table)
+    y, expected = layer(tokens), twin(tokens)
+    assert torch.equal(y, expected)
+    grad = seeded(2, vocab, 6, seed=1)
+    y.backward(grad)
+    expected.backward(grad)
+    check_slice(layer.weight, twin.weight.grad)
+    spec = layer.weight.spec
+    assert layer.weight.grad is not None
+    assert layer.weight.shape[0] == padded_rows(vocab, size, 4)
+    assert torch.all(layer.weight.grad[spec.stop - spec.start :] == 0)
+
+
+def cross_entropy_is_cross_entropy(
+    rank: int, size: int, vocab: int, options: CrossEntropyOptions, shift: float
+) -> None:
+    group = world_group(rank, size)
+    full = seeded(7, 3, vocab) + shift
+    targets = torch.arange(21).view(7, 3) % vocab
+    targets[0, 1] = targets[6, 2] = options.ignore_index
+    weights = seeded(7, 3, seed=4)
+    start, stop = split_evenly(vocab, rank, size)
+    local = F.pad(full[..., start:stop], (0, 5), value=99.0)  # padding that would win the softmax
+    local.requires_grad_()
+    loss = vocab_parallel_cross_entropy(local, targets, vocab_size=vocab, group=group, options=options)
+    loss.backward(weights)
+
+    full.requires_grad_()
+    expected = F.cross_entropy(
+        full.flatten(0, 1),
+        targets.flatten(),
+        reduction="none",
+        ignore_index=options.ignore_index,
+        label_smoothing=options.label_smoothing,
+    ).view(7, 3)
+    if options.z_loss:
+        log_z = full.logsumexp(-1)
+        expected = expected + (options.z_loss * log_z.square()).masked_fill(targets == options.ignore_index, 0.0)
+    expected.backward(weights)
+    # A shift of 1e4 leaves the logits themselves with 1e-3 of rounding; the loss of the rounded logits stays exact.
+    close(loss, expected, rtol=1e-6, atol=1e-6)
+    assert local.grad is not None
+    assert full.grad is not None
+    close(local.grad[..., : stop - start], full.grad[..., start:stop])
+    assert torch.all(local.grad[..., stop - start :] == 0)
+    assert torch.all(loss[targets == options.ignore_index] == 0)
+
+
+def pairs_are_adjoint(rank: int, size: int) -> None:
+    """<A x, y> = <x, A^T y> summed over the group, for each autograd pair."""
+    group = world_group(rank, size)
+    for pair, width_in, width_out in (
+        (copy_to_group, 8, 8),
+        (reduce_from_group, 8, 8),
+        (gather_from_group, 8, 8 * size),
+        (scatter_to_group, 8, 8 // size),
+    ):
+        # What every rank holds alike is drawn alike: the adjoint of a copy is a sum, that of a sum a copy.
+        alike_in, alike_out = pair in (copy_to_group, scatter_to_group), pair in (reduce_from_group, gather_from_group)
+        x = seeded(3, width_in, seed=0 if alike_in else 10 + rank).double().requires_grad_()
+        y = seeded(3, width_out, seed=1 if alike_out else 20 + rank).double()
+        out = pair(x, group)
+        out.backward(y)
+        assert x.grad is not None
+        left, right = (out * y).sum().detach(), (x * x.grad).sum().detach()
+        if not alike_out:
+            torch.distributed.all_reduce(left)
+        if not alike_in:
+            torch.distributed.all_reduce(right)
+        close(left, right, rtol=1e-12, atol=1e-12)
+
+
+def collectives_of_cross_entropy(rank: int, size: int) -> list[int]:
+    """Elements of each all-reduce that one forward and backward performs."""
+    sizes: list[int] = []
+    real = torch.distributed.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = counting
+    try:
+        logits = seeded(7, 3, 16, seed=rank).requires_grad_()
+        targets = torch.zeros(7, 3, dtype=torch.long)
+        vocab_parallel_cross_entropy(logits, targets, vocab_size=32, group=world_group(rank, size)).sum().backward()
+    finally:
+        torch.distributed.all_reduce = real
+    return sizes
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_column_parallel_linear_is_linear(size: int, bias: bool) -> None:
+    run_distributed(column_is_linear, size, bias)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_row_parallel_linear_is_linear(size: int, bias: bool) -> None:
+    run_distributed(row_is_linear, size, bias)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_identity_through_ones(size: int) -> None:
+    run_distributed(identity_gives_ones_and_eights, size)
+
+
+@pytest.mark.parametrize("size, vocab", [(1, 17), (2, 17), (4, 17), (4, 3), (4, 32)])
+def test_vocab_parallel_embedding_is_embedding(size: int, vocab: int) -> None:
+    run_distributed(embedding_is_embedding, size, vocab)
+
+
+@pytest.mark.parametrize("size, vocab", [(1, 33), (2, 33), (4, 33), (4, 3)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        CrossEntropyOptions(),
+        CrossEntropyOptions(label_smoothing=0.1),
+        CrossEntropyOptions(z_loss=1e-2, label_smoothing=0.2, ignore_index=-1),
+    ],
+)
+def test_vocab_parallel_cross_entropy_is_cross_entropy(size: int, vocab: int, options: CrossEntropyOptions) -> None:
+    run_distributed(cross_entropy_is_cross_entropy, size, vocab, options, 0.0)
+
+
+@pytest.mark.parametrize("shift", [1e4, -1e4])
+def test_cross_entropy_of_shifted_logits(shift: float) -> None:
+    run_distributed(cross_entropy_is_cross_entropy, 2, 33, CrossEntropyOptions(), shift)
+
+
+def test_cross_entropy_makes_two_small_all_reduces() -> None:
+    tokens = 7 * 3
+    assert run_distributed(collectives_of_cross_entropy, 2) == [[tokens, 2 * tokens]] * 2
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collective_pairs_are_adjoint(size: int) -> None:
+    run_distributed(pairs_are_adjoint, size)
+
+
+@pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
+def test_an_indivisible_width_is_refused(layer: type) -> None:
+    with pytest.raises(ValueError, match="13 does not divide over 4"):
+        layer(13, 13, group=Group(ranks=(0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize("vocab, parts", [(17, 4), (3, 4), (50257, 8), (31123, 3)])
+def test_vocab_ranges_partition_the_vocabulary(vocab: int, parts: int) -> None:
+    ranges = [split_evenly(vocab, r, parts) for r in range(parts)]
+    assert [i for a, b in ranges for i in range(a, b)] == list(range(vocab))
+    assert all(b - a <= padded_rows(vocab, parts, 128) for a, b in ranges)

@@ -1,0 +1,158 @@
+"""The test harness itself: results, exceptions, deaths and hangs of ranks, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tests.distributed
+from tests.distributed import RankFailed, run_distributed
+
+
+def sum_of_ranks(rank: int, world_size: int, factor: float) -> dict[str, object]:
+    total = torch.tensor([rank * factor])
+    dist.all_reduce(total)
+    return {"rank": rank, "world": world_size, "total": total, "threads": torch.get_num_threads()}
+
+
+def report_environment(rank: int, world_size: int) -> dict[str, object]:
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MARKER")
+    return {name: os.environ.get(name) for name in names} | {"group": (dist.get_rank(), dist.get_world_size())}
+
+
+def report_preload(rank: int, world_size: int) -> bool:
+    return tests.distributed.SERVER_READY
+
+
+def raise_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("the number is wrong")
+    dist.barrier()
+
+
+def die_on_rank_two(rank: int, world_size: int, number: int) -> None:
+    if rank == 2:
+        os.kill(os.getpid(), number)
+    dist.barrier()
+
+
+def skip_a_collective(rank: int, world_size: int, pids: str) -> None:
+    worker = subprocess.Popen(["sleep", "600"])
+    Path(pids, str(rank)).write_text(f"{os.getpid()} {worker.pid}")
+    if rank == 0:
+        time.sleep(600)
+    dist.barrier()
+
+
+def write_pid(rank: int, world_size: int, pids: str) -> None:
+    Path(pids, str(rank)).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def answer_late(rank: int, world_size: int) -> int:
+    """Rank 0 leaves its last collective first, and must not take its peers' connections with it."""
+    value = torch.ones(4096)
+    for _ in range(20):
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    time.sleep(0.1 * rank)
+    return rank
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie that waits for its parent has)."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_results_come_back_by_rank() -> None:
+    results = run_distributed(sum_of_ranks, 4, 0.5)
+    assert [result["rank"] for result in results] == [0, 1, 2, 3]
+    assert {result["world"] for result in results} == {4}
+    assert {result["threads"] for result in results} == {1}
+    for result in results:
+        torch.testing.assert_close(result["total"], torch.tensor([3.0]), rtol=0, atol=0)
+
+
+def test_one_rank_and_many_calls_work_in_turn() -> None:
+    for factor in (1.0, 2.0, 3.0):
+        assert run_distributed(sum_of_ranks, 1, factor)[0]["total"].item() == 0.0
+    assert run_distributed(answer_late, 3) == [0, 1, 2]
+
+
+def test_environment_is_torchruns_and_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARKER", "seen")
+    for rank, result in enumerate(run_distributed(report_environment, 2, init=False)):
+        assert result == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MARKER": "seen",
+            "group": (rank, 2),
+        }
+
+
+def test_ranks_are_forked_from_the_warmed_server() -> None:
+    """A preload that cannot be imported is skipped silently, and then every rank takes seconds to start."""
+    assert run_distributed(report_preload, 2) == [True, True]
+
+
+def test_an_exception_names_its_rank_and_keeps_its_traceback() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match=r"(?s)^rank 1 of 3 failed:.*raise_on_rank_one.*the number is wrong") as caught:
+        run_distributed(raise_on_rank_one, 3)
+    assert caught.value.ranks == [1]
+    assert isinstance(caught.value.exception, ValueError)
+    assert time.monotonic() - started < 20  # the peers wait in a barrier for 90 s if they are let
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_is_named_with_its_signal(number: signal.Signals) -> None:
+    with pytest.raises(RankFailed, match=f"rank 2 of 3 failed:\nit was killed by {number.name}"):
+        run_distributed(die_on_rank_two, 3, int(number))
+
+
+def test_a_hang_shows_every_stack_and_leaves_nothing_running(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match=r"no result within 3 s from rank\(s\) 0, 1, 2 of 3") as caught:
+        run_distributed(skip_a_collective, 3, str(tmp_path), timeout=3)
+    assert time.monotonic() - started < 20
+    text = str(caught.value)
+    assert caught.value.ranks == [0, 1, 2]
+    assert text.count("in skip_a_collective") == 3
+    assert text.count("in barrier") == 2
+    pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
+    assert len(pids) == 6
+    time.sleep(0.5)
+    assert [pid for pid in pids if not gone(pid)] == []
+
+
+def test_a_killed_caller_takes_its_ranks_along(tmp_path: Path) -> None:
+    code = "import sys; from tests.unit.test_distributed_harness import *; run_distributed(write_pid, 2, sys.argv[1])"
+    caller = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=tests.distributed.ROOT)
+    deadline = time.monotonic() + 60
+    while len(pids := [int(file.read_text() or 0) for file in tmp_path.iterdir()]) < 2 or not all(pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    caller.kill()
+    caller.wait()
+    time.sleep(1)
+    assert [pid for pid in pids if not gone(pid)] == []
+
+
+def test_a_local_function_is_refused_before_any_rank_starts() -> None:
+    with pytest.raises((AttributeError, TypeError, Exception), match=r"(?i)pickle"):
+        run_distributed(lambda rank, world_size: None, 2)
