@@ -1,0 +1,1 @@
+"""The parts of a transformer, on one rank or split over a tensor-parallel group."""

@@ -1,0 +1,60 @@
+"""What a layer is built with besides its own sizes: where it stands in the job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+
+from megacore.config import Config
+from megacore.parallel.mesh import ALONE, Group
+from megacore.parallel.random import RandomStreams
+
+
+class ParallelArguments(TypedDict):
+    """Keyword arguments of the parallel layers that say where they stand."""
+
+    group: Group
+    sequence_parallel: bool
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildContext:
+    """Handed down from the entry point to every layer.
+
+    Attributes:
+        tp: the tensor-parallel group.
+        device: where parameters live.
+        streams: where dropout masks come from.
+        sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
+        recompute_attention: attention keeps queries, keys and values alone, and mixes them again in backward.
+    """
+
+    tp: Group = ALONE
+    device: torch.device
+    streams: RandomStreams
+    sequence_parallel: bool = False
+    recompute_attention: bool = False
+
+    @classmethod
+    def of(cls, config: Config, *, tp: Group, device: torch.device, streams: RandomStreams) -> BuildContext:
+        """The context of a configured run."""
+        return cls(
+            tp=tp,
+            device=device,
+            streams=streams,
+            sequence_parallel=config.parallel.sequence_parallel,
+            recompute_attention=config.training.recompute == "selective",
+        )
+
+    @property
+    def parallel_arguments(self) -> ParallelArguments:
+        """What a column- or row-parallel layer is told about its place."""
+        return {"group": self.tp, "sequence_parallel": self.sequence_parallel, "device": self.device}
+
+    @property
+    def residual_shard(self) -> int:
+        """Which slice of the residual stream this rank holds: 0 where all ranks hold all of it, and draw one mask."""
+        return self.tp.rank if self.sequence_parallel else 0

@@ -1,0 +1,127 @@
+"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, a final norm and an output layer tied to the
+embedding.
+
+Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megacore.config import Config, ModelConfig, known
+from megacore.layers.block import TransformerBlock
+from megacore.layers.context import BuildContext
+from megacore.layers.norm import LayerNorm
+from megacore.models.spec import LayerSpec, TokenBatch
+from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
+from megacore.parallel.mesh import ALONE, Group
+from megacore.parallel.random import Dropout
+from megacore.parallel.sequence import own_positions
+from megacore.parallel.sharding import replicated
+from megacore.parallel.tensor import VocabParallelEmbedding, column_parallel, vocab_parallel_weight
+
+
+class GPTEmbedding(nn.Module):
+    """Token plus position embedding, then dropout."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.tokens = VocabParallelEmbedding(
+            known(config.vocab_size),
+            config.hidden_size,
+            multiple=config.make_vocab_size_divisible_by,
+            **context.parallel_arguments,
+        )
+        self.positions = replicated(known(config.max_position_embeddings), config.hidden_size, device=context.device)
+        self.dropout = Dropout(
+            config.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard
+        )
+        self.split = context.tp if context.sequence_parallel else ALONE
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] int64 -> [b, s, h] (or, sequence parallel, [b, s/t, h])"""
+        return self.dropout(self.tokens(tokens) + self.positions[own_positions(tokens.shape[1], self.split)])
+
+
+class GPTHead(nn.Module):
+    """Final norm and output layer; the output rows are split like the embedding's, and may be the embedding's."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = context.tp, context.sequence_parallel
+        self.norm = LayerNorm(config.hidden_size, config.norm_epsilon, device=context.device)
+        self.weight = vocab_parallel_weight(
+            known(config.vocab_size),
+            config.hidden_size,
+            group=context.tp,
+            multiple=config.make_vocab_size_divisible_by,
+            device=context.device,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> logits [b, s, padded V/t]"""
+        return column_parallel(self.norm(x), self.weight, None, self.group, sequence_parallel=self.sequence_parallel)
+
+
+def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
+    """The whole model as layer descriptions; nothing is allocated.
+
+    Args:
+        config: a resolved configuration (vocabulary and positions known).
+        context: where the layers will stand.
+    """
+    h = config.hidden_size
+    table, positions = known(config.vocab_size) * h, known(config.max_position_embeddings) * h
+    tied = {} if config.untie_embeddings_and_output_weights else {"weight": "embedding.tokens.weight"}
+    return [
+        LayerSpec(
+            name="embedding",
+            build=partial(GPTEmbedding, config, context),
+            parameters=table + positions,
+        ),
+        *(
+            LayerSpec(
+                name=f"blocks.{i}",
+                build=partial(TransformerBlock, config, context, f"blocks.{i}"),
+                parameters=block_parameters(config),
+                is_block=True,
+            )
+            for i in range(config.num_layers)
+        ),
+        LayerSpec(name="head", build=partial(GPTHead, config, context), parameters=table + 2 * h, tied=tied),
+    ]
+
+
+def block_parameters(config: ModelConfig) -> int:
+    """Parameters of one block: attention 4 h^2 + 4 h, MLP 2 h f + f + h, two norms 4 h."""
+    h, f = config.hidden_size, known(config.ffn_hidden_size)
+    return 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h
+
+
+class GPTLoss:
+    """Summed next-token cross-entropy of a microbatch.
+
+    The sum, not the mean: the trainer divides by the tokens of the whole global batch, so that microbatches and
+    ranks with different token counts weigh what they should.
+    """
+
+    def __init__(self, config: Config, tp: Group) -> None:
+        self.vocab_size, self.tp = known(config.model.vocab_size), tp
+        self.options = CrossEntropyOptions(
+            label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss
+        )
+
+    def __call__(self, logits: Tensor, batch: TokenBatch) -> Tensor:
+        """logits [b, s, padded V/t], labels [b, s] -> scalar fp32"""
+        per_token = vocab_parallel_cross_entropy(
+            logits, batch.labels, vocab_size=self.vocab_size, group=self.tp, options=self.options
+        )
+        return torch.sum(per_token * batch.loss_mask)
+
+
+def next_token_logits(logits: Tensor, vocab_size: int) -> Tensor:
+    """The last position's logits over the true vocabulary, for a one-rank model: [b, s, padded V] -> [b, V]."""
+    return logits[:, -1, :vocab_size].float()

@@ -1,0 +1,42 @@
+"""Initial values of every parameter, in one place, as functions of the seed and the global name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from megacore.config import ModelConfig
+from megacore.parallel.random import normal_slice
+from megacore.parallel.sharding import ShardedParameter
+
+_RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
+
+
+@torch.no_grad()
+def initialize(parameters: Iterable[ShardedParameter], config: ModelConfig, *, seed: int) -> None:
+    """Fill parameters in place; the same global tensor comes out on every layout, bit for bit.
+
+    | parameter | value | why |
+    |---|---|---|
+    | biases | 0 | |
+    | norm weights | 1 | the norm starts as plain standardisation |
+    | attention.output, mlp.down weights | N(0, std / sqrt(2 layers)) | keeps the residual's variance (GPT-2, 2.3) |
+    | every other matrix, both embeddings | N(0, std) | `--init-method-std`, 0.02 in GPT-2 |
+    | vocabulary padding | 0 | it never takes part in a result |
+
+    Args:
+        parameters: named parameters of a stage.
+        config: for the standard deviation and the number of layers.
+        seed: the run's seed.
+    """
+    for parameter in parameters:
+        name = parameter.spec.name
+        parameter.zero_()
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+        elif not name.endswith("bias"):
+            scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
+            values = normal_slice(parameter.spec, seed=seed, std=config.init_method_std * scale)
+            parameter.spec.own(parameter).copy_(values)
