@@ -1,0 +1,51 @@
+"""Splitting a model's layers into consecutive pipeline stages of balanced cost.
+
+The cost of a layer is its number of parameters: what a stage must hold, and, as every parameter of a block costs the
+same few operations a token, nearly what it must compute. Embedding and head count, so that the first and last stages
+get fewer blocks where the vocabulary is large (BLOOM's 70 blocks on 12 stages come out as 5, ten times 6, 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from megacore.models.spec import LayerSpec
+
+
+def partition(layers: Sequence[LayerSpec], stages: int) -> list[range]:
+    """Consecutive layer ranges, one per stage, with the smallest possible largest cost; every stage holds a block.
+
+    Among equal largest costs the smallest sum of squares wins, so that what remains is even too.
+
+    Args:
+        layers: the whole model.
+        stages: number of stages, at most the number of blocks.
+
+    Raises:
+        ValueError: more stages than blocks.
+    """
+    blocks = sum(layer.is_block for layer in layers)
+    if stages > blocks:
+        raise ValueError(f"--pp {stages}: more stages than the model's {blocks} blocks; use --pp {blocks} or less")
+    cost = [0, *accumulate(layer.parameters for layer in layers)]
+    held = [0, *accumulate(int(layer.is_block) for layer in layers)]
+    # best[k][j]: (largest cost, sum of squares, start of the last stage) of layers [0, j) on k stages
+    best: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]
+    for _ in range(stages):
+        row: dict[int, tuple[int, int, int]] = {}
+        for end in range(1, len(layers) + 1):
+            options = [
+                (max(largest, part := cost[end] - cost[start]), squares + part * part, start)
+                for start, (largest, squares, _) in best[-1].items()
+                if start < end and held[end] > held[start]
+            ]
+            if options:
+                row[end] = min(options)
+        best.append(row)
+    ranges, end = [], len(layers)
+    for row in reversed(best[1:]):
+        start = row[end][2]
+        ranges.append(range(start, end))
+        end = start
+    return ranges[::-1]

@@ -1,0 +1,67 @@
+"""A pipeline stage: the layers that one rank holds, with every parameter under its global name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from megacore.models.spec import LayerSpec
+from megacore.parallel.sharding import ShardedParameter, sharded_parameters
+
+RunLayer = Callable[[int, nn.Module, Tensor], Tensor]
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a model; the others exist on other ranks.
+
+    A tied parameter whose first use lies on this stage too is that very parameter. Where its first use lies on
+    another stage, this stage holds a copy under the same global name: the copies start equal, their gradients are
+    summed, they stay equal.
+
+    Args:
+        layers: the layers to build, in order.
+
+    Attributes:
+        run_layer: how layer number i is applied to its input; data parallelism puts itself in here.
+        tied_copies: parameters whose first use lies on another stage, by global name.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        self.run_layer: RunLayer = _run_plainly
+        self.tied_copies: dict[str, ShardedParameter] = {}
+        for spec in layers:
+            layer = spec.build()
+            self._tie(layer, spec)
+            for local_name, parameter in layer.named_parameters():
+                assert isinstance(parameter, ShardedParameter), f"{spec.name}.{local_name} has no ShardSpec"
+                parameter.named(f"{spec.name}.{local_name}")
+            self.layers.append(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the last layer for the input of the first."""
+        for index, layer in enumerate(self.layers):
+            x = self.run_layer(index, layer, x)
+        return x
+
+    def by_name(self) -> dict[str, ShardedParameter]:
+        """Every parameter of the stage once, by global name."""
+        return {parameter.spec.name: parameter for parameter in sharded_parameters(self)}
+
+    def _tie(self, layer: nn.Module, spec: LayerSpec) -> None:
+        here = self.by_name()
+        for local_name, global_name in spec.tied.items():
+            owner, _, attribute = local_name.rpartition(".")
+            if global_name in here:
+                setattr(layer.get_submodule(owner), attribute, here[global_name])
+            else:
+                copy = layer.get_parameter(local_name)
+                assert isinstance(copy, ShardedParameter)
+                copy.named(global_name)
+                self.tied_copies[global_name] = copy
+
+
+def _run_plainly(index: int, layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
