@@ -1,0 +1,241 @@
+"""One bucket of parameters and everything of it that a rank keeps: parameters, gradients, and the shard it owns.
+
+| kept by each of d ranks | stage 0 | 1 | 2 | 3 |
+|---|---|---|---|---|
+| parameters | all | all | all | own shard; all while a layer uses them |
+| gradients (fp32) | all | all | own shard | own shard |
+| master weights, moments (fp32) | all | own shard | own shard | own shard |
+
+(ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 5.) Stage 0 is the case of one shard that everybody owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.optim.flat import FlatLayout, Segment
+from megacore.parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
+from megacore.parallel.mesh import Group
+from megacore.parallel.sharding import ShardedParameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptions:
+    """How state is divided over data-parallel ranks.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3.
+        compute_dtype: of parameters and activations.
+        reduce_dtype: in which gradients are accumulated and reduced.
+        overlap_grad_reduce: reduce while backward goes on; otherwise wait at once.
+        overlap_param_gather: gather updated parameters while the next forward begins; otherwise wait at once.
+    """
+
+    stage: int = 0
+    compute_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+
+
+class Bucket:
+    """A run of parameters in one flat buffer.
+
+    Args:
+        parameters: fp32 and initialised; they become views of the bucket's buffer, in `options.compute_dtype`.
+        group: the data-parallel group; a group of one has stage 0.
+        options: how state is divided.
+
+    Attributes:
+        segments: what of which parameter the own shard holds.
+        master: the own shard of the weights in fp32; in fp32 training it is the parameters themselves.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter], group: Group, options: ZeroOptions) -> None:
+        assert group.size > 1 or options.stage == 0
+        self.parameters, self.group, self.options = list(parameters), group, options
+        self._by_name = {parameter.spec.name: parameter for parameter in parameters}
+        self._device = self.parameters[0].device
+        shards, rank = (group.size, group.rank) if options.stage else (1, 0)
+        self.layout = FlatLayout(parameters, shards)
+        self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
+        self.segments: list[Segment] = self.layout.segments(rank)
+
+        self._full, self._own, self.master = self._take_over()
+        self._present = True
+        self._gathering: Pending | None = None
+
+        # Where nothing is summed over ranks and nothing converted, gradients stay where autograd puts them.
+        self._in_place = group.size == 1 and options.compute_dtype == options.reduce_dtype
+        self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, else for one reduction
+        self._own_gradients: Tensor | None = None  # the own shard of their sum
+        self._reducing: tuple[Pending, Tensor, Tensor] | None = None  # under way: result, and its source kept alive
+        self._written: set[str] = set()  # parameters that have a value in `_gradients`
+        self._missing: set[str] = set()  # parameters whose gradient this backward still owes
+        self._local_norms: Tensor | None = None
+        self.release()
+
+    # ---- parameters
+
+    def _take_over(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Move the parameters into a flat buffer; returns it, the own shard of it, and the own master weights."""
+        exact = torch.zeros(self.layout.size, device=self._device)
+        for parameter in self.parameters:
+            exact[self.layout.place(parameter.spec.name)] = parameter.detach().reshape(-1)
+        full = exact.to(self.options.compute_dtype)
+        for parameter in self.parameters:
+            parameter.data = full[self.layout.place(parameter.spec.name)].view(parameter.shape)
+        own = full[self._shard].clone() if self.options.stage == 3 else full[self._shard]
+        return full, own, own if full is exact else exact[self._shard].clone()
+
+    def prefetch(self) -> None:
+        """Begin to make all parameters present."""
+        if not self._present and self._gathering is None:
+            self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
+            # `.data` has a version counter of its own: a refill is no change to what autograd has saved.
+            self._gathering = start_all_gather(self._full.data, self._own, self.group)
+
+    def wait(self) -> None:
+        """Return once all parameters may be read."""
+        self.prefetch()
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        self._present = True
+
+    def release(self) -> None:
+        """Stage 3: keep only the own shard."""
+        if self.options.stage < 3:
+            return
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        self._full.untyped_storage().resize_(0)
+        self._present = False
+
+    def publish(self) -> None:
+        """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'."""
+        if self.master is not self._own:
+            self._own.copy_(self.master)
+        if self.options.stage in (1, 2):
+            self._gathering = start_all_gather(self._full.data, self._own, self.group)
+            if not self.options.overlap_param_gather:
+                self.wait()
+
+    # ---- gradients
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the last step."""
+        self._own_gradients, self._local_norms = None, None
+        self._written.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def begin_backward(self) -> None:
+        """Another microbatch's gradients are about to arrive."""
+        self._missing = set(self._by_name)
+
+    def add(self, name: str) -> bool:
+        """Take a parameter's gradient out of `.grad`; True when it was the last one of this backward."""
+        self._missing.discard(name)
+        parameter = self._by_name[name]
+        if not self._in_place:
+            assert parameter.grad is not None
+            view = self._view(name).view(parameter.shape)
+            view.add_(parameter.grad) if name in self._written else view.copy_(parameter.grad)
+            self._written.add(name)
+            parameter.grad = None
+        return not self._missing
+
+    def reduce(self) -> None:
+        """Begin to sum what has arrived over the group; a parameter that took no part in the loss counts as zero."""
+        self.finish_reduction()
+        self._missing.clear()
+        if self._in_place:
+            return
+        for name in self._by_name.keys() - self._written:
+            self._view(name).zero_()
+        whole = self._gradients
+        assert whole is not None
+        self._note_norms()
+        if self.options.stage == 0:
+            self._reducing = start_all_reduce_(whole, self.group), whole, whole
+        else:
+            own = whole.new_empty(self.layout.shard_size)
+            self._reducing = start_reduce_scatter(own, whole, self.group), own, whole
+        if self.options.stage >= 2:
+            self._gradients = None
+            self._written.clear()
+        if not self.options.overlap_grad_reduce:
+            self.finish_reduction()
+
+    def finish_reduction(self) -> None:
+        """Wait for the sum under way, and keep the own shard of it."""
+        if self._reducing is None:
+            return
+        pending, own, whole = self._reducing
+        pending.wait()
+        self._reducing = None
+        if self.options.stage == 1:  # the sum goes where its share of the terms was: nothing more is kept
+            self._own_gradients = whole[self._shard].copy_(own)
+        elif self._own_gradients is None:
+            self._own_gradients = own
+        else:
+            self._own_gradients += own
+
+    @property
+    def owes_gradients(self) -> bool:
+        """Whether a parameter's gradient of this backward has not arrived."""
+        return bool(self._missing)
+
+    def gradient(self, segment: Segment) -> Tensor | None:
+        """The reduced gradient of a segment, flat; None where the parameter took no part in any loss."""
+        if self._in_place:
+            gradient = self._by_name[segment.name].grad
+            return None if gradient is None else gradient.view(-1)
+        return None if self._own_gradients is None else self._own_gradients[segment.place]
+
+    def offender(self) -> str | None:
+        """The last used parameter whose gradient was not finite on this rank before any reduction."""
+        if self._in_place:
+            gradients = {p.spec.name: p.grad for p in self.parameters if p.grad is not None}
+            return next((name for name, g in reversed(gradients.items()) if not g.isfinite().all()), None)
+        if self._local_norms is None:
+            return None
+        finite = self._local_norms.isfinite().tolist()
+        return next((n for n, good in zip(reversed(self._by_name), reversed(finite), strict=True) if not good), None)
+
+    def _view(self, name: str) -> Tensor:
+        """A parameter's place in the buffer of all gradients, flat."""
+        if self._gradients is None:
+            self._gradients = torch.zeros(self.layout.size, dtype=self.options.reduce_dtype, device=self._device)
+        return self._gradients[self.layout.place(name)]
+
+    def _note_norms(self) -> None:
+        """Remember each parameter's own gradient norm, so that a bad sum can be traced to its source afterwards."""
+        norms = torch.stack(torch._foreach_norm([self._view(name) for name in self._by_name]))
+        self._local_norms = norms if self._local_norms is None else self._local_norms + norms
+
+    # ---- for reports and checkpoints
+
+    def whole(self, shard: Tensor) -> dict[str, Tensor]:
+        """Whole local tensors by name, gathered from every rank's `shard` (master weights or an optimizer's state)."""
+        gathered = shard
+        if self.options.stage > 0:
+            gathered = shard.new_empty(self.layout.size)
+            start_all_gather(gathered, shard.contiguous(), self.group).wait()
+        return {name: gathered[self.layout.place(name)].view(p.shape) for name, p in self._by_name.items()}
+
+    def storages(self) -> dict[str, list[Tensor]]:
+        """What this rank holds right now, by kind."""
+        gradients = [self._gradients, self._own_gradients, *(p.grad for p in self.parameters)]
+        return {
+            "params": [self._full, self._own],
+            "grads": [g for g in gradients if g is not None],
+            "optimizer": [] if self.master is self._own else [self.master],
+            "buffers": [] if self._reducing is None else [self._reducing[1], self._reducing[2]],
+        }

@@ -1,0 +1,102 @@
+"""Where parameters lie in a flat buffer, and which part of it a rank owns: arithmetic only.
+
+A bucket is a run of parameters laid end to end and padded so that it divides into equal shards. A shard cuts parameters
+anywhere; a `Segment` is the part of one parameter inside a shard, addressed by the parameter's name and offset, which
+makes sharded state independent of the sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacore.parallel.sharding import ShardedParameter
+
+# Elements to which a shard's length is rounded up, so that shards start on 64-byte boundaries.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of one parameter's elements inside a shard.
+
+    Attributes:
+        name: the parameter's global name.
+        start: first element of the local parameter, flattened.
+        stop: one past the last.
+        offset: where the run begins in the shard.
+    """
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def place(self) -> slice:
+        """The run's place in the shard."""
+        return slice(self.offset, self.offset + self.stop - self.start)
+
+
+class FlatLayout:
+    """Parameters laid end to end.
+
+    Args:
+        parameters: in order.
+        shards: number of equal shards.
+
+    Attributes:
+        offsets: name -> where the parameter begins.
+        shard_size: elements of a shard, padding included.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter], shards: int) -> None:
+        self.offsets: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        used = 0
+        for parameter in parameters:
+            name = parameter.spec.name
+            self.offsets[name], self._sizes[name] = used, parameter.numel()
+            used += parameter.numel()
+        share = -(-used // shards)
+        self.shard_size = -(-share // ALIGNMENT) * ALIGNMENT if shards > 1 else used
+        self.size = self.shard_size * shards
+
+    def place(self, name: str) -> slice:
+        """The parameter's place in the flat buffer."""
+        return slice(self.offsets[name], self.offsets[name] + self._sizes[name])
+
+    def segments(self, shard: int) -> list[Segment]:
+        """What shard number `shard` holds, in order."""
+        begin, end = shard * self.shard_size, (shard + 1) * self.shard_size
+        found = []
+        for name, offset in self.offsets.items():
+            first, last = max(begin, offset), min(end, offset + self._sizes[name])
+            if first < last:
+                found.append(Segment(name=name, start=first - offset, stop=last - offset, offset=first - begin))
+        return found
+
+
+def assign_buckets(
+    parameters: Sequence[ShardedParameter], bucket_bytes: int, alone: frozenset[str] = frozenset()
+) -> list[list[ShardedParameter]]:
+    """Group parameters, last first, into buckets of at least `bucket_bytes` (the final one may be smaller).
+
+    Args:
+        parameters: in the order in which layers use them.
+        bucket_bytes: a bucket is closed once it holds this many bytes or more.
+        alone: global names of parameters that get a bucket of their own.
+    """
+    buckets: list[list[ShardedParameter]] = []
+    open_bucket: list[ShardedParameter] = []
+    size = 0
+    for parameter in reversed(parameters):
+        if parameter.spec.name in alone:
+            buckets.append([parameter])
+            continue
+        open_bucket.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+        if size >= bucket_bytes:
+            buckets.append(open_bucket)
+            open_bucket, size = [], 0
+    return [*buckets, open_bucket] if open_bucket else buckets

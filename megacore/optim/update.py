@@ -1,0 +1,145 @@
+"""One update of the weights: from reduced gradients to published parameters, or to the decision to skip.
+
+The decision is the same on every rank, because every rank looks at the same number: the global norm, into which a
+loss or a gradient that is not finite anywhere has found its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.config import Config
+from megacore.errors import TrainingStopped
+from megacore.optim.clip import clip_factor, gradient_norm, scale_gradients
+from megacore.optim.data_parallel import DataParallel
+from megacore.optim.optimizers import build_optimizer, update
+from megacore.optim.precision import LossScaler
+from megacore.parallel.collectives import all_gather_objects, all_reduce_
+from megacore.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a step.
+
+    Attributes:
+        norm: global gradient norm before clipping, without the loss scale; an fp64 scalar, equal on every rank.
+        skipped: why the weights were left as they are, or None.
+    """
+
+    norm: Tensor
+    skipped: str | None = None
+
+
+class WeightUpdate:
+    """The optimizer over what this rank owns, and what guards it.
+
+    Args:
+        data_parallel: holds gradients and master weights.
+        mesh: this rank's place.
+        config: resolved.
+        shared: global names of parameters whose gradient is summed over first and last stage.
+        tied_copies: those of them that are counted on the other.
+    """
+
+    def __init__(
+        self,
+        data_parallel: DataParallel,
+        mesh: Mesh,
+        config: Config,
+        *,
+        shared: Iterable[str],
+        tied_copies: Iterable[str],
+    ) -> None:
+        self.data_parallel, self.mesh = data_parallel, mesh
+        self.optimizer = build_optimizer(data_parallel.segments, config.optimizer)
+        self.scaler = LossScaler(config.precision)
+        self.updates = 0
+        self.skipped_steps = 0
+        self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
+        self._sequence_parallel = config.parallel.sequence_parallel
+        self._clip = config.optimizer.clip_grad
+        self._shared, self._tied_copies = sorted(shared), frozenset(tied_copies)
+
+    @torch.no_grad()
+    def apply(self, loss: Tensor, rate: float) -> Outcome:
+        """Update the weights from the step's gradients and publish them, or skip the step on all ranks.
+
+        Args:
+            loss: this rank's share of the loss; looked at only for being finite.
+            rate: the learning rate.
+
+        Raises:
+            TrainingStopped: too many steps in a row were not finite, or the fp16 loss scale is at its minimum.
+        """
+        data_parallel = self.data_parallel
+        data_parallel.finish()
+        if self._sequence_parallel:
+            self._sum_over_positions()
+        for name in self._shared:
+            self._sum_copies(name)
+        norm = gradient_norm(
+            data_parallel.segments,
+            self.mesh,
+            sharded=data_parallel.options.stage > 0,
+            tied_copies=self._tied_copies,
+            poison=loss,
+        ).div_(self.scaler.scale)
+        if not torch.isfinite(norm):
+            return Outcome(norm=norm, skipped=self._skip())
+        gradients = [owned.gradient for owned in data_parallel.segments]
+        present = [gradient for gradient in gradients if gradient is not None]
+        scale_gradients(present, clip_factor(norm, self._clip) / self.scaler.scale)
+        if self.optimizer is not None:
+            update(self.optimizer, data_parallel.segments, gradients, rate)
+        data_parallel.publish()
+        self.scaler.good_step()
+        self.updates, self._bad_steps = self.updates + 1, 0
+        return Outcome(norm=norm)
+
+    def counters(self) -> dict[str, float]:
+        """What a resumed run needs besides the tensors."""
+        return {"updates": self.updates, "skipped_steps": self.skipped_steps, **self.scaler.state()}
+
+    def load_counters(self, counters: dict[str, float]) -> None:
+        """Continue counting where a checkpoint was made."""
+        self.updates = int(counters.get("updates", 0))
+        self.skipped_steps = int(counters.get("skipped_steps", 0))
+        self.scaler.load_state(counters)
+
+    def _sum_over_positions(self) -> None:
+        """Parameters that tensor-parallel ranks hold whole saw only their own positions: sum, in one message."""
+        whole = (owned for owned in self.data_parallel.segments if owned.spec.dim is None)
+        gradients = [gradient for owned in whole if (gradient := owned.gradient) is not None]
+        if gradients:
+            flat = all_reduce_(torch.cat(gradients), self.mesh.tp)
+            torch._foreach_copy_(gradients, list(flat.split([gradient.numel() for gradient in gradients])))
+
+    def _sum_copies(self, name: str) -> None:
+        for owned in self.data_parallel.segments_of(name):
+            gradient = owned.gradient
+            assert gradient is not None
+            all_reduce_(gradient, self.mesh.embedding)
+
+    def _skip(self) -> str:
+        """Account for a step that is not finite; returns what happened."""
+        self.skipped_steps += 1
+        found = all_gather_objects(self.data_parallel.offender(), self.mesh.world)
+        source = next(((rank, name) for rank, name in enumerate(found) if name is not None), None)
+        where = "the loss" if source is None else f"the gradient of {source[1]} on rank {source[0]}"
+        if self.scaler.dynamic:
+            before = self.scaler.scale
+            self.scaler.overflow()
+            return f"{where} overflowed; loss scale {before:g} -> {self.scaler.scale:g}"
+        self._bad_steps += 1
+        if self._bad_steps >= self._max_bad_steps:
+            raise TrainingStopped(
+                f"{where} was not finite for {self._bad_steps} step(s) in a row "
+                f"(--max-bad-steps {self._max_bad_steps}): look at the data of these steps, "
+                "or use a smaller --lr, a longer warm-up or --clip-grad"
+            )
+        return f"{where} is not finite"

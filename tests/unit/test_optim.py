@@ -1,0 +1,147 @@
+"""Learning rates by hand, the norm against fp64, and which parameters decay."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megacore.config import OptimizerConfig
+from megacore.optim.bucket import ZeroOptions
+from megacore.optim.clip import clip_factor, gradient_norm, scale_gradients, square_sum
+from megacore.optim.data_parallel import DataParallel
+from megacore.optim.flat import FlatLayout, assign_buckets
+from megacore.optim.learning_rate import learning_rate
+from megacore.optim.optimizers import parameter_groups
+from megacore.parallel.mesh import ALONE, Mesh
+from megacore.parallel.sharding import ShardedParameter, ShardSpec
+
+
+def rate(step: int, **changes: object) -> float:
+    return learning_rate(step, OptimizerConfig(lr=0.1, min_lr=0.01, **changes), train_iters=1000)  # type: ignore[arg-type]
+
+
+def parameter(*shape: int, name: str = "p") -> ShardedParameter:
+    return ShardedParameter(torch.zeros(shape), ShardSpec(name=name, shape=shape))
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "constant", "inverse-square-root"])
+def test_warm_up_is_linear_and_ends_at_the_full_rate(style: str) -> None:
+    assert rate(1, lr_decay_style=style, lr_warmup_iters=100) == pytest.approx(0.001)
+    assert rate(50, lr_decay_style=style, lr_warmup_iters=100) == pytest.approx(0.05)
+    assert rate(100, lr_decay_style=style, lr_warmup_iters=100) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "style, step, expected",
+    [
+        ("linear", 550, 0.055),
+        ("linear", 1000, 0.01),
+        ("linear", 5000, 0.01),
+        ("cosine", 550, 0.055),
+        ("cosine", 325, 0.01 + 0.09 * 0.5 * (1 + math.cos(math.pi / 4))),
+        ("cosine", 1000, 0.01),
+        ("constant", 999, 0.1),
+        ("inverse-square-root", 400, 0.05),
+        ("inverse-square-root", 100_000_000, 0.01),
+    ],
+)
+def test_decay_by_hand(style: str, step: int, expected: float) -> None:
+    assert rate(step, lr_decay_style=style, lr_warmup_iters=100) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "style, half",
+    [
+        ("linear", 0.055),
+        ("cosine", 0.055),
+        ("exponential", 0.01 + 0.09 * (2 / math.sqrt(2) - 1)),
+        ("minus_sqrt", 0.01 + 0.09 * (1 - math.sqrt(0.5))),
+    ],
+)
+def test_wsd_holds_then_decays(style: str, half: float) -> None:
+    changes = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 200, "lr_wsd_decay_style": style, "lr_warmup_iters": 100}
+    assert rate(100, **changes) == rate(800, **changes) == pytest.approx(0.1)
+    assert rate(900, **changes) == pytest.approx(half)
+    assert rate(1000, **changes) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 3_000_001])
+def test_square_sum_is_that_of_double_precision(size: int) -> None:
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    assert square_sum(values).item() == pytest.approx(values.double().square().sum().item(), rel=3e-7)
+
+
+class Layer(torch.nn.Module):
+    """A matrix and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = parameter(3, 4, name="w"), parameter(5, name="b")
+
+
+def data_parallel(layer: Layer) -> DataParallel:
+    return DataParallel([layer], ALONE, options=ZeroOptions(), bucket_bytes=1 << 20)
+
+
+def test_norm_and_clipping_are_torchs() -> None:
+    layer, theirs = Layer(), [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.zeros(5))]
+    segments = data_parallel(layer).segments
+    for mine, other in zip((layer.weight, layer.bias), theirs, strict=True):
+        other.grad = torch.randn(other.shape)
+        mine.grad = other.grad.clone()
+    norm = gradient_norm(segments, Mesh(device=torch.device("cpu")), sharded=False)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.3)
+    scale_gradients([owned.gradient for owned in segments if owned.gradient is not None], clip_factor(norm, 0.3))
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    for mine, other in zip((layer.weight, layer.bias), theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_poisons_the_norm(poison: float) -> None:
+    norm = gradient_norm([], Mesh(device=torch.device("cpu")), sharded=False, poison=torch.tensor(poison))
+    assert not torch.isfinite(norm)
+
+
+def test_a_small_norm_and_a_limit_of_zero_change_nothing() -> None:
+    norm = torch.tensor(2.0, dtype=torch.float64)
+    assert clip_factor(norm, 10.0) == clip_factor(norm, 0.0) == 1.0
+
+
+def test_only_matrices_decay() -> None:
+    layer = Layer()
+    owned = {o.spec.name: o.master for o in data_parallel(layer).segments}
+    decaying, still = parameter_groups(data_parallel(layer).segments, 0.1)
+    assert (decaying["params"][0].numel(), decaying["weight_decay"]) == (owned["w"].numel(), 0.1)
+    assert (still["params"][0].numel(), still["weight_decay"]) == (owned["b"].numel(), 0.0)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 8, 64])
+@pytest.mark.parametrize("sizes", [[1], [3, 1, 7], [100, 1, 1, 50], [95 * 95] * 3])
+def test_shards_hold_every_element_exactly_once(sizes: list[int], shards: int) -> None:
+    layout = FlatLayout([parameter(n, name=str(i)) for i, n in enumerate(sizes)], shards)
+    assert layout.size == layout.shard_size * shards
+    found: dict[str, list[int]] = {str(i): [] for i in range(len(sizes))}
+    for shard in range(shards):
+        for segment in layout.segments(shard):
+            assert 0 <= segment.place.start < segment.place.stop <= layout.shard_size
+            flat = layout.place(segment.name).start + segment.start
+            assert shard * layout.shard_size + segment.offset == flat
+            found[segment.name] += range(segment.start, segment.stop)
+    assert [found[str(i)] for i in range(len(sizes))] == [list(range(n)) for n in sizes]
+
+
+@pytest.mark.parametrize("limit, sizes", [(1, [1] * 6), (80, [2, 2, 2]), (1000, [6])])
+def test_buckets_are_filled_in_reverse_and_hold_everything_once(limit: int, sizes: list[int]) -> None:
+    parameters = [parameter(10, name=str(i)) for i in range(6)]  # 40 bytes each
+    buckets = assign_buckets(parameters, limit)
+    assert [len(bucket) for bucket in buckets] == sizes
+    assert [p.spec.name for bucket in buckets for p in bucket] == ["5", "4", "3", "2", "1", "0"]
+
+
+def test_a_shared_parameter_has_a_bucket_of_its_own() -> None:
+    parameters = [parameter(10, name=str(i)) for i in range(4)]
+    buckets = assign_buckets(parameters, 1000, frozenset({"2"}))
+    assert [[p.spec.name for p in bucket] for bucket in buckets] == [["2"], ["3", "1", "0"]]

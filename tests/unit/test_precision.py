@@ -1,0 +1,73 @@
+"""The loss scale, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from megacore.config import PrecisionConfig
+from megacore.errors import TrainingStopped
+from megacore.optim.precision import LossScaler
+
+
+def scaler(**changes: object) -> LossScaler:
+    values = {"precision": "fp16", "initial_loss_scale": 16.0, "loss_scale_window": 3, "hysteresis": 2} | changes
+    return LossScaler(PrecisionConfig(**values))  # type: ignore[arg-type]
+
+
+def test_it_doubles_after_a_window_of_good_steps() -> None:
+    one = scaler()
+    scales = []
+    for _ in range(7):
+        one.good_step()
+        scales.append(one.scale)
+    assert scales == [16, 16, 32, 32, 32, 64, 64]
+
+
+def test_it_halves_after_as_many_overflows_as_hysteresis_allows() -> None:
+    one = scaler()
+    scales = []
+    for _ in range(4):
+        one.overflow()
+        scales.append(one.scale)
+    assert scales == [16, 8, 4, 2]
+
+
+def test_growth_restores_the_allowance() -> None:
+    one = scaler()
+    one.overflow()
+    for _ in range(3):
+        one.good_step()
+    one.overflow()
+    assert one.scale == 32
+    one.overflow()
+    assert one.scale == 16
+
+
+def test_an_overflow_at_the_minimum_stops_the_run() -> None:
+    one = scaler(hysteresis=1, min_loss_scale=8.0)
+    one.overflow()
+    assert one.scale == 8
+    with pytest.raises(TrainingStopped, match="--min-loss-scale 8"):
+        one.overflow()
+
+
+def test_fixed_scales_stay() -> None:
+    for one in (scaler(loss_scale=128.0), LossScaler(PrecisionConfig(precision="bf16"))):
+        before = one.scale
+        one.overflow()
+        for _ in range(10):
+            one.good_step()
+        assert one.scale == before
+    assert scaler(loss_scale=128.0).scale == 128.0
+
+
+def test_a_saved_scale_goes_on() -> None:
+    one, other = scaler(), scaler()
+    one.overflow()
+    one.good_step()
+    other.load_state(one.state())
+    for each in (one, other):
+        each.good_step()
+        each.good_step()
+        each.overflow()
+    assert one.state() == other.state()
