@@ -1,0 +1,85 @@
+"""What the command-line tools share: one clear line and exit status 2 for what a user can cause, and no traceback."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from types import FrameType
+from typing import NoReturn
+
+from megacore.errors import EXIT_REFUSED, UserError
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class _Refusal(Exception):
+    """A command line that cannot be understood."""
+
+
+class ToolParser(argparse.ArgumentParser):
+    """An argument parser whose complaint is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise _Refusal(f"{message} (--help lists the flags)")
+
+
+def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[argparse.Namespace], None]) -> int:
+    """Parse a command line, run an action with it, and turn what goes wrong into a line and an exit status.
+
+    Args:
+        parser: The tool's parser.
+        argv: The arguments; None takes them from the command line.
+        action: The tool. SIGTERM ends it as Ctrl-C does, so that it removes unfinished files.
+
+    Returns:
+        0 done, 2 refused, 1 failed (disk full, a dead worker), 130 or 143 interrupted.
+    """
+    previous = _terminate_like_interrupt()
+    try:
+        action(parser.parse_args(argv))
+    except SystemExit as stop:  # --help, or SIGTERM
+        return stop.code if isinstance(stop.code, int) else 0
+    except (_Refusal, UserError) as error:
+        return _say(parser, str(error), EXIT_REFUSED)
+    except KeyboardInterrupt:
+        return _say(parser, "interrupted; nothing was written", EXIT_INTERRUPTED)
+    except BrokenProcessPool:
+        return _say(parser, "a worker process died, perhaps for lack of memory: use fewer --workers", EXIT_FAILED)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _say(parser, f"{where}{error.strerror or error}", EXIT_FAILED)
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
+    return 0
+
+
+def _say(parser: ToolParser, message: str, status: int) -> int:
+    print(f"{parser.prog}: error: {message}", file=sys.stderr)
+    return status
+
+
+def _terminate_like_interrupt() -> Callable[[int, FrameType | None], object] | int | None:
+    """Let SIGTERM raise SystemExit; the former handler, or None where handlers cannot be set."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(EXIT_TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return signal.signal(signal.SIGTERM, stop)
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value

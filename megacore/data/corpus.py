@@ -1,0 +1,149 @@
+"""Text files in pieces of bounded size that end where a document ends, so that workers can share them.
+
+Plain text and JSON lines, each also as .gz or .zst. Pieces depend on the input alone, never on the number of workers.
+Lines end at a newline byte and nowhere else: str.splitlines would also cut at form feeds and U+2028.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import zstandard
+
+from megacore.errors import DataError
+
+TextUnit = Literal["line", "paragraph", "file"]
+CHUNK_BYTES = 1 << 19
+_BLOCK = 1 << 18
+_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_BLANK_LINE = re.compile(rb"\n[ \t\r\f\v]*\n")
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Whole documents of one file.
+
+    Attributes:
+        source: Path of the file.
+        first_line: Number of the first line in the file, from 1.
+        data: The bytes, after decompression.
+        unit: What a document is: a JSON object a line, or a unit of plain text.
+        file_bytes: Bytes of the file on disk that were read for this chunk.
+    """
+
+    source: str
+    first_line: int
+    data: bytes
+    unit: Literal["json", "line", "paragraph", "file"]
+    file_bytes: int
+
+
+def check_files(paths: Sequence[str]) -> int:
+    """Open every input once, so that a wrong name is found before hours of work; their bytes on disk, summed.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    total = 0
+    for path in paths:
+        if Path(path).is_dir():
+            raise DataError(f"--input {path} is a directory: give the files in it")
+        try:
+            if Path(path).is_fifo():  # opening and closing it would end whoever writes to it
+                continue
+            with open(path, "rb") as file:
+                total += os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise DataError(f"--input {path} cannot be read: {error.strerror}") from error
+    return total
+
+
+def is_json(path: str | Path) -> bool:
+    """Whether a file holds JSON lines, by its name."""
+    name = Path(path)
+    return (Path(name.stem) if name.suffix in (".gz", ".zst") else name).suffix in _JSON_SUFFIXES
+
+
+def read_chunks(path: str, text_unit: TextUnit = "line", chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
+    """Yield a file as chunks of about `chunk_bytes`, more where one document is longer.
+
+    Raises:
+        DataError: The file cannot be read, or its compressed data is damaged or cut short.
+    """
+    unit = "json" if is_json(path) else text_unit
+    line, seen, first = 1, 0, True
+    pending = bytearray()
+    with open(path, "rb") as file:
+        for block in _blocks(path, file):
+            searched = max(0, len(pending) - _BLOCK)
+            pending += block
+            if first:
+                if len(pending) < len(_BOM):
+                    continue
+                first = False
+                if pending.startswith(_BOM):
+                    del pending[: len(_BOM)]
+            if len(pending) < chunk_bytes or unit == "file":
+                continue
+            cut = _last_boundary(pending, unit, searched)
+            if cut:
+                data = bytes(pending[:cut])
+                del pending[:cut]
+                seen, before = _position(file), seen
+                yield Chunk(source=path, first_line=line, data=data, unit=unit, file_bytes=seen - before)
+                line += data.count(b"\n")
+        if pending:
+            yield Chunk(source=path, first_line=line, data=bytes(pending), unit=unit, file_bytes=_position(file) - seen)
+
+
+def _position(file: BinaryIO) -> int:
+    """Bytes of the file on disk that have been read; a pipe has none."""
+    return file.tell() if file.seekable() else 0
+
+
+def _last_boundary(data: bytearray, unit: str, searched: int) -> int:
+    """End of the last whole document in data, looking only behind `searched`; 0 if there is none."""
+    if unit != "paragraph":
+        return data.rfind(b"\n", searched) + 1
+    end = 0
+    for match in _BLANK_LINE.finditer(data, searched):
+        end = match.end()
+    return end
+
+
+def _blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
+    """The file's content in blocks, decompressed by its suffix."""
+    suffix = Path(path).suffix
+    try:
+        if suffix == ".gz":
+            with gzip.open(file, "rb") as unpacked:
+                yield from iter(lambda: unpacked.read(_BLOCK), b"")
+        elif suffix == ".zst":
+            yield from _zstd_blocks(file)
+        else:
+            yield from iter(lambda: file.read(_BLOCK), b"")
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        raise DataError(f"{path}: cannot be read to its end ({error}): damaged or cut short") from error
+
+
+def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
+    """Decompress all frames; zstandard's own stream reader takes a cut-off file for a complete one."""
+    compressed = b""
+    decompressor = None
+    while compressed or (compressed := file.read(_BLOCK // 4)):
+        if decompressor is None:
+            decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        yield decompressor.decompress(compressed)
+        compressed = decompressor.unused_data if decompressor.eof else b""
+        if decompressor.eof:
+            decompressor = None
+    if decompressor is not None:
+        raise EOFError("the last frame is not complete")

@@ -1,0 +1,208 @@
+"""From a configuration to datasets: all inputs checked at once, splits that share nothing, blends by weight or size."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, resolve
+from megacore.data.blend import BlendedDataset
+from megacore.data.build import build_datasets, check_inputs, split_documents, vocabulary_size
+from megacore.data.gpt import GPTDataset
+from megacore.data.indexed import IndexedDataset
+from megacore.data.preprocess import Job, preprocess
+from megacore.data.tokenizer import Tokenizer
+from megacore.data.tokenizer_training import train_tokenizer
+from megacore.errors import DataError
+from tests.unit import data_bytes
+
+
+def config(*, vocab_size: int | None = 100, eval_interval: int = 5, **data: Any) -> Config:
+    """A configuration of 20 steps of 8 samples of 16 tokens."""
+    return resolve(
+        Config(
+            model=ModelConfig(vocab_size=vocab_size),
+            data=DataConfig(seq_length=16, **data),
+            training=TrainingConfig(
+                train_iters=20, global_batch_size=8, micro_batch_size=2, eval_interval=eval_interval, eval_iters=3
+            ),
+        ),
+        1,
+    )
+
+
+def documents(count: int, length: int, first: int = 0) -> data_bytes.Documents:
+    """Documents that are full of their own number."""
+    return [[[first + number] * length] for number in range(count)]
+
+
+def seen(dataset: Any) -> set[int]:
+    """All tokens of a dataset."""
+    return set(itertools.chain.from_iterable(dataset[k]["tokens"].tolist() for k in range(len(dataset))))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """A byte-level BPE without merges: 257 tokens."""
+    return train_tokenizer(["some text"], "bpe", 257)
+
+
+# ---- splits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 10, 99, 1000, 1001])
+@pytest.mark.parametrize("split", ["949,50,1", "990,9,1", "1", "0.95,0.05", "1,1,1", "98,2,0", "1,0,1"])
+def test_splits_are_disjoint_and_cover_everything(count: int, split: str, tmp_path: Path) -> None:
+    indexed = IndexedDataset(data_bytes.write(tmp_path / "d", documents(count, 2)))
+    shares = DataConfig(split=split).split_shares()
+    if round(count * shares[0]) == 0:
+        with pytest.raises(DataError, match="--split leaves no tokens to train on"):
+            split_documents(indexed, shares)
+        return
+    parts = split_documents(indexed, shares)
+    assert list(itertools.chain(*parts)) == list(range(count))
+    for part, share in zip(parts, shares, strict=True):
+        assert abs(len(part) - count * share) <= 1
+        assert share or not part
+
+
+def test_training_validation_and_test_share_no_document(tmp_path: Path) -> None:
+    data_bytes.write(tmp_path / "d", documents(90, 30))
+    splits = build_datasets(config(data_path=(str(tmp_path / "d"),), split="8,1,1"))
+    train, valid, test = (seen(dataset) for dataset in splits)
+    assert train == set(range(72))
+    assert valid == set(range(72, 81))
+    assert test == set(range(81, 90))
+    assert [len(dataset) for dataset in splits if dataset] == [20 * 8, 3 * 8, 3 * 8]
+
+
+def test_a_split_without_documents_is_none(tmp_path: Path) -> None:
+    data_bytes.write(tmp_path / "d", documents(10, 30))
+    splits = build_datasets(config(data_path=(str(tmp_path / "d"),)))
+    assert splits.valid is not None
+    assert splits.test is None
+    without = build_datasets(config(data_path=(str(tmp_path / "d"),), eval_interval=0))
+    assert (without.valid, without.test) == (None, None)
+
+
+def test_the_cache_lies_beside_the_data_unless_told_otherwise(tmp_path: Path) -> None:
+    data_bytes.write(tmp_path / "d", documents(10, 30))
+    build_datasets(config(data_path=(str(tmp_path / "d"),), data_cache_path=str(tmp_path / "elsewhere" / "cache")))
+    assert (tmp_path / "elsewhere" / "cache").is_dir()
+    assert not (tmp_path / "cache").exists()
+    build_datasets(config(data_path=(str(tmp_path / "d"),)))
+    assert (tmp_path / "cache").is_dir()
+
+
+# ---- blends ----------------------------------------------------------------------------------------------------------
+
+
+def origins(dataset: Any) -> Counter[int]:
+    """How many samples begin with a token of dataset 0 (below 50) and of dataset 1."""
+    return Counter(int(dataset[k]["tokens"][0]) // 50 for k in range(len(dataset)))
+
+
+def test_datasets_are_mixed_by_weight_or_by_size(tmp_path: Path) -> None:
+    a = str(data_bytes.write(tmp_path / "a", documents(30, 60)))
+    b = str(data_bytes.write(tmp_path / "b", documents(30, 20, first=50)))
+    weighted = build_datasets(config(data_path=("1", a, "3", b), split="1"))
+    assert isinstance(weighted.train, BlendedDataset)
+    assert origins(weighted.train) == {0: 40, 1: 120}
+    assert origins(build_datasets(config(data_path=(a, b), split="1")).train) == {0: 120, 1: 40}
+    assert isinstance(build_datasets(config(data_path=("0.5", a), split="1")).train, GPTDataset)
+    splits = build_datasets(config(data_path=("1", a, "1", b), split="8,1,1"))
+    assert seen(splits.train).isdisjoint(seen(splits.valid))
+    assert splits.valid is not None
+    assert origins(splits.valid) == {0: 12, 1: 12}
+
+
+# ---- checking --------------------------------------------------------------------------------------------------------
+
+
+def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
+    good = str(data_bytes.write(tmp_path / "good", documents(20, 3)))
+    high = str(data_bytes.write(tmp_path / "high", [[[1, 2], [3, 4000]]]))
+    (tmp_path / "empty.idx").touch()
+    (tmp_path / "empty.bin").touch()
+    short = data_bytes.write(tmp_path / "short", documents(3, 5))
+    Path(f"{short}.bin").write_bytes(b"12")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    paths = (good, high, str(tmp_path / "empty"), str(short), str(tmp_path / "missing"))
+    with pytest.raises(DataError) as caught:
+        check_inputs(config(data_path=paths, vocab_size=1000))
+    problems = caught.value.problems  # type: ignore[attr-defined]
+    for problem, expected in zip(
+        problems, ("sequence 1 holds the token id 4000", "0 bytes", "shorter", "No such"), strict=True
+    ):
+        assert expected in problem
+    with pytest.raises(DataError) as caught:
+        check_inputs(config(data_path=paths, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=None))
+    assert len(caught.value.problems) == 4  # type: ignore[attr-defined]
+    assert "tokenizer.json: not a `tokenizers` JSON file" in str(caught.value)
+
+
+def test_the_vocabulary_is_the_tokenizer_s_unless_given(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    path = str(tmp_path)
+    assert check_inputs(config(mock_data=True, tokenizer=path, vocab_size=None)) == 257
+    assert vocabulary_size(config(mock_data=True, tokenizer=path, vocab_size=300)) == 300
+    assert check_inputs(config(mock_data=True)) == 100
+    with pytest.raises(DataError, match=r"--vocab-size 256 is smaller than the vocabulary of the tokenizer .* use 257"):
+        check_inputs(config(mock_data=True, tokenizer=path, vocab_size=256))
+    with pytest.raises(DataError, match="give --tokenizer PATH or --vocab-size N"):
+        check_inputs(config(mock_data=True, vocab_size=None))
+
+
+def test_a_dataset_of_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("line\n" * 30)
+    preprocess(Job(inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "a")), tokenizer)
+    tokenizer.save(tmp_path / "same")
+    train_tokenizer(["aaaa bbbb aaaa bbbb"], "bpe", 259).save(tmp_path / "other")
+    data: dict[str, Any] = {"data_path": (str(tmp_path / "a_text_document"),), "vocab_size": None}
+    assert check_inputs(config(tokenizer=str(tmp_path / "same"), **data)) == 257
+    with pytest.raises(DataError, match=r"a_text_document\.bin: made with another tokenizer"):
+        check_inputs(config(tokenizer=str(tmp_path / "other"), **data))
+    (tmp_path / "a_text_document.json").unlink()  # nothing knows any more
+    assert check_inputs(config(tokenizer=str(tmp_path / "other"), **data)) == 259
+
+
+def test_an_altered_dataset_is_scanned_in_spite_of_its_sidecar(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("line\n" * 30)
+    preprocess(Job(inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "a")), tokenizer)
+    with open(tmp_path / "a_text_document.bin", "r+b") as file:
+        file.seek(2 * 9)
+        file.write(b"\xff\xff")
+    with pytest.raises(DataError, match=r"sequence 2 holds the token id 65535"):
+        check_inputs(config(data_path=(str(tmp_path / "a_text_document"),), vocab_size=257))
+
+
+def test_a_loss_mask_needs_an_end_of_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    data_bytes.write(tmp_path / "d", [[[5, 6, 7, 0]]] * 10)
+    tokenizer.save(tmp_path / "t")
+    data: dict[str, Any] = {"data_path": (str(tmp_path / "d"),), "eod_mask_loss": True}
+    train = build_datasets(config(tokenizer=str(tmp_path / "t"), vocab_size=None, **data)).train
+    assert train[0]["loss_mask"].tolist() == [float(token != 0) for token in train[0]["tokens"].tolist()]
+    text = (tmp_path / "t" / "tokenizer.json").read_text().replace("<|endoftext|>", "<|nothing|>")
+    (tmp_path / "without.json").write_text(text)
+    with pytest.raises(DataError, match="--eod-mask-loss needs an end-of-document token"):
+        check_inputs(config(tokenizer=str(tmp_path / "without.json"), vocab_size=None, **data))
+
+
+def test_multimodal_datasets_are_refused(tmp_path: Path) -> None:
+    prefix = data_bytes.write(tmp_path / "d", documents(3, 5))
+    with open(f"{prefix}.idx", "ab") as file:
+        file.write(bytes(3))
+    with pytest.raises(DataError, match="a multimodal dataset"):
+        check_inputs(config(data_path=(str(prefix),)))
+
+
+def test_a_resumed_run_asks_for_the_samples_it_will_read(tmp_path: Path) -> None:
+    data_bytes.write(tmp_path / "d", documents(90, 30))
+    made = config(data_path=(str(tmp_path / "d"),))
+    assert len(build_datasets(made, train_samples=1234).train) == 1234
+    longer, shorter = build_datasets(made, train_samples=300).train, build_datasets(made).train
+    assert all((longer[k]["tokens"] == shorter[k]["tokens"]).all() for k in range(len(shorter)))

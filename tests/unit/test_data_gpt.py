@@ -1,0 +1,268 @@
+"""GPT samples against a brute-force stream, and the index cache against everything that can happen to it."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacore.data.gpt import GPTDataset, build_indices, extent
+from megacore.data.indexed import IndexedDataset
+from megacore.errors import DataError
+from tests.unit import data_bytes
+
+SHAPES = [(seed, *shape) for seed, shape in enumerate(itertools.product([1, 2, 3, 5, 8, 31], [1, 2, 7, 40, 90]))] * 6
+
+
+def random_dataset(tmp_path: Path, seed: int) -> IndexedDataset:
+    """Documents of a few sequences whose tokens are all different."""
+    rng = random.Random(seed)
+    counter = itertools.count()
+    documents = [
+        [[next(counter) for _ in range(rng.choice([0, 1, 2, 3, 7, 20]))] for _ in range(rng.randint(1, 2))]
+        for _ in range(rng.randint(1, 9))
+    ] + [[[next(counter) for _ in range(5)]]]
+    return IndexedDataset(data_bytes.write(tmp_path / f"d{seed}", documents))
+
+
+def test_samples_are_windows_of_the_brute_force_stream(tmp_path: Path) -> None:
+    for number, (seed, seq_length, num_samples) in enumerate(SHAPES):
+        indexed = random_dataset(tmp_path, number)
+        dataset = GPTDataset(
+            indexed, range(indexed.num_documents), num_samples=num_samples, seq_length=seq_length, seed=seed
+        )
+        stream: list[int] = []
+        for document in dataset.document_index:
+            for sequence in range(*indexed.document_indices[document : document + 2]):
+                stream.extend(indexed[sequence].tolist())
+        windows = [stream[at : at + seq_length + 1] for at in range(0, len(stream) - seq_length, seq_length)]
+        for k in range(num_samples):
+            sample = dataset[k]
+            expected = windows[dataset.shuffle_index[k]]
+            assert sample["tokens"].tolist() == expected[:-1]
+            assert sample["labels"].tolist() == expected[1:]
+            assert sample["loss_mask"].tolist() == [1.0] * seq_length
+
+
+def test_every_epoch_holds_every_document_and_every_window_once() -> None:
+    for seed, seq_length, num_samples in SHAPES:
+        rng = random.Random(seed)
+        lengths = np.array([rng.choice([0, 1, 3, 9, 25]) for _ in range(rng.randint(1, 8))] + [4])
+        documents = np.arange(10, 10 + len(lengths))
+        tokens = int(lengths.sum())
+        indices = build_indices(documents, lengths, num_samples=num_samples, seq_length=seq_length, seed=seed)
+        for epoch in indices["document_index"].reshape(-1, len(documents)):
+            assert sorted(epoch) == documents.tolist()
+        shuffle = indices["shuffle_index"].tolist()
+        assert len(shuffle) >= num_samples
+        # Windows of an epoch are those that start in it; its samples come before those of the next epoch.
+        epochs = [window * seq_length // tokens for window in shuffle]
+        assert epochs == sorted(epochs)
+        assert sorted(shuffle) == list(range(len(shuffle)))
+
+
+def test_one_epoch_shows_every_whole_window_and_nothing_twice() -> None:
+    lengths = np.array([13, 40, 1, 6, 0, 41])
+    whole = (int(lengths.sum()) - 1) // 10
+    indices = build_indices(np.arange(6), lengths, num_samples=whole, seq_length=10, seed=3)
+    assert sorted(indices["shuffle_index"][:whole].tolist()) == list(range(whole))
+    assert len(indices["document_index"]) == 6  # no second pass over the documents
+    assert indices["shuffle_index"].tolist() != list(range(whole))
+
+
+def test_asking_for_more_samples_continues_the_order() -> None:
+    for seed, seq_length, num_samples in SHAPES:
+        lengths = np.array([5, 0, 11, 2, 30, 1])
+        shorter, longer = (
+            build_indices(np.arange(6), lengths, num_samples=count, seq_length=seq_length, seed=seed)
+            for count in (num_samples, num_samples + 57)
+        )
+        for name in ("document_index", "sample_index"):
+            size = len(shorter[name]) - 1
+            assert shorter[name][:size].tolist() == longer[name][:size].tolist()
+        assert shorter["shuffle_index"][:num_samples].tolist() == longer["shuffle_index"][:num_samples].tolist()
+
+
+def test_seeds_and_epochs_differ() -> None:
+    lengths = np.full(50, 10)
+    made = [build_indices(np.arange(50), lengths, num_samples=120, seq_length=10, seed=seed) for seed in (1, 2)]
+    orders = [tuple(epoch) for indices in made for epoch in indices["document_index"].reshape(-1, 50)]
+    assert len(set(orders)) == len(orders)
+
+
+def test_sizes_beyond_32_bits_are_exact() -> None:
+    lengths = np.array([2**40 + 1, 2**33, 2**40 - 1])
+    seq_length = 2**36
+    indices = build_indices(np.arange(3), lengths, num_samples=40, seq_length=seq_length, seed=0)
+    ends = np.cumsum([int(lengths[d]) for d in indices["document_index"]], dtype=object)
+    for window, (place, offset) in enumerate(indices["sample_index"].tolist()):
+        start = 0 if place == 0 else int(ends[place - 1])
+        assert start + offset == window * seq_length
+        assert offset < lengths[indices["document_index"][place]]
+    size = extent(2**50 + 1, 2**60, 2**11)
+    assert size.epochs == -(-((2**60 - 1) * 2**11 + 1) // (2**50 + 1))
+
+
+def test_the_end_of_document_is_left_out_of_the_loss_where_asked(tmp_path: Path) -> None:
+    indexed = IndexedDataset(data_bytes.write(tmp_path / "d", [[[5, 6, 0]], [[7, 0]]]))
+    dataset = GPTDataset(indexed, range(2), num_samples=9, seq_length=4, seed=0, eod=0)
+    for k in range(9):
+        sample = dataset[k]
+        assert sample["loss_mask"].tolist() == [float(token != 0) for token in sample["tokens"].tolist()]
+
+
+def test_a_token_outside_the_vocabulary_is_located_when_read(tmp_path: Path) -> None:
+    indexed = IndexedDataset(data_bytes.write(tmp_path / "d", [[[1, 2], [3]], [[4, 99, 5]], [[6]]]))
+    dataset = GPTDataset(indexed, range(3), num_samples=20, seq_length=3, seed=0, vocab_size=50)
+    with pytest.raises(DataError, match=r"d\.bin: sequence 2 holds the token id 99, outside the vocabulary of 50"):
+        [dataset[k] for k in range(20)]
+
+
+def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
+    indexed = IndexedDataset(data_bytes.write(tmp_path / "d", [[[]], [[1, 2]]]))
+    with pytest.raises(DataError, match="hold no tokens"):
+        GPTDataset(indexed, range(1), num_samples=1, seq_length=1, seed=0)
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+def open_cached(prefix: Path, cache: Path, seed: int = 1, num_samples: int = 30) -> GPTDataset:
+    """The dataset at a prefix with its indices in a cache."""
+    indexed = IndexedDataset(prefix)
+    documents = range(indexed.num_documents)
+    return GPTDataset(indexed, documents, num_samples=num_samples, seq_length=8, seed=seed, cache_dir=cache)
+
+
+def contents(dataset: GPTDataset) -> list[list[int]]:
+    """All samples."""
+    return [dataset[k]["tokens"].tolist() for k in range(len(dataset))]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    """A dataset of 20 documents."""
+    return data_bytes.write(tmp_path / "data", [[list(range(n, 2 * n + 1))] for n in range(20)])
+
+
+def entries(cache: Path) -> list[Path]:
+    """The entries of a cache, unfinished ones included."""
+    return sorted(path for path in cache.iterdir() if path.is_dir())
+
+
+def test_the_second_opening_reads_the_cache(prefix: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = open_cached(prefix, cache)
+    (entry,) = entries(cache)
+    inodes = {path.name: path.stat().st_ino for path in entry.iterdir()}
+    second = open_cached(prefix, cache)
+    assert {path.name: path.stat().st_ino for path in entry.iterdir()} == inodes
+    assert contents(first) == contents(second)
+    assert not second.shuffle_index.flags.writeable
+
+
+def test_what_the_indices_follow_from_decides_the_entry(prefix: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    open_cached(prefix, cache)
+    open_cached(prefix, cache, seed=2)
+    open_cached(prefix, cache, num_samples=60)
+    assert len(entries(cache)) == 3
+    before = contents(open_cached(prefix, cache))
+    data_bytes.write(prefix, [[list(range(n, 2 * n + 1))] for n in range(19, -1, -1)])
+    after = open_cached(prefix, cache)
+    assert len(entries(cache)) == 4
+    assert contents(after) != before
+    assert contents(after) == contents(open_cached(prefix, tmp_path / "fresh"))
+
+
+class Payload:
+    """Creates a file when unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, int]]:
+        return os.open, (str(self.marker), os.O_CREAT)
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+def _pickled(path: Path) -> None:
+    with open(path, "wb") as file:
+        np.save(file, np.array([Payload(path.parents[2] / "marker")], dtype=object), allow_pickle=True)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped bit": _flip,
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 8),
+    "empty": lambda path: os.truncate(path, 0),
+    "gone": lambda path: path.unlink(),
+    "pickle": _pickled,
+    "raw pickle": lambda path: path.write_bytes(pickle.dumps(Payload(path.parents[2] / "marker"))),
+}
+
+
+@pytest.mark.parametrize("file", ["document_index.npy", "sample_index.npy", "shuffle_index.npy", "manifest.json"])
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_entry_is_built_again(name: str, file: str, prefix: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    expected = contents(open_cached(prefix, cache))
+    (entry,) = entries(cache)
+    sound = {path.name: path.read_bytes() for path in entry.iterdir()}
+    DAMAGE[name](entry / file)
+    assert contents(open_cached(prefix, cache)) == expected
+    assert {path.name: path.read_bytes() for path in entry.iterdir()} == sound
+    assert entries(cache) == [entry]
+    assert not (tmp_path / "marker").exists()
+
+
+def test_an_unfinished_build_is_not_taken_for_an_entry(prefix: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    expected = contents(open_cached(prefix, cache))
+    (entry,) = entries(cache)
+    entry.rename(entry.with_suffix(".tmp-killed"))
+    (entry.with_suffix(".tmp-killed") / "manifest.json").unlink()
+    assert contents(open_cached(prefix, cache)) == expected
+    assert entry.is_dir()
+
+
+def test_without_a_place_for_the_cache_indices_stay_in_memory(prefix: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    in_the_way = open_cached(prefix, tmp_path / "file" / "cache")
+    assert contents(in_the_way) == contents(open_cached(prefix, tmp_path / "cache"))
+
+
+def _open_at_once(prefix: Path, cache: Path, barrier: object, results: object) -> None:
+    barrier.wait()  # type: ignore[attr-defined]
+    results.put(contents(open_cached(prefix, cache)))  # type: ignore[attr-defined]
+
+
+def test_racing_processes_agree_and_leave_one_entry(prefix: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    expected = contents(open_cached(prefix, tmp_path / "alone"))
+    for attempt in range(5):
+        cache = tmp_path / f"cache{attempt}"
+        if attempt % 2:  # half of the time they find a damaged entry
+            shutil.copytree(tmp_path / "alone", cache)
+            _flip(entries(cache)[0] / "sample_index.npy")
+        barrier, results = context.Barrier(4), context.SimpleQueue()
+        arguments = (prefix, cache, barrier, results)
+        processes = [context.Process(target=_open_at_once, args=arguments) for _ in range(4)]
+        for process in processes:
+            process.start()
+        assert all(results.get() == expected for _ in processes)
+        for process in processes:
+            process.join()
+        assert len(entries(cache)) == 1

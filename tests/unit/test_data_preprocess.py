@@ -1,0 +1,310 @@
+"""From text files to tokens: what is read, what is left out and said so, and output that only the input decides."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import sysconfig
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megacore.data.corpus import TextUnit, check_files, read_chunks
+from megacore.data.documents import BadLine, parse
+from megacore.data.indexed import IndexedDataset
+from megacore.data.preprocess import Job, Report, preprocess
+from megacore.data.sentences import split_sentences
+from megacore.data.sidecar import read_sidecar
+from megacore.data.tokenizer import Tokenizer
+from megacore.data.tokenizer_training import train_tokenizer
+from megacore.data.writer import merge
+from megacore.errors import DataError
+from tests.unit import data_bytes
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+SOURCES = [path.read_text() for path in sorted((STDLIB / "json").glob("*.py"))] + [(STDLIB / "argparse.py").read_text()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """A small byte-level BPE."""
+    return train_tokenizer(SOURCES, "bpe", 500)
+
+
+def documents(path: Path, unit: TextUnit = "line", chunk_bytes: int = 1 << 19) -> tuple[list[str], list[BadLine]]:
+    """All texts of a file and its bad lines."""
+    texts, bad = [], []
+    for chunk in read_chunks(str(path), unit, chunk_bytes):
+        parsed = parse(chunk)
+        texts.extend(parsed.texts[0])
+        bad.extend(parsed.bad)
+    return texts, bad
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1 << 19])
+def test_lines_end_at_newlines_and_nowhere_else(chunk_bytes: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufefffirst\r\n\n  \n second\x0bstill\x0cstill\u2028still\x85still \nlast".encode())
+    expected = ["first", " second\x0bstill\x0cstill\u2028still\x85still ", "last"]
+    assert documents(path, chunk_bytes=chunk_bytes) == (expected, [])
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1 << 19])
+def test_paragraphs_and_whole_files_can_be_documents(chunk_bytes: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\n\none\n  two\n\n \t\nthree\r\nfour\n\n\n\nfive")
+    assert documents(path, "paragraph", chunk_bytes)[0] == ["one\n  two", "three\nfour", "five"]
+    assert documents(path, "file", chunk_bytes)[0] == ["\n\none\n  two\n\n \t\nthree\nfour\n\n\n\nfive"]
+
+
+@pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
+def test_pieces_do_not_change_what_is_read(unit: TextUnit, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("".join(SOURCES).encode() + b"\xff\n")
+    whole = documents(path, unit, 1 << 30)
+    assert len(whole[1]) == 1
+    for chunk_bytes in (1, 1000, 50_000):
+        assert documents(path, unit, chunk_bytes) == whole
+
+
+def test_compressed_files_are_read_to_their_end(tmp_path: Path) -> None:
+    texts = [f"document {n} ü" for n in range(30_000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    half = len(lines) // 2
+    zst = zstandard.ZstdCompressor()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines[:half]) + gzip.compress(lines[half:]))
+    (tmp_path / "a.jsonl.zst").write_bytes(zst.compress(lines[:half]) + zst.compress(lines[half:]))
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
+        assert documents(tmp_path / name) == (texts, [])
+        assert sum(c.file_bytes for c in read_chunks(str(tmp_path / name))) == (tmp_path / name).stat().st_size
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
+def test_a_damaged_compressed_file_is_refused(suffix: str, damage: str, tmp_path: Path) -> None:
+    lines = os.urandom(200_000).hex().encode()
+    packed = bytearray(gzip.compress(lines) if suffix == "gz" else zstandard.ZstdCompressor().compress(lines))
+    if damage == "cut":
+        del packed[-20_000:]
+    elif damage == "flipped":
+        packed[0] ^= 1
+    else:
+        packed = bytearray(b"not compressed at all")
+    path = tmp_path / f"a.txt.{suffix}"
+    path.write_bytes(packed)
+    with pytest.raises(DataError, match=rf"a\.txt\.{suffix}: cannot be read to its end .* damaged or cut short"):
+        list(read_chunks(str(path)))
+
+
+BAD_LINES = {
+    b'{"text": "cut': "not JSON (Unterminated string starting at at column 10)",
+    b'{"text": "a"} x': "not JSON (Extra data at column 15)",
+    b'["text"]': "not a JSON object but list",
+    b"3": "not a JSON object but int",
+    b'{"Text": "a", "id": 3}': "no key 'text' (it has 'Text', 'id')",
+    b"{}": "no key 'text' (it has none)",
+    b'{"text": null}': "key 'text' holds NoneType, not text",
+    b'{"text": ["a"]}': "key 'text' holds list, not text",
+    b'{"text": "\xff"}': "not UTF-8 (byte 0xff at column 11)",
+    b'{"text": "\\ud800"}': "key 'text' holds half a surrogate pair, which is no character",
+    b'{"text": ' + b"[" * 100_000: "not usable JSON (too deep or too long a number)",
+    b'{"text": ' + b"1" * 5000 + b"}": "not usable JSON (too deep or too long a number)",
+}
+
+
+def test_bad_lines_are_located_and_explained(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(b'{"text": "good"}\n\n' + line for line in BAD_LINES))
+    texts, bad = documents(path)
+    assert texts == ["good"] * len(BAD_LINES)
+    assert [line.reason for line in bad] == list(BAD_LINES.values())
+    assert [line.line for line in bad] == [3 * (n + 1) for n in range(len(BAD_LINES))]
+    assert str(bad[0]).startswith(f"{path}:3: not JSON")
+    assert documents(path, chunk_bytes=1)[1] == bad
+
+
+def test_inputs_are_opened_before_the_work_begins(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing\.txt cannot be read: No such file"):
+        check_files([str(tmp_path / "nothing.txt")])
+    with pytest.raises(DataError, match="is a directory"):
+        check_files([str(tmp_path)])
+
+
+def test_sentences() -> None:
+    text = 'Dr. A. Smith, e.g. in Fig. 3, said: "No!" He left at 3.14 p.m. today... Really? Yes.\n\nA heading\n\n'
+    text += "京都。東京。"
+    assert split_sentences(text) == [
+        'Dr. A. Smith, e.g. in Fig. 3, said: "No!"',
+        "He left at 3.14 p.m. today...",
+        "Really?",
+        "Yes.",
+        "A heading",
+        "京都。",
+        "東京。",
+    ]
+    assert split_sentences("  ") == []
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """About 3 MB of JSON lines, a few of them bad, and the good texts."""
+    rng = random.Random(0)
+    texts, lines = [], []
+    for number in range(600):
+        source = rng.choice(SOURCES)
+        start = rng.randrange(len(source))
+        text = source[start : start + rng.randint(1, 10_000)]
+        texts.append(text)
+        lines.append(json.dumps({"text": text, "title": f"title {number}"}, ensure_ascii=number % 2 == 0))
+        if number % 100 == 50:
+            lines.append("{bad")
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    path.write_text("\n".join(lines))
+    return path, texts
+
+
+def test_the_output_is_the_same_for_any_number_of_workers(
+    corpus: tuple[Path, list[str]], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path, texts = corpus
+    outputs, reports = [], []
+    for workers in (1, 2, 4):
+        job = Job(
+            inputs=(str(path),) * 2, output_prefix=str(tmp_path / f"w{workers}"), append_eod=True, workers=workers
+        )
+        reports.append(preprocess(job, tokenizer))
+        outputs.append([Path(f"{job.output('text')}.{ending}").read_bytes() for ending in ("bin", "idx", "json")])
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert reports[0].bad == reports[1].bad == reports[2].bad
+    assert [line.line for line in reports[0].bad] == [52, 153, 254, 355, 456, 557] * 2
+    expected = [[[*tokenizer.encode(text), tokenizer.eod]] for text in texts] * 2
+    assert data_bytes.read(tmp_path / "w2_text_document") == expected
+    assert reports[0].documents == 1200
+    assert reports[0].tokens == sum(len(document[0]) for document in expected)
+    assert reports[0].text_bytes == reports[0].file_bytes == 2 * path.stat().st_size
+
+
+def test_sentences_become_sequences_of_their_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One. Two here.\nThree! Four? Five.\n")
+    job = Job(
+        inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "o"), split_sentences=True, append_eod=True
+    )
+    preprocess(job, tokenizer)
+    encode = tokenizer.encode
+    assert data_bytes.read(tmp_path / "o_text_sentence") == [
+        [encode("One."), [*encode("Two here."), tokenizer.eod]],
+        [encode("Three!"), encode("Four?"), [*encode("Five."), tokenizer.eod]],
+    ]
+
+
+def test_every_key_has_its_output_and_they_stay_aligned(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    records = [{"text": "a", "title": "b"}, {"text": "c"}, {"text": "", "title": "d"}, {"text": "e", "title": "f"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    job = Job(inputs=(str(tmp_path / "a.jsonl"),), output_prefix=str(tmp_path / "o"), json_keys=("text", "title"))
+    report = preprocess(job, tokenizer)
+    assert (report.documents, report.bad_count, report.empty) == (2, 1, 1)
+    for key, texts in (("text", "ae"), ("title", "bf")):
+        assert data_bytes.read(tmp_path / f"o_{key}_document") == [[tokenizer.encode(text)] for text in texts]
+
+
+def test_the_sidecar_describes_the_dataset(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for name, text in (("a", "one\ntwo three\n"), ("b", "four\n")):
+        (tmp_path / f"{name}.txt").write_text(text)
+        preprocess(Job(inputs=(str(tmp_path / f"{name}.txt"),), output_prefix=str(tmp_path / name)), tokenizer)
+    dataset = IndexedDataset(tmp_path / "a_text_document")
+    sidecar = read_sidecar(dataset)
+    assert sidecar is not None
+    tokens = [token for document in data_bytes.read(dataset.prefix) for token in document[0]]
+    assert (sidecar.documents, sidecar.sequences, sidecar.tokens) == (2, 2, len(tokens))
+    assert (sidecar.max_token_id, sidecar.dtype) == (max(tokens), "uint16")
+    assert sidecar.tokenizer_fingerprint == tokenizer.fingerprint
+    assert sidecar.bin_bytes == dataset.bin_path.stat().st_size
+    assert sidecar.idx_bytes == dataset.idx_path.stat().st_size
+    merge([str(tmp_path / f"{name}_text_document") for name in "ab"], str(tmp_path / "m"))
+    merged = read_sidecar(IndexedDataset(tmp_path / "m"))
+    assert merged is not None
+    assert (merged.documents, merged.tokens) == (3, len(tokens) + len(tokenizer.encode("four")))
+
+
+@pytest.mark.parametrize("change", ["touched bin", "not JSON", "deep JSON", "a list", "wrong types", "other size"])
+def test_a_sidecar_that_cannot_be_believed_is_ignored(change: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo three\n")
+    preprocess(Job(inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "a")), tokenizer)
+    dataset = IndexedDataset(tmp_path / "a_text_document")
+    path = tmp_path / "a_text_document.json"
+    values = json.loads(path.read_text())
+    if change == "touched bin":
+        later = path.stat().st_mtime_ns + 10**9
+        os.utime(dataset.bin_path, ns=(later, later))
+    elif change in ("wrong types", "other size"):
+        path.write_text(
+            json.dumps({**values, "bin_bytes": "8" if change == "wrong types" else values["bin_bytes"] + 2})
+        )
+    else:
+        path.write_text({"not JSON": "{", "deep JSON": "[" * 100_000, "a list": "[]"}[change])
+    assert read_sidecar(dataset) is None
+
+
+# ---- refusing --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_strict_refuses_at_the_first_bad_line_and_leaves_nothing(
+    workers: int, corpus: tuple[Path, list[str]], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    job = Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / "o"), workers=workers, strict=True)
+    with pytest.raises(DataError, match=r"corpus\.jsonl:52: not JSON .*\(--strict\)"):
+        preprocess(job, tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n', "{bad\n"])
+def test_an_input_without_documents_is_refused(content: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=r"a\.jsonl: no documents in it"):
+        preprocess(Job(inputs=(str(tmp_path / "a.jsonl"),), output_prefix=str(tmp_path / "o")), tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [(("text", "title"), "plain text has no keys"), (("../x",), "cannot be part of a file name"), (("",), "cannot be")],
+)
+def test_impossible_keys_are_refused(keys: tuple[str, ...], message: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    with pytest.raises(DataError, match=message):
+        preprocess(Job(inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "o"), json_keys=keys), tokenizer)
+
+
+def test_an_eod_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
+    class NoEnd:
+        vocab_size, eod, fingerprint = 10, None, ""
+
+    (tmp_path / "a.txt").write_text("one\n")
+    with pytest.raises(DataError, match="--append-eod: this tokenizer has no end-of-document token"):
+        preprocess(
+            Job(inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "o"), append_eod=True),
+            NoEnd(),  # type: ignore[arg-type]
+        )
+
+
+def test_progress_is_reported(corpus: tuple[Path, list[str]], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(report: Report) -> None:
+        seen.append((report.documents, report.file_bytes))
+
+    preprocess(Job(inputs=(str(corpus[0]),), output_prefix=str(tmp_path / "o")), tokenizer, note)
+    assert len(seen) > 3
+    assert seen == sorted(seen)
+    assert seen[-1] == (600, corpus[0].stat().st_size)

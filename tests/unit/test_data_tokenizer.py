@@ -1,0 +1,203 @@
+"""Tokenizers: trained, saved and loaded through one protocol, against the libraries themselves; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sysconfig
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+
+from megacore.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, refuse_other_kind
+from megacore.data.tokenizer_training import TokenizerKind, train_tokenizer
+from megacore.data.wordpiece import WORDPIECE_TOKENS
+from megacore.errors import DataError
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+TEXTS = [(STDLIB / name).read_text() for name in ("argparse.py", "textwrap.py", "json/decoder.py", "this.py")]
+TRICKY = [
+    "",
+    " ",
+    "  two  spaces ",
+    "tab\tnewline\n\n  end\n",
+    "naïve Größe 東京 🙂 \x00 \u2028",
+    "def f(x):\n        return x",
+]
+KINDS: tuple[TokenizerKind, ...] = ("bpe", "unigram", "wordpiece", "sentencepiece-bpe")
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Tokenizer]:
+    """One tokenizer of each kind."""
+    return {kind: train_tokenizer(TEXTS, kind, 600) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab_size", [400, 600, 50000])
+def test_the_vocabulary_is_never_larger_than_asked(kind: TokenizerKind, vocab_size: int) -> None:
+    if kind == "sentencepiece-bpe" and vocab_size == 50000:
+        with pytest.raises(DataError, match="--vocab-size 50000: SentencePiece cannot train on this text"):
+            train_tokenizer(TEXTS, kind, vocab_size)
+        return
+    tokenizer = train_tokenizer(TEXTS, kind, vocab_size)
+    assert tokenizer.vocab_size <= vocab_size
+    if vocab_size < 50000:
+        assert tokenizer.vocab_size > 0.95 * vocab_size
+    assert max(max(ids) for ids in tokenizer.encode_batch(TEXTS)) < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize(("kind", "least"), [("bpe", 257), ("wordpiece", 7)])
+def test_a_vocabulary_too_small_for_its_kind_is_refused(kind: TokenizerKind, least: int) -> None:
+    with pytest.raises(DataError, match=f"--vocab-size {least - 1} must be at least {least}"):
+        train_tokenizer(TEXTS, kind, least - 1)
+    assert train_tokenizer(TEXTS, kind, least).vocab_size == least
+
+
+@pytest.mark.parametrize("kind", ["unigram", "sentencepiece-bpe"])
+def test_a_vocabulary_too_small_for_sentencepiece_is_refused(kind: TokenizerKind) -> None:
+    with pytest.raises(DataError, match="--vocab-size 100"):
+        train_tokenizer(TEXTS, kind, 100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_without_text_is_refused(kind: TokenizerKind) -> None:
+    with pytest.raises(DataError, match="no text to train on"):
+        train_tokenizer([], kind, 600)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_deterministic(kind: TokenizerKind, trained: dict[str, Tokenizer]) -> None:
+    assert train_tokenizer(TEXTS, kind, 600).fingerprint == trained[kind].fingerprint
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "sentencepiece-bpe"])
+def test_text_survives_a_round_trip(kind: str, trained: dict[str, Tokenizer]) -> None:
+    tokenizer = trained[kind]
+    for text in [*TEXTS, *TRICKY]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_tokenizer_is_loaded_as_it_was(kind: str, trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    tokenizer = trained[kind]
+    tokenizer.save(tmp_path / "sub" / kind)
+    loaded = load_tokenizer(tmp_path / "sub" / kind)
+    assert loaded.fingerprint == tokenizer.fingerprint
+    assert (loaded.vocab_size, loaded.eod) == (tokenizer.vocab_size, tokenizer.eod)
+    assert loaded.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+    copy = pickle.loads(pickle.dumps(loaded))  # what a worker process receives where processes are not forked
+    assert copy.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pkl", ".bin", ".partial")]
+
+
+def test_special_tokens_are_where_they_should_be(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    assert trained["bpe"].eod == 0
+    assert trained["unigram"].eod == trained["sentencepiece-bpe"].eod == 1
+    trained["wordpiece"].save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert [backend.token_to_id(token) for token in WORDPIECE_TOKENS] == [0, 1, 2, 3, 4]
+    assert trained["wordpiece"].eod == backend.token_to_id("[SEP]")
+    # encode adds none of them: where a document ends is the dataset's business
+    assert not {0, 2, 3, 4} & set(trained["wordpiece"].encode("return the value"))
+    assert backend.encode("return").tokens[0] == "[CLS]"
+
+
+def test_the_ids_are_the_libraries_own(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    trained["bpe"].save(tmp_path / "bpe")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
+    assert trained["bpe"].encode_batch(TEXTS) == [item.ids for item in backend.encode_batch(TEXTS)]
+    trained["unigram"].save(tmp_path / "unigram")
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "unigram" / "tokenizer.model"))
+    assert trained["unigram"].encode(TEXTS[1]) == model.encode(TEXTS[1])
+    assert model.id_to_piece(1) == END_OF_TEXT
+
+
+def test_truncation_and_padding_in_the_file_are_ignored(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    trained["bpe"].save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(8)
+    backend.enable_padding(length=16)
+    backend.save(str(tmp_path / "cut.json"))
+    loaded = load_tokenizer(tmp_path / "cut.json")
+    assert loaded.encode_batch(TEXTS) == trained["bpe"].encode_batch(TEXTS)
+    assert loaded.fingerprint == trained["bpe"].fingerprint
+
+
+def test_transformers_reads_ours_and_we_read_transformers(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    trained["bpe"].save(tmp_path / "ours")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert theirs(TEXTS)["input_ids"] == trained["bpe"].encode_batch(TEXTS)
+    assert theirs.eos_token_id == trained["bpe"].eod
+    # A GPT-2 directory of old: vocab.json and merges.txt, no tokenizer.json.
+    model = json.loads((tmp_path / "ours" / "tokenizer.json").read_text())["model"]
+    old = tmp_path / "gpt2"
+    old.mkdir()
+    (old / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (old / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n")
+    (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}')
+    loaded = load_tokenizer(old)
+    assert loaded.encode_batch(TEXTS) == trained["bpe"].encode_batch(TEXTS)
+    assert loaded.eod == trained["bpe"].eod
+
+
+def test_the_end_token_of_a_config_wins(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    trained["wordpiece"].save(tmp_path)
+    for value in ('"[CLS]"', '{"content": "[CLS]", "special": true}'):
+        (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {value}}}')
+        assert load_tokenizer(tmp_path).eod == 2
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+BROKEN = {
+    "missing": (None, "no such tokenizer"),
+    "empty.json": (b"", "the tokenizer file is empty"),
+    "empty.model": (b"", "the tokenizer file is empty"),
+    "text.json": (b"hello", "not a `tokenizers` JSON file"),
+    "bytes.json": (b"\xff\xfe\x00", "not a `tokenizers` JSON file"),
+    "other.json": (b'{"model": {"type": "Nonsense"}}', "not a `tokenizers` JSON file"),
+    "deep.json": (b"[" * 100_000, "not a `tokenizers` JSON file"),
+    "text.model": (b"hello", "not a SentencePiece model"),
+    "pickle.model": (pickle.dumps({"vocab": 1}), "not a SentencePiece model"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_unreadable_tokenizer_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    data, message = BROKEN[name]
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message) as caught:
+        load_tokenizer(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps([1]))
+    with pytest.raises(DataError, match="no tokenizer in this directory"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_in_a_transformers_directory_is_not_run(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    marker = tmp_path / "marker"
+    (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
+    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="transformers cannot load this tokenizer"):
+        load_tokenizer(tmp_path)
+    assert not marker.exists()
+
+
+def test_two_kinds_do_not_share_a_directory(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    trained["bpe"].save(tmp_path)
+    refuse_other_kind(tmp_path, "bpe")
+    with pytest.raises(DataError, match=r"holds another tokenizer's tokenizer\.json"):
+        refuse_other_kind(tmp_path, "unigram")
+    with pytest.raises(DataError, match="is a file"):
+        refuse_other_kind(tmp_path / "tokenizer.json", "bpe")
