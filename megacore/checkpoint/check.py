@@ -1,0 +1,77 @@
+"""Looks at the checkpoint of `--load` before torch is loaded: a damaged one, or one of another model, is refused
+within a second, once, instead of by every rank after the model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest, verify
+from megacore.config import Config, known
+from megacore.errors import CheckpointError
+from megacore.fields import flag
+
+# Files are compared with their SHA-256 at the start up to this many bytes; the rest as it is read.
+_READ_BYTES = 1 << 30
+# The settings of the model that decide what its parameters are and mean.
+_ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "vocab_size",
+    "untie_embeddings_and_output_weights",
+)
+
+
+def check_load(config: Config) -> None:
+    """Check the checkpoint that the run continues from, if any.
+
+    Raises:
+        CheckpointError: it is missing, incomplete, or of another model.
+    """
+    if config.training.load is None:
+        return
+    directory = find_checkpoint(Path(config.training.load))
+    manifest = read_manifest(directory)
+    trained_with = manifest.config.get("optimizer", {}).get("optimizer")
+    if trained_with != config.optimizer.optimizer:
+        raise CheckpointError(
+            f"--load {config.training.load}: {directory} holds the state of --optimizer {trained_with}, "
+            f"not of {config.optimizer.optimizer}: use --optimizer {trained_with}"
+        )
+    budget = _READ_BYTES
+    for name, entry in manifest.files.items():
+        whole = entry.bytes <= budget
+        verify(directory / name, entry, content=whole)
+        budget -= entry.bytes if whole else 0
+    if differences := list(_differences(manifest, config)):
+        raise CheckpointError(
+            f"--load {config.training.load}: {directory} is of another model: {', '.join(differences)}: "
+            "use the flags that it was made with, or leave --load out"
+        )
+    if manifest.step >= config.training.train_iters:
+        raise CheckpointError(
+            f"--load {config.training.load}: {directory} is at step {manifest.step} already: "
+            f"use --train-iters {manifest.step + 1} or more"
+        )
+
+
+def samples_of_run(config: Config) -> int:
+    """Training samples from the first to the last that a run reads, those before its checkpoint included."""
+    batch, training = known(config.training.global_batch_size), config.training
+    if training.load is None:
+        return training.train_iters * batch
+    manifest = read_manifest(find_checkpoint(Path(training.load)))
+    return manifest.consumed_samples + (training.train_iters - manifest.step) * batch
+
+
+def _differences(manifest: Manifest, config: Config) -> Iterator[str]:
+    there = manifest.config.get("model", {})
+    for name in _ARCHITECTURE:
+        here = getattr(config.model, name)
+        # None: the vocabulary of a tokenizer that cannot be read, which is reported by itself.
+        if here is not None and there.get(name) != here:
+            yield f"{flag(name)} {there.get(name)} there, {here} here"

@@ -1,0 +1,93 @@
+"""Saving: every rank writes its own slices once, the first rank adds the manifest and publishes the directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from megacore.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Piece, TensorEntry
+from megacore.checkpoint.state import MODEL, TrainingState
+from megacore.checkpoint.storage import point_to, publish, write_tensors, write_text
+from megacore.config import Config
+from megacore.data.tokenizer import load_tokenizer
+from megacore.parallel.collectives import all_gather_objects, barrier
+from megacore.parallel.mesh import Mesh
+
+TOKENIZER_DIRECTORY = "tokenizer"
+
+_Contribution = tuple[dict[str, FileEntry], dict[str, dict[str, TensorEntry]]]
+
+
+def save_checkpoint(output_dir: Path, state: TrainingState, config: Config, mesh: Mesh) -> Path:
+    """Write `output_dir/step_NNNNNNNN/`; every rank calls it at the same step.
+
+    The directory is complete under its name or does not exist: everything is written and flushed under a temporary
+    name that a reader ignores. Replicated and tied tensors are written once.
+
+    Args:
+        output_dir: the run's directory.
+        state: this rank's view of the run.
+        config: the resolved configuration, stored in the manifest.
+        mesh: this rank's place.
+
+    Returns:
+        The published directory.
+    """
+    final = output_dir / f"step_{state.step:08d}"
+    temporary = output_dir / f"{final.name}.tmp"
+    if mesh.world.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    barrier(mesh.world)
+    contribution = _write_own_slices(temporary, state, mesh)
+    contributions = all_gather_objects(contribution, mesh.world)
+    if mesh.world.rank == 0:
+        if config.data.tokenizer is not None:
+            load_tokenizer(config.data.tokenizer).save(temporary / TOKENIZER_DIRECTORY)
+        manifest = _merge(contributions, state, config)
+        write_text(temporary / MANIFEST_NAME, manifest.to_json())
+        publish(temporary, final)
+        point_to(final)
+    barrier(mesh.world)
+    return final
+
+
+def _write_own_slices(directory: Path, state: TrainingState, mesh: Mesh) -> _Contribution:
+    shards: dict[str, dict[str, Tensor]] = {}
+    tables: dict[str, dict[str, TensorEntry]] = {}
+    for kind, spec, tensor in state.entries():  # all data-parallel ranks take part, the first writes
+        held_elsewhere = spec.name in state.tied_copies or (spec.dim is None and not mesh.tp.is_first)
+        if not mesh.dp.is_first or held_elsewhere or tensor.numel() == 0:
+            continue
+        file = f"{kind}-pp{mesh.pp.rank}-tp{mesh.tp.rank}.safetensors"
+        shards.setdefault(file, {})[spec.name] = tensor.cpu()
+        starts, stops = zip(*spec.slices, strict=True)
+        piece = Piece(file=file, start=list(starts), stop=list(stops))
+        entry = TensorEntry(shape=list(spec.shape), dtype=str(tensor.dtype).removeprefix("torch."), pieces=[piece])
+        tables.setdefault(kind, {})[spec.name] = entry
+    files = {file: write_tensors(directory / file, tensors) for file, tensors in shards.items()}
+    return files, tables
+
+
+def _merge(contributions: list[_Contribution], state: TrainingState, config: Config) -> Manifest:
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, dict[str, TensorEntry]] = {MODEL: {}}
+    for own_files, own_tables in contributions:
+        files |= own_files
+        for kind, table in own_tables.items():
+            for name, entry in table.items():
+                known = tensors.setdefault(kind, {}).setdefault(name, dataclasses.replace(entry, pieces=[]))
+                known.pieces.extend(entry.pieces)
+    parallel = config.parallel
+    return Manifest(
+        step=state.step,
+        consumed_samples=state.consumed_samples,
+        counters=state.counters,
+        topology={"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1},
+        config=dataclasses.asdict(config),
+        files=files,
+        tensors=tensors,
+    )
