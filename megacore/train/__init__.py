@@ -1,0 +1,1 @@
+"""The training loop and what surrounds it: launch, logs, and the watch over the other ranks."""

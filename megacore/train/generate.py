@@ -1,0 +1,72 @@
+"""Sampling from a trained model in one process, whatever layout trained it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.config import ModelConfig, known
+from megacore.models.gpt import next_token_logits
+from megacore.pipeline.stage import Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: divides the logits; 0 always takes the likeliest token.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the fewest likeliest tokens whose probabilities reach this sum (Holtzman et al. 2019, arXiv
+            1904.09751).
+        seed: of the random draws.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1234
+
+
+@torch.no_grad()
+def generate(
+    stage: Stage, config: ModelConfig, prompt: list[int], *, max_new_tokens: int, sampling: Sampling
+) -> Iterator[int]:
+    """Continue a prompt, one token at a time.
+
+    Args:
+        stage: the whole model on one rank.
+        config: its resolved configuration; contexts longer than its positions keep their end.
+        prompt: at least one token id.
+        max_new_tokens: how many to draw.
+        sampling: how to draw.
+
+    Yields:
+        Token ids of the continuation.
+    """
+    stage.eval()
+    generator = torch.Generator().manual_seed(sampling.seed)
+    device = next(stage.parameters()).device
+    tokens, positions, vocabulary = list(prompt), known(config.max_position_embeddings), known(config.vocab_size)
+    for _ in range(max_new_tokens):
+        context = torch.tensor([tokens[-positions:]], device=device)
+        logits = next_token_logits(stage(context), vocabulary)[0].cpu()
+        tokens.append(choose(logits, sampling, generator))
+        yield tokens[-1]
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw one token id from logits [V]."""
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    values, ids = (logits / sampling.temperature).sort(descending=True, stable=True)
+    if sampling.top_k:
+        values, ids = values[: sampling.top_k], ids[: sampling.top_k]
+    probabilities = values.softmax(0)
+    if sampling.top_p < 1.0:
+        before = probabilities.cumsum(0) - probabilities
+        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -1,0 +1,70 @@
+"""From an accepted configuration to an exit status: join the job, run, and leave in order, whatever happens.
+
+Exit statuses: 0 done, 2 refused configuration or input, 1 any other failure, 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from megacore.config import Config
+from megacore.errors import EXIT_REFUSED, TrainingStopped, UserError
+from megacore.parallel.mesh import Mesh, build_mesh, leave
+from megacore.train.ending import exit_with, report_cause
+from megacore.train.peers import PeerWatch
+
+__all__ = ["exit_with", "launch"]
+
+EXIT_FAILED = 1
+_SECONDS_FOR_A_PEER_TO_DIE = 1.0
+_SECONDS_FOR_A_PEER_TO_SPEAK = 5.0
+
+
+def launch(config: Config, body: Callable[[Config, Mesh], None]) -> int:
+    """Run `body` on this rank's place of the mesh.
+
+    Args:
+        config: resolved.
+        body: the training run; returns when it is done.
+
+    Returns:
+        The exit status.
+    """
+    if config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1) > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    watch: PeerWatch | None = None
+    try:
+        mesh = build_mesh(config.parallel)
+        watch = PeerWatch(mesh)
+        body(config, mesh)
+        watch.stop()
+        leave(mesh)
+        return 0
+    except UserError as error:
+        problems = "\n".join(f"  - {problem}" for problem in getattr(error, "problems", (str(error),)))
+        return _end(f"refused on {_this_rank(watch)}:\n{problems}", EXIT_REFUSED, watch)
+    except TrainingStopped as error:
+        return _end(f"stopped: {error}", EXIT_FAILED, watch)
+    except Exception:
+        if watch is not None and (gone := watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
+            watch.give_up(gone)  # the exception is only the echo of a death
+        return _end(f"{_this_rank(watch)} failed:\n{traceback.format_exc()}", EXIT_FAILED, watch)
+
+
+def _end(text: str, status: int, watch: PeerWatch | None) -> int:
+    """Report a failure once. A launcher ends all ranks as soon as one exits: the others wait for the one to speak."""
+    if not report_cause(text):
+        if watch is None:
+            time.sleep(_SECONDS_FOR_A_PEER_TO_SPEAK)
+        else:
+            watch.dead(_SECONDS_FOR_A_PEER_TO_SPEAK)
+    return status
+
+
+def _this_rank(watch: PeerWatch | None) -> str:
+    return f"rank {os.environ.get('RANK', '0')}" if watch is None else watch.describe(watch.me)

@@ -1,0 +1,123 @@
+"""Says which rank died, by its coordinates, as soon as it does; and ends without a word more when a signal says so.
+
+A collective with a dead peer fails on some ranks, and blocks on others, without naming anybody; and no Python signal
+handler runs while one blocks. So every rank watches the processes of its own machine, and its signals, from a thread
+(a process descriptor becomes readable at the very moment a process ends). One survivor says who is gone, and all stop
+at once instead of waiting for a timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Mesh
+from megacore.train.ending import exit_with, report_cause
+
+EXIT_PEER_DIED = 1
+_POLL_SECONDS = 0.2  # where the system has no process descriptors
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A process of this job."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+class PeerWatch:
+    """Watches the other ranks on this machine, and this one's signals, until `stop()`.
+
+    Args:
+        mesh: for the ranks' coordinates; every rank of it constructs its watch at the same point of the program, in
+            the main thread.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.me = Peer(mesh.world.rank, socket.gethostname(), os.getpid())
+        everyone: list[Peer] = all_gather_objects(self.me, mesh.world)
+        self._peers = [peer for peer in everyone if peer.host == self.me.host and peer.rank != self.me.rank]
+        self._descriptors = {peer.rank: _open(peer.pid) for peer in self._peers}
+        self._stopped = threading.Event()
+        self._handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._arrived = _catch(self._handled)
+        threading.Thread(target=self._watch, name="peer-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """From here on other ranks may end: this one is done with them."""
+        self._stopped.set()
+        for number in self._handled:
+            signal.signal(number, signal.SIG_DFL)
+
+    def dead(self, within_seconds: float) -> list[Peer]:
+        """The local ranks that have ended, waiting up to `within_seconds` for the first."""
+        deadline = time.monotonic() + within_seconds
+        while True:
+            gone = [peer for peer in self._peers if not _alive(peer, self._descriptors[peer.rank])]
+            if gone or not self._peers or time.monotonic() > deadline:
+                return gone
+            time.sleep(0.02)
+
+    def describe(self, peer: Peer) -> str:
+        """A rank by its number, coordinates and process."""
+        return f"rank {peer.rank} ({self._mesh.coordinates(peer.rank)}; pid {peer.pid} on {peer.host})"
+
+    def give_up(self, gone: list[Peer]) -> NoReturn:
+        """Name the dead, unless a rank has already said why the job ends, and end this process."""
+        survivors = {peer.rank for peer in self._peers} - {peer.rank for peer in gone} | {self.me.rank}
+        names = ", ".join(self.describe(peer) for peer in gone)
+        report_cause(f"{names} has died; stopping the others", otherwise=self.me.rank == min(survivors))
+        exit_with(EXIT_PEER_DIED)
+
+    def _watch(self) -> None:
+        descriptors = [fd for fd in self._descriptors.values() if fd is not None]
+        patience = _POLL_SECONDS if len(descriptors) < len(self._peers) else None
+        while True:
+            arrived = self._arrived in select.select([self._arrived, *descriptors], [], [], patience)[0]
+            if self._stopped.is_set():
+                return
+            if gone := self.dead(0.0):  # before the signals: a launcher sends them to the survivors
+                self.give_up(gone)
+            for number in os.read(self._arrived, 64) if arrived else b"":
+                if number in self._handled:
+                    report_cause(f"stopped by {signal.Signals(number).name}", otherwise=self.me.rank == 0)
+                    exit_with(128 + number)
+
+
+def _catch(numbers: list[signal.Signals]) -> int:
+    """A descriptor from which the numbers of arriving signals can be read, in place of what they do by default."""
+    arrived, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+    return arrived
+
+
+def _open(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where the system has none (macOS)."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _alive(peer: Peer, descriptor: int | None) -> bool:
+    if descriptor is not None:
+        return not select.select([descriptor], [], [], 0)[0]
+    try:
+        os.kill(peer.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,91 @@
+"""Where records go: metrics.jsonl always, a line to read, a progress bar on a terminal. Rank 0 alone has them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Report:
+    """What rank 0 tells the user.
+
+    A fresh run never overwrites the metrics of an earlier one: they are set aside as metrics.jsonl.1, .2 and so on.
+    A resumed run appends.
+
+    Args:
+        output_dir: directory of metrics.jsonl.
+        train_iters: steps of the run, for the bar.
+        first_step: steps already done.
+        quiet: say and write nothing (every rank but the first).
+    """
+
+    def __init__(self, output_dir: Path, *, train_iters: int, first_step: int, quiet: bool) -> None:
+        self._file: TextIO | None = None
+        self._bar: Progress | None = None
+        if quiet:
+            return
+        output_dir.mkdir(parents=True, exist_ok=True)
+        path = output_dir / "metrics.jsonl"
+        if first_step == 0:
+            _set_aside(path)
+        else:
+            _keep_until(path, first_step)
+        self._file = path.open("a", encoding="utf-8")
+        if sys.stderr.isatty():
+            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task("training", total=train_iters, completed=first_step)
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif self._file is not None:
+            print(text, flush=True)
+
+    def record(self, values: dict[str, Any]) -> None:
+        """Append one JSON object to metrics.jsonl; floats keep their full precision, and null stands for no number."""
+        if self._file is not None:
+            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
+
+    def step_done(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop what an interrupted run reported after the step that this one resumes from: it will be reported again."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _set_aside(path: Path) -> None:
+    if not path.exists():
+        return
+    number = 1
+    while (kept := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(kept)

@@ -1,0 +1,65 @@
+"""The launch summary: what is about to run, in a dozen lines that can be compared between runs."""
+
+from __future__ import annotations
+
+import torch
+
+from megacore import ops
+from megacore.config import Config, known
+from megacore.models.spec import LayerSpec
+from megacore.parallel.mesh import Mesh
+from megacore.pipeline.schedule import bubble_share
+
+
+def launch_summary(
+    config: Config, mesh: Mesh, layers: list[LayerSpec], stages: list[range], samples: tuple[int, int]
+) -> str:
+    """Topology, model, batch, bubble, data, and which implementation every operator runs.
+
+    Args:
+        config: resolved.
+        mesh: this rank's place.
+        layers: the whole model.
+        stages: which layers each pipeline stage holds.
+        samples: training and validation samples of the run.
+    """
+    training, parallel, model = config.training, config.parallel, config.model
+    batch, vocabulary = known(training.global_batch_size), known(model.vocab_size)
+    microbatches = batch // (training.micro_batch_size * known(parallel.dp))
+    tied = sum(vocabulary * model.hidden_size for layer in layers if layer.tied)
+    total = sum(layer.parameters for layer in layers) - tied
+    held = [sum(layers[i].parameters for i in stage) for stage in stages]
+    names = [
+        f"{layers[stage[0]].name} .. {layers[stage[-1]].name}: {count / 1e6:,.2f}M"
+        for stage, count in zip(stages, held, strict=True)
+    ]
+    bubble = f"{bubble_share(parallel.pp, microbatches):.1%} of a step's time if stages take equally long"
+    lines = [
+        ("topology", f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {mesh.world.size} ranks"),
+        (
+            "device",
+            f"{mesh.device.type}, {mesh.backend}, {torch.get_num_threads()} thread(s) a rank, "
+            f"torch {torch.__version__}",
+        ),
+        (
+            "model",
+            f"{total / 1e6:,.2f}M parameters, {model.num_layers} blocks of {model.hidden_size}, "
+            f"vocabulary {vocabulary}",
+        ),
+        *(("stages" if i == 0 else "", f"{i}: {name}") for i, name in enumerate(names)),
+        (
+            "batch",
+            f"{batch} sequences of {config.data.seq_length} = "
+            f"{batch * config.data.seq_length:,} tokens a step; "
+            f"{microbatches} microbatch(es) of {training.micro_batch_size} a replica",
+        ),
+        ("schedule", f"1F1B, bubble {bubble}" if parallel.pp > 1 else "one stage, no bubble"),
+        (
+            "data",
+            f"{samples[0]:,} training and {samples[1]:,} validation samples"
+            + (" (mock)" if config.data.mock_data else ""),
+        ),
+        ("operators", ", ".join(f"{name}: {how}" for name, how in ops.implementations().items())),
+        ("output", training.output_dir),
+    ]
+    return "\n".join(f"  {label:<10}{text}" for label, text in lines)

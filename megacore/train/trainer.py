@@ -1,0 +1,261 @@
+"""The training loop, the same for every model and every layout.
+
+One step: every rank runs its microbatches through its stage (pipeline/runtime.py), gradients are summed over
+data-parallel ranks while the last backward runs and over the copies of tied parameters after it, the global norm is
+clipped, the optimizer steps. The loss is divided by the number of tokens of the whole global batch, known before the
+first backward.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.load import load_checkpoint
+from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.state import TrainingState
+from megacore.cli import save_toml
+from megacore.config import Config, known
+from megacore.data.loader import BatchLoader, Microbatch
+from megacore.models.flops import CONVENTION, flops_per_sequence, peak_tflops
+from megacore.optim.learning_rate import learning_rate
+from megacore.optim.memory import measured_bytes, predicted_bytes
+from megacore.optim.optimizers import state_kinds
+from megacore.optim.update import WeightUpdate
+from megacore.parallel.collectives import all_reduce_, start_all_reduce_
+from megacore.parallel.mesh import Mesh
+from megacore.train.metrics import device_name, log_line, peak_memory_bytes, synchronize
+from megacore.train.parallelize import Task, parallelize
+from megacore.train.sinks import Report
+from megacore.train.summary import launch_summary
+
+
+class Trainer:
+    """Trains a task on this rank's place of the mesh.
+
+    Args:
+        config: resolved.
+        mesh: this rank's place.
+        task: the model's layers and its loss.
+        train_data: training samples; at least train_iters x global_batch_size of them.
+        valid_data: validation samples, or None for no evaluation.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
+        self.config, self.mesh, self.task = config, mesh, task
+        self.model = parallelize(task, config, mesh)
+        self.parameters = self.model.stage.by_name()
+        self.update = WeightUpdate(
+            self.model.data_parallel,
+            mesh,
+            config,
+            shared=self.model.shared,
+            tied_copies=self.model.stage.tied_copies,
+        )
+        self.step = 0
+        self.consumed_samples = 0
+        if config.training.load is not None:
+            self._restore(Path(config.training.load))
+        self.batches = self._loader(train_data, self.consumed_samples)
+        self.train_data, self.valid_data = train_data, valid_data
+        self._evaluates = valid_data is not None and config.training.eval_interval > 0
+        self.report = Report(
+            Path(config.training.output_dir),
+            train_iters=config.training.train_iters,
+            first_step=self.step,
+            quiet=mesh.world.rank != 0,
+        )
+
+    def run(self) -> None:
+        """Train until train_iters, evaluating, logging and saving as configured; leave the result in the output
+        directory."""
+        training, logging = self.config.training, self.config.logging
+        self._announce()
+        clock = _Clock(self.mesh.device, self.step)
+        while self.step < training.train_iters:
+            loss, norm, rate = self.train_step(next(self.batches))
+            self.report.step_done(self.step)
+            if _due(self.step, logging.log_interval, training.train_iters):
+                self._log(loss, norm, rate, clock.per_step(self.step))
+            if self._evaluates and _due(self.step, training.eval_interval, training.train_iters):
+                with clock.paused():
+                    self.evaluate()
+            if _due(self.step, training.save_interval or 0, training.train_iters):
+                with clock.paused():
+                    self.save()
+        self.report.say(
+            f"done: {self.step} steps, {self.consumed_samples:,} samples; everything lies in {training.output_dir}"
+        )
+        self.report.close()
+
+    def train_step(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor, float]:
+        """One update of the weights.
+
+        Args:
+            microbatches: this data-parallel rank's share of the global batch.
+
+        Returns:
+            Mean loss per token of this rank's microbatches over the tokens of the whole batch (on the last stage,
+            else 0; the sum over ranks is the batch's loss), global gradient norm before clipping, learning rate.
+        """
+        batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in microbatches]
+        tokens = torch.stack([m.loss_mask.sum(dtype=torch.float64) for m in batch]).sum()
+        counted = start_all_reduce_(tokens, self.mesh.dp)
+
+        def per_token() -> Tensor:
+            counted.wait()
+            return 1.0 / tokens.clamp(min=1.0)
+
+        def loss_scale() -> Tensor:
+            return (per_token() * self.update.scaler.scale).float()
+
+        self.model.data_parallel.begin_step()
+        total = self.model.runtime.train_step(batch, loss_scale, self.model.data_parallel)
+        loss = total * per_token()
+        self.step += 1
+        self.consumed_samples = self.batches.consumed_samples
+        rate = learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
+        outcome = self.update.apply(loss, rate)
+        if outcome.skipped is not None:
+            self.report.say(f"step {self.step}/{self.config.training.train_iters} | skipped: {outcome.skipped}")
+        return loss, outcome.norm, rate
+
+    def evaluate(self) -> float:
+        """Mean loss per token over eval_iters global batches of the validation data, the same ones every time."""
+        assert self.valid_data is not None
+        batches = self._loader(self.valid_data, 0)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # loss, tokens
+        for _ in range(self.config.training.eval_iters):
+            batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in next(batches)]
+            sums[0] += self.model.runtime.evaluate(batch)
+            if self.mesh.pp.is_last:
+                sums[1] += sum(m.loss_mask.sum(dtype=torch.float64) for m in batch)
+        all_reduce_(all_reduce_(sums, self.mesh.dp), self.mesh.pp)
+        loss = float(sums[0] / sums[1].clamp(min=1.0))
+        self.report.record({**self._position(), "eval/loss": loss})
+        self.report.say(f"step {self.step}/{self.config.training.train_iters} | eval loss {loss:.4f}")
+        return loss
+
+    def save(self) -> None:
+        """Publish a checkpoint of the current step."""
+        path = save_checkpoint(Path(self.config.training.output_dir), self._state(), self.config, self.mesh)
+        self.report.say(f"step {self.step}/{self.config.training.train_iters} | saved {path}")
+
+    def _restore(self, directory: Path) -> None:
+        manifest = load_checkpoint(directory, self._state())
+        self.step, self.consumed_samples = manifest.step, manifest.consumed_samples
+        self.update.load_counters(manifest.counters)
+
+    def _state(self) -> TrainingState:
+        return TrainingState(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            data_parallel=self.model.data_parallel,
+            optimizer=self.update.optimizer,
+            kinds=state_kinds(self.config.optimizer),
+            tied_copies=frozenset(self.model.stage.tied_copies),
+            counters=self.update.counters(),
+        )
+
+    def _loader(self, dataset: Any, consumed_samples: int) -> BatchLoader:
+        training = self.config.training
+        return BatchLoader(
+            dataset,
+            micro_batch_size=training.micro_batch_size,
+            global_batch_size=known(training.global_batch_size),
+            dp_rank=self.mesh.dp.rank,
+            dp_size=self.mesh.dp.size,
+            consumed_samples=consumed_samples,
+            num_workers=self.config.data.num_workers,
+        )
+
+    def _announce(self) -> None:
+        samples = (len(self.train_data), 0 if self.valid_data is None else len(self.valid_data))
+        self.report.say(launch_summary(self.config, self.mesh, list(self.task.layers), self.model.stages, samples))
+        self.report.say(f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}")
+        self.report.say(f"  {'memory':<10}{self._predicted_memory()}")
+        if self.mesh.world.rank == 0:
+            save_toml(self.config, Path(self.config.training.output_dir) / "config.toml")
+
+    def _log(self, loss: Tensor, norm: Tensor, rate: float, step_seconds: float) -> None:
+        config, training = self.config, self.config.training
+        total_loss = all_reduce_(all_reduce_(loss.clone(), self.mesh.dp), self.mesh.pp)
+        peak = torch.tensor(float(peak_memory_bytes(self.mesh.device)), dtype=torch.float64, device=self.mesh.device)
+        all_reduce_(peak, self.mesh.world, "max")
+        sequences = known(training.global_batch_size)
+        flops = flops_per_sequence(config.model, config.data.seq_length) * sequences
+        tflops = flops / step_seconds / self.mesh.world.size / 1e12
+        record = {
+            **self._position(),
+            "train/loss": float(total_loss),
+            "train/grad_norm": float(norm),
+            "train/lr": rate,
+            "perf/step_time_s": step_seconds,
+            "perf/tokens_per_sec": sequences * config.data.seq_length / step_seconds,
+            "perf/tflops_per_rank": tflops,
+            "mem/peak_gib": float(peak) / 2**30,
+            **self._memory(),
+        }
+        if device_peak := peak_tflops(device_name(self.mesh.device)):
+            record["perf/mfu"] = tflops / device_peak
+        self.report.record(record)
+        self.report.say(log_line(record, training.train_iters))
+
+    def _memory(self) -> dict[str, int]:
+        """Bytes that rank 0 keeps, by kind."""
+        held = measured_bytes(self.model.data_parallel, self.update.optimizer)
+        return {f"mem/{kind}_bytes": size for kind, size in held.items()}
+
+    def _predicted_memory(self) -> str:
+        data_parallel = self.model.data_parallel
+        count = sum(parameter.numel() for parameter in data_parallel.parameters)
+        predicted = predicted_bytes(count, data_parallel.options, self.mesh.dp.size)
+        parts = ", ".join(f"{kind} {size / 2**20:,.1f}" for kind, size in predicted.items())
+        return f"MiB of state on rank 0 by formula: {parts} (measured: mem/*_bytes in metrics.jsonl)"
+
+    def _position(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.consumed_samples * self.config.data.seq_length,
+        }
+
+
+class _Clock:
+    """Seconds per step since the last look, without what happened while paused."""
+
+    def __init__(self, device: torch.device, step: int) -> None:
+        self._device, self._step, self._start = device, step, time.perf_counter()
+
+    def per_step(self, step: int) -> float:
+        synchronize(self._device)
+        now = time.perf_counter()
+        seconds = (now - self._start) / max(step - self._step, 1)
+        self._step, self._start = step, now
+        return seconds
+
+    def paused(self) -> _Pause:
+        return _Pause(self)
+
+    def shift(self, seconds: float) -> None:
+        self._start += seconds
+
+
+class _Pause:
+    def __init__(self, clock: _Clock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.shift(time.perf_counter() - self._since)
+
+
+def _due(step: int, interval: int, last: int) -> bool:
+    """At every interval and at the end; an interval of 0 means at the end only."""
+    return step == last or (interval > 0 and step % interval == 0)

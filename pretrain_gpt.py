@@ -1,0 +1,62 @@
+"""Pretrain a GPT with tensor x pipeline x data parallelism.
+
+    python pretrain_gpt.py --mock-data --vocab-size 512 --preset gpt2-tiny --train-iters 20
+    torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 2 --dp 2 --config examples/quickstart.toml
+
+The way of one batch: data/gpt -> data/loader -> train/trainer -> pipeline/runtime -> models/gpt -> layers/block.
+
+torch is imported inside the functions, on purpose: loading it takes seconds a rank, and a wrong flag or a broken
+input file is refused before that.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from megacore.checkpoint.check import check_load, samples_of_run
+from megacore.cli import parse_config
+from megacore.data.build import build_datasets, check_inputs, complete_config
+
+if TYPE_CHECKING:
+    from megacore.config import Config
+    from megacore.parallel.mesh import Mesh
+
+
+def main(argv: list[str]) -> int:
+    """Train as the flags say; returns the exit status."""
+    config = parse_config(
+        argv,
+        prog="pretrain_gpt.py",
+        description="Pretrain a GPT with tensor x pipeline x data parallelism.",
+        complete=complete_config,
+        checks=[check_inputs, check_load],
+    )
+    from megacore.train.launch import launch
+
+    return launch(config, train)
+
+
+def train(config: Config, mesh: Mesh) -> None:
+    """Supply what GPT pretraining consists of, and run it on this rank's place of the mesh."""
+    from megacore.layers.context import BuildContext
+    from megacore.models.gpt import GPTLoss, gpt_layers
+    from megacore.parallel.random import RandomStreams
+    from megacore.train.parallelize import Task
+    from megacore.train.trainer import Trainer
+
+    streams = RandomStreams(config.training.seed, mesh.device)
+    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
+    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
+    train_data, valid_data, _ = build_datasets(config, train_samples=samples_of_run(config))
+    Trainer(config, mesh, task, train_data, valid_data).run()
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback from every rank
+    status = main(sys.argv[1:])
+    from megacore.train.launch import exit_with
+
+    exit_with(status)

@@ -1,0 +1,169 @@
+"""A short training run on any layout, for comparing layouts: losses, norms, and whole tensors gathered from their
+slices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config import (
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainingConfig,
+    resolve,
+)
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import GPTLoss, gpt_layers
+from megacore.optim.data_parallel import OwnedSegment
+from megacore.parallel.collectives import all_gather_objects, all_reduce_
+from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardSpec
+from megacore.train.parallelize import Task
+from megacore.train.trainer import Trainer
+
+Layout = tuple[int, int, int]  # tp, pp, dp
+VOCAB, SEQUENCE, BATCH = 131, 16, 8
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: one loss and one gradient norm a step, gradients of step 1, weights before and after."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    initial: dict[str, Tensor]
+    final: dict[str, Tensor]
+
+
+Run = Callable[..., Outcome]
+
+
+def agree(found: Outcome, expected: Outcome) -> None:
+    assert found.initial.keys() == expected.initial.keys()
+    for name, value in expected.initial.items():
+        assert torch.equal(found.initial[name], value), f"initial {name}"
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-6)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert found.norms[0] == pytest.approx(expected.norms[0], rel=1e-6)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+    for name, gradient in expected.gradients.items():
+        # Relative to the tensor's own size: an entry of it may be zero but for rounding (the key's bias is).
+        error = (found.gradients[name] - gradient).abs().max()
+        assert error <= 1e-5 * gradient.abs().max() + 1e-8, f"gradient of {name}: {error}"
+
+
+class RaggedData:
+    """Random samples of which each has another number of tokens that count: a wrong weighting cannot hide."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        random = np.random.default_rng(index)
+        window = random.integers(0, VOCAB, SEQUENCE + 1)
+        counted = random.integers(1, SEQUENCE + 1)
+        mask = (np.arange(SEQUENCE) < counted).astype(np.float32)
+        return {"tokens": window[:-1].astype(np.int64), "labels": window[1:].astype(np.int64), "loss_mask": mask}
+
+
+def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Config:
+    """A small model with five blocks (no pp divides them) and a vocabulary that no tp divides; `changes` by field
+    name."""
+    tp, pp, dp = layout
+    sections: dict[str, Any] = {
+        "model": ModelConfig(
+            num_layers=5,
+            hidden_size=32,
+            num_attention_heads=4,
+            vocab_size=VOCAB,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            init_method_std=0.1,
+            make_vocab_size_divisible_by=8,
+        ),
+        "parallel": ParallelConfig(tp=tp, pp=pp, dp=dp, bucket_size_mb=0.02, device="cpu"),
+        "precision": PrecisionConfig(),
+        "data": DataConfig(seq_length=SEQUENCE, mock_data=True),
+        "optimizer": OptimizerConfig(lr=1e-3, lr_warmup_iters=4, clip_grad=0.5, weight_decay=0.1),
+        "training": TrainingConfig(
+            micro_batch_size=2 if dp < 4 else 1,
+            global_batch_size=BATCH,
+            train_iters=20,
+            eval_interval=0,
+            output_dir=str(output_dir),
+        ),
+        "logging": LoggingConfig(),
+    }
+    for field, value in changes.items():
+        (name,) = (n for n, s in sections.items() if field in {f.name for f in dataclasses.fields(s)})
+        sections[name] = dataclasses.replace(sections[name], **{field: value})
+    return resolve(Config(**sections), tp * pp * dp)
+
+
+def make_trainer(config: Config, mesh: Mesh) -> Trainer:
+    streams = RandomStreams(config.training.seed, mesh.device)
+    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
+    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
+    data = RaggedData(BATCH * config.training.train_iters)
+    return Trainer(config, mesh, task, data, data)
+
+
+def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:
+    """Run on one rank; rank 0 returns what came out."""
+    config = make_config(layout, output_dir, **changes)
+    mesh = build_mesh(config.parallel)
+    trainer = make_trainer(config, mesh)
+    losses, norms, gradients = [], [], {}
+    initial = gather(trainer, mesh, lambda owned: owned.master)
+    for step in range(config.training.train_iters):
+        loss, norm, _ = trainer.train_step(next(trainer.batches))
+        losses.append(float(all_reduce_(all_reduce_(loss.clone(), mesh.dp), mesh.pp)))
+        norms.append(float(norm))
+        if step == 0:
+            gradients = gather(trainer, mesh, lambda owned: owned.gradient)
+    final = gather(trainer, mesh, lambda owned: owned.master)
+    return Outcome(losses, norms, gradients, initial, final) if rank == 0 else None
+
+
+def gather(trainer: Trainer, mesh: Mesh, take: Callable[[OwnedSegment], Tensor | None]) -> dict[str, Tensor]:
+    """Whole tensors from what every rank owns; where several ranks own the same, they must agree bit for bit."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in trainer.parameters.items()}
+    mine = [
+        (owned.spec, shapes[owned.spec.name], owned.segment.start, owned.segment.stop, value.detach().clone())
+        for owned in trainer.model.data_parallel.segments
+        if (value := take(owned)) is not None
+    ]
+    local: dict[tuple[str, int], tuple[ShardSpec, Tensor]] = {}
+    for pieces in all_gather_objects(mine, mesh.world):
+        for spec, shape, start, stop, piece in pieces:
+            _, tensor = local.setdefault((spec.name, spec.start), (spec, torch.full(shape, torch.nan)))
+            _agree(tensor.view(-1)[start:stop], piece, spec.name)
+    whole: dict[str, Tensor] = {}
+    for spec, tensor in local.values():
+        full = whole.setdefault(spec.name, torch.full(spec.shape, torch.nan))
+        _agree(spec.take(full), spec.own(tensor), spec.name)
+    assert not any(torch.isnan(full).any() for full in whole.values()), "a slice is missing"
+    return whole
+
+
+def _agree(held: Tensor, piece: Tensor, name: str) -> None:
+    assert torch.all(torch.isnan(held) | (held == piece)), f"copies of {name} differ"
+    held.copy_(piece)

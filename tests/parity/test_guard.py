@@ -1,0 +1,102 @@
+"""A loss or gradient that is not finite on one rank: all skip the step, no weight changes, the culprit is named."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.errors import TrainingStopped
+from megacore.parallel.mesh import build_mesh
+from megacore.train.trainer import Trainer
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, gather, make_config, make_trainer
+
+NAME = "blocks.2.mlp.down.weight"
+
+
+def plant(trainer: Trainer, rank: int, culprit: int, value: float) -> list[bool]:
+    """Make the gradient of NAME not finite on one rank while the returned switch is on."""
+    switch = [False]
+    parameter = trainer.parameters.get(NAME)
+    if rank == culprit:
+        assert parameter is not None
+        parameter.register_hook(lambda gradient: gradient * value if switch[0] else gradient)
+    return switch
+
+
+def skip_one(
+    rank: int, world_size: int, layout: Layout, directory: str, stage: int, culprit: int, value: float, precision: str
+) -> tuple[str | None, float, bool, int]:
+    config = make_config(layout, directory, zero_stage=stage, precision=precision, hysteresis=1)
+    mesh = build_mesh(config.parallel)
+    trainer = make_trainer(config, mesh)
+    switch = plant(trainer, rank, culprit, value)
+    said: list[str] = []
+    trainer.report.say = said.append  # type: ignore[assignment,method-assign]
+    trainer.train_step(next(trainer.batches))
+    before = gather(trainer, mesh, lambda owned: owned.master)
+    switch[0] = True
+    trainer.train_step(next(trainer.batches))
+    switch[0] = False
+    after = gather(trainer, mesh, lambda owned: owned.master)
+    _, norm, _ = trainer.train_step(next(trainer.batches))
+    assert math.isfinite(norm)
+    same = all(torch.equal(after[name], value) for name, value in before.items())
+    return (said[0] if said else None), trainer.update.scaler.scale, same, trainer.update.skipped_steps
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "layout, stage, culprit",
+    [((1, 1, 1), 0, 0), ((2, 1, 1), 0, 1), ((1, 2, 2), 0, 2), ((1, 1, 2), 1, 1), ((1, 1, 2), 2, 0), ((1, 1, 2), 3, 1)],
+    ids=str,
+)
+def test_all_ranks_skip_and_the_culprit_is_named(
+    layout: Layout, stage: int, culprit: int, value: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tp, pp, dp = layout
+    directory = str(tmp_path_factory.mktemp("run"))
+    results = run_distributed(skip_one, tp * pp * dp, layout, directory, stage, culprit, value, "fp32")
+    for said, _, same, skipped in results:
+        assert said == f"step 2/20 | skipped: the gradient of {NAME} on rank {culprit} is not finite"
+        assert same
+        assert skipped == 1
+
+
+def test_an_overflow_in_fp16_halves_the_scale_on_all_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = str(tmp_path_factory.mktemp("run"))
+    results = run_distributed(skip_one, 2, (1, 1, 2), directory, 2, 1, math.inf, "fp16")
+    assert {(scale, same, skipped) for _, scale, same, skipped in results} == {(32768.0, True, 1)}
+    assert results[0][0] is not None
+    assert results[0][0].endswith(f"the gradient of {NAME} on rank 1 overflowed; loss scale 65536 -> 32768")
+
+
+def bad_loss(rank: int, world_size: int, directory: str) -> list[str]:
+    """One data-parallel rank's loss is infinite though its gradients are not; three times in a row is too often."""
+    config = make_config((1, 1, 2), directory, max_bad_steps=3)
+    mesh = build_mesh(config.parallel)
+    trainer = make_trainer(config, mesh)
+    sound = trainer.model.runtime.loss
+    extra = math.inf if rank == 1 else 0.0
+
+    def loss(logits: Tensor, batch: object) -> Tensor:
+        return sound(logits, batch) + extra
+
+    trainer.model.runtime.loss = loss
+    said: list[str] = []
+    trainer.report.say = said.append  # type: ignore[assignment,method-assign]
+    for _ in range(2):
+        trainer.train_step(next(trainer.batches))
+    with pytest.raises(
+        TrainingStopped, match=r"the loss was not finite for 3 step\(s\) in a row \(--max-bad-steps 3\)"
+    ):
+        trainer.train_step(next(trainer.batches))
+    return said
+
+
+def test_a_loss_that_is_not_finite_counts_and_three_in_a_row_stop(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for said in run_distributed(bad_loss, 2, str(tmp_path_factory.mktemp("run"))):
+        assert said == [f"step {step}/20 | skipped: the loss is not finite" for step in (1, 2)]

@@ -1,0 +1,47 @@
+"""What a rank keeps is what the formulas say, for every stage, precision and number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+from torch import bfloat16, float32
+
+from megacore.optim.bucket import ZeroOptions
+from megacore.optim.memory import measured_bytes, predicted_bytes
+from megacore.parallel.mesh import build_mesh
+from tests.distributed import run_distributed
+from tests.parity.runs import make_config, make_trainer
+
+Case = tuple[int, str]  # ZeRO stage, precision
+CASES: list[Case] = [(stage, precision) for stage in range(4) for precision in ("fp32", "bf16")]
+Held = tuple[dict[str, int], dict[str, float]]  # measured, predicted
+
+
+def bytes_held(rank: int, dp: int, directory: str) -> dict[Case, Held]:
+    """What a rank holds after a step, for each stage and precision."""
+    found: dict[Case, Held] = {}
+    for stage, precision in CASES:
+        changes = {"zero_stage": stage, "precision": precision, "hidden_size": 64, "micro_batch_size": 1}
+        config = make_config((1, 1, dp), directory, **changes)
+        trainer = make_trainer(config, build_mesh(config.parallel))
+        trainer.train_step(next(trainer.batches))
+        data_parallel = trainer.model.data_parallel
+        parameters = sum(p.numel() for p in data_parallel.parameters)
+        measured = measured_bytes(data_parallel, trainer.update.optimizer)
+        found[stage, precision] = measured, predicted_bytes(parameters, data_parallel.options, dp)
+    return found
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4, 8])
+def test_measured_is_predicted(dp: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for found in run_distributed(bytes_held, dp, str(tmp_path_factory.mktemp("run")), timeout=180):
+        for case, (measured, predicted) in found.items():
+            for kind, expected in predicted.items():
+                assert measured[kind] == pytest.approx(expected, rel=0.03), (case, kind)
+            assert measured["buffers"] == 0
+
+
+@pytest.mark.parametrize("stage, expected", [(0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)])
+def test_sixteen_bits_by_hand(stage: int, expected: float) -> None:
+    """The published bytes a parameter, with fp32 gradients, at eight ranks."""
+    options = ZeroOptions(stage=stage, compute_dtype=bfloat16, reduce_dtype=float32)
+    assert sum(predicted_bytes(1, options, 8).values()) == pytest.approx(expected)
