@@ -1,0 +1,213 @@
+"""The data tools as a user runs them: from a bare checkout, with nonsense, interrupted and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from megacore.data.tokenizer import load_tokenizer
+from tests.unit import data_bytes
+from tools.merge_datasets import main as merge_datasets
+from tools.preprocess_data import main as preprocess_data
+from tools.train_tokenizer import main as train_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+TOOLS = {"train_tokenizer": train_tokenizer, "preprocess_data": preprocess_data, "merge_datasets": merge_datasets}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of JSON lines and a tokenizer trained on it."""
+    folder = tmp_path_factory.mktemp("tools")
+    texts = [path.read_text() for path in sorted(Path(json.__file__).parent.glob("*.py"))]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert train_tokenizer(flags(input=folder / "corpus.jsonl", vocab_size=400, output=folder / "tokenizer")) == 0
+    return folder
+
+
+def flags(**values: object) -> list[str]:
+    """Flags from keywords."""
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def start(tool: str, words: list[str], checkout: Path = REPOSITORY) -> subprocess.Popen[str]:
+    """Start a tool from a checkout, as where the dependencies are installed and megacore is not."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment["PYTHONPATH"] = sysconfig.get_path("purelib")
+    # -S: no .pth files, and so no editable install of this or another checkout.
+    command = [sys.executable, "-S", str(checkout / "tools" / f"{tool}.py"), *words]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd="/", env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_the_tools_run_from_a_bare_checkout(folder: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    for name in ("megacore", "tools", "kernels"):
+        shutil.copytree(REPOSITORY / name, checkout / name, symlinks=True)
+    common = flags(input=folder / "corpus.jsonl")
+    runs = [
+        ("train_tokenizer", [*common, *flags(model="bpe", vocab_size=400, output=tmp_path / "t")]),
+        ("preprocess_data", [*common, "--append-eod", *flags(tokenizer=tmp_path / "t", output_prefix=tmp_path / "d")]),
+        ("merge_datasets", flags(input=tmp_path / "d_text_document", output_prefix=tmp_path / "m")),
+    ]
+    for tool, words in runs:
+        process = start(tool, words, checkout)
+        output, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, "")
+        assert len(output.splitlines()) == 1
+    tokenizer = load_tokenizer(tmp_path / "t")
+    lines = (folder / "corpus.jsonl").read_text().splitlines()
+    expected = [[[*tokenizer.encode(json.loads(line)["text"]), tokenizer.eod]] for line in lines]
+    assert data_bytes.read(tmp_path / "m") == expected
+    assert data_bytes.read(tmp_path / "d_text_document") == expected
+
+
+@pytest.mark.parametrize("model", ["bpe", "unigram", "wordpiece"])
+def test_every_model_goes_through_the_tools(model: str, folder: Path, tmp_path: Path) -> None:
+    corpus = folder / "corpus.jsonl"
+    assert TOOLS["train_tokenizer"](flags(input=corpus, model=model, vocab_size=450, output=tmp_path / "t")) == 0
+    made = flags(input=corpus, tokenizer=tmp_path / "t", output_prefix=tmp_path / "d", workers=2)
+    assert TOOLS["preprocess_data"]([*made, "--append-eod"]) == 0
+    tokenizer = load_tokenizer(tmp_path / "t")
+    first = json.loads(corpus.read_text().splitlines()[0])["text"]
+    assert data_bytes.read(tmp_path / "d_text_document")[0] == [[*tokenizer.encode(first), tokenizer.eod]]
+
+
+NONSENSE: dict[str, tuple[str, str, str]] = {
+    "no flags": ("preprocess_data", "", "the following arguments are required: --input"),
+    "unknown flag": ("preprocess_data", "--inptu x", "--input"),
+    "workers 0": ("preprocess_data", "{in} {tok} {out} --workers 0", "--workers: 0 must be at least 1"),
+    "workers two": ("preprocess_data", "{in} {tok} {out} --workers two", "invalid worker_count value: 'two'"),
+    "workers many": ("preprocess_data", "{in} {tok} {out} --workers 100000", "use at most"),
+    "no such input": ("preprocess_data", "--input nowhere.txt {tok} {out}", "nowhere.txt cannot be read: No such file"),
+    "input is a directory": ("preprocess_data", "--input {tmp} {tok} {out}", "is a directory: give the files in it"),
+    "no such tokenizer": ("preprocess_data", "{in} --tokenizer nowhere {out}", "nowhere: no such tokenizer"),
+    "tokenizer is text": ("preprocess_data", "{in} --tokenizer {tmp}/bad.jsonl {out}", "not a `tokenizers` JSON file"),
+    "output below a file": ("preprocess_data", "{in} {tok} --output-prefix {tmp}/bad.jsonl/o", "cannot write there"),
+    "empty input": ("preprocess_data", "--input {tmp}/empty.txt {tok} {out}", "empty.txt: no documents in it"),
+    "only bad lines": (
+        "preprocess_data",
+        "--input {tmp}/bad.jsonl {tok} {out}",
+        "bad.jsonl: no documents in it (1 bad",
+    ),
+    "strict": ("preprocess_data", "{in} --input {tmp}/bad.jsonl {tok} {out} --strict", "bad.jsonl:1: not JSON"),
+    "not gzip": ("preprocess_data", "--input {tmp}/bad.gz {tok} {out}", "bad.gz: cannot be read to its end"),
+    "wrong key": ("preprocess_data", "{in} {tok} {out} --json-keys txet", "no key 'txet' (it has 'text')"),
+    "keys of plain text": (
+        "preprocess_data",
+        "--input {tmp}/a.txt {tok} {out} --json-keys a b",
+        "plain text has no keys",
+    ),
+    "vocabulary 3": ("train_tokenizer", "{in} --vocab-size 3 --output {tmp}/t", "--vocab-size 3 must be at least 257"),
+    "unknown model": ("train_tokenizer", "{in} --vocab-size 3 --output {tmp}/t --model gpt", "invalid choice: 'gpt'"),
+    "nothing to train on": ("train_tokenizer", "--input {tmp}/empty.txt --vocab-size 300 --output {tmp}/t", "no text"),
+    "tokenizer over a file": ("train_tokenizer", "{in} --vocab-size 300 --output {tmp}/a.txt", "a.txt is a file"),
+    "merge nothing": ("merge_datasets", "--input {tmp}/nowhere {out}", "nowhere.idx: No such file"),
+    "merge empty files": ("merge_datasets", "--input {tmp}/void {out}", "void.idx: 0 bytes are too few"),
+    "merge two dtypes": ("merge_datasets", "--input {tmp}/u16 {tmp}/i32 {out}", "i32.idx holds int32 tokens but"),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_gets_one_clear_line_and_status_2(
+    name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("hello\n")
+    (tmp_path / "bad.gz").write_text("hello\n")
+    (tmp_path / "a.txt").write_text("hello\n")
+    for empty in ("empty.txt", "void.idx", "void.bin"):
+        (tmp_path / empty).touch()
+    data_bytes.write(tmp_path / "u16", [[[1]]], code=8)
+    data_bytes.write(tmp_path / "i32", [[[1]]], code=4)
+    before = sorted(tmp_path.iterdir())
+    tool, words, expected = NONSENSE[name]
+    for mark, value in (
+        ("{in}", f"--input {folder}/corpus.jsonl"),
+        ("{tok}", f"--tokenizer {folder}/tokenizer"),
+        ("{out}", f"--output-prefix {tmp_path}/out"),
+        ("{tmp}", str(tmp_path)),
+    ):
+        words = words.replace(mark, value)
+    assert TOOLS[tool](words.split()) == 2
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith(f"{tool}.py: error: ")
+    assert expected in errors
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_bad_lines_are_reported_and_the_rest_is_used(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"txt": 1}\n{"text": "two"}\n{"text": ""}\n')
+    made = flags(input=tmp_path / "a.jsonl", tokenizer=folder / "tokenizer", output_prefix=tmp_path / "o")
+    assert preprocess_data(made) == 0
+    output, errors = capsys.readouterr()
+    assert errors.splitlines() == [
+        f"left out {tmp_path}/a.jsonl:2: no key 'text' (it has 'txt')",
+        "left out 1 bad line; --strict refuses them",
+        "left out 1 empty document",
+    ]
+    assert "2 documents" in output
+    assert len(data_bytes.read(tmp_path / "o_text_document")) == 2
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_an_interrupted_run_leaves_no_dataset_and_no_process(name: str, folder: Path, tmp_path: Path) -> None:
+    # The input is a pipe that stays open: the run is under way until it is ended.
+    pipe = tmp_path / "endless.jsonl"
+    os.mkfifo(pipe)
+    made = flags(input=pipe, tokenizer=folder / "tokenizer", output_prefix=tmp_path / "o", workers=2)
+    process = start("preprocess_data", made)
+    try:
+        with open(pipe, "w") as feed:
+            feed.write((folder / "corpus.jsonl").read_text() * 40)
+            feed.flush()
+            workers = wait_for_children(process.pid, 2)
+            process.send_signal(getattr(signal, name))
+            errors = process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+    left = {path.name for path in tmp_path.iterdir()} - {pipe.name}
+    if name == "SIGKILL":
+        assert process.returncode == -signal.SIGKILL
+        assert left == {"o_text_document.bin.partial"}  # the next run of the same name empties it
+    else:
+        assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}[name]
+        assert left == set()
+        assert "Traceback" not in errors
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{worker}").exists() and not zombie(worker) for worker in workers):
+        assert time.monotonic() < deadline, "workers outlive the run"
+        time.sleep(0.05)
+
+
+def wait_for_children(pid: int, count: int) -> list[int]:
+    """The children of a process, once there are that many."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        if len(children) >= count:
+            time.sleep(0.3)  # past the start of the workers
+            return children
+        time.sleep(0.05)
+    raise AssertionError("the workers did not start")
+
+
+def zombie(pid: int) -> bool:
+    """Whether a process has ended and only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

@@ -1,0 +1,108 @@
+"""A run that fails while it runs: every process ends at once, and the first cause is said once, by name.
+
+Whatever comes after the first cause is its echo: collectives that fail because a peer is gone say nothing of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launching import PROGRAM, Job, needs_proc, small_run, under_torchrun, until
+
+pytestmark = needs_proc
+START, END = 90.0, 12.0  # seconds that four processes may take to begin on a busy machine, and to end
+ENDLESS = {"train_iters": 1_000_000, "global_batch_size": 4}
+
+
+def wait_for_steps(job: Job) -> None:
+    """Wait until the run is in its loop."""
+    until(lambda: "step 3/" in job.said("stdout") or job.torchrun.poll() is not None, START, "no step 3")
+    assert job.torchrun.poll() is None, job.said()
+
+
+def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    flags = small_run(tmp_path / "out", tp=2, pp=2, **ENDLESS)
+    with under_torchrun(tmp_path / "logs", 4, PROGRAM, *flags) as job:
+        wait_for_steps(job)
+        victim = job.pid_of(2)
+        os.kill(victim, signal.SIGKILL)
+        status, launcher = job.ends(END)
+        said = job.said()
+    assert status == 1
+    line = rf"megacore: rank 2 \(pp 1, dp 0, tp 0; pid {victim} on \S+\) has died; stopping the others"
+    assert re.fullmatch(line, said.strip())
+    assert "Traceback" not in said
+    assert "-9" in launcher or "has died" in launcher
+
+
+# The dataset of the training script, which fails on one data-parallel rank at its third step.
+DRIVER = """
+import os, sys
+import pretrain_gpt
+from megacore.data.build import Datasets
+from megacore.errors import DataError
+from megacore.train.launch import exit_with
+
+class Failing:
+    def __init__(self, samples): self.samples = samples
+    def __len__(self): return len(self.samples)
+    def __getitem__(self, k):
+        if k >= 2 * 4 and os.environ["RANK"] in "{ranks}":
+            raise {error}("sample %d cannot be read" % k)
+        return self.samples[k]
+
+build = pretrain_gpt.build_datasets
+pretrain_gpt.build_datasets = lambda config: Datasets(Failing(build(config).train), None, None)
+exit_with(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "tp", "ranks"),
+    [
+        ("DataError", 2, "23"),  # both tensor-parallel ranks of a replica
+        ("RuntimeError", 1, "1"),
+        ("DataError", 1, "01"),  # every rank
+    ],
+)
+def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: str, tp: int, ranks: str) -> None:
+    (tmp_path / "driver.py").write_text(DRIVER.replace("{error}", error).replace("{ranks}", ranks))
+    flags = small_run(tmp_path / "out", tp=tp, dp=2, **ENDLESS)
+    with under_torchrun(tmp_path / "logs", 2 * tp, tmp_path / "driver.py", *flags) as job:
+        until(lambda: "step 2/" in job.said("stdout"), START, "no step 2")
+        status, launcher = job.ends(END)
+        said = job.said()
+    assert status == 1
+    assert "step 3/" not in job.said("stdout")
+    rank = rf"rank [{ranks}] \(pp 0, dp [01], tp [01]; pid \d+ on \S+\)"
+    head = rf"refused on {rank}:" if error == "DataError" else rf"{rank} failed:"
+    assert re.match(f"megacore: {head}\n", said)
+    message = re.compile(r"sample \d+ cannot be read")
+    assert said.count("megacore: ") == len(message.findall(said)) == len(message.findall(launcher)) == 1
+    assert said.count("Traceback") == (0 if error == "DataError" else 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_everything_quietly(tmp_path: Path, number: signal.Signals) -> None:
+    flags = small_run(tmp_path / "out", pp=2, **ENDLESS)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        wait_for_steps(job)
+        job.torchrun.send_signal(number)
+        job.ends(END)
+        said = job.said()
+    assert said.strip() == f"megacore: stopped by {number.name}"
+
+
+def test_a_signal_before_the_first_step_ends_everything_quietly(tmp_path: Path) -> None:
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *small_run(tmp_path / "out", **ENDLESS)) as job:
+        until(lambda: {0, 1} <= set(job.pids().values()), START, "no ranks")
+        time.sleep(1.0)  # torch is being loaded
+        job.torchrun.send_signal(signal.SIGINT)
+        job.ends(END)
+        assert job.said().strip() in ("", "megacore: stopped by SIGINT")

@@ -1,0 +1,216 @@
+"""Real text, end to end, through the command line: tokenizer, dataset, training alone and on four ranks, text again.
+
+The text is a part of the standard library's sources, as in the quick start, and smaller. What the runs report is held
+to what is found here without megacore: the entropy of the tokens, the places of the log, one run beside another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacore.data.tokenizer import load_tokenizer
+from tests.e2e.launching import PROGRAM, alone, needs_proc, under_torchrun, words
+from tools.generate import main as generate
+from tools.preprocess_data import main as preprocess_data
+from tools.train_tokenizer import main as train_tokenizer
+
+pytestmark = needs_proc
+Record = dict[str, Any]
+
+PATIENCE = 300.0  # seconds that a run may take on a busy machine
+PACKAGES = ("asyncio", "concurrent", "email", "html", "http", "importlib", "json", "logging", "unittest", "xml")
+VOCABULARY = 1024
+POSITION = {"step", "consumed_samples", "consumed_tokens"}
+TRAIN_KEYS = POSITION | {"train/loss", "train/grad_norm", "train/lr"}
+TRAIN_KEYS |= {"perf/step_time_s", "perf/tokens_per_sec", "perf/tflops_per_rank", "mem/peak_gib"}
+STATE_KEYS = {f"mem/{kind}_bytes" for kind in ("params", "grads", "optimizer", "buffers")}  # docs/memory.md
+EVAL_KEYS = POSITION | {"eval/loss"}
+
+MODEL: dict[str, object] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
+NO_DROPOUT: dict[str, object] = {"hidden_dropout": 0, "attention_dropout": 0}
+SHORT: dict[str, object] = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 6, "save_interval": 3}
+SHORT |= {
+    "log_interval": 1,
+    "eval_interval": 3,
+    "eval_iters": 1,
+    "split": "90,10,0",
+    "lr": 1e-3,
+    "lr_decay_style": "constant",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """The flags that name a tokenizer and a dataset, made by the tools from sources of the standard library."""
+    folder = tmp_path_factory.mktemp("data")
+    library = Path(json.__file__).parent.parent
+    paths = [path for package in PACKAGES for path in (library / package).rglob("*.py") if "test" not in path.parts]
+    order = np.random.default_rng(0).permutation(len(paths))  # the split is by position
+    texts = [sorted(paths)[i].read_text(encoding="utf-8") for i in order]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text))
+    common = {"input": folder / "corpus.jsonl"}
+    assert train_tokenizer(words(**common, model="bpe", vocab_size=VOCABULARY, output=folder / "tokenizer")) == 0
+    made = {"tokenizer": folder / "tokenizer", "output_prefix": folder / "text", "append_eod": True}
+    assert preprocess_data(words(**common, **made)) == 0
+    return {"tokenizer": folder / "tokenizer", "data_path": folder / "text_text_document"}
+
+
+@pytest.fixture(scope="module")
+def short(data: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    """The output directory of a short run without dropout in one process, and its flags."""
+    flags = {**data, **MODEL, **NO_DROPOUT, **SHORT}
+    return run(tmp_path_factory.mktemp("short") / "run", **flags), flags
+
+
+@pytest.fixture(scope="module")
+def short_on_four(
+    short: tuple[Path, dict[str, object]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, object]]:
+    """The same run at tp 2 x pp 2."""
+    folder, flags = tmp_path_factory.mktemp("four"), {**short[1], "tp": 2, "pp": 2}
+    return run_on_four(folder / "run", folder / "logs", **flags), flags
+
+
+@pytest.fixture(scope="module")
+def learned(data: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a run that is long enough to learn something."""
+    flags = {**data, **MODEL, **NO_DROPOUT, "hidden_size": 128, "init_method_std": 0.06, "split": "90,10,0"}
+    flags |= {"micro_batch_size": 16, "train_iters": 165, "lr": 4e-3, "min_lr": 2e-4, "lr_warmup_iters": 10}
+    flags |= {"adam_beta2": 0.95, "weight_decay": 0.1, "log_interval": 10, "eval_interval": 50, "eval_iters": 4}
+    return run(tmp_path_factory.mktemp("learned") / "run", **flags)
+
+
+def run(output_dir: Path, **flags: object) -> Path:
+    """Train in one process; returns the output directory."""
+    done = alone(*words(**flags, output_dir=output_dir), timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return output_dir
+
+
+def run_on_four(output_dir: Path | None, logs: Path, **flags: object) -> Path:
+    """Train on four ranks; returns the output directory, which may stand in a configuration file instead."""
+    with under_torchrun(logs, 4, PROGRAM, *words(**flags, output_dir=output_dir)) as job:
+        status, _ = job.ends(PATIENCE)
+        assert (status, job.said()) == (0, "")
+    return output_dir or logs
+
+
+def metrics(output_dir: Path, name: str = "metrics.jsonl") -> list[Record]:
+    """The records of a run."""
+    return [json.loads(line) for line in (output_dir / name).read_text(encoding="utf-8").splitlines()]
+
+
+def results(records: list[Record]) -> list[Record]:
+    """What must repeat: all but time and memory."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith(("perf/", "mem/"))} for record in records
+    ]
+
+
+def due(interval: int, last: int) -> list[int]:
+    """The steps at which something happens: at every interval and at the end."""
+    return sorted({*range(interval, last + 1, interval), last})
+
+
+def entropy(data_path: object) -> float:
+    """Nats per token of a coder that knows how often each token occurs, and nothing of its neighbours."""
+    counts = np.bincount(np.fromfile(f"{data_path}.bin", dtype="<u2"))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def test_every_logged_step_and_evaluation_is_one_complete_record(learned: Path) -> None:
+    records = metrics(learned)
+    training = [record for record in records if "train/loss" in record]
+    evaluations = [record for record in records if "eval/loss" in record]
+    assert len(training) + len(evaluations) == len(records)
+    assert [record["step"] for record in training] == due(10, 165)
+    assert [record["step"] for record in evaluations] == due(50, 165)
+    assert {frozenset(record) for record in training} == {frozenset(TRAIN_KEYS | STATE_KEYS)}
+    assert {frozenset(record) for record in evaluations} == {frozenset(EVAL_KEYS)}
+    for record in records:
+        assert record["consumed_samples"] == 16 * record["step"]
+        assert record["consumed_tokens"] == 64 * record["consumed_samples"]
+        assert all(math.isfinite(value) and value > 0 for key, value in record.items() if key not in STATE_KEYS)
+    for record in training:
+        assert record["perf/tokens_per_sec"] * record["perf/step_time_s"] == pytest.approx(16 * 64)
+
+
+def test_losses_and_norms_are_written_in_full(learned: Path) -> None:
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        values = [record[key] for record in metrics(learned) if key in record]
+        # A float32 has no short decimal form, except once in tens of thousands.
+        assert [value for value in values if value == round(value, 6)] == []
+
+
+def test_it_learns_more_than_how_often_each_token_occurs(learned: Path, data: dict[str, object]) -> None:
+    records, unigram = metrics(learned), entropy(data["data_path"])
+    training = [record["train/loss"] for record in records if "train/loss" in record]
+    evaluations = [record["eval/loss"] for record in records if "eval/loss" in record]
+    assert max(training[-3:]) < min(unigram, training[0]) - 0.8
+    assert evaluations[-1] < unigram - 0.8  # on files that it has not seen
+    assert evaluations == sorted(evaluations, reverse=True)
+
+
+def test_one_process_and_four_agree(
+    short: tuple[Path, dict[str, object]], short_on_four: tuple[Path, dict[str, object]]
+) -> None:
+    one, four = results(metrics(short[0])), results(metrics(short_on_four[0]))
+    assert len(one) == 8  # six steps, two evaluations
+    # Sums are made in another order, no more.
+    assert four == [pytest.approx(record, rel=1e-5) for record in one]
+
+
+def test_the_written_configuration_repeats_the_run_and_keeps_its_metrics(
+    short_on_four: tuple[Path, dict[str, object]], tmp_path: Path
+) -> None:
+    output_dir, _ = short_on_four
+    first, configuration = metrics(output_dir), (output_dir / "config.toml").read_bytes()
+    run_on_four(None, tmp_path / "logs", config=output_dir / "config.toml")
+    assert results(metrics(output_dir)) == results(first)
+    assert metrics(output_dir, "metrics.jsonl.1") == first
+    assert (output_dir / "config.toml").read_bytes() == configuration
+
+
+def test_a_seed_gives_the_same_bits_under_megatrons_names_too(data: dict[str, object], tmp_path: Path) -> None:
+    flags = {**data, **MODEL, **SHORT, "train_iters": 3, "eval_interval": 0, "bucket_size_mb": 1}  # dropout is on
+    first = run(tmp_path / "a", **flags)
+    ones = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "layernorm_epsilon": 1e-5}
+    renamed = {"tokenizer_model" if name == "tokenizer" else name: value for name, value in flags.items()} | ones
+    done = alone(*words(**renamed, save=tmp_path / "b"), timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert results(metrics(tmp_path / "b")) == results(metrics(first))
+    other = run(tmp_path / "c", **flags, seed=4321)
+    assert [record["train/loss"] for record in metrics(other)] != [record["train/loss"] for record in metrics(first)]
+
+
+def test_load_continues_where_the_checkpoint_ended(short: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
+    directory, flags = short
+    continued = run(tmp_path / "continued", **flags, load=directory / "step_00000003")
+    expected = [record for record in results(metrics(directory)) if record["step"] > 3]
+    assert results(metrics(continued)) == expected
+
+
+def sample(checkpoint: Path, capsys: pytest.CaptureFixture[str], **changes: object) -> str:
+    """What generate.py prints."""
+    flags = {"checkpoint": checkpoint, "prompt": "def ", "max_new_tokens": 40, "seed": 7, **changes}
+    assert generate(words(**flags)) == 0
+    output, errors = capsys.readouterr()
+    assert errors == ""
+    return output
+
+
+def test_the_checkpoint_writes_text(learned: Path, data: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+    text = sample(learned, capsys)
+    assert text.startswith("def ")
+    assert text == sample(learned, capsys)
+    assert text != sample(learned, capsys, seed=8)
+    assert len(load_tokenizer(str(data["tokenizer"])).encode(text)) > 20
+    greedy = sample(learned, capsys, temperature=0)
+    assert greedy == sample(learned, capsys, temperature=0, seed=8)

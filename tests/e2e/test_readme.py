@@ -1,0 +1,134 @@
+"""The README and the documents tell the truth: what they name exists, and their runnable commands run as written.
+
+A ```bash block after a `<!-- runnable -->` line is run by bash in a folder that looks like a fresh checkout, with only
+the sizes made smaller (see SMALLER). Its flags, paths and their order are exactly those that a reader copies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^(<!-- runnable -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Numbers that decide only how long a command takes; a test's corpus is small, too.
+SMALLER = {
+    "--vocab-size": "400",
+    "--train-iters": "4",
+    "--lr-warmup-iters": "1",
+    "--eval-interval": "2",
+    "--eval-iters": "1",
+    "--hidden-size": "48",
+    "--num-layers": "2",
+    "--seq-length": "32",
+}
+# What the commands make, rather than find.
+MADE = ("quickstart/", "output/", "OUTPUT_DIR/", "data/", ".venv/", "dist/")
+
+
+def blocks(language: str, *, runnable: bool) -> list[str]:
+    """The fenced blocks of the README in a language."""
+    found = [(bool(mark), kind, text) for mark, kind, text in BLOCK.findall(README)]
+    return [text for mark, kind, text in found if kind == language and mark == runnable]
+
+
+def smaller(text: str) -> str:
+    """The commands with the sizes of SMALLER."""
+    for flag, value in SMALLER.items():
+        text = re.sub(rf"(?<={flag} )\S+", value, text)
+    return text
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with the repository's files, this environment as its .venv, and a small corpus."""
+    for name in ("pretrain_gpt.py", "megacore", "kernels", "tools", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "data").mkdir()
+    draw = random.Random(0)
+    words = ["once", "upon", "a", "time", "there", "was", "model", "that", "learned", "to", "read", "and", "write"]
+    lines = [json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(400)]
+    (tmp_path / "data" / "text.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("number", range(len(blocks("bash", runnable=True))))
+def test_the_runnable_commands_run(number: int, checkout: Path) -> None:
+    script = smaller(blocks("bash", runnable=True)[number])
+    environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    runs = list((checkout / "output").iterdir())
+    assert len(runs) == 1
+    records = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["step"] == 4
+
+
+def test_there_are_runnable_commands() -> None:
+    assert len(blocks("bash", runnable=True)) == 2
+
+
+@pytest.mark.parametrize("text", blocks("bash", runnable=False) + blocks("bash", runnable=True))
+def test_every_command_parses(text: str) -> None:
+    assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0
+
+
+def test_the_first_two_commands_are_quickstart_and_test() -> None:
+    lines = [line.split("#")[0].strip() for line in blocks("bash", runnable=False)[0].splitlines()]
+    assert lines == ["make quickstart", "make test"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_make_target_exists(document: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {name for name in named if not re.search(rf"^{name}:", makefile, re.MULTILINE)} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text(encoding="utf-8"))
+    local = [link for link in links if not re.match(r"[a-z]+:", link)]
+    assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+def named_file_exists(name: str) -> bool:
+    """Whether the repository has it; the documents name a module by its package, with or without .py."""
+    spellings = (name, f"megacore/{name}", f"megacore/{name}.py")
+    return any((ROOT / spelling).exists() for spelling in spellings)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_file_named_exists(document: Path) -> None:
+    quoted = re.findall(r"`([\w./-]+)`", document.read_text(encoding="utf-8"))
+    known = [name for name in quoted if named_file_exists(name.split("/")[0])]
+    paths = [name for name in known if ("/" in name or name.endswith(".py")) and not name.startswith(MADE)]
+    assert [name for name in paths if not named_file_exists(name)] == []
+
+
+def test_every_name_in_the_tree_exists() -> None:
+    (tree,) = blocks("text", runnable=False)
+    folder = ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        folder = folder if line.startswith(" ") else name if name == "megacore/" else ""
+        assert (ROOT / (folder if line.startswith(" ") else "") / name).exists(), line
+    # The other way round: a file or a folder of the top level that the tree does not show.
+    shown = {line.split()[0].rstrip("/") for line in tree.splitlines() if not line.startswith(" ")}
+    found = {path.name for path in ROOT.iterdir() if path.is_dir() or path.name.startswith("pretrain_")}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    top = {line.split("/")[0] for line in tracked.splitlines()}
+    assert {name for name in found & top if not name.startswith(".")} <= shown

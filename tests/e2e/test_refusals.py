@@ -1,0 +1,308 @@
+"""What cannot work is refused as the user sees it: exit status 2, one clear message, no traceback, within seconds.
+
+The real program runs in a process of its own for every wrong configuration and every broken input. Nearly all of them
+are refused before torch is loaded; what only the ranks can find out is reported by one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+
+from megacore.data.tokenizer import JsonTokenizer
+from tests.e2e.launching import PROGRAM, alone, needs_proc, small_run, under_torchrun
+from tests.unit import data_bytes
+
+LIMIT = 10.0  # seconds from the start to the end of a refusal
+
+# What is changed in the flags of a run that works -> what the message must say.
+WRONG_CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
+    ({"tp": 3}, "--tp 3 must divide --num-attention-heads"),
+    ({"tp": 2}, "--tp 2 x --pp 1 = 2 must divide the number of processes, but the run has 1 process"),
+    ({"pp": 3}, "--pp 3 must be at most --num-layers 2"),
+    ({"dp": 2}, "--tp 1 x --pp 1 x --dp 2 = 2, but the run has 1 process"),
+    ({"micro_batch_size": 4, "global_batch_size": 10}, "--global-batch-size 10 must be a multiple"),
+    ({"seq_length": 128, "max_position_embeddings": 64}, "--seq-length 128 must be at most"),
+    ({"hidden_size": 100, "num_attention_heads": 3}, "--num-attention-heads 3"),
+    ({"num_layers": 0}, "--num-layers 0 must be at least 1"),
+    ({"num_layers": "many"}, "--num-layers 'many' is not a whole number"),
+    ({"lr": "nan"}, "--lr nan is not a finite number"),
+    ({"hidden_dropout": 1.5}, "--hidden-dropout 1.5"),
+    ({"lr_warmup_iters": 50}, "--lr-warmup-iters 50 must be below --train-iters 4"),
+    ({"lr_decay_style": "cosin"}, "--lr-decay-style cosin is not known"),
+    ({"optimizer": "adam"}, "--optimizer adam is not known"),
+    ({"preset": "gpt2-huge"}, "--preset gpt2-huge is not known"),
+    ({"train_iters": None}, "--train-iters is missing"),
+    ({"vocab_size": None, "preset": None}, "--mock-data needs a vocabulary"),
+    ({"mock_data": None}, "--data-path is missing"),
+    ({"data_path": "somewhere"}, "--mock-data"),
+    ({"split": "0,1,1", "mock_data": None, "data_path": "somewhere"}, "--split 0,1,1"),
+    ({"num_layer": 4}, "did you mean --num-layers?"),
+    ({"config": "nowhere.toml"}, "nowhere.toml"),
+    ({"tokenizer": "nowhere.json"}, "--tokenizer nowhere.json does not exist"),
+    ({"load": "nowhere"}, "--load nowhere is not a directory"),
+    ({"output_dir": PROGRAM / "under_a_file"}, "is not a directory: choose another name"),
+]
+
+
+def check_message(text: str, expected: str) -> None:
+    """One refusal that says what is expected, and no traceback."""
+    assert "Traceback" not in text
+    assert text.startswith("megacore: refused")
+    assert text.count("megacore:") == 1
+    assert expected in text
+
+
+@pytest.mark.parametrize(("changes", "expected"), WRONG_CONFIGURATIONS, ids=lambda value: str(value)[:40])
+def test_a_wrong_configuration_is_refused(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
+    done = alone(*small_run(**{"output_dir": tmp_path / "out", **changes}), timeout=LIMIT)  # type: ignore[arg-type]
+    check_message(done.stderr, expected)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- broken inputs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inputs that work: the dataset `data`, the tokenizer `tokenizer`, and the output directory of a run, `trained`."""
+    folder = tmp_path_factory.mktemp("good")
+    data_bytes.write(folder / "data", [[[k % 50 for k in range(40)]] for _ in range(60)])
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{k}": k for k in range(60)}, "word0"))
+    JsonTokenizer(backend).save(folder / "tokenizer")
+    done = alone(*small_run(folder / "trained"), timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def inputs(good: Path, tmp_path: Path) -> Path:
+    """A copy of the inputs that work, to be broken."""
+    shutil.copytree(good, tmp_path / "inputs")
+    return tmp_path / "inputs"
+
+
+Break = Callable[[Path], dict[str, object] | None]
+
+
+def overwrite(name: str, offset: int, data: bytes) -> Break:
+    """Write over a part of a file."""
+
+    def apply(inputs: Path) -> None:
+        with open(inputs / name, "r+b") as file:
+            file.seek(offset)
+            file.write(data)
+
+    return apply
+
+
+def cut(name: str, length: int) -> Break:
+    """Cut a file short, or extend it with zeros."""
+    return lambda inputs: os.truncate(inputs / name, length)
+
+
+def token_too_large(inputs: Path) -> None:
+    """A dataset with an id that the vocabulary of 64 does not have, in its last sequence."""
+    data_bytes.write(inputs / "data", [[[1, 2, 3]]] * 50 + [[[1, 64]]])
+
+
+def no_documents(inputs: Path) -> None:
+    """A dataset as a writer leaves it that was given nothing."""
+    data_bytes.write(inputs / "data", [])
+
+
+def two_documents(inputs: Path) -> dict[str, object]:
+    """Fewer documents than the split has parts for."""
+    data_bytes.write(inputs / "data", [[[1, 2, 3]], [[4, 5]]])
+    return {"split": "1,8,1"}
+
+
+def directory_for_a_file(inputs: Path) -> None:
+    """A directory where the .bin is expected."""
+    (inputs / "data.bin").unlink()
+    (inputs / "data.bin").mkdir()
+
+
+def tokenizer_file(name: str, data: bytes) -> Break:
+    """Another file as the tokenizer."""
+
+    def apply(inputs: Path) -> dict[str, object]:
+        (inputs / name).write_bytes(data)
+        return {"tokenizer": inputs / name}
+
+    return apply
+
+
+def empty_tokenizer_directory(inputs: Path) -> dict[str, object]:
+    """A directory without any tokenizer."""
+    (inputs / "empty").mkdir()
+    return {"tokenizer": inputs / "empty"}
+
+
+def config_file(text: str) -> Break:
+    """A configuration file with this text."""
+
+    def apply(inputs: Path) -> dict[str, object]:
+        (inputs / "bad.toml").write_text(text)
+        return {"config": inputs / "bad.toml"}
+
+    return apply
+
+
+def loads(**changes: object) -> Break:
+    """Continue from the trained run, with other flags."""
+    return lambda inputs: {"load": inputs / "trained", **changes}
+
+
+def no_checkpoint(inputs: Path) -> dict[str, object]:
+    """A --load that holds something else."""
+    return {"load": inputs / "tokenizer"}
+
+
+def damaged_manifest(inputs: Path) -> dict[str, object]:
+    """A manifest that was cut short."""
+    manifest = shard(inputs).with_name("manifest.json")
+    os.truncate(manifest, manifest.stat().st_size // 2)
+    return {"load": inputs / "trained"}
+
+
+def manifest_without_sections(inputs: Path) -> dict[str, object]:
+    """A manifest of the wrong structure."""
+    manifest = shard(inputs).with_name("manifest.json")
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"config": {"model": 3}}))
+    return {"load": inputs / "trained"}
+
+
+def lost_shard(inputs: Path) -> dict[str, object]:
+    """A checkpoint of which a file is gone."""
+    shard(inputs).unlink()
+    return {"load": inputs / "trained"}
+
+
+def shorter_shard(inputs: Path) -> dict[str, object]:
+    """A checkpoint of which a file was cut short."""
+    os.truncate(shard(inputs), shard(inputs).stat().st_size - 1)
+    return {"load": inputs / "trained"}
+
+
+def flipped_bit(inputs: Path) -> dict[str, object]:
+    """A checkpoint with one wrong bit, of the right size."""
+    data = bytearray(shard(inputs).read_bytes())
+    data[-1] ^= 1
+    shard(inputs).write_bytes(data)
+    return {"load": inputs / "trained"}
+
+
+def shard(inputs: Path) -> Path:
+    """The file with the trained run's weights."""
+    (path,) = inputs.glob("trained/step_*/model-*.safetensors")
+    return path
+
+
+BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
+    "empty idx": (cut("data.idx", 0), "data.idx: 0 bytes are too few"),
+    "empty bin": (cut("data.bin", 0), "data.bin: 0 bytes long, shorter than"),
+    "wrong magic": (overwrite("data.idx", 0, b"GARBAGE"), "data.idx: wrong magic"),
+    "wrong version": (overwrite("data.idx", 9, b"\7"), "data.idx: version 7"),
+    "wrong dtype": (overwrite("data.idx", 17, b"\x63"), "data.idx: unknown dtype code 99"),
+    "short idx": (cut("data.idx", 500), "data.idx: 500 bytes long, but its header announces 60 sequences"),
+    "short bin": (cut("data.bin", 4798), "data.bin: 4798 bytes long, shorter than"),
+    "long bin": (cut("data.bin", 4802), "data.bin: 4802 bytes long, longer than"),
+    "negative length": (overwrite("data.idx", 34, b"\xff" * 4), "sequence 0 has the negative length -1"),
+    "token beyond the vocabulary": (token_too_large, "sequence 50 holds the token id 64"),
+    "no documents": (no_documents, "data.idx: holds no documents"),
+    "too few documents": (two_documents, "--split leaves no tokens to train on in the 2 documents"),
+    "missing bin": (lambda inputs: (inputs / "data.bin").unlink(), "data.bin not found"),
+    "directory for a bin": (directory_for_a_file, "data.bin not found"),
+    "garbage tokenizer": (tokenizer_file("x.json", b'{"model": 3'), "x.json: not a `tokenizers` JSON file"),
+    "binary tokenizer": (tokenizer_file("x.json", bytes(range(256))), "x.json: not a `tokenizers` JSON file"),
+    "empty tokenizer": (tokenizer_file("x.json", b""), "x.json: the tokenizer file is empty"),
+    "pickled tokenizer": (tokenizer_file("x.model", pickle.dumps({"a": 1})), "x.model: not a SentencePiece model"),
+    "directory without a tokenizer": (empty_tokenizer_directory, "no tokenizer in this directory"),
+    "tokenizer beyond the vocabulary": (
+        lambda inputs: {"tokenizer": inputs / "tokenizer", "vocab_size": 59},
+        "--vocab-size 59 is smaller than the vocabulary of the tokenizer",
+    ),
+    "bad TOML": (config_file("[model\nnum_layers = 2"), "bad.toml"),
+    "unknown key": (config_file("[model]\nnum_layer = 2\n"), "num_layer is not a key: did you mean num_layers"),
+    "wrong type": (config_file("[model]\nnum_layers = '2'\n"), "num_layers"),
+    "no checkpoint": (no_checkpoint, "holds no checkpoint"),
+    "damaged manifest": (damaged_manifest, "manifest.json cannot be read as a manifest"),
+    "manifest of another structure": (manifest_without_sections, "manifest.json cannot be read as a manifest"),
+    "lost shard": (lost_shard, "the checkpoint is incomplete"),
+    "shorter shard": (shorter_shard, "bytes, but its manifest says"),
+    "flipped bit": (flipped_bit, "does not have the SHA-256 of its manifest"),
+    "other shape": (loads(hidden_size=128, ffn_hidden_size=256), "--hidden-size 64 there, 128 here"),
+    "other depth": (loads(num_layers=1), "--num-layers 2 there, 1 here"),
+    "other heads": (loads(num_attention_heads=1), "there, 1 here"),
+}
+
+
+def run_with(inputs: Path, breaking: Break) -> list[str]:
+    """Break the inputs; the flags of a run that uses them."""
+    changes = breaking(inputs) or {}
+    flags = {"mock_data": None, "data_path": inputs / "data", "output_dir": inputs / "out", **changes}
+    return small_run(**flags)  # type: ignore[arg-type]
+
+
+def test_the_inputs_work_before_they_are_broken(inputs: Path) -> None:
+    def tokenize(inputs: Path) -> dict[str, object]:
+        return {"tokenizer": inputs / "tokenizer", "load": inputs / "trained", "train_iters": 5}
+
+    done = alone(*run_with(inputs, tokenize), timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("breaking", "expected"), BROKEN_INPUTS.values(), ids=BROKEN_INPUTS)
+def test_a_broken_input_is_refused(inputs: Path, breaking: Break, expected: str) -> None:
+    done = alone(*run_with(inputs, breaking), timeout=LIMIT)
+    check_message(done.stderr, expected)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_all_that_is_wrong_is_told_together(inputs: Path) -> None:
+    def spoil(inputs: Path) -> dict[str, object]:
+        cut("data.idx", 0)(inputs)
+        return {**empty_tokenizer_directory(inputs), "load": inputs / "tokenizer"}
+
+    done = alone(*run_with(inputs, spoil), timeout=LIMIT)
+    check_message(done.stderr, "megacore: refused: 3 problems\n")
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+UNDER_TORCHRUN: dict[str, tuple[Break, str]] = {
+    "configuration": (lambda inputs: {"tp": 3}, "--tp 3 must divide --num-attention-heads"),
+    "input": BROKEN_INPUTS["wrong magic"],
+    "other shape": BROKEN_INPUTS["other shape"],
+}
+
+
+@needs_proc
+@pytest.mark.parametrize(("breaking", "expected"), UNDER_TORCHRUN.values(), ids=UNDER_TORCHRUN)
+def test_one_rank_speaks_for_all(inputs: Path, tmp_path: Path, breaking: Break, expected: str) -> None:
+    with under_torchrun(tmp_path / "logs", 4, PROGRAM, *run_with(inputs, breaking)) as job:
+        status, launcher = job.ends(30.0)  # mostly of torchrun itself
+    check_message(job.said(), expected)
+    assert job.said("stdout") == ""
+    assert status == 1
+    assert launcher.count(expected) == len(re.findall("megacore: refused", launcher)) == 1
+
+
+@needs_proc
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
+def test_a_missing_device_is_told_once(tmp_path: Path) -> None:
+    flags = small_run(tmp_path / "out", dp=2, device="cuda")
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        job.ends(60.0)
+    check_message(job.said(), "--device cuda: torch finds no such device here")

@@ -1,0 +1,125 @@
+"""The quick start's parts that need no training: layouts, batch sizes, commands, corpus, and the stop at a failure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megacore.cli import parse_config
+from tests.unit.packaging_builds import ROOT
+from tools import quickstart
+from tools.quickstart import Layout, Step
+
+TRAINING = {"micro_batch_size": 4, "global_batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (0, (2, 2, 2)),
+        (1, (1, 1, 1)),
+        (2, (2, 1, 1)),
+        (3, (1, 1, 3)),
+        (4, (2, 2, 1)),
+        (6, (2, 1, 3)),
+        (7, (1, 1, 7)),
+        (8, (2, 2, 2)),
+        (16, (2, 2, 4)),
+    ],
+)
+def test_the_layout_uses_every_gpu(gpus: int, expected: tuple[int, int, int]) -> None:
+    layout = quickstart.layout_for(gpus)
+    assert (layout.tp, layout.pp, layout.dp) == expected
+    assert layout.processes == (gpus or 8)
+
+
+@pytest.mark.parametrize("gpus", [*range(17), 24])
+def test_the_configuration_accepts_every_layout(gpus: int) -> None:
+    """Heads, blocks and batch of examples/quickstart.toml divide as the layout wants, by the trainer's own check."""
+    layout = quickstart.layout_for(gpus)
+    words = list(quickstart.steps(gpus, TRAINING)[4].words)
+    flags = words[words.index("pretrain_gpt.py") + 1 :]
+    for name in ("--data-path", "--tokenizer"):  # files that are not there yet
+        del flags[flags.index(name) : flags.index(name) + 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(layout.processes))
+        patch.chdir(ROOT)
+        config = parse_config([*flags, "--mock-data", "--vocab-size", "4096"], prog="x", description="x")
+    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (layout.tp, layout.pp, layout.dp)
+
+
+@pytest.mark.parametrize(("dp", "expected"), [(1, 16), (2, 16), (3, 12), (5, 20), (7, 28), (40, 160)])
+def test_the_global_batch_is_a_multiple_near_the_wanted_one(dp: int, expected: int) -> None:
+    assert quickstart.global_batch_for(dp, TRAINING) == expected
+
+
+def test_what_is_printed_is_what_runs() -> None:
+    for step in quickstart.steps(0, TRAINING):
+        words = shlex.split(step.line)
+        assert [word for word in words if word not in {f"{k}={v}" for k, v in step.environment}] == list(step.words)
+    line = quickstart.steps(0, TRAINING)[4].line
+    assert "--nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 2 --dp 2 --config examples/quickstart.toml" in line
+    assert "--global-batch-size" not in line
+    assert "--global-batch-size 12" in quickstart.steps(3, TRAINING)[4].line
+
+
+def test_the_corpus_is_every_readable_source_in_an_order_of_its_own(tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    names = ("b.py", "a.py", "c.txt", "empty.py", "pkg/z.py", "test/no.py", "site-packages/no.py", "pkg/tests/no.py")
+    for name in names:
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text("" if name == "empty.py" else f"# {name}: é\n", encoding="utf-8")
+    (library / "latin.py").write_bytes(b"# caf\xe9\n")
+    size = sum(len(f"# {name}: é\n".encode()) for name in ("a.py", "b.py", "pkg/z.py"))
+    assert quickstart.write_corpus(library, tmp_path / "out" / "corpus.jsonl") == (3, size)
+    lines = (tmp_path / "out" / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    # `printf b.py | sha256sum` begins 4a5b; pkg/z.py 5380; a.py f0de.
+    assert [json.loads(line)["text"] for line in lines] == ["# b.py: é\n", "# pkg/z.py: é\n", "# a.py: é\n"]
+
+
+def test_a_failing_step_gives_its_status_and_its_command(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failing = Step(title="break", words=(sys.executable, "-c", "import sys; sys.exit(7)"), environment=(("A", "b c"),))
+    never = Step(title="never", words=("touch", "/nonexistent/never"))
+    monkeypatch.setattr(quickstart, "steps", lambda gpus, training: [failing, never])
+    assert quickstart.run_all(0) == 7
+    printed = capfd.readouterr()
+    assert "[1/2] break\n$ A='b c' " in printed.out
+    assert "step 1 (break) ended with status 7" in printed.err
+    assert "never" not in printed.out
+
+
+def test_a_step_ended_by_a_signal_counts_as_a_failure() -> None:
+    assert quickstart.run(Step(title="t", words=("sh", "-c", "kill -9 $$")), "1/1") == 137
+
+
+def test_the_summary_is_of_the_metrics(tmp_path: Path) -> None:
+    records = [
+        {"step": 10, "train/loss": 8.0},
+        {"step": 100, "train/loss": 3.25},
+        {"step": 100, "eval/loss": 3.5},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = quickstart.summary(tmp_path)
+    assert "8.000 at step 10 -> 3.250 at step 100" in text
+    assert "3.500" in text
+
+
+def test_the_layout_counts_its_processes() -> None:
+    assert Layout(tp=2, pp=3, dp=5).processes == 30
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_every_shipped_configuration_is_accepted(path: Path) -> None:
+    config = parse_config(["--config", str(path), "--mock-data", "--vocab-size", "4096"], prog="x", description="x")
+    with path.open("rb") as file:
+        given = tomllib.load(file)
+    for table, values in given.items():
+        for key, value in values.items():
+            assert getattr(getattr(config, table), key) == value, f"{table}.{key}"

@@ -1,0 +1,44 @@
+"""Concatenate .bin/.idx datasets.
+
+    python tools/merge_datasets.py --input part0_text_document part1_text_document --output-prefix all_text_document
+
+All inputs must hold tokens of one dtype and, where they say so, of one tokenizer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.data.command import ToolParser, run_tool
+from megacore.data.indexed import IndexedDataset
+from megacore.data.writer import merge
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit status is 0 done, 2 refused."""
+    parser = ToolParser(prog="merge_datasets.py", description="Concatenate .bin/.idx datasets, in the order given.")
+    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="paths without .bin/.idx")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path to write, without .bin/.idx")
+    return run_tool(parser, argv, _merge)
+
+
+def _merge(args: Namespace) -> None:
+    sidecar = merge(args.input, args.output_prefix)
+    merged = IndexedDataset(args.output_prefix)
+    print(
+        f"{args.output_prefix}.bin|idx: {merged.num_documents:,} documents, {len(merged):,} sequences, "
+        f"{merged.num_tokens:,} tokens ({merged.dtype.name}) of {len(args.input)} datasets"
+    )
+    if sidecar is None:
+        print(f"{args.output_prefix}.json is not written: not every input has one", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

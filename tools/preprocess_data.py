@@ -1,0 +1,112 @@
+"""Tokenize text files into a .bin/.idx dataset.
+
+    python tools/preprocess_data.py --input corpus.jsonl --tokenizer tokenizer --output-prefix data/corpus \\
+        --append-eod --workers 8
+
+writes data/corpus_text_document.bin, .idx and .json; they appear only when complete, and do not depend on --workers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.data.command import ToolParser, positive, run_tool
+from megacore.data.corpus import TextUnit, check_files
+from megacore.data.preprocess import Job, Report, available_cores, preprocess
+from megacore.data.progress import Progress, figures
+from megacore.data.tokenizer import load_tokenizer
+from megacore.wording import counted
+
+_SHOWN = 20  # bad lines that are shown; all are counted
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit status is 0 done, 2 refused, 1 failed."""
+    return run_tool(_parser(), argv, _preprocess)
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(prog="preprocess_data.py", description="Tokenize text files into a .bin/.idx dataset.")
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or plain text, each also .gz or .zst")
+    add(
+        "--tokenizer",
+        "--tokenizer-model",
+        required=True,
+        metavar="PATH",
+        help="what train_tokenizer.py wrote, a tokenizer.json, a transformers directory or a *.model",
+    )
+    add("--output-prefix", required=True, metavar="P", help="writes P_text_document.bin, .idx and .json")
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of .jsonl objects, each to its own output (text)",
+    )
+    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    add("--split-sentences", action="store_true", help="make each sentence a sequence: P_text_sentence")
+    add("--text-unit", choices=get_args(TextUnit), default="line", help="what a document is in plain text (line)")
+    add(
+        "--workers",
+        type=worker_count,
+        default=available_cores(),
+        metavar="N",
+        help="processes that tokenize (one a core)",
+    )
+    add("--strict", action="store_true", help="refuse the input at its first bad line")
+    return parser
+
+
+def worker_count(text: str) -> int:
+    """A slip of the finger here would start so many processes that the machine stands still."""
+    count, cores = positive(text), available_cores()
+    most = max(64, 4 * cores)
+    if count > most:
+        raise ArgumentTypeError(f"{count} processes on {cores} core(s) only wait for each other: use at most {most}")
+    return count
+
+
+def _preprocess(args: Namespace) -> None:
+    # The worker processes are the parallelism: threads within each would only get in each other's way.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    file_bytes = check_files(args.input)
+    job = Job(
+        inputs=tuple(args.input),
+        output_prefix=args.output_prefix,
+        json_keys=tuple(args.json_keys),
+        append_eod=args.append_eod,
+        split_sentences=args.split_sentences,
+        text_unit=args.text_unit,
+        workers=args.workers,
+        strict=args.strict,
+    )
+    tokenizer = load_tokenizer(args.tokenizer)
+    with Progress(file_bytes) as progress:
+        report = preprocess(job, tokenizer, progress.update)
+    _summarize(job, report)
+
+
+def _summarize(job: Job, report: Report) -> None:
+    for line in report.bad[:_SHOWN]:
+        print(f"left out {line}", file=sys.stderr)
+    if report.bad_count:
+        print(f"left out {counted(report.bad_count, 'bad line')}; --strict refuses them", file=sys.stderr)
+    if report.empty:
+        print(f"left out {counted(report.empty, 'empty document')}", file=sys.stderr)
+    outputs = ", ".join(f"{job.output(key)}.bin|idx|json" for key in job.json_keys)
+    written = f"{report.documents:,} documents, {report.tokens:,} tokens in {report.seconds:.1f} s"
+    print(f"{outputs}: {written} ({figures(report)})")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

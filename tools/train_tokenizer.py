@@ -1,0 +1,100 @@
+"""Train a tokenizer on text files.
+
+    python tools/train_tokenizer.py --input corpus.jsonl --model bpe --vocab-size 8192 --output tokenizer
+
+The output directory is what `--tokenizer` of the other tools takes. The same input gives the same files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.data.command import ToolParser, positive, run_tool
+from megacore.data.corpus import TextUnit, check_files, read_chunks
+from megacore.data.documents import BadLine, parse
+from megacore.data.tokenizer import refuse_other_kind
+from megacore.data.tokenizer_training import TokenizerKind, train_tokenizer
+from megacore.wording import counted
+
+LARGEST_VOCABULARY = 10_000_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit status is 0 done, 2 refused."""
+    return run_tool(_parser(), argv, _train)
+
+
+def vocabulary_size(text: str) -> int:
+    """Beyond this the trainers reserve memory until they are killed."""
+    size = positive(text)
+    if size > LARGEST_VOCABULARY:
+        raise ArgumentTypeError(f"{size} is more tokens than any text has: use at most {LARGEST_VOCABULARY}")
+    return size
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(prog="train_tokenizer.py", description="Train a tokenizer on text files.")
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or plain text, each also .gz or .zst")
+    add("--model", choices=get_args(TokenizerKind), default="bpe", help="bpe is byte-level (default)")
+    add(
+        "--vocab-size",
+        type=vocabulary_size,
+        required=True,
+        metavar="N",
+        help="largest number of tokens, special ones included",
+    )
+    add("--output", required=True, metavar="DIR", help="directory to write, made if missing")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of .jsonl objects to read (text)")
+    add("--text-unit", choices=get_args(TextUnit), default="line", help="what a document is in plain text (line)")
+    add("--lowercase", action="store_true", help="wordpiece only: ignore case and accents")
+    return parser
+
+
+def _train(args: Namespace) -> None:
+    check_files(args.input)
+    refuse_other_kind(args.output, args.model)
+    texts = _Texts(args)
+    tokenizer = train_tokenizer(
+        texts,
+        args.model,
+        args.vocab_size,
+        lowercase=args.lowercase,
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.save(args.output)
+    for line in texts.bad[:10]:
+        print(f"left out {line}", file=sys.stderr)
+    if texts.bad:
+        print(f"left out {counted(len(texts.bad), 'bad line')}", file=sys.stderr)
+    size, fingerprint = tokenizer.vocab_size, tokenizer.fingerprint[:12]
+    print(f"{args.output}: {args.model} tokenizer with a vocabulary of {size}, fingerprint {fingerprint}")
+
+
+class _Texts:
+    """The texts of the input files, read anew in each iteration; `bad` is what the last one left out."""
+
+    def __init__(self, args: Namespace) -> None:
+        self._args = args
+        self.bad: list[BadLine] = []
+
+    def __iter__(self) -> Iterator[str]:
+        self.bad.clear()
+        for path in self._args.input:
+            for chunk in read_chunks(path, self._args.text_unit):
+                parsed = parse(chunk, self._args.json_keys if chunk.unit == "json" else ("text",))
+                self.bad.extend(parsed.bad)
+                for texts in parsed.texts:
+                    yield from texts
+
+
+if __name__ == "__main__":
+    sys.exit(main())
