@@ -1,0 +1,338 @@
+"""The rules of the house as functions: each takes the parsed sources and returns the violations, one line each.
+
+Read from the syntax tree, without importing anything. `test_architecture.py` applies every rule to the repository and
+to planted violations. Where a rule has exceptions, they stand here with their reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+
+# Downwards only: a group may import the groups of the lines above it, and itself, but no other group of its own line.
+ORDER = (
+    {"kernels"},
+    {"config", "ops"},
+    {"parallel"},
+    {"layers"},
+    {"models"},
+    {"data", "pipeline", "optim"},
+    {"checkpoint"},
+    {"plan"},
+    {"train"},
+    {"scripts", "tools"},
+    {"tests"},
+)
+LEVEL = {group: level for level, groups in enumerate(ORDER) for group in groups}
+PACKAGES = {"kernels", "parallel", "layers", "models", "data", "pipeline", "optim", "checkpoint", "plan", "train"}
+
+# Imports that are not at the head of the module, with the reason: (file, imported module) -> why.
+START_UP = "torch takes seconds to load; a wrong flag or input is refused before that"
+LATE_IMPORTS = {
+    ("pretrain_gpt.py", "megacore.train.launch"): START_UP,
+    ("pretrain_gpt.py", "megacore.layers.context"): START_UP,
+    ("pretrain_gpt.py", "megacore.models.gpt"): START_UP,
+    ("pretrain_gpt.py", "megacore.parallel.random"): START_UP,
+    ("pretrain_gpt.py", "megacore.train.parallelize"): START_UP,
+    ("pretrain_gpt.py", "megacore.train.trainer"): START_UP,
+    ("megacore/help_text.py", "tyro"): "only --help needs it, and it is slow to load on every rank",
+    ("megacore/data/tokenizer.py", "transformers"): "optional, and only directories without a tokenizer.json need it",
+}
+# Who may load torch before the configuration is accepted: nobody of `config`, and of `data` the loader alone.
+TORCH_IN_DATA = {"megacore/data/loader.py"}
+
+DISTRIBUTED = {
+    "megacore/parallel/collectives.py": "collectives",
+    "megacore/parallel/mesh.py": "groups",
+    "megacore/pipeline/transport.py": "point-to-point",
+}
+POINT_TO_POINT = {
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "P2POp",
+    "batch_isend_irecv",
+    "send_object_list",
+    "recv_object_list",
+}
+COLLECTIVES = re.compile(r"all_|reduce|gather|scatter|broadcast|barrier|monitored_barrier")
+MESH_COLLECTIVES = {"barrier"}  # before the groups are destroyed
+
+DEVICE_SEAM = "megacore/parallel/mesh.py"
+CUDA_NAMES = dict.fromkeys(("megacore/sections.py", "tools/generate.py"), "the value that --device takes")
+
+MAX_FILE, MAX_FUNCTION, MAX_SCRIPT, MAX_POSITIONAL = 350, 60, 99, 5
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the repository: its path from the root, and its text."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @property
+    def module(self) -> str:
+        """The dotted name under which it is imported."""
+        path = PurePosixPath(self.path).with_suffix("")
+        parts = path.parts[:-1] if path.name == "__init__" else path.parts
+        return ".".join(("megacore", *parts) if parts[0] == "kernels" else parts)
+
+    @property
+    def group(self) -> str:
+        """The group of the import order that it belongs to."""
+        return group_of(self.module)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is product code, not a test."""
+        return self.group != "tests"
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        return list(_imports(self.tree))
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: its dotted name, and how it is imported."""
+
+    module: str
+    line: int
+    late: bool  # not at the head of the module
+    typing: bool  # under `if TYPE_CHECKING`
+
+
+def group_of(module: str) -> str:
+    """The group of a dotted module name: a package of megacore, `config` for megacore's own modules, or a top level."""
+    parts = module.split(".")
+    if parts[0] != "megacore":
+        return parts[0] if parts[0] in ("tools", "tests") else "scripts"
+    name = parts[1] if len(parts) > 1 else "config"
+    return name if name in PACKAGES or name == "ops" else "config"
+
+
+def _imports(tree: ast.Module) -> Iterator[Import]:
+    waiting: list[tuple[ast.AST, bool, bool]] = [(node, False, False) for node in tree.body]
+    while waiting:
+        node, late, typing = waiting.pop(0)
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, late, typing) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # `from a import b` may name the module a.b: both are given, and the unknown one is ignored later.
+            base = ("." * node.level) + (node.module or "")
+            yield Import(base, node.lineno, late, typing)
+            yield from (Import(f"{base}.{alias.name}", node.lineno, late, typing) for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            waiting += [(child, late, True) for child in node.body]
+        else:
+            waiting += [(child, True, typing) for child in ast.iter_child_nodes(node)]
+
+
+def upward_imports(sources: Iterable[Source]) -> list[str]:
+    """Imports that point upwards or sideways in ORDER; those for types only count too."""
+    found = []
+    for source in sources:
+        for item in source.imports:
+            if item.module.split(".")[0] not in ("megacore", "tools", "tests"):
+                if item.module.startswith(("pretrain_", ".")):
+                    found.append(f"{source.path}:{item.line} imports {item.module}: no script, and no relative import")
+                continue
+            own, other = source.group, group_of(item.module)
+            if item.module == "megacore" or own == other or LEVEL[other] < LEVEL[own]:
+                continue
+            found.append(f"{source.path}:{item.line} imports {item.module}: {own} may not import {other}")
+    return sorted(set(found))
+
+
+def import_graph(sources: Iterable[Source], *, late: bool) -> dict[str, set[str]]:
+    """Module -> modules of ours that importing it loads; with `late` also what its functions import."""
+    known = {source.module: source for source in sources}
+    graph = {}
+    for name, source in known.items():
+        direct = {item.module for item in source.imports if not item.typing and (late or not item.late)}
+        graph[name] = {module for module in direct if module in known and module != name}
+    return graph
+
+
+def cycles(sources: Iterable[Source]) -> list[str]:
+    """Import cycles between modules, those that an import inside a function dodges included."""
+    graph = import_graph(sources, late=True)
+    found: set[str] = set()
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            ring = path[path.index(name) :]
+            first = ring.index(min(ring))
+            found.add(" -> ".join([*ring[first:], *ring[:first], ring[first]]))
+        elif name not in done:
+            for following in sorted(graph[name]):
+                visit(following, [*path, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    return sorted(found)
+
+
+def late_imports(sources: Iterable[Source]) -> list[str]:
+    """Imports inside functions or conditions that are not on the list; `from a import b` is listed under a."""
+    found = {
+        f"{source.path}:{item.line} imports {item.module} inside a function, a condition or a try"
+        for source in sources
+        if source.is_ours
+        for item in source.imports
+        if item.late and not any((source.path, name) in LATE_IMPORTS for name in _prefixes(item.module))
+    }
+    return sorted(found)
+
+
+def _prefixes(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def early_torch(sources: Iterable[Source]) -> list[str]:
+    """Modules of `config` and `data` whose import loads torch (or transformers, which loads it)."""
+    sources = list(sources)
+    by_name = {source.module: source for source in sources}
+    graph = import_graph(sources, late=False)
+
+    def reaches(name: str, seen: set[str]) -> str | None:
+        seen.add(name)
+        for item in by_name[name].imports:
+            if item.module.split(".")[0] in ("torch", "transformers") and not (item.late or item.typing):
+                return by_name[name].path
+        return next((path for near in graph[name] - seen if (path := reaches(near, seen))), None)
+
+    checked = [s for s in sources if s.group in ("config", "data") and s.path not in TORCH_IN_DATA]
+    return [f"{s.path} loads torch, through {path}" for s in checked if (path := reaches(s.module, set()))]
+
+
+def stray_communication(sources: Iterable[Source]) -> list[str]:
+    """torch.distributed outside its three files, or in the wrong one of them."""
+    found = []
+    for source in sources:
+        if not source.is_ours:
+            continue
+        role = DISTRIBUTED.get(source.path)
+        if role is None:
+            found += [
+                f"{source.path}:{item.line} imports {item.module}: it belongs to {', '.join(DISTRIBUTED)}"
+                for item in source.imports
+                if item.module.startswith("torch.distributed") and not item.typing
+            ]
+        for node in ast.walk(source.tree):
+            name = _distributed_name(node)
+            if name and (wrong := _misplaced(name, role, source.path)):
+                found.append(f"{source.path}:{getattr(node, 'lineno', 0)} {wrong}")
+    return sorted(set(found))
+
+
+def _distributed_name(node: ast.AST) -> str | None:
+    """The x of `dist.x` or `torch.distributed.x`."""
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("dist", "torch.distributed"):
+        return node.attr
+    return None
+
+
+def _misplaced(name: str, role: str | None, path: str) -> str | None:
+    if name in POINT_TO_POINT and role != "point-to-point":
+        return f"calls {name}: point-to-point belongs to pipeline/transport.py"
+    allowed = role == "collectives" or (path == DEVICE_SEAM and name in MESH_COLLECTIVES)
+    if COLLECTIVES.match(name) and name not in POINT_TO_POINT and not allowed:
+        return f"calls {name}: collectives belong to parallel/collectives.py"
+    return None
+
+
+def cuda_by_name(sources: Iterable[Source]) -> list[str]:
+    """`torch.cuda`, `.cuda()` and the string "cuda" outside the one seam for the device."""
+    found = []
+    for source in sources:
+        if not source.is_ours or source.path == DEVICE_SEAM or source.path in CUDA_NAMES:
+            continue
+        for node in ast.walk(source.tree):
+            text = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value
+            if (isinstance(node, ast.Attribute) and node.attr == "cuda") or (
+                text and re.fullmatch(r"cuda(:\d*)?", text)
+            ):
+                found.append(f"{source.path}:{getattr(node, 'lineno', 0)} names cuda: ask {DEVICE_SEAM}")
+    return found
+
+
+def pickles(sources: Iterable[Source]) -> list[str]:
+    """Anything that reads or writes a pickle."""
+    found = []
+    for source in sources:
+        if not source.is_ours:
+            continue
+        modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+        found += [f"{source.path}:{i.line} imports {i.module}" for i in source.imports if i.module in modules]
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
+                found.append(f"{source.path}:{node.lineno} uses {ast.unparse(node)}, which is a pickle")
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+                found.append(f"{source.path}:{node.value.lineno} allows pickles")
+    return found
+
+
+def _functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def oversized(sources: Iterable[Source]) -> list[str]:
+    """Files, functions, entry points and parameter lists past their limits."""
+    found = []
+    for source in sources:
+        lines = len(source.text.splitlines())
+        limit = MAX_SCRIPT if source.path.startswith("pretrain_") else MAX_FILE
+        if lines > limit:
+            found.append(f"{source.path} has {lines} lines, more than {limit}")
+        for function in _functions(source):
+            length = (function.end_lineno or 0) - function.lineno + 1
+            if length > MAX_FUNCTION:
+                found.append(
+                    f"{source.path}:{function.lineno} {function.name} has {length} lines (limit {MAX_FUNCTION})"
+                )
+            names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+            count = len(names) - (names[:1] in (["self"], ["cls"], ["ctx"]))
+            if source.is_ours and count > MAX_POSITIONAL:
+                found.append(f"{source.path}:{function.lineno} {function.name} takes {count} positional parameters")
+    return found
+
+
+def undocumented(sources: Iterable[Source]) -> list[str]:
+    """Modules without a docstring, catch-all module names, and public functions without types or words."""
+    found = []
+    for source in sources:
+        if PurePosixPath(source.path).stem in ("utils", "helpers", "misc", "common"):
+            found.append(f"{source.path}: a module is named for what it does")
+        if source.tree.body and not ast.get_docstring(source.tree):
+            found.append(f"{source.path} has no docstring")
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                if source.is_ours and not ast.get_docstring(node):
+                    found.append(f"{source.path}:{node.lineno} {node.name} has no docstring")
+                found += [f"{source.path}:{line}" for line in _untyped(node)]
+    return found
+
+
+def _untyped(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
+    if isinstance(node, ast.ClassDef):
+        inner = [n for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
+        return [line for function in inner for line in _untyped(function)]
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    missing = [a.arg for a in arguments if a.annotation is None and a.arg not in ("self", "cls")]
+    if node.returns is None:
+        missing.append("its result")
+    return [f"{node.lineno} {node.name} does not annotate {', '.join(missing)}"] if missing else []

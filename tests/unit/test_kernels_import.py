@@ -1,0 +1,126 @@
+"""`kernels/` is imported as `megacore.kernels`, never in place of the package `kernels` that transformers looks for.
+
+How: kernels/ has no __init__.py, so a folder of that name on the path gives way to any real package; and
+megacore/kernels is a link to it, which the build follows. Every way to have megacore is tried with and without another
+package `kernels`, in a fresh interpreter each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from megacore.kernels import availability
+from tests.unit.packaging_builds import ROOT
+
+PROBE = """
+import json, site, sys
+for directory in sys.argv[1:]:
+    site.addsitedir(directory)
+import megacore, megacore.kernels.availability as ours
+try:
+    import kernels
+    theirs = getattr(kernels, "__file__", None)
+except ImportError:
+    theirs = None
+print(json.dumps({"megacore": megacore.__file__, "ours": ours.__file__, "theirs": theirs}))
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A folder with another regular package named `kernels`, and its metadata."""
+    site = tmp_path / "foreign"
+    (site / "kernels").mkdir(parents=True)
+    (site / "kernels" / "__init__.py").write_text("__version__ = '0.0.1'\n")
+    (site / "kernels-0.0.1.dist-info").mkdir()
+    (site / "kernels-0.0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.0.1\n")
+    return site
+
+
+def probe(cwd: Path, python_path: list[Path], sites: list[Path]) -> dict[str, str | None]:
+    """Import both packages in a fresh interpreter and say where each came from."""
+    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(str(path) for path in python_path)}
+    # -S: without this environment's site-packages, where megacore itself is installed.
+    command = [sys.executable, "-S", "-c", PROBE, *map(str, sites)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
+
+
+def checkout(_: pytest.FixtureRequest) -> tuple[list[Path], list[Path], Path]:
+    return [ROOT], [], ROOT
+
+
+def wheel(request: pytest.FixtureRequest) -> tuple[list[Path], list[Path], Path]:
+    site: Path = request.getfixturevalue("wheel_site")
+    return [site], [], site
+
+
+def editable(request: pytest.FixtureRequest) -> tuple[list[Path], list[Path], Path]:
+    site: Path = request.getfixturevalue("editable_site")
+    return [], [site], site.parent / "editable-tree"
+
+
+@pytest.mark.parametrize("with_foreign", [False, True], ids=["alone", "beside-another-kernels"])
+@pytest.mark.parametrize("way", [checkout, wheel, editable])
+def test_each_package_is_found_under_its_own_name(
+    way: Callable[[pytest.FixtureRequest], tuple[list[Path], list[Path], Path]],
+    with_foreign: bool,
+    foreign: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    python_path, sites, home = way(request)
+    # The other package comes last on the path: it must win by being a real package, not by its place.
+    found = probe(tmp_path, python_path, [*sites, foreign] if with_foreign else sites)
+    assert found["megacore"] == str(home / "megacore" / "__init__.py")
+    assert found["ours"] == str(home / "megacore" / "kernels" / "availability.py")
+    assert found["theirs"] == (str(foreign / "kernels" / "__init__.py") if with_foreign else None)
+
+
+def test_a_script_started_in_the_checkout_sees_the_real_kernels(foreign: Path) -> None:
+    """`python -c` and `-m` put the current folder first on the path: there a regular package would shadow."""
+    assert probe(ROOT, [], [foreign])["theirs"] == str(foreign / "kernels" / "__init__.py")
+
+
+def test_transformers_does_not_take_our_folder_for_the_package(foreign: Path) -> None:
+    code = "import transformers.integrations.hub_kernels as hub; print(hub.is_kernels_available())"
+    for python_path in ([ROOT], [ROOT, foreign]):
+        environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(map(str, python_path))}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        # Version 0.0.1 is too old for transformers, which only a package that was really found can be.
+        assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+def test_kernels_is_a_folder_without_an_init_and_the_package_a_link_to_it() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (ROOT / "megacore" / "kernels").samefile(ROOT / "kernels")
+
+
+def test_triton_version_is_the_installed_one_and_none_without_triton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        expected: str | None = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        expected = None
+    assert availability.triton_version() == expected
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise AssertionError('triton was imported')\n")
+    information = tmp_path / "pytorch_triton-9.8.7.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pytorch-triton\nVersion: 9.8.7\n")
+    (information / "top_level.txt").write_text("triton\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    assert availability.triton_version() == "9.8.7"

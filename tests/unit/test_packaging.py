@@ -1,0 +1,96 @@
+"""What the wheel and the sdist hold, and that the pins are complete and agree with what is installed."""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import megacore
+from tests.unit.packaging_builds import ROOT
+
+
+def requirements() -> list[Requirement]:
+    """Every requirement of megacore and of its `test` extra, as setup.cfg writes them."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options"]["install_requires"] + setup["options.extras_require"]["test"]
+    return [Requirement(line) for line in lines.splitlines() if line.strip()]
+
+
+def pins() -> dict[str, str]:
+    """Name -> version of constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def closure() -> set[str]:
+    """The names of all packages that an installation brings here, directly or not."""
+    found: set[str] = set()
+    waiting = requirements()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name in found:
+            continue
+        found.add(name)
+        for line in metadata.requires(name) or []:
+            needed = Requirement(line)
+            extras = [{"extra": extra} for extra in ("", *requirement.extras)]
+            if needed.marker is None or any(needed.marker.evaluate(extra) for extra in extras):
+                waiting.append(needed)
+    return found
+
+
+def test_the_wheel_holds_the_package_with_its_kernels_and_nothing_else(built: tuple[Path, Path]) -> None:
+    _, wheel = built
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name.split("/")[0] for name in names} == {"megacore", f"megacore-{megacore.__version__}.dist-info"}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megacore").rglob("*.py")}
+    kernels = {f"megacore/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
+    assert kernels
+    assert {name for name in names if name.endswith(".py")} == sources | kernels
+    assert "megacore/py.typed" in names
+
+
+def test_the_sdist_holds_what_building_and_testing_need(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    wanted = {"setup.cfg", "pyproject.toml", "constraints.txt", "Makefile", "LICENSE", "README.md", "CHANGELOG.md"}
+    assert wanted | {"tests/distributed.py", "tests/unit/test_packaging.py", "kernels/availability.py"} <= names
+
+
+def test_the_wheel_imports_where_nothing_else_of_the_project_is(wheel_site: Path, tmp_path: Path) -> None:
+    code = f"import sys; sys.path.insert(0, {str(wheel_site)!r}); import megacore.errors, megacore.kernels.availability"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0
+
+
+def test_every_installed_package_is_pinned_and_nothing_else() -> None:
+    # Only torch's CUDA build brings packages that torch pins itself.
+    pinned_by_torch = {name for name in closure() if name.startswith(("nvidia-", "triton", "cuda-"))}
+    assert closure() - pinned_by_torch == set(pins())
+
+
+def test_installed_versions_are_the_pinned_ones() -> None:
+    installed = {name: metadata.version(name).split("+")[0] for name in pins()}
+    assert installed == pins()
+
+
+def test_the_pins_satisfy_the_declared_bounds() -> None:
+    for requirement in requirements():
+        assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)]), requirement
+
+
+def test_the_license_is_the_full_text() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
