@@ -20,16 +20,17 @@ START, END = 90.0, 12.0  # seconds that four processes may take to begin on a bu
 ENDLESS = {"train_iters": 1_000_000, "global_batch_size": 4}
 
 
-def wait_for_steps(job: Job) -> None:
-    """Wait until the run is in its loop."""
-    until(lambda: "step 3/" in job.said("stdout") or job.torchrun.poll() is not None, START, "no step 3")
-    assert job.torchrun.poll() is None, job.said()
+def wait_for_step(job: Job, number: int) -> None:
+    """Wait until the run has done so many steps; a run that ends before fails the test with what it said."""
+    said = f"step {number}/"
+    until(lambda: said in job.said("stdout") or job.torchrun.poll() is not None, START, f"no {said}")
+    assert said in job.said("stdout"), job.said()
 
 
 def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
     flags = small_run(tmp_path / "out", tp=2, pp=2, **ENDLESS)
     with under_torchrun(tmp_path / "logs", 4, PROGRAM, *flags) as job:
-        wait_for_steps(job)
+        wait_for_step(job, 3)
         victim = job.pid_of(2)
         os.kill(victim, signal.SIGKILL)
         status, launcher = job.ends(END)
@@ -58,7 +59,7 @@ class Failing:
         return self.samples[k]
 
 build = pretrain_gpt.build_datasets
-pretrain_gpt.build_datasets = lambda config: Datasets(Failing(build(config).train), None, None)
+pretrain_gpt.build_datasets = lambda *given, **named: Datasets(Failing(build(*given, **named).train), None, None)
 exit_with(pretrain_gpt.main(sys.argv[1:]))
 """
 
@@ -75,7 +76,7 @@ def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: st
     (tmp_path / "driver.py").write_text(DRIVER.replace("{error}", error).replace("{ranks}", ranks))
     flags = small_run(tmp_path / "out", tp=tp, dp=2, **ENDLESS)
     with under_torchrun(tmp_path / "logs", 2 * tp, tmp_path / "driver.py", *flags) as job:
-        until(lambda: "step 2/" in job.said("stdout"), START, "no step 2")
+        wait_for_step(job, 2)
         status, launcher = job.ends(END)
         said = job.said()
     assert status == 1
@@ -92,7 +93,7 @@ def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: st
 def test_a_signal_to_the_launcher_ends_everything_quietly(tmp_path: Path, number: signal.Signals) -> None:
     flags = small_run(tmp_path / "out", pp=2, **ENDLESS)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
-        wait_for_steps(job)
+        wait_for_step(job, 3)
         job.torchrun.send_signal(number)
         job.ends(END)
         said = job.said()
