@@ -169,6 +169,15 @@ def _ffn(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("reproducible", "grad_reduce_dtype")
+def _reproducible(config: Config, world_size: int) -> Iterator[str]:
+    if config.training.reproducible and config.precision.grad_reduce_dtype != "fp32":
+        yield (
+            f"--reproducible adds gradients exactly, and --grad-reduce-dtype {config.precision.grad_reduce_dtype} "
+            "rounds them first: use --grad-reduce-dtype fp32, or leave --reproducible out"
+        )
+
+
 @_about("pp", "num_layers")
 def _stages(config: Config, world_size: int) -> Iterator[str]:
     pp, layers = config.parallel.pp, config.model.num_layers

@@ -273,6 +273,9 @@ class TrainingConfig(Section):
     """Steps to train, counted from the start of the run."""
     seed: Annotated[int, Range(0, MAX_SEED)] = 1234
     """Seed of initial weights, dropout and data order. Two runs with the same seed are bitwise equal."""
+    reproducible: bool = False
+    """Makes losses and weights bitwise the same for every --pp, --dp, --zero-stage and schedule, with the same
+    --micro-batch-size and --tp. Slower, and gradients take 8 bytes while they are added up."""
     eval_interval: Annotated[int, Range(0)] = 1000
     """Steps between evaluations on the validation split. 0: no evaluation."""
     eval_iters: Annotated[int, Range(1)] = 100

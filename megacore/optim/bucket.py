@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megacore.optim.exact import LARGEST_SUM, UNIT, from_units, to_units
 from megacore.optim.flat import FlatLayout, Segment
 from megacore.parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from megacore.parallel.mesh import Group
@@ -33,6 +34,8 @@ class ZeroOptions:
         reduce_dtype: in which gradients are accumulated and reduced.
         overlap_grad_reduce: reduce while backward goes on; otherwise wait at once.
         overlap_param_gather: gather updated parameters while the next forward begins; otherwise wait at once.
+        exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks, and
+            then they are added exactly (optim/exact.py); 0: they are added in `reduce_dtype`.
     """
 
     stage: int = 0
@@ -40,6 +43,12 @@ class ZeroOptions:
     reduce_dtype: torch.dtype = torch.float32
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
+    exact_terms: int = 0
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In which gradients are added up."""
+        return torch.int64 if self.exact_terms else self.reduce_dtype
 
 
 class Bucket:
@@ -59,6 +68,7 @@ class Bucket:
         assert group.size > 1 or options.stage == 0
         self.parameters, self.group, self.options = list(parameters), group, options
         self._by_name = {parameter.spec.name: parameter for parameter in parameters}
+        self._order = {name: i for i, name in enumerate(self._by_name)}
         self._device = self.parameters[0].device
         shards, rank = (group.size, group.rank) if options.stage else (1, 0)
         self.layout = FlatLayout(parameters, shards)
@@ -70,13 +80,14 @@ class Bucket:
         self._gathering: Pending | None = None
 
         # Where nothing is summed over ranks and nothing converted, gradients stay where autograd puts them.
-        self._in_place = group.size == 1 and options.compute_dtype == options.reduce_dtype
+        self._in_place = group.size == 1 and options.compute_dtype == options.sum_dtype
         self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, else for one reduction
         self._own_gradients: Tensor | None = None  # the own shard of their sum
         self._reducing: tuple[Pending, Tensor, Tensor] | None = None  # under way: result, and its source kept alive
         self._written: set[str] = set()  # parameters that have a value in `_gradients`
         self._missing: set[str] = set()  # parameters whose gradient this backward still owes
         self._local_norms: Tensor | None = None
+        self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
         self.release()
 
     # ---- parameters
@@ -128,9 +139,10 @@ class Bucket:
 
     # ---- gradients
 
-    def begin_step(self) -> None:
-        """Forget the gradients of the last step."""
+    def begin_step(self, loss_scale: float) -> None:
+        """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
         self._own_gradients, self._local_norms = None, None
+        self._unit = UNIT * loss_scale
         self._written.clear()
         for parameter in self.parameters:
             parameter.grad = None
@@ -145,11 +157,26 @@ class Bucket:
         parameter = self._by_name[name]
         if not self._in_place:
             assert parameter.grad is not None
-            view = self._view(name).view(parameter.shape)
-            view.add_(parameter.grad) if name in self._written else view.copy_(parameter.grad)
-            self._written.add(name)
+            self.add_part(name, parameter.grad)
             parameter.grad = None
         return not self._missing
+
+    def add_part(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient to the sum of its parameter's."""
+        if self.options.exact_terms:
+            gradient = self._in_units(name, gradient)
+        view = self._view(name).view(gradient.shape)
+        view.add_(gradient) if name in self._written else view.copy_(gradient)
+        self._written.add(name)
+
+    def _in_units(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient as integers; that it was too large for them, or not finite, is noted, as integers cannot say."""
+        units, largest = to_units(gradient, self._unit)
+        if self._local_norms is None:
+            self._local_norms = torch.zeros(len(self._by_name), dtype=torch.float64, device=self._device)
+        held = largest <= LARGEST_SUM / self.options.exact_terms  # False for NaN
+        self._local_norms[self._order[name]] += torch.where(held, 0.0, torch.inf)
+        return units
 
     def reduce(self) -> None:
         """Begin to sum what has arrived over the group; a parameter that took no part in the loss counts as zero."""
@@ -161,7 +188,8 @@ class Bucket:
             self._view(name).zero_()
         whole = self._gradients
         assert whole is not None
-        self._note_norms()
+        if not self.options.exact_terms:
+            self._note_norms()
         if self.options.stage == 0:
             self._reducing = start_all_reduce_(whole, self.group), whole, whole
         else:
@@ -192,6 +220,19 @@ class Bucket:
         """Whether a parameter's gradient of this backward has not arrived."""
         return bool(self._missing)
 
+    def settle(self) -> None:
+        """Turn exact sums into fp32 gradients without the loss scale, once all that is to be added is."""
+        if self._own_gradients is not None and self._own_gradients.dtype == torch.int64:
+            self._own_gradients = from_units(self._own_gradients, UNIT)
+            self._gradients = None
+
+    @property
+    def overflow(self) -> Tensor:
+        """0 if what this rank added was finite, else not finite; a scalar, and only noted of exact sums."""
+        if self._local_norms is None or not self.options.exact_terms:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return self._local_norms.sum()
+
     def gradient(self, segment: Segment) -> Tensor | None:
         """The reduced gradient of a segment, flat; None where the parameter took no part in any loss."""
         if self._in_place:
@@ -212,7 +253,7 @@ class Bucket:
     def _view(self, name: str) -> Tensor:
         """A parameter's place in the buffer of all gradients, flat."""
         if self._gradients is None:
-            self._gradients = torch.zeros(self.layout.size, dtype=self.options.reduce_dtype, device=self._device)
+            self._gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
         return self._gradients[self.layout.place(name)]
 
     def _note_norms(self) -> None:

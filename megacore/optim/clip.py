@@ -1,55 +1,87 @@
-"""The global gradient norm, the same number on every layout, and clipping by it.
+"""What a step's ranks must agree on, in one look: the global gradient norm and the loss; and clipping by the norm.
 
-A norm is a sum over parameters, and a parallel layout holds some parameters more than once: those that every
-tensor-parallel rank holds whole are counted on the first of them, and a tied one on the stage of its first use.
+Both are sums over ranks, and a parallel layout holds some parameters more than once: those that every tensor-parallel
+rank holds whole are counted on the first of them, and a tied one on the stage of its first use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megacore.optim.data_parallel import OwnedSegment
+from megacore.optim.exact import square_sum_from_units, square_sum_units
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Mesh
 
 _ROW = 4096
 
 
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Numbers that are equal on every rank, as fp64 scalars.
+
+    Attributes:
+        norm: the 2-norm of the whole model's gradient; not finite if any gradient, or the loss, is not.
+        loss: the loss summed over the global batch.
+    """
+
+    norm: Tensor
+    loss: Tensor
+
+
 @torch.no_grad()
-def gradient_norm(
+def totals(
     segments: Iterable[OwnedSegment],
     mesh: Mesh,
     *,
     sharded: bool,
     tied_copies: Iterable[str] = (),
-    poison: Tensor | None = None,
-) -> Tensor:
-    """The 2-norm of the whole model's gradient; equal on every rank, and not finite if any gradient is not.
+    loss: Tensor | float = 0.0,
+    overflow: Tensor | float = 0.0,
+    exact: bool = False,
+) -> Totals:
+    """Sum what the ranks hold.
 
     Args:
         segments: what this rank owns of its stage, gradients already summed over data-parallel ranks.
         mesh: whose tp and pp groups together hold the model.
         sharded: whether data-parallel ranks own different segments.
         tied_copies: global names of parameters that are counted on another stage.
-        poison: a number of this rank's that makes the norm not finite if it is not itself (the loss).
-
-    Returns:
-        A scalar in fp64.
+        loss: this rank's share of the summed loss, the same on its tensor-parallel ranks.
+        overflow: not finite if this rank knows of a gradient that is not.
+        exact: sum so that the bits depend neither on the order nor on the layout.
     """
-    elsewhere = frozenset(tied_copies)
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    if poison is not None:
-        total += 0.0 * poison
-    for owned in segments if sharded or mesh.dp.is_first else ():
-        counted_here = owned.spec.dim is not None or mesh.tp.is_first
-        if counted_here and owned.spec.name not in elsewhere and (gradient := owned.gradient) is not None:
-            total += square_sum(gradient)
+    gradients = _counted_here(segments, mesh, frozenset(tied_copies)) if sharded or mesh.dp.is_first else ()
+    sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # squares, loss, 0 or what is not finite
+    sums[1] = loss if mesh.tp.is_first else 0.0
+    sums[2] = overflow
+    if exact:
+        units = torch.stack([square_sum_units(gradient) for gradient in (*gradients, sums.new_zeros(0))]).sum(0)
+        _sum_over_all(units, mesh)
+        squares = square_sum_from_units(units)
+    else:
+        for gradient in gradients:
+            sums[0] += square_sum(gradient)
+    _sum_over_all(sums, mesh)
+    if not exact:
+        squares = sums[0]
+    return Totals(norm=squares.sqrt() + 0.0 * sums[1:].sum(), loss=sums[1])
+
+
+def _counted_here(segments: Iterable[OwnedSegment], mesh: Mesh, elsewhere: frozenset[str]) -> Iterator[Tensor]:
+    for owned in segments:
+        once = owned.spec.dim is not None or mesh.tp.is_first
+        if once and owned.spec.name not in elsewhere and (gradient := owned.gradient) is not None:
+            yield gradient
+
+
+def _sum_over_all(sums: Tensor, mesh: Mesh) -> None:
     for group in (mesh.dp, mesh.tp, mesh.pp):
-        all_reduce_(total, group)
-    return total.sqrt()
+        all_reduce_(sums, group)
 
 
 def square_sum(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from megacore.optim.bucket import Bucket, ZeroOptions
 from megacore.optim.flat import Segment, assign_buckets
@@ -79,6 +80,7 @@ class DataParallel:
         self.buckets = [Bucket(run, group, options) for run in runs]
         self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
         self._needs = [_unique(self._bucket_of[p.spec.name] for p in sharded_parameters(layer)) for layer in layers]
+        self._repeated = _later_uses(layers) if options.exact_terms else [{} for _ in layers]
         self._holders: dict[int, set[int]] = {id(bucket): set() for bucket in self.buckets}
         self._reduces_now = False
         self.segments = list(self._own_segments())
@@ -93,12 +95,24 @@ class DataParallel:
         self._acquire(index)
         self._prefetch(index + 1)
         if self.options.stage < 3:
-            return layer(x)
+            return self._apply(index, layer, x)
         if x.requires_grad:
             x = _WhenBackward.apply(x, lambda: self._release(index))
-        y = layer(x)
+        y = self._apply(index, layer, x)
         self._release(index)
         return _WhenBackward.apply(y, lambda: self._before_backward(index)) if y.requires_grad else y
+
+    def _apply(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        """layer(x). Where gradients are summed exactly, those of a parameter that an earlier layer has too are taken
+        apart from that layer's, as if the two lay on different stages: autograd would add them in floating point."""
+        if not self._repeated[index]:
+            return layer(x)
+        own = {name: _OwnGradient.apply(p, self._take_part) for name, p in self._repeated[index].items()}
+        y: Tensor = functional_call(layer, own, (x,))
+        return y
+
+    def _take_part(self, parameter: ShardedParameter, gradient: Tensor) -> None:
+        self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
 
     def _before_backward(self, index: int) -> None:
         self._acquire(index)
@@ -124,10 +138,10 @@ class DataParallel:
 
     # ---- gradients of a step
 
-    def begin_step(self) -> None:
-        """Forget the gradients of the last step."""
+    def begin_step(self, loss_scale: float) -> None:
+        """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
         for bucket in self.buckets:
-            bucket.begin_step()
+            bucket.begin_step(loss_scale)
 
     def begin_backward(self, *, last: bool) -> None:
         """A microbatch's backward begins; `last` says that it completes the gradients."""
@@ -147,6 +161,15 @@ class DataParallel:
         """Return once every gradient is the sum over the group."""
         for bucket in self.buckets:
             bucket.finish_reduction()
+
+    def settle(self) -> None:
+        """Turn exact sums into fp32 gradients without the loss scale; in floating point there is nothing to turn."""
+        for bucket in self.buckets:
+            bucket.settle()
+
+    def overflow(self) -> Tensor:
+        """0 if the terms of exact sums on this rank were finite, and not finite otherwise; a scalar."""
+        return torch.stack([bucket.overflow for bucket in self.buckets]).sum()
 
     def _arrived(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)
@@ -203,6 +226,31 @@ class _WhenBackward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.call()
         return grad, None
+
+
+class _OwnGradient(torch.autograd.Function):
+    """The identity; hands its gradient to `take` instead of passing it on."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, take: Callable[[Tensor, Tensor], None]) -> Tensor:
+        ctx.parameter, ctx.take = parameter, take
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.take(ctx.parameter, grad)
+        return None, None
+
+
+def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:
+    """For each layer its parameters that an earlier layer has too, by their name in the layer."""
+    seen: set[str] = set()
+    found = []
+    for layer in layers:
+        named = {n: p for n, p in layer.named_parameters() if isinstance(p, ShardedParameter)}
+        found.append({name: p for name, p in named.items() if p.spec.name in seen})
+        seen |= {p.spec.name for p in named.values()}
+    return found
 
 
 def _first_uses(layers: Sequence[nn.Module]) -> list[list[ShardedParameter]]:

@@ -1,8 +1,8 @@
 """Where parameters lie in a flat buffer, and which part of it a rank owns: arithmetic only.
 
-A bucket is a run of parameters laid end to end and padded so that it divides into equal shards. A shard cuts parameters
-anywhere; a `Segment` is the part of one parameter inside a shard, addressed by the parameter's name and offset, which
-makes sharded state independent of the sharding.
+A bucket is a run of parameters laid one after the other, each from an aligned place, and padded so that it divides into
+equal shards. A shard cuts parameters anywhere; a `Segment` is the part of one parameter inside a shard, by the name and
+the offset in the parameter, which makes sharded state independent of the sharding.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from megacore.parallel.sharding import ShardedParameter
 
-# Elements to which a shard's length is rounded up, so that shards start on 64-byte boundaries.
-ALIGNMENT = 16
+# Elements at multiples of which parameters and shards begin: 64 bytes at 16 bits, 128 at 32. What a matrix product
+# rounds may depend on how its operands are aligned, and unaligned ones are slower.
+ALIGNMENT = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Segment:
 
 
 class FlatLayout:
-    """Parameters laid end to end.
+    """Parameters laid one after the other.
 
     Args:
         parameters: in order.
@@ -57,9 +58,8 @@ class FlatLayout:
         for parameter in parameters:
             name = parameter.spec.name
             self.offsets[name], self._sizes[name] = used, parameter.numel()
-            used += parameter.numel()
-        share = -(-used // shards)
-        self.shard_size = -(-share // ALIGNMENT) * ALIGNMENT if shards > 1 else used
+            used += _aligned(parameter.numel())
+        self.shard_size = _aligned(-(-used // shards))
         self.size = self.shard_size * shards
 
     def place(self, name: str) -> slice:
@@ -100,3 +100,7 @@ def assign_buckets(
             buckets.append(open_bucket)
             open_bucket, size = [], 0
     return [*buckets, open_bucket] if open_bucket else buckets
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT

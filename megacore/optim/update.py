@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megacore.config import Config
 from megacore.errors import TrainingStopped
-from megacore.optim.clip import clip_factor, gradient_norm, scale_gradients
+from megacore.optim.clip import clip_factor, scale_gradients, totals
 from megacore.optim.data_parallel import DataParallel
 from megacore.optim.optimizers import build_optimizer, update
 from megacore.optim.precision import LossScaler
@@ -27,10 +27,12 @@ class Outcome:
     """What became of a step.
 
     Attributes:
-        norm: global gradient norm before clipping, without the loss scale; an fp64 scalar, equal on every rank.
+        loss: summed over the global batch; an fp64 scalar, equal on every rank.
+        norm: global gradient norm before clipping, without the loss scale; likewise.
         skipped: why the weights were left as they are, or None.
     """
 
+    loss: Tensor
     norm: Tensor
     skipped: str | None = None
 
@@ -70,7 +72,7 @@ class WeightUpdate:
         """Update the weights from the step's gradients and publish them, or skip the step on all ranks.
 
         Args:
-            loss: this rank's share of the loss; looked at only for being finite.
+            loss: this rank's share of the summed loss.
             rate: the learning rate.
 
         Raises:
@@ -82,24 +84,30 @@ class WeightUpdate:
             self._sum_over_positions()
         for name in self._shared:
             self._sum_copies(name)
-        norm = gradient_norm(
+        data_parallel.settle()
+        exact = data_parallel.options.exact_terms > 0
+        scale = 1.0 if exact else self.scaler.scale  # that the gradients still carry
+        total = totals(
             data_parallel.segments,
             self.mesh,
             sharded=data_parallel.options.stage > 0,
             tied_copies=self._tied_copies,
-            poison=loss,
-        ).div_(self.scaler.scale)
+            loss=loss,
+            overflow=data_parallel.overflow(),
+            exact=exact,
+        )
+        norm = total.norm / scale
         if not torch.isfinite(norm):
-            return Outcome(norm=norm, skipped=self._skip())
+            return Outcome(loss=total.loss, norm=norm, skipped=self._skip())
         gradients = [owned.gradient for owned in data_parallel.segments]
         present = [gradient for gradient in gradients if gradient is not None]
-        scale_gradients(present, clip_factor(norm, self._clip) / self.scaler.scale)
+        scale_gradients(present, clip_factor(norm, self._clip) / scale)
         if self.optimizer is not None:
             update(self.optimizer, data_parallel.segments, gradients, rate)
         data_parallel.publish()
         self.scaler.good_step()
         self.updates, self._bad_steps = self.updates + 1, 0
-        return Outcome(norm=norm)
+        return Outcome(loss=total.loss, norm=norm)
 
     def counters(self) -> dict[str, float]:
         """What a resumed run needs besides the tensors."""

@@ -112,6 +112,17 @@ def select_device(wanted: str) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
+def compute_reproducibly() -> None:
+    """Make every operator give the same bits for the same input; to be called before the accelerator is first used.
+
+    How many threads share an operator's work may show in what it rounds, so there is one, as the ranks of a parallel
+    layout have anyway.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS may choose another algorithm each time
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+
+
 def build_mesh(config: ParallelConfig) -> Mesh:
     """Join the job and find this rank's place; a world of one process joins nothing.
 

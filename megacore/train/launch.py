@@ -14,7 +14,7 @@ import torch
 
 from megacore.config import Config
 from megacore.errors import EXIT_REFUSED, TrainingStopped, UserError
-from megacore.parallel.mesh import Mesh, build_mesh, leave
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.peers import PeerWatch
 
@@ -37,6 +37,8 @@ def launch(config: Config, body: Callable[[Config, Mesh], None]) -> int:
     """
     if config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1) > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    if config.training.reproducible:
+        compute_reproducibly()
     watch: PeerWatch | None = None
     try:
         mesh = build_mesh(config.parallel)

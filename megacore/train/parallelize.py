@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megacore.config import Config
+from megacore.config import Config, known
 from megacore.models.initialize import initialize
 from megacore.models.spec import LayerSpec
 from megacore.optim.bucket import ZeroOptions
@@ -97,6 +97,7 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
             reduce_dtype=DTYPES[config.precision.grad_reduce_dtype],
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
+            exact_terms=_terms(config) if config.training.reproducible else 0,
         ),
         bucket_bytes=int(parallel.bucket_size_mb * 2**20),
         alone=shared,
@@ -113,3 +114,11 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
         loss=task.loss,
     )
     return ParallelModel(stages=stages, stage=stage, runtime=runtime, data_parallel=data_parallel, shared=shared)
+
+
+def _terms(config: Config) -> int:
+    """How many gradients of one parameter a step adds up at most: one a microbatch and use, and with sequence
+    parallelism one a tensor-parallel rank."""
+    uses = 2  # of a tied embedding
+    microbatches = known(config.training.global_batch_size) // config.training.micro_batch_size
+    return microbatches * uses * config.parallel.tp

@@ -99,8 +99,8 @@ class Trainer:
             microbatches: this data-parallel rank's share of the global batch.
 
         Returns:
-            Mean loss per token of this rank's microbatches over the tokens of the whole batch (on the last stage,
-            else 0; the sum over ranks is the batch's loss), global gradient norm before clipping, learning rate.
+            Mean loss per token of the global batch and global gradient norm before clipping, fp64 scalars that are
+            equal on every rank; learning rate.
         """
         batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in microbatches]
         tokens = torch.stack([m.loss_mask.sum(dtype=torch.float64) for m in batch]).sum()
@@ -113,16 +113,15 @@ class Trainer:
         def loss_scale() -> Tensor:
             return (per_token() * self.update.scaler.scale).float()
 
-        self.model.data_parallel.begin_step()
-        total = self.model.runtime.train_step(batch, loss_scale, self.model.data_parallel)
-        loss = total * per_token()
+        self.model.data_parallel.begin_step(self.update.scaler.scale)
+        own_loss = self.model.runtime.train_step(batch, loss_scale, self.model.data_parallel)
         self.step += 1
         self.consumed_samples = self.batches.consumed_samples
         rate = learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
-        outcome = self.update.apply(loss, rate)
+        outcome = self.update.apply(own_loss, rate)
         if outcome.skipped is not None:
             self.report.say(f"step {self.step}/{self.config.training.train_iters} | skipped: {outcome.skipped}")
-        return loss, outcome.norm, rate
+        return outcome.loss * per_token(), outcome.norm, rate
 
     def evaluate(self) -> float:
         """Mean loss per token over eval_iters global batches of the validation data, the same ones every time."""
@@ -183,7 +182,6 @@ class Trainer:
 
     def _log(self, loss: Tensor, norm: Tensor, rate: float, step_seconds: float) -> None:
         config, training = self.config, self.config.training
-        total_loss = all_reduce_(all_reduce_(loss.clone(), self.mesh.dp), self.mesh.pp)
         peak = torch.tensor(float(peak_memory_bytes(self.mesh.device)), dtype=torch.float64, device=self.mesh.device)
         all_reduce_(peak, self.mesh.world, "max")
         sequences = known(training.global_batch_size)
@@ -191,7 +189,7 @@ class Trainer:
         tflops = flops / step_seconds / self.mesh.world.size / 1e12
         record = {
             **self._position(),
-            "train/loss": float(total_loss),
+            "train/loss": float(loss),
             "train/grad_norm": float(norm),
             "train/lr": rate,
             "perf/step_time_s": step_seconds,

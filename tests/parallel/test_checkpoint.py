@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megacore.checkpoint.manifest import find_checkpoint
 from megacore.errors import CheckpointError
-from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -34,7 +33,7 @@ def run_steps(
     losses = []
     for _ in range(steps):
         loss, _, _ = trainer.train_step(next(trainer.batches))
-        losses.append(float(all_reduce_(all_reduce_(loss.clone(), mesh.dp), mesh.pp)))
+        losses.append(float(loss))
     trainer.save()
     after = whole_state(trainer, mesh)
     return (losses, before, after) if rank == 0 else None

@@ -28,8 +28,8 @@ from megacore.config import (
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTLoss, gpt_layers
 from megacore.optim.data_parallel import OwnedSegment
-from megacore.parallel.collectives import all_gather_objects, all_reduce_
-from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardSpec
 from megacore.train.parallelize import Task
@@ -65,6 +65,15 @@ def agree(found: Outcome, expected: Outcome) -> None:
         # Relative to the tensor's own size: an entry of it may be zero but for rounding (the key's bias is).
         error = (found.gradients[name] - gradient).abs().max()
         assert error <= 1e-5 * gradient.abs().max() + 1e-8, f"gradient of {name}: {error}"
+
+
+def bitwise(found: Outcome, expected: Outcome) -> None:
+    assert found.losses == expected.losses
+    assert found.norms == expected.norms
+    for kind in ("initial", "gradients", "final"):
+        one, other = getattr(found, kind), getattr(expected, kind)
+        assert one.keys() == other.keys()
+        assert not [name for name, value in other.items() if not torch.equal(one[name], value)], kind
 
 
 class RaggedData:
@@ -129,13 +138,15 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
 def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:
     """Run on one rank; rank 0 returns what came out."""
     config = make_config(layout, output_dir, **changes)
+    if config.training.reproducible:
+        compute_reproducibly()
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
     losses, norms, gradients = [], [], {}
     initial = gather(trainer, mesh, lambda owned: owned.master)
     for step in range(config.training.train_iters):
         loss, norm, _ = trainer.train_step(next(trainer.batches))
-        losses.append(float(all_reduce_(all_reduce_(loss.clone(), mesh.dp), mesh.pp)))
+        losses.append(float(loss))
         norms.append(float(norm))
         if step == 0:
             gradients = gather(trainer, mesh, lambda owned: owned.gradient)

@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from tests.parity.runs import Layout, Outcome, Run, agree
+from tests.parity.runs import Layout, Run, agree, bitwise
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "micro_batch_size": 1, "train_iters": 4}
-
-
-def bitwise(found: Outcome, expected: Outcome) -> None:
-    assert found.losses == expected.losses
-    assert found.norms == expected.norms
-    assert all(torch.equal(found.final[name], value) for name, value in expected.final.items())
 
 
 @pytest.mark.parametrize(

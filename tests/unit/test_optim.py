@@ -9,7 +9,7 @@ import torch
 
 from megacore.config import OptimizerConfig
 from megacore.optim.bucket import ZeroOptions
-from megacore.optim.clip import clip_factor, gradient_norm, scale_gradients, square_sum
+from megacore.optim.clip import clip_factor, scale_gradients, square_sum, totals
 from megacore.optim.data_parallel import DataParallel
 from megacore.optim.flat import FlatLayout, assign_buckets
 from megacore.optim.learning_rate import learning_rate
@@ -91,7 +91,7 @@ def test_norm_and_clipping_are_torchs() -> None:
     for mine, other in zip((layer.weight, layer.bias), theirs, strict=True):
         other.grad = torch.randn(other.shape)
         mine.grad = other.grad.clone()
-    norm = gradient_norm(segments, Mesh(device=torch.device("cpu")), sharded=False)
+    norm = totals(segments, Mesh(device=torch.device("cpu")), sharded=False).norm
     expected = torch.nn.utils.clip_grad_norm_(theirs, 0.3)
     scale_gradients([owned.gradient for owned in segments if owned.gradient is not None], clip_factor(norm, 0.3))
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -101,8 +101,9 @@ def test_norm_and_clipping_are_torchs() -> None:
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
 def test_a_loss_that_is_not_finite_poisons_the_norm(poison: float) -> None:
-    norm = gradient_norm([], Mesh(device=torch.device("cpu")), sharded=False, poison=torch.tensor(poison))
-    assert not torch.isfinite(norm)
+    alone = Mesh(device=torch.device("cpu"))
+    assert not totals([], alone, sharded=False, loss=poison).norm.isfinite()
+    assert not totals([], alone, sharded=False, overflow=poison).norm.isfinite()
 
 
 def test_a_small_norm_and_a_limit_of_zero_change_nothing() -> None:
