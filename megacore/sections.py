@@ -82,6 +82,9 @@ class ParallelConfig(Section):
     3: parameters too. No stage changes a result."""
     sequence_parallel: bool = False
     """Splits norms, dropout and residuals along the sequence over --tp, which must divide --seq-length."""
+    offload_optimizer: bool = False
+    """Keeps master weights and moments in host memory and updates them there (ZeRO-Offload), while the device keeps
+    parameters and gradients."""
     bucket_size_mb: Annotated[float, Range(above=0)] = 25.0
     """Size of the buckets in which gradients are reduced and parameters gathered over --dp, in MiB."""
     overlap_grad_reduce: bool = True

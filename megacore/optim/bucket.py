@@ -36,6 +36,7 @@ class ZeroOptions:
         overlap_param_gather: gather updated parameters while the next forward begins; otherwise wait at once.
         exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks, and
             then they are added exactly (optim/exact.py); 0: they are added in `reduce_dtype`.
+        offload: keep master weights, and what the optimizer needs beside them, in host memory.
     """
 
     stage: int = 0
@@ -44,6 +45,7 @@ class ZeroOptions:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     exact_terms: int = 0
+    offload: bool = False
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -61,7 +63,8 @@ class Bucket:
 
     Attributes:
         segments: what of which parameter the own shard holds.
-        master: the own shard of the weights in fp32; in fp32 training it is the parameters themselves.
+        master: the own shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
+            in host memory.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], group: Group, options: ZeroOptions) -> None:
@@ -88,6 +91,11 @@ class Bucket:
         self._missing: set[str] = set()  # parameters whose gradient this backward still owes
         self._local_norms: Tensor | None = None
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
+        self._host_gradients = self._on_host(torch.zeros(self.layout.shard_size)) if options.offload else None
+        self._on_the_way: tuple[list[str], torch.Event | None] = (
+            [],
+            None,
+        )  # to the host: of which parameters, until when
         self.release()
 
     # ---- parameters
@@ -101,7 +109,13 @@ class Bucket:
         for parameter in self.parameters:
             parameter.data = full[self.layout.place(parameter.spec.name)].view(parameter.shape)
         own = full[self._shard].clone() if self.options.stage == 3 else full[self._shard]
+        if self.options.offload:
+            return full, own, self._on_host(exact[self._shard])
         return full, own, own if full is exact else exact[self._shard].clone()
+
+    def _on_host(self, values: Tensor) -> Tensor:
+        """A copy in host memory, from and to which the device can copy on its own."""
+        return torch.empty(values.shape, pin_memory=self._device.type != "cpu").copy_(values)
 
     def prefetch(self) -> None:
         """Begin to make all parameters present."""
@@ -131,7 +145,7 @@ class Bucket:
     def publish(self) -> None:
         """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'."""
         if self.master is not self._own:
-            self._own.copy_(self.master)
+            self._own.copy_(self.master, non_blocking=True)
         if self.options.stage in (1, 2):
             self._gathering = start_all_gather(self._full.data, self._own, self.group)
             if not self.options.overlap_param_gather:
@@ -240,6 +254,26 @@ class Bucket:
             return None if gradient is None else gradient.view(-1)
         return None if self._own_gradients is None else self._own_gradients[segment.place]
 
+    def begin_download(self) -> None:
+        """Begin to copy the own reduced gradients into host memory."""
+        assert self._host_gradients is not None
+        present = {s.name: (s, g) for s in self.segments if (g := self.gradient(s)) is not None}
+        for segment, gradient in present.values():
+            self._host_gradients[segment.place].copy_(gradient, non_blocking=True)
+        event = None if self._device.type == "cpu" else torch.Event(self._device)
+        if event is not None:
+            event.record()
+        self._on_the_way = list(present), event
+
+    def downloaded(self) -> dict[str, Tensor]:
+        """The own gradients in host memory, flat, by name; waits until they are there."""
+        names, event = self._on_the_way
+        if event is not None:
+            event.synchronize()
+        assert self._host_gradients is not None
+        places = {segment.name: segment.place for segment in self.segments}
+        return {name: self._host_gradients[places[name]] for name in names}
+
     def offender(self) -> str | None:
         """The last used parameter whose gradient was not finite on this rank before any reduction."""
         if self._in_place:
@@ -265,7 +299,7 @@ class Bucket:
 
     def whole(self, shard: Tensor) -> dict[str, Tensor]:
         """Whole local tensors by name, gathered from every rank's `shard` (master weights or an optimizer's state)."""
-        gathered = shard
+        gathered = shard = shard.to(self._device)
         if self.options.stage > 0:
             gathered = shard.new_empty(self.layout.size)
             start_all_gather(gathered, shard.contiguous(), self.group).wait()
@@ -278,5 +312,5 @@ class Bucket:
             "params": [self._full, self._own],
             "grads": [g for g in gradients if g is not None],
             "optimizer": [] if self.master is self._own else [self.master],
-            "buffers": [] if self._reducing is None else [self._reducing[1], self._reducing[2]],
+            "buffers": [*(self._reducing or ())[1:], *([] if self._host_gradients is None else [self._host_gradients])],
         }

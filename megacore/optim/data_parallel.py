@@ -185,8 +185,12 @@ class DataParallel:
 
     def publish(self) -> None:
         """Make updated master weights the parameters' values, in the order in which layers use them."""
-        for bucket in _unique(bucket for needs in self._needs for bucket in needs):
+        for bucket in self.in_order_of_use():
             bucket.publish()
+
+    def in_order_of_use(self) -> list[Bucket]:
+        """The buckets, those that the first layers need first."""
+        return _unique(bucket for needs in self._needs for bucket in needs)
 
     def ready(self) -> None:
         """Wait until no parameter is under way."""

@@ -39,11 +39,11 @@ def predicted_bytes(parameters: int, options: ZeroOptions, ranks: int) -> dict[s
 
     Args:
         parameters: of this rank's slice of its pipeline stage.
-        options: ZeRO stage and formats.
+        options: ZeRO stage, formats, and whether the optimizer's share lies in host memory.
         ranks: of the data-parallel group.
     """
-    compute, reduce = options.compute_dtype.itemsize, options.reduce_dtype.itemsize
-    master = 0 if options.compute_dtype == torch.float32 else 4
+    compute, reduce = options.compute_dtype.itemsize, options.sum_dtype.itemsize
+    master = 4 if options.offload or options.compute_dtype != torch.float32 else 0
     stage = options.stage
     return {
         "params": parameters * compute / (ranks if stage >= 3 else 1),

@@ -16,6 +16,7 @@ from megacore.config import Config
 from megacore.errors import TrainingStopped
 from megacore.optim.clip import clip_factor, scale_gradients, totals
 from megacore.optim.data_parallel import DataParallel
+from megacore.optim.offload import step_on_host
 from megacore.optim.optimizers import build_optimizer, update
 from megacore.optim.precision import LossScaler
 from megacore.parallel.collectives import all_gather_objects, all_reduce_
@@ -99,15 +100,22 @@ class WeightUpdate:
         norm = total.norm / scale
         if not torch.isfinite(norm):
             return Outcome(loss=total.loss, norm=norm, skipped=self._skip())
-        gradients = [owned.gradient for owned in data_parallel.segments]
-        present = [gradient for gradient in gradients if gradient is not None]
-        scale_gradients(present, clip_factor(norm, self._clip) / scale)
-        if self.optimizer is not None:
-            update(self.optimizer, data_parallel.segments, gradients, rate)
-        data_parallel.publish()
+        factor = clip_factor(norm, self._clip) / scale
+        if data_parallel.options.offload:
+            step_on_host(data_parallel, self.optimizer, factor=factor, rate=rate)
+        else:
+            self._step_in_place(factor, rate)
         self.scaler.good_step()
         self.updates, self._bad_steps = self.updates + 1, 0
         return Outcome(loss=total.loss, norm=norm)
+
+    def _step_in_place(self, factor: Tensor, rate: float) -> None:
+        segments = self.data_parallel.segments
+        gradients = [owned.gradient for owned in segments]
+        scale_gradients([gradient for gradient in gradients if gradient is not None], factor)
+        if self.optimizer is not None:
+            update(self.optimizer, segments, gradients, rate)
+        self.data_parallel.publish()
 
     def counters(self) -> dict[str, float]:
         """What a resumed run needs besides the tensors."""

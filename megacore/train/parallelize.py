@@ -97,6 +97,7 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
             reduce_dtype=DTYPES[config.precision.grad_reduce_dtype],
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
+            offload=parallel.offload_optimizer,
             exact_terms=_terms(config) if config.training.reproducible else 0,
         ),
         bucket_bytes=int(parallel.bucket_size_mb * 2**20),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.runs import Layout, Run, agree
+from tests.parity.runs import Layout, Run, agree, bitwise
 
 # Plain AdamW moves an entry whose gradient is zero but for rounding (the key's bias) by the sign of the rounding;
 # with an epsilon above it every weight is a smooth function of the gradients, and weights can be compared as tightly
@@ -68,3 +68,20 @@ def test_sixteen_bits_stay_near_fp32(precision: str, stage: int, run: Run) -> No
     assert found.losses == pytest.approx(one.losses, rel=2e-3)
     assert found.norms == pytest.approx(one.norms, rel=3e-2)
     assert all(torch.equal(found.initial[name], value) for name, value in one.initial.items())
+
+
+@pytest.mark.parametrize(
+    "layout, changes",
+    [
+        ((1, 1, 1), {}),
+        ((1, 1, 2), {"zero_stage": 1}),
+        ((1, 2, 2), {"zero_stage": 2, "precision": "bf16"}),
+        ((2, 1, 2), {"zero_stage": 3}),
+        ((1, 1, 2), {"zero_stage": 3, "precision": "fp16", "optimizer": "sgd"}),
+        ((1, 2, 2), {"zero_stage": 1, "reproducible": True}),
+    ],
+    ids=str,
+)
+def test_the_step_on_the_host_changes_no_bit(layout: Layout, changes: dict[str, Any], run: Run) -> None:
+    changes = {"train_iters": 5, **changes}
+    bitwise(run(layout, offload_optimizer=True, **changes), run(layout, **changes))
