@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megacore.checkpoint.manifest import find_checkpoint
 from megacore.errors import CheckpointError
-from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, gather, make_config, make_trainer
@@ -23,10 +23,12 @@ State = dict[str, dict[str, Tensor]]  # kind -> name -> whole tensor
 
 
 def run_steps(
-    rank: int, world_size: int, layout: Layout, directory: str, load: str | None, steps: int, zero_stage: int
+    rank: int, world_size: int, layout: Layout, directory: str, load: str | None, steps: int, changes: dict[str, Any]
 ) -> tuple[list[float], State, State] | None:
     """Train `steps` steps from `load` (or the start), save; the state at the start and at the end on rank 0."""
-    config = make_config(layout, directory, load=load, zero_stage=zero_stage)
+    config = make_config(layout, directory, load=load, **changes)
+    if config.training.reproducible:
+        compute_reproducibly()
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
     before = whole_state(trainer, mesh)
@@ -49,36 +51,36 @@ def whole_state(trainer: Trainer, mesh: Mesh) -> State:
 
 
 def steps(
-    layout: Layout, directory: Path, load: Path | None, count: int, *, zero: int = 0
+    layout: Layout, directory: Path, load: Path | None, count: int, **changes: Any
 ) -> tuple[list[float], State, State]:
     tp, pp, dp = layout
     source = None if load is None else str(load)
-    result = run_distributed(run_steps, tp * pp * dp, layout, str(directory), source, count, zero, timeout=120)[0]
+    result = run_distributed(run_steps, tp * pp * dp, layout, str(directory), source, count, changes, timeout=120)[0]
     assert result is not None
     return result
 
 
 @pytest.mark.parametrize(
-    ("source", "source_zero", "target", "target_zero"),
+    ("source", "written_with", "target", "read_with"),
     [
-        ((2, 2, 1), 0, (1, 1, 1), 0),
-        ((1, 1, 1), 0, (2, 2, 2), 3),
-        ((4, 1, 1), 0, (1, 3, 1), 0),
-        ((1, 2, 2), 1, (2, 1, 2), 0),
-        ((1, 1, 2), 3, (1, 1, 4), 2),
+        ((2, 2, 1), {}, (1, 1, 1), {}),
+        ((1, 1, 1), {}, (2, 2, 2), {"zero_stage": 3}),
+        ((4, 1, 1), {}, (1, 3, 1), {"offload_optimizer": True}),
+        ((1, 2, 2), {"zero_stage": 1, "offload_optimizer": True}, (2, 1, 2), {}),
+        ((1, 1, 2), {"zero_stage": 3}, (1, 1, 4), {"zero_stage": 2}),
     ],
     ids=str,
 )
 def test_any_layout_loads_into_any_other(
-    source: Layout, source_zero: int, target: Layout, target_zero: int, tmp_path: Path
+    source: Layout, written_with: dict[str, Any], target: Layout, read_with: dict[str, Any], tmp_path: Path
 ) -> None:
-    _, _, saved = steps(source, tmp_path / "a", None, 3, zero=source_zero)
-    losses, loaded, _ = steps(target, tmp_path / "b", tmp_path / "a", 3, zero=target_zero)
+    _, _, saved = steps(source, tmp_path / "a", None, 3, **written_with)
+    losses, loaded, _ = steps(target, tmp_path / "b", tmp_path / "a", 3, **read_with)
     assert loaded.keys() == saved.keys() == {"model", "exp_avg", "exp_avg_sq"}
     for kind, table in saved.items():
         assert loaded[kind].keys() == table.keys()
         assert all(torch.equal(loaded[kind][name], value) for name, value in table.items()), kind
-    straight, _, _ = steps(source, tmp_path / "c", None, 6, zero=source_zero)
+    straight, _, _ = steps(source, tmp_path / "c", None, 6, **written_with)
     assert losses == pytest.approx(straight[3:], rel=1e-6)
 
 
@@ -86,6 +88,15 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
     steps((1, 2, 1), tmp_path / "a", None, 2)
     losses, _, resumed = steps((1, 2, 1), tmp_path / "a", tmp_path / "a", 3)
     straight, _, whole = steps((1, 2, 1), tmp_path / "b", None, 5)
+    assert losses == straight[2:]
+    assert all(torch.equal(resumed[kind][name], value) for kind in whole for name, value in whole[kind].items())
+
+
+def test_a_reproducible_run_goes_on_bitwise_on_another_layout(tmp_path: Path) -> None:
+    exact = {"reproducible": True, "micro_batch_size": 1}
+    steps((1, 2, 2), tmp_path / "a", None, 2, zero_stage=1, **exact)
+    losses, _, resumed = steps((1, 1, 4), tmp_path / "b", tmp_path / "a", 3, zero_stage=3, **exact)
+    straight, _, whole = steps((1, 3, 1), tmp_path / "c", None, 5, **exact)
     assert losses == straight[2:]
     assert all(torch.equal(resumed[kind][name], value) for kind in whole for name, value in whole[kind].items())
 
