@@ -1,0 +1,202 @@
+"""Tokens per second and memory of ZeRO stages 0 to 3 beside torch's own data parallelism, stage by stage.
+
+    torchrun --nproc-per-node 2 benchmarks/zero.py                     # tokens/s, all side by side in one run
+    torchrun --nproc-per-node 2 benchmarks/zero.py --only "stage 2"    # one of them alone, and its peak memory
+
+| here | torch |
+|---|---|
+| stage 0 | DistributedDataParallel |
+| stage 1 | DistributedDataParallel with ZeroRedundancyOptimizer |
+| stage 2 | fully_shard(reshard_after_forward=False) |
+| stage 3 | fully_shard(reshard_after_forward=True) |
+
+All train the same GPT (4 layers, hidden 256, sequence 256, vocabulary 8192, untied head; AdamW, no clipping) on the
+same number of sequences, on gloo with one thread a rank, or on NCCL where there are GPUs. Rounds alternate between
+them; ratios are taken round by round, and their median is reported. Peak memory is the process's own (VmHWM), which
+only a run of one mode alone can tell apart: run "none" for what is there before any model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.one_process import PlainGPT, dataset
+from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import GPTLoss, gpt_layers
+from megacore.parallel.mesh import Mesh, build_mesh, leave, world_size
+from megacore.parallel.random import RandomStreams
+from megacore.train.ending import exit_with
+from megacore.train.parallelize import Task
+from megacore.train.trainer import Trainer
+
+Step = Callable[[], None]
+PEERS = {"stage 0": "DDP", "stage 1": "ZeroRedundancyOptimizer", "stage 2": "FSDP2, kept", "stage 3": "FSDP2"}
+
+
+def configuration(arguments: argparse.Namespace, stage: int, directory: str) -> Config:
+    """The common workload, on `stage`."""
+    model = ModelConfig(
+        num_layers=arguments.layers,
+        hidden_size=arguments.hidden,
+        num_attention_heads=arguments.heads,
+        vocab_size=arguments.vocab,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        untie_embeddings_and_output_weights=True,
+    )
+    training = TrainingConfig(
+        micro_batch_size=arguments.micro_batch or arguments.batch // world_size(),
+        global_batch_size=arguments.batch,
+        train_iters=100_000,
+        output_dir=directory,
+    )
+    return resolve(
+        Config(
+            model=model,
+            parallel=ParallelConfig(dp=world_size(), zero_stage=stage),
+            data=DataConfig(seq_length=arguments.seq, mock_data=True),
+            optimizer=OptimizerConfig(lr=1e-3, adam_beta2=0.95, weight_decay=0.1, clip_grad=0.0),
+            training=training,
+        ),
+        world_size(),
+    )
+
+
+def ours(config: Config, mesh: Mesh) -> Step:
+    """A step of megacore's trainer."""
+    streams = RandomStreams(1, mesh.device)
+    layers = gpt_layers(config.model, BuildContext(device=mesh.device, streams=streams))
+    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
+    trainer = Trainer(config, mesh, task, dataset(config), None)
+    return lambda: trainer.train_step(next(trainer.batches)) and None
+
+
+def theirs(config: Config, mesh: Mesh, name: str) -> Step:
+    """A step of the plain model under torch's own data parallelism, as its documentation writes it."""
+    training = config.training
+    assert training.global_batch_size is not None
+    torch.manual_seed(1)
+    model: nn.Module = PlainGPT(config).to(mesh.device)
+    if name.startswith("FSDP2"):
+        for block in (*model.blocks, model):  # type: ignore[misc]
+            fully_shard(block, reshard_after_forward=name == "FSDP2")
+    else:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    o = config.optimizer
+    settings = {"lr": o.lr, "betas": (o.adam_beta1, o.adam_beta2), "weight_decay": o.weight_decay, "fused": True}
+    optimizer: torch.optim.Optimizer = (
+        ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **settings)  # type: ignore[arg-type]
+        if name == "ZeroRedundancyOptimizer"
+        else torch.optim.AdamW(parameters, **settings)  # type: ignore[arg-type]
+    )
+    data, size = dataset(config), training.micro_batch_size
+    pieces = training.global_batch_size // size // mesh.dp.size
+    position = mesh.dp.rank
+
+    def step() -> None:
+        nonlocal position
+        optimizer.zero_grad()
+        for piece in range(pieces):
+            samples = [data[position * size + i] for i in range(size)]
+            position += mesh.dp.size
+            tokens, labels = (
+                torch.stack([torch.as_tensor(s[k]) for s in samples]).to(mesh.device) for k in ("tokens", "labels")
+            )
+            _synchronize_last(model, last=piece == pieces - 1)
+            loss: Tensor = model(tokens, labels) / pieces
+            loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _synchronize_last(model: nn.Module, *, last: bool) -> None:
+    """Gradients travel in the last microbatch alone, where torch can wait (FSDP2 keeps to its sharded gradients)."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = last
+
+
+def measure(steps: dict[str, Step], rounds: int, count: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds per step of each, round by round; every rank waits for the slowest."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+        step()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(count):
+                step()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            dist.barrier()
+            seconds[name].append((time.perf_counter() - start) / count)
+    return seconds
+
+
+def report(seconds: dict[str, list[float]], tokens: int, ranks: int) -> None:
+    """One Markdown table: every stage beside its peer."""
+    print(f"\n{ranks} ranks, {tokens:,} tokens a step, torch {torch.__version__}\n")
+    print("| here | tokens/s | torch | tokens/s | ratio (median, range of rounds) |\n|---|---|---|---|---|")
+    for stage, peer in PEERS.items():
+        if stage in seconds and peer in seconds:
+            ratios = [b / a for a, b in zip(seconds[stage], seconds[peer], strict=True)]
+            mine, other = (tokens / statistics.median(seconds[name]) for name in (stage, peer))
+            spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f})"
+            print(f"| {stage} | {mine:,.0f} | {peer} | {other:,.0f} | {spread} |")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"layers": 4, "hidden": 256, "heads": 4, "seq": 256, "vocab": 8192, "batch": 8, "rounds": 10, "steps": 2}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--micro-batch", type=int, help="default: a rank's share of the batch at once")
+    parser.add_argument("--only", choices=["none", *PEERS, *PEERS.values()], help="this one alone, and its peak memory")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        configs = {f"stage {stage}": configuration(arguments, stage, directory) for stage in range(4)}
+        mesh = build_mesh(configs["stage 0"].parallel)
+        base = _peak_mib(mesh.device)
+        wanted = [name for name in (*PEERS, *PEERS.values()) if arguments.only in (None, name)]
+        steps = {
+            name: ours(configs[name], mesh) if name in PEERS else theirs(configs["stage 0"], mesh, name)
+            for name in wanted
+        }
+        seconds = measure(steps, arguments.rounds, arguments.steps, mesh.device)
+        if mesh.world.rank == 0 and arguments.only is None:
+            report(seconds, arguments.batch * arguments.seq, mesh.world.size)
+        elif mesh.world.rank == 0:
+            print(f"{arguments.only}: peak {_peak_mib(mesh.device):,.0f} MiB, {base:,.0f} before the model")
+    leave(mesh)
+    return 0
+
+
+def _peak_mib(device: torch.device) -> float:
+    if device.type != "cpu":
+        return float(torch.accelerator.max_memory_allocated()) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+if __name__ == "__main__":
+    exit_with(main())
