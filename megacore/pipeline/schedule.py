@@ -1,80 +1,105 @@
-"""Pipeline schedules as data: pure functions that return what a rank does, in order.
+"""Pipeline schedules as data: pure functions that return in which order a rank computes.
 
-A schedule is a list of actions. Consecutive transfers in it are posted together, which is what makes the order of
-messages between two ranks the same on both sides. Nothing here touches a tensor; `pipeline/runtime.py` executes the
-lists.
+| schedule | source | bubble, of the ideal time | microbatches in flight |
+|---|---|---|---|
+| gpipe | Huang et al. 2019, arXiv 1811.06965 | (p - 1) / m | m |
+| 1f1b | Narayanan et al. 2021, arXiv 2104.04473, section 2.2 | (p - 1) / m | p - r |
+| interleaved | the same, section 2.2.2 | (p - 1) / (v m) | more, of smaller stages |
+| zero-bubble | ZB-H1: Qi et al. 2023, arXiv 2401.10241, section 2 | (p - 1) (f + b - w) / (m (f + b + w)) | p - r |
+
+p ranks, m microbatches, v stages a rank, rank r from 0; f, b, w: time of forward, input gradient, weight gradient. The
+last two bubbles hold from m = p on; with fewer microbatches they are larger, and `simulate.py` tells by how much. A
+schedule orders computations only; `transfers.py` adds the sends and receives, the same way for all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable
+from itertools import pairwise
+
+from megacore.pipeline.actions import Action, Op, Schedule
+from megacore.pipeline.transfers import with_transfers
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 
-class Op(Enum):
-    """What an action does with one microbatch at one stage."""
+def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """1F1B: rank r runs p - r - 1 forwards ahead, then a forward and a backward in turn, then the backwards left.
 
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    RECV_INPUT = "recv input"  # activations from the previous stage
-    SEND_OUTPUT = "send output"  # activations to the next stage
-    RECV_GRAD = "recv grad"  # gradient of the output from the next stage
-    SEND_GRAD = "send grad"  # gradient of the input to the previous stage
-
-    @property
-    def is_transfer(self) -> bool:
-        return self not in (Op.FORWARD, Op.BACKWARD)
+    So at most p - r microbatches are in flight, however many there are.
+    """
+    ahead = min(ranks - rank - 1, microbatches)
+    actions = [Action(Op.FORWARD, i, rank) for i in range(ahead)]
+    for i in range(ahead, microbatches):
+        actions += [Action(Op.FORWARD, i, rank), Action(Op.BACKWARD, i - ahead, rank)]
+    return actions + [Action(Op.BACKWARD, i, rank) for i in range(microbatches - ahead, microbatches)]
 
 
-@dataclass(frozen=True)
-class Action:
-    """One step of a rank: `op` on microbatch `microbatch` of stage `stage`."""
-
-    op: Op
-    microbatch: int
-    stage: int
+def gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """GPipe: all forwards, then all backwards."""
+    return [Action(op, i, rank) for op in (Op.FORWARD, Op.BACKWARD) for i in range(microbatches)]
 
 
-def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """1F1B (PipeDream-Flush; Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+def interleaved(rank: int, ranks: int, microbatches: int, virtual_stages: int) -> list[Action]:
+    """Interleaved 1F1B: a rank holds v thin stages, and the bubble shrinks by v.
 
-    Stage r runs p - r - 1 forwards ahead, then alternates, so that at most p - r microbatches are in flight; the
-    bubble is (p - 1) / m of the ideal time, as GPipe's.
+    Microbatches go in groups through all of a rank's stages, first to last forward and last to first backward. A group
+    has p microbatches or, where p does not divide m, a few more: fewer would leave ranks waiting within it.
+    """
+    count = max(1, microbatches // ranks)
+    edges = [microbatches * g // count for g in range(count + 1)]
+    groups = [range(first, stop) for first, stop in pairwise(edges)]
+    chunks = range(virtual_stages)
+    forwards = [Action(Op.FORWARD, i, c * ranks + rank) for g in groups for c in chunks for i in g]
+    backwards = [Action(Op.BACKWARD, i, c * ranks + rank) for g in groups for c in reversed(chunks) for i in g]
+    largest = max(map(len, groups))
+    ahead = min(2 * (ranks - rank - 1) + (virtual_stages - 1) * largest, len(forwards))
+    actions = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        actions += [forward, backward]
+    return actions + backwards[len(forwards) - ahead :]
+
+
+def zero_bubble(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """ZB-H1: 1F1B with backward in two, of which the second, the weight gradients, fills what would be bubble.
+
+    Rank r puts each weight gradient off by r microbatches, so that every rank keeps at most p microbatches' activations
+    in all: as many as the first rank of 1F1B.
+    """
+    ahead = min(ranks - rank - 1, microbatches)
+    actions = [Action(Op.FORWARD, i, rank) for i in range(ahead)]
+    weights = iter([Action(Op.WEIGHT_GRAD, i, rank) for i in range(microbatches)])
+    for i in range(microbatches):
+        if ahead + i < microbatches:
+            actions.append(Action(Op.FORWARD, ahead + i, rank))
+        actions.append(Action(Op.INPUT_GRAD, i, rank))
+        if i >= rank:
+            actions.append(next(weights))
+    return [*actions, *weights]
+
+
+def forward_only(rank: int, ranks: int, microbatches: int, virtual_stages: int = 1) -> list[Action]:
+    """Evaluation: every microbatch forward through the rank's stages, nothing kept."""
+    training = interleaved(rank, ranks, microbatches, virtual_stages)
+    return [action for action in training if action.op is Op.FORWARD]
+
+
+def build_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """A schedule by name, transfers included.
 
     Args:
-        stage: this rank's stage r, counted from 0.
-        stages: number of stages p.
-        microbatches: number of microbatches m of a step.
+        name: one of `SCHEDULES`, or `forward-only`.
+        ranks: number of pipeline ranks p.
+        microbatches: number of microbatches m, at least 1.
+        virtual_stages: stages v of a rank; more than 1 with `interleaved` and `forward-only` alone.
     """
-    ahead = min(stages - stage - 1, microbatches)
-    actions: list[Action] = []
-    for i in range(ahead):
-        actions += _forward(i, stage, stages)
-    for i in range(ahead, microbatches):
-        actions += _forward(i, stage, stages)
-        actions += _backward(i - ahead, stage, stages)
-    for i in range(microbatches - ahead, microbatches):
-        actions += _backward(i, stage, stages)
-    return actions
-
-
-def forward_only(stage: int, stages: int, microbatches: int) -> list[Action]:
-    """Evaluation: every microbatch forward, nothing kept."""
-    return [action for i in range(microbatches) for action in _forward(i, stage, stages)]
-
-
-def bubble_share(stages: int, microbatches: int) -> float:
-    """Idle share of a 1F1B step's total time when all stages take equally long: (p - 1) / (m + p - 1)."""
-    return (stages - 1) / (microbatches + stages - 1)
-
-
-def _forward(microbatch: int, stage: int, stages: int) -> list[Action]:
-    receive = [] if stage == 0 else [Action(Op.RECV_INPUT, microbatch, stage)]
-    send = [] if stage == stages - 1 else [Action(Op.SEND_OUTPUT, microbatch, stage)]
-    return [*receive, Action(Op.FORWARD, microbatch, stage), *send]
-
-
-def _backward(microbatch: int, stage: int, stages: int) -> list[Action]:
-    receive = [] if stage == stages - 1 else [Action(Op.RECV_GRAD, microbatch, stage)]
-    send = [] if stage == 0 else [Action(Op.SEND_GRAD, microbatch, stage)]
-    return [*receive, Action(Op.BACKWARD, microbatch, stage), *send]
+    orders: dict[str, Callable[[int], list[Action]]] = {
+        "1f1b": lambda rank: one_forward_one_backward(rank, ranks, microbatches),
+        "gpipe": lambda rank: gpipe(rank, ranks, microbatches),
+        "interleaved": lambda rank: interleaved(rank, ranks, microbatches, virtual_stages),
+        "zero-bubble": lambda rank: zero_bubble(rank, ranks, microbatches),
+        "forward-only": lambda rank: forward_only(rank, ranks, microbatches, virtual_stages),
+    }
+    assert virtual_stages == 1 or name in ("interleaved", "forward-only")
+    order = [orders[name](rank) for rank in range(ranks)]
+    return with_transfers(name, order, virtual_stages=virtual_stages, microbatches=microbatches)

@@ -1,0 +1,182 @@
+"""How long a schedule takes, and when which rank computes what: the time line for given costs, and with it the bubble.
+
+The lists are run exactly as the ranks will run them, transfers included, but without tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megacore.pipeline.actions import (
+    Action,
+    Key,
+    Op,
+    Schedule,
+    ScheduleError,
+    message,
+    peer_stage,
+    requirements,
+    result,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Durations in any unit; of each stage of the model.
+
+    Attributes:
+        forward: of each stage.
+        input_grad: of each stage.
+        weight_grad: of each stage; a whole backward takes both.
+        transfer: from the end of a computation to the arrival of its result at another rank.
+    """
+
+    forward: Sequence[float]
+    input_grad: Sequence[float]
+    weight_grad: Sequence[float]
+    transfer: float = 0.0
+
+    @classmethod
+    def uniform(cls, stages: int, transfer: float = 0.0) -> Costs:
+        """One unit for each of the three, on every stage."""
+        return cls(forward=[1.0] * stages, input_grad=[1.0] * stages, weight_grad=[1.0] * stages, transfer=transfer)
+
+    def of(self, action: Action) -> float:
+        """Duration of a computation."""
+        s = action.stage
+        return {
+            Op.FORWARD: self.forward[s],
+            Op.INPUT_GRAD: self.input_grad[s],
+            Op.WEIGHT_GRAD: self.weight_grad[s],
+            Op.BACKWARD: self.input_grad[s] + self.weight_grad[s],
+        }[action.op]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A computation on the time line."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What each rank computes when.
+
+    Attributes:
+        spans: of each rank, in order.
+    """
+
+    spans: list[list[Span]] = field(default_factory=list)
+
+    @property
+    def end(self) -> float:
+        """When the last rank is done; the first begins at 0."""
+        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @property
+    def busy(self) -> list[float]:
+        """How long each rank computes."""
+        return [sum(span.end - span.start for span in spans) for spans in self.spans]
+
+    @property
+    def bubble(self) -> float:
+        """Time beyond that of the busiest rank's computations, as a share of it: (p - 1) / m for uniform 1F1B."""
+        return self.end / max(self.busy) - 1.0 if self.end else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the ranks' total time in which they do not compute: (p - 1) / (m + p - 1) for uniform 1F1B."""
+        return 1.0 - sum(self.busy) / (len(self.spans) * self.end) if self.end else 0.0
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """The time line, if transfers run beside computations and messages between two ranks keep their order.
+
+    Args:
+        schedule: with its transfers.
+        costs: durations.
+
+    Raises:
+        ScheduleError: a rank would wait for ever, or two sides of a transfer do not fit.
+    """
+    machine = _Machine(schedule, costs)
+    stuck = run_all([len(actions) for actions in schedule.actions], machine.advance)
+    if stuck:
+        names = "; ".join(f"rank {rank} waits to do {schedule.actions[rank][at]}" for rank, at in stuck.items())
+        raise ScheduleError(f"the schedule cannot go on: {names}")
+    return Timeline(spans=machine.spans)
+
+
+def run_all(lengths: Sequence[int], advance: Callable[[int, int], bool]) -> dict[int, int]:
+    """Let every rank take its steps in order, as long as any can.
+
+    Args:
+        lengths: number of steps of each rank.
+        advance: (rank, step) -> whether it could be taken.
+
+    Returns:
+        Rank -> step at which it is stuck.
+    """
+    position = [0] * len(lengths)
+    moved = True
+    while moved:
+        moved = False
+        for rank, length in enumerate(lengths):
+            while position[rank] < length and advance(rank, position[rank]):
+                position[rank] += 1
+                moved = True
+    return {rank: at for rank, (at, length) in enumerate(zip(position, lengths, strict=True)) if at < length}
+
+
+class _Machine:
+    """The ranks' clocks, the tensors that exist on each, and the messages between them."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        self.spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+        self._clock = [0.0] * schedule.ranks
+        self._made: list[dict[Key, float]] = [{} for _ in range(schedule.ranks)]
+        self._sent: dict[tuple[int, int], list[tuple[Action, float]]] = defaultdict(list)  # (from, to) -> arrivals
+        self._posted: dict[tuple[int, int], int] = defaultdict(int)  # receives
+        self._expected: list[dict[Key, tuple[int, int]]] = [{} for _ in range(schedule.ranks)]  # from, number
+
+    def advance(self, rank: int, step: int) -> bool:
+        """Take a rank's next step if it can be taken."""
+        action = self.schedule.actions[rank][step]
+        if action.op.is_transfer:
+            self._transfer(rank, action)
+            return True
+        times = [self._ready(rank, key) for key in requirements(action, self.schedule.stages)]
+        if None in times:
+            return False
+        start = max([self._clock[rank], *(time for time in times if time is not None)])
+        end = start + self.costs.of(action)
+        self._clock[rank] = self._made[rank][result(action)] = end
+        self.spans[rank].append(Span(action, start, end))
+        return True
+
+    def _transfer(self, rank: int, action: Action) -> None:
+        other = peer_stage(action) % self.schedule.ranks
+        if action.op.is_receive:
+            self._expected[rank][message(action)] = other, self._posted[other, rank]
+            self._posted[other, rank] += 1
+        else:
+            self._sent[rank, other].append((action, self._clock[rank] + self.costs.transfer))
+
+    def _ready(self, rank: int, key: Key) -> float | None:
+        """When a tensor is on a rank; None as long as that is not known."""
+        if key not in self._expected[rank]:
+            return self._made[rank].get(key)
+        source, number = self._expected[rank][key]
+        messages = self._sent[source, rank]
+        if number >= len(messages):
+            return None
+        sent, arrival = messages[number]
+        if message(sent) != key:
+            raise ScheduleError(f"rank {rank} expects the {key[0]} of {key[1]}F{key[2]}, but rank {source} does {sent}")
+        return arrival
