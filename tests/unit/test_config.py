@@ -192,6 +192,26 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     assert len(missing_files(make(tokenizer="x" * 5000, load="x" * 5000, data_path=("x" * 5000,)))) == 3
 
 
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "latest"])
+def test_a_directory_in_the_way_of_a_file_of_the_run_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (problem,) = missing_files(make(output_dir=str(tmp_path)))
+    assert problem.startswith(f"--output-dir {tmp_path}: its {name} is a directory")
+    assert problem.endswith("choose another --output-dir, or move it away")
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that nobody, root included, can write")
+def test_an_output_directory_that_nobody_can_write_is_named() -> None:
+    for directory in ("/proc", "/proc/here"):
+        (problem,) = missing_files(make(output_dir=directory))
+        assert problem.startswith(f"--output-dir {directory} cannot be written: /proc: ")
+
+
+def test_looking_at_the_output_directory_leaves_nothing_there(tmp_path: Path) -> None:
+    assert missing_files(make(output_dir=str(tmp_path))) == []
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- round trip ------------------------------------------------------------------------------------------------------
 
 
