@@ -82,7 +82,7 @@ class ParallelConfig(Section):
     3: parameters too. No stage changes a result."""
     sequence_parallel: bool = False
     """Splits norms, dropout and residuals along the sequence over --tp, which must divide --seq-length."""
-    bucket_size_mb: Annotated[float, Range(above=0)] = 25.0
+    bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
     """Size of the buckets in which gradients are reduced and parameters gathered over --dp, in MiB."""
     overlap_grad_reduce: bool = True
     """Reduces gradients over --dp while backward goes on."""
@@ -90,8 +90,8 @@ class ParallelConfig(Section):
     """Gathers updated parameters (--zero-stage 1, 2) while the next forward begins."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. auto: cuda where there is one, else cpu. Communication is NCCL on cuda and gloo on cpu."""
-    distributed_timeout_minutes: Annotated[float, Range(above=0)] = 10.0
-    """Minutes that a collective waits for a missing rank before the run fails."""
+    distributed_timeout_minutes: Annotated[float, Range(above=0, high=10080)] = 10.0
+    """Minutes that a collective waits for a missing rank before the run fails; at most a week."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ class DataConfig(Section):
     """Tokens of one sample."""
     mock_data: bool = False
     """Trains on generated tokens instead of a dataset; needs --vocab-size or --tokenizer."""
-    num_workers: Annotated[int, Range(0)] = 0
+    num_workers: Annotated[int, Range(0, 64)] = 0
     """Processes a rank that prepare batches ahead. 0: in the training process itself."""
     data_cache_path: Annotated[str | None, Flag(metavar="DIR")] = None
     """Directory of the sample index files. None: a cache directory beside each dataset."""
