@@ -70,23 +70,22 @@ def test_splits_are_disjoint_and_cover_everything(count: int, split: str, tmp_pa
         assert share or not part
 
 
-def test_training_validation_and_test_share_no_document(tmp_path: Path) -> None:
+def test_training_and_validation_share_no_document_and_leave_the_test_documents_alone(tmp_path: Path) -> None:
     data_bytes.write(tmp_path / "d", documents(90, 30))
     splits = build_datasets(config(data_path=(str(tmp_path / "d"),), split="8,1,1"))
-    train, valid, test = (seen(dataset) for dataset in splits)
+    train, valid = (seen(dataset) for dataset in splits)
     assert train == set(range(72))
-    assert valid == set(range(72, 81))
-    assert test == set(range(81, 90))
-    assert [len(dataset) for dataset in splits if dataset] == [20 * 8, 3 * 8, 3 * 8]
+    assert valid == set(range(72, 81))  # 81 to 89 are the test split's
+    assert [len(dataset) for dataset in splits if dataset] == [20 * 8, 3 * 8]
+    assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) == 2
 
 
 def test_a_split_without_documents_is_none(tmp_path: Path) -> None:
     data_bytes.write(tmp_path / "d", documents(10, 30))
-    splits = build_datasets(config(data_path=(str(tmp_path / "d"),)))
-    assert splits.valid is not None
-    assert splits.test is None
-    without = build_datasets(config(data_path=(str(tmp_path / "d"),), eval_interval=0))
-    assert (without.valid, without.test) == (None, None)
+    given: dict[str, Any] = {"data_path": (str(tmp_path / "d"),)}
+    assert build_datasets(config(**given)).valid is not None
+    assert build_datasets(config(split="1", **given)).valid is None
+    assert build_datasets(config(eval_interval=0, **given)).valid is None
 
 
 def test_the_cache_lies_beside_the_data_unless_told_otherwise(tmp_path: Path) -> None:
