@@ -8,6 +8,7 @@ nothing of them is read or built.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -118,6 +119,7 @@ def build_datasets(config: Config, *, train_samples: int | None = None) -> Datas
         opened = [IndexedDataset(prefix) for prefix in config.data.blend()[0]]
         splits = [split_documents(indexed, config.data.split_shares()) for indexed in opened]
         eod = _masked_eod(config)
+        _loaded.cache_clear()  # the run itself does without it
         made = [
             _blended(config, opened, [split[number] for split in splits], count, vocab_size=vocab_size, eod=eod)
             for number, count in enumerate(counts)
@@ -202,11 +204,17 @@ def _cache_dir(config: Config, indexed: IndexedDataset) -> Path:
     return indexed.idx_path.parent / "cache"
 
 
+@functools.lru_cache(maxsize=1)
+def _loaded(path: str) -> Tokenizer:
+    """The tokenizer of a path, which the start of a run asks for several times and which may take a second to load."""
+    return load_tokenizer(path)
+
+
 def _tokenizer(config: Config) -> Tokenizer | None:
     path = config.data.tokenizer
     if path is None:
         return None
-    tokenizer = load_tokenizer(path)
+    tokenizer = _loaded(path)
     if config.data.eod_mask_loss and tokenizer.eod is None:
         raise DataError(f"--eod-mask-loss needs an end-of-document token, which the tokenizer {path} does not have")
     return tokenizer

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, resolve
+from megacore.data import build
 from megacore.data.blend import BlendedDataset
 from megacore.data.build import build_datasets, check_inputs, split_documents, vocabulary_size
 from megacore.data.gpt import GPTDataset
 from megacore.data.indexed import IndexedDataset
 from megacore.data.preprocess import Job, preprocess
-from megacore.data.tokenizer import Tokenizer
+from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.data.tokenizer_training import train_tokenizer
 from megacore.errors import DataError
 from tests.unit import data_bytes
@@ -177,6 +178,25 @@ def test_an_altered_dataset_is_scanned_in_spite_of_its_sidecar(tokenizer: Tokeni
         file.write(b"\xff\xff")
     with pytest.raises(DataError, match=r"sequence 2 holds the token id 65535"):
         check_inputs(config(data_path=(str(tmp_path / "a_text_document"),), vocab_size=257))
+
+
+def test_the_start_of_a_run_loads_the_tokenizer_once(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.save(tmp_path / "t")
+    prefix = str(data_bytes.write(tmp_path / "d", [[[5, 6, 7, 0]]] * 10))
+    given = config(tokenizer=str(tmp_path / "t"), vocab_size=None, data_path=(prefix,), eod_mask_loss=True)
+    loaded: list[str] = []
+
+    def load(path: str) -> Tokenizer:
+        loaded.append(path)
+        return load_tokenizer(path)
+
+    monkeypatch.setattr(build, "load_tokenizer", load)
+    completed = build.complete_config(given)
+    assert (completed.model.vocab_size, check_inputs(completed)) == (257, 257)
+    build_datasets(completed)
+    assert loaded == [str(tmp_path / "t")]
 
 
 def test_a_loss_mask_needs_an_end_of_document(tokenizer: Tokenizer, tmp_path: Path) -> None:
