@@ -51,14 +51,19 @@ class PeerWatch:
         self._descriptors = {peer.rank: _open(peer.pid) for peer in self._peers}
         self._stopped = threading.Event()
         self._handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._arrived = _catch(self._handled)
-        threading.Thread(target=self._watch, name="peer-watch", daemon=True).start()
+        self._arrived, self._wakeup = _catch(self._handled)
+        self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """From here on other ranks may end: this one is done with them."""
         self._stopped.set()
         for number in self._handled:
             signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        os.close(self._wakeup)  # which the other end takes for readable
+        self._thread.join()
+        os.close(self._arrived)
 
     def dead(self, within_seconds: float) -> list[Peer]:
         """The local ranks that have ended, waiting up to `within_seconds` for the first."""
@@ -82,9 +87,10 @@ class PeerWatch:
 
     def _watch(self) -> None:
         descriptors = [fd for fd in self._descriptors.values() if fd is not None]
-        patience = _POLL_SECONDS if len(descriptors) < len(self._peers) else None
+        patience = _POLL_SECONDS * 1000 if len(descriptors) < len(self._peers) else None
+        events = _poll(self._arrived, *descriptors)
         while True:
-            arrived = self._arrived in select.select([self._arrived, *descriptors], [], [], patience)[0]
+            arrived = self._arrived in [descriptor for descriptor, _ in events.poll(patience)]
             if self._stopped.is_set():
                 return
             if gone := self.dead(0.0):  # before the signals: a launcher sends them to the survivors
@@ -95,14 +101,14 @@ class PeerWatch:
                     exit_with(128 + number)
 
 
-def _catch(numbers: list[signal.Signals]) -> int:
-    """A descriptor from which the numbers of arriving signals can be read, in place of what they do by default."""
+def _catch(numbers: list[signal.Signals]) -> tuple[int, int]:
+    """A pipe from which the numbers of arriving signals can be read, in place of what they do by default."""
     arrived, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     for number in numbers:
         signal.signal(number, lambda *_: None)
-    return arrived
+    return arrived, wakeup
 
 
 def _open(pid: int) -> int | None:
@@ -113,9 +119,17 @@ def _open(pid: int) -> int | None:
         return None
 
 
+def _poll(*descriptors: int) -> select.poll:
+    """What waits for any of the descriptors to become readable; unlike select.select, whatever their numbers are."""
+    events = select.poll()
+    for descriptor in descriptors:
+        events.register(descriptor, select.POLLIN)
+    return events
+
+
 def _alive(peer: Peer, descriptor: int | None) -> bool:
     if descriptor is not None:
-        return not select.select([descriptor], [], [], 0)[0]
+        return not _poll(descriptor).poll(0)
     try:
         os.kill(peer.pid, 0)
     except ProcessLookupError:
