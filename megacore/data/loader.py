@@ -192,12 +192,12 @@ class _Readers:
     def _watched(self, microbatches: Iterator[Microbatch | _Unusable]) -> Iterator[Microbatch | _Unusable]:
         try:
             yield from microbatches
-        except (RuntimeError, OSError, EOFError) as error:
-            # A process closes its connections a moment before it counts as ended.
-            wait([process.sentinel for process in self._processes], _SECONDS_FOR_A_WORKER_TO_END)
-            dead = [process for process in self._processes if not process.is_alive()]
+        except Exception as error:  # a connection that breaks off fails in many ways, and a sample in any
+            ended = wait([process.sentinel for process in self._processes], _SECONDS_FOR_A_WORKER_TO_END)
+            dead = [process for process in self._processes if process.sentinel in ended]
             if not dead:
                 raise
+            dead[0].join(_SECONDS_FOR_A_WORKER_TO_END)  # it closes its files a moment before it counts as ended
             code = dead[0].exitcode or 0
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             raise WorkerDied(
