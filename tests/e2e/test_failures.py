@@ -42,6 +42,17 @@ def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
     assert "-9" in launcher or "has died" in launcher
 
 
+def test_the_death_of_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
+    flags = small_run(tmp_path / "out", dp=2, num_workers=1, **ENDLESS)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        wait_for_step(job, 3)
+        job.torchrun.kill()
+        job.ends(END)
+        said = job.said()
+    line = rf"megacore: the launcher \(torchrun; pid {job.torchrun.pid} on \S+\) has died; stopping the others"
+    assert re.fullmatch(line, said.strip())
+
+
 def test_a_killed_data_worker_is_named_and_ends_all(tmp_path: Path) -> None:
     flags = small_run(tmp_path / "out", dp=2, num_workers=2, **ENDLESS)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
