@@ -292,9 +292,10 @@ class TrainingConfig(Section):
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Blocks of each pipeline stage, from its first, that --recompute full applies to. None: all."""
     label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
-    """Share of the target probability that is spread evenly over the vocabulary. 0: off."""
+    """Share of the target probability that is spread evenly over the vocabulary. 0: off. Evaluations leave it
+    out."""
     z_loss: Annotated[float, Range(0)] = 0.0
-    """Weight of the squared log-normaliser of the softmax in the loss. 0: off."""
+    """Weight of the squared log-normaliser of the softmax in the loss. 0: off. Evaluations leave it out."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"recompute", "recompute_num_layers"} and self.recompute_num_layers and self.recompute != "full":

@@ -126,7 +126,8 @@ class Trainer:
         return loss, outcome.norm, rate
 
     def evaluate(self) -> float:
-        """Mean loss per token over eval_iters global batches of the validation data, the same ones every time."""
+        """Mean negative log-likelihood per token over eval_iters global batches of the validation data, the same ones
+        every time."""
         assert self.valid_batches is not None
         self.valid_batches.rewind()
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # loss, tokens
