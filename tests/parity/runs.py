@@ -130,7 +130,8 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Confi
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     streams = RandomStreams(config.training.seed, mesh.device)
     layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
+    loss = GPTLoss(config, mesh.tp)
+    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, eval_loss=loss.plain, streams=streams)
     data = RaggedData(BATCH * config.training.train_iters)
     return Trainer(config, mesh, task, data, data)
 
