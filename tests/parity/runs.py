@@ -123,11 +123,12 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Confi
     return resolve(Config(**sections), tp * pp * dp)
 
 
-def make_trainer(config: Config, mesh: Mesh) -> Trainer:
+def make_trainer(config: Config, mesh: Mesh, data: Any = None) -> Trainer:
+    """A trainer on `data`, by default as many random samples as the run takes."""
     streams = RandomStreams(config.training.seed, mesh.device)
     layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
     task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
-    data = RaggedData(known(config.training.global_batch_size) * config.training.train_iters)
+    data = data or RaggedData(known(config.training.global_batch_size) * config.training.train_iters)
     return Trainer(config, mesh, task, data, data)
 
 
