@@ -48,8 +48,9 @@ def train(config: Config, mesh: Mesh) -> None:
 
     streams = RandomStreams(config.training.seed, mesh.device)
     layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
-    train_data, valid_data, _ = build_datasets(config, train_samples=samples_of_run(config))
+    loss = GPTLoss(config, mesh.tp)
+    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, eval_loss=loss.plain, streams=streams)
+    train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
     Trainer(config, mesh, task, train_data, valid_data).run()
 
 

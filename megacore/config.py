@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,9 @@ from megacore.sections import (
 from megacore.wording import counted, divisors, nearest_multiples, one_of
 
 T = TypeVar("T")
+
+# What a run writes into its output directory beside the checkpoints' own directories.
+_OUTPUT_FILES = ("config.toml", "metrics.jsonl", "latest")
 
 __all__ = [
     "SECTIONS",
@@ -295,9 +299,21 @@ def _output_problem(directory: Path) -> list[str]:
     existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.exists(p))
     if not existing.is_dir():
         return [f"--output-dir {directory} cannot be made: {existing} is not a directory: choose another name"]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"--output-dir {directory} cannot be written: no permission on {existing}: choose another place"]
-    return []
+    try:
+        # Asked by doing: permission bits say nothing of root, of a read-only mount or of /proc.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        return [
+            f"--output-dir {directory} cannot be written: {existing}: {error.strerror}: choose another place, "
+            "or make this one writable"
+        ]
+    return [
+        f"--output-dir {directory}: its {name} is a directory, but the run writes a file of this name: "
+        "choose another --output-dir, or move it away"
+        for name in _OUTPUT_FILES
+        if os.path.isdir(directory / name)
+    ]
 
 
 # ---- derived values --------------------------------------------------------------------------------------------------

@@ -32,5 +32,9 @@ class TrainingStopped(Exception):
     """Training cannot sensibly go on (it diverges); raised on all ranks alike, and reported without a traceback."""
 
 
+class WorkerDied(Exception):
+    """A process that reads data for a rank has ended, and the rank with it; reported without a traceback."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete, damaged or does not fit the model."""

@@ -85,7 +85,7 @@ class ParallelConfig(Section):
     offload_optimizer: bool = False
     """Keeps master weights and moments in host memory and updates them there (ZeRO-Offload), while the device keeps
     parameters and gradients."""
-    bucket_size_mb: Annotated[float, Range(above=0)] = 25.0
+    bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
     """Size of the buckets in which gradients are reduced and parameters gathered over --dp, in MiB."""
     overlap_grad_reduce: bool = True
     """Reduces gradients over --dp while backward goes on."""
@@ -93,8 +93,8 @@ class ParallelConfig(Section):
     """Gathers updated parameters (--zero-stage 1, 2) while the next forward begins."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. auto: cuda where there is one, else cpu. Communication is NCCL on cuda and gloo on cpu."""
-    distributed_timeout_minutes: Annotated[float, Range(above=0)] = 10.0
-    """Minutes that a collective waits for a missing rank before the run fails."""
+    distributed_timeout_minutes: Annotated[float, Range(above=0, high=10080)] = 10.0
+    """Minutes that a collective waits for a missing rank before the run fails; at most a week."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class DataConfig(Section):
     """Tokens of one sample."""
     mock_data: bool = False
     """Trains on generated tokens instead of a dataset; needs --vocab-size or --tokenizer."""
-    num_workers: Annotated[int, Range(0)] = 0
+    num_workers: Annotated[int, Range(0, 64)] = 0
     """Processes a rank that prepare batches ahead. 0: in the training process itself."""
     data_cache_path: Annotated[str | None, Flag(metavar="DIR")] = None
     """Directory of the sample index files. None: a cache directory beside each dataset."""
@@ -298,9 +298,10 @@ class TrainingConfig(Section):
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Blocks of each pipeline stage, from its first, that --recompute full applies to. None: all."""
     label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
-    """Share of the target probability that is spread evenly over the vocabulary. 0: off."""
+    """Share of the target probability that is spread evenly over the vocabulary. 0: off. Evaluations leave it
+    out."""
     z_loss: Annotated[float, Range(0)] = 0.0
-    """Weight of the squared log-normaliser of the softmax in the loss. 0: off."""
+    """Weight of the squared log-normaliser of the softmax in the loss. 0: off. Evaluations leave it out."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"recompute", "recompute_num_layers"} and self.recompute_num_layers and self.recompute != "full":

@@ -5,21 +5,26 @@ python tools/generate.py --checkpoint output --prompt "def " --max-new-tokens 64
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args, get_type_hints
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from typing import TypeVar, get_args, get_type_hints
 
 import torch
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.load import load_parameters
 from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
 from megacore.checkpoint.save import TOKENIZER_DIRECTORY
 from megacore.config import ModelConfig, ParallelConfig
+from megacore.data.command import ToolParser, positive, run_tool
 from megacore.data.tokenizer import Tokenizer, load_tokenizer
-from megacore.errors import EXIT_REFUSED, CheckpointError, UserError
+from megacore.errors import CheckpointError, UserError
+from megacore.fields import Range
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.mesh import select_device
@@ -28,31 +33,28 @@ from megacore.pipeline.stage import Stage
 from megacore.sections import MAX_SEED
 from megacore.train.generate import Sampling, generate
 
+Number = TypeVar("Number", int, float)
 DEVICES = get_args(get_type_hints(ParallelConfig)["device"])
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the prompt and its continuation; returns the exit status."""
-    arguments = _parse(argv)
-    try:
-        directory = find_checkpoint(Path(arguments.checkpoint))
-        manifest = read_manifest(directory)
-        config = _model_config(manifest, directory)
-        tokenizer = _tokenizer(arguments.tokenizer, directory)
-        prompt = tokenizer.encode(_text(arguments.prompt))
-        if not prompt:
-            raise UserError("--prompt has no tokens: give at least one character")
-        stage = _load(directory, config, select_device(arguments.device))
-    except UserError as error:
-        print(f"generate.py: refused: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    sampling = Sampling(
-        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the prompt and its continuation; the exit status is 0 done, 2 refused."""
+    return run_tool(_parser(), argv, _generate)
+
+
+def _generate(args: Namespace) -> None:
+    directory = find_checkpoint(Path(args.checkpoint))
+    config = _model_config(read_manifest(directory), directory)
+    tokenizer = _tokenizer(args.tokenizer, directory)
+    prompt = tokenizer.encode(_text(args.prompt))
+    if not prompt:
+        raise UserError("--prompt has no tokens: give at least one character")
+    stage = _load(directory, config, select_device(args.device))
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     print(tokenizer.decode(prompt), end="", flush=True)
     new: list[int] = []
     shown = ""
-    for token in generate(stage, config, prompt, max_new_tokens=arguments.max_new_tokens, sampling=sampling):
+    for token in generate(stage, config, prompt, max_new_tokens=args.max_new_tokens, sampling=sampling):
         if token == tokenizer.eod:
             break
         new.append(token)
@@ -61,45 +63,48 @@ def main(argv: list[str] | None = None) -> int:
             print(text[len(shown) :], end="", flush=True)
             shown = text
     print()
-    return 0
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--checkpoint", required=True, help="a step_NNNNNNNN directory, or a run's output directory (its newest)"
+def _parser() -> ToolParser:
+    parser = ToolParser(
+        prog="generate.py", description="Generate text from a checkpoint of any layout, in one process."
     )
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--tokenizer", help="tokenizer to use instead of the checkpoint's own")
-    parser.add_argument("--max-new-tokens", type=_at_least(int, 1), default=64, help="tokens to generate (default 64)")
-    parser.add_argument(
-        "--temperature", type=_at_least(float, 0), default=0.8, help="0 always takes the likeliest token (default 0.8)"
-    )
-    parser.add_argument(
-        "--top-k", type=_at_least(int, 0), default=0, help="keep the k likeliest tokens; 0 keeps all (default)"
-    )
-    parser.add_argument(
-        "--top-p", type=_share, default=1.0, help="keep the likeliest tokens up to this probability (default 1)"
-    )
-    parser.add_argument("--seed", type=_seed, default=1234, help="of the random draws (default 1234)")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="where to compute")
-    return parser.parse_args(argv)
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a step_NNNNNNNN directory, or a run's (its newest)")
+    add("--prompt", required=True, metavar="TEXT", help="text to continue")
+    add("--tokenizer", metavar="PATH", help="tokenizer to use instead of the checkpoint's own")
+    add("--max-new-tokens", type=positive, default=64, metavar="N", help="tokens to generate (64)")
+    add("--temperature", type=temperature, default=0.8, metavar="T", help="0 always takes the likeliest token (0.8)")
+    add("--top-k", type=top_k, default=0, metavar="K", help="keep the k likeliest tokens; 0 keeps all (0)")
+    add("--top-p", type=top_p, default=1.0, metavar="P", help="keep the likeliest tokens up to this probability (1)")
+    add("--seed", type=seed, default=1234, metavar="N", help="of the random draws (1234)")
+    add("--device", choices=DEVICES, default="auto", help="where to compute (auto)")
+    return parser
 
 
-def _at_least(kind: type, low: float):  # type: ignore[no-untyped-def]  # an argparse type is any callable
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not low <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} must be at least {low}")
-        return float(value) if kind is float else value
-
-    return parse
+def temperature(text: str) -> float:
+    """A number of at least 0; far from it every token is as likely."""
+    return _within(float(text), Range(0, 1000))
 
 
-def _seed(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= MAX_SEED:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0 and at most {MAX_SEED}")
+def top_k(text: str) -> int:
+    """A whole number of at least 0."""
+    return _within(int(text), Range(0))
+
+
+def top_p(text: str) -> float:
+    """A number above 0 and at most 1."""
+    return _within(float(text), Range(above=0, high=1))
+
+
+def seed(text: str) -> int:
+    """A whole number that a generator takes."""
+    return _within(int(text), Range(0, MAX_SEED))
+
+
+def _within(value: Number, bounds: Range) -> Number:
+    if value not in bounds:
+        raise ArgumentTypeError(f"{value} must be {bounds}")
     return value
 
 
@@ -111,18 +116,15 @@ def _text(prompt: str) -> str:
     return prompt
 
 
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
-    return value
-
-
 def _model_config(manifest: Manifest, directory: Path) -> ModelConfig:
     try:
-        return ModelConfig(**manifest.config["model"])
+        config = ModelConfig(**manifest.config["model"])
+        problems = config.problems()
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory}: its manifest does not describe a model ({error})") from None
+        problems = [str(error)]
+    if problems:
+        raise CheckpointError(f"{directory}: its manifest does not describe a model ({'; '.join(problems)})")
+    return config
 
 
 def _tokenizer(path: str | None, directory: Path) -> Tokenizer:

@@ -103,7 +103,10 @@ class _Reader:
             self._verified.add(piece.file)
         try:
             with safe_open(path, framework="pt") as file:
-                values: Tensor = file.get_slice(name)[where]
+                stored = file.get_slice(name)
+                if stored.get_shape() != [b - a for a, b in zip(piece.start, piece.stop, strict=True)]:
+                    raise CheckpointError(f"{path}: {name} is not of the size that the manifest says")
+                values: Tensor = stored[where]
                 return values
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None

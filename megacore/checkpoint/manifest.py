@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,36 +111,98 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_NAME
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["schema"] != SCHEMA:
-            raise CheckpointError(f"{path}: schema {raw['schema']}, but this version reads schema {SCHEMA}")
-        if not all(isinstance(section, dict) for section in raw["config"].values()):
-            raise ValueError("its configuration is not made of sections")
-        raw["files"] = {_plain_name(name, path): _file_entry(entry) for name, entry in raw["files"].items()}
-        raw["tensors"] = {
-            kind: {name: _tensor_entry(entry) for name, entry in table.items()}
-            for kind, table in raw["tensors"].items()
-        }
-        return Manifest(**raw)
+        schema = _take(raw, "schema", int)
+        if schema != SCHEMA:
+            raise CheckpointError(f"{path}: schema {schema}, but this version reads schema {SCHEMA}")
+        return Manifest(
+            step=_count(raw, "step"),
+            consumed_samples=_count(raw, "consumed_samples"),
+            counters={name: _number(raw, "counters", name) for name in _take(raw, "counters", dict)},
+            topology={name: _count(raw["topology"], name, "topology.") for name in _take(raw, "topology", dict)},
+            config={name: _take(raw["config"], name, dict, "config.") for name in _take(raw, "config", dict)},
+            files={_plain_name(name): _file_entry(raw["files"], name) for name in _take(raw, "files", dict)},
+            tensors={kind: _table(raw["tensors"], kind) for kind in _take(raw, "tensors", dict)},
+        )
     except FileNotFoundError:
         raise CheckpointError(f"{directory} is not a checkpoint: it has no {MANIFEST_NAME}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} cannot be read as a manifest: {error}") from None
 
 
-def _file_entry(raw: dict[str, Any]) -> FileEntry:
-    return FileEntry(bytes=int(raw["bytes"]), sha256=str(raw["sha256"]))
+_KINDS = {dict: "an object", list: "a list", int: "a whole number", str: "a text"}
 
 
-def _tensor_entry(raw: dict[str, Any]) -> TensorEntry:
-    return TensorEntry(shape=raw["shape"], dtype=raw["dtype"], pieces=[Piece(**piece) for piece in raw["pieces"]])
+def _take(raw: Any, key: str, kind: type, where: str = "") -> Any:
+    """`raw[key]`, which must be of a kind; `where` is the path to `raw`, for the message.
+
+    Raises:
+        ValueError: it is missing or of another kind.
+    """
+    if not isinstance(raw, dict):
+        raise ValueError(f"{where.rstrip('.') or 'the whole'} is not an object")
+    if key not in raw:
+        raise ValueError(f"{where}{key} is missing")
+    if not isinstance(raw[key], kind) or isinstance(raw[key], bool):
+        raise ValueError(f"{where}{key} is not {_KINDS[kind]}")
+    return raw[key]
 
 
-def _plain_name(name: str, path: Path) -> str:
+def _count(raw: Any, key: str, where: str = "") -> int:
+    value: int = _take(raw, key, int, where)
+    if value < 0:
+        raise ValueError(f"{where}{key} is negative")
+    return value
+
+
+def _counts(raw: Any, key: str, where: str) -> list[int]:
+    values: list[int] = _take(raw, key, list, where)
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{where}{key} is not a list of whole numbers of 0 or more")
+    return values
+
+
+def _number(raw: Any, table: str, name: str) -> float:
+    value: Any = raw[table][name]
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{table}.{name} is not a number")
+    return float(value)
+
+
+def _file_entry(files: Any, name: str) -> FileEntry:
+    entry, where = _take(files, name, dict, "files."), f"files.{name}."
+    return FileEntry(bytes=_count(entry, "bytes", where), sha256=_take(entry, "sha256", str, where))
+
+
+def _table(tensors: Any, kind: str) -> dict[str, TensorEntry]:
+    table = _take(tensors, kind, dict, "tensors.")
+    return {name: _tensor_entry(table, name, f"tensors.{kind}.") for name in table}
+
+
+def _tensor_entry(table: Any, name: str, where: str) -> TensorEntry:
+    entry, where = _take(table, name, dict, where), f"{where}{name}."
+    shape = _counts(entry, "shape", where)
+    pieces = [
+        _piece(piece, len(shape), f"{where}pieces.{number}.")
+        for number, piece in enumerate(_take(entry, "pieces", list, where))
+    ]
+    return TensorEntry(shape=shape, dtype=_take(entry, "dtype", str, where), pieces=pieces)
+
+
+def _piece(raw: Any, dimensions: int, where: str) -> Piece:
+    piece = Piece(
+        file=_take(raw, "file", str, where), start=_counts(raw, "start", where), stop=_counts(raw, "stop", where)
+    )
+    if not len(piece.start) == len(piece.stop) == dimensions:
+        raise ValueError(f"{where}start and stop do not have a number for each dimension of the tensor")
+    return piece
+
+
+def _plain_name(name: str) -> str:
     """A file name that stays inside the directory."""
     if "/" in name or "\\" in name or name in ("", ".", ".."):
-        raise CheckpointError(f"{path} names a file outside its directory: {name!r}")
+        raise ValueError(f"it names a file outside its directory: {name!r}")
     return name
 
 

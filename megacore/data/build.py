@@ -1,12 +1,14 @@
 """From a configuration to its datasets, and the check of all input files before anything expensive happens.
 
 `check_inputs` reports everything that is wrong with the tokenizer and the datasets at once. `build_datasets` makes the
-training, validation and test datasets; each document belongs to exactly one of them.
+training and validation datasets. Each document belongs to one split; those of the test split are kept out of both, and
+nothing of them is read or built.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -36,11 +38,10 @@ class InputErrors(DataError):
 
 
 class Datasets(NamedTuple):
-    """The three datasets of a run; a split without documents, or that nothing asks for, is None."""
+    """The datasets of a run; a validation split without documents, or that nothing asks for, is None."""
 
     train: SampleDataset
     valid: SampleDataset | None
-    test: SampleDataset | None
 
 
 def check_inputs(config: Config) -> int:
@@ -95,7 +96,7 @@ def complete_config(config: Config) -> Config:
 def build_datasets(config: Config, *, train_samples: int | None = None) -> Datasets:
     """Make the datasets of a resolved configuration.
 
-    The validation and test sets hold `eval_iters` global batches: every evaluation reads the same ones. With
+    The validation set holds `eval_iters` global batches: every evaluation reads the same ones. With
     `--eval-interval 0` there is only the training set.
 
     Args:
@@ -110,7 +111,7 @@ def build_datasets(config: Config, *, train_samples: int | None = None) -> Datas
     assert training.global_batch_size is not None
     batch = training.global_batch_size
     evaluated = training.eval_iters * batch if training.eval_interval else 0
-    counts = [train_samples or training.train_iters * batch, evaluated, evaluated]
+    counts = [train_samples or training.train_iters * batch, evaluated]
     vocab_size = config.model.vocab_size or vocabulary_size(config)
     if config.data.mock_data:
         made = [_mock(config, vocab_size, stream, count) for stream, count in enumerate(counts)]
@@ -118,13 +119,14 @@ def build_datasets(config: Config, *, train_samples: int | None = None) -> Datas
         opened = [IndexedDataset(prefix) for prefix in config.data.blend()[0]]
         splits = [split_documents(indexed, config.data.split_shares()) for indexed in opened]
         eod = _masked_eod(config)
+        _loaded.cache_clear()  # the run itself does without it
         made = [
             _blended(config, opened, [split[number] for split in splits], count, vocab_size=vocab_size, eod=eod)
             for number, count in enumerate(counts)
         ]
-    train, valid, test = made
+    train, valid = made
     assert train is not None
-    return Datasets(train=train, valid=valid, test=test)
+    return Datasets(train=train, valid=valid)
 
 
 def split_documents(indexed: IndexedDataset, shares: tuple[float, float, float]) -> tuple[range, range, range]:
@@ -202,11 +204,17 @@ def _cache_dir(config: Config, indexed: IndexedDataset) -> Path:
     return indexed.idx_path.parent / "cache"
 
 
+@functools.lru_cache(maxsize=1)
+def _loaded(path: str) -> Tokenizer:
+    """The tokenizer of a path, which the start of a run asks for several times and which may take a second to load."""
+    return load_tokenizer(path)
+
+
 def _tokenizer(config: Config) -> Tokenizer | None:
     path = config.data.tokenizer
     if path is None:
         return None
-    tokenizer = load_tokenizer(path)
+    tokenizer = _loaded(path)
     if config.data.eod_mask_loss and tokenizer.eod is None:
         raise DataError(f"--eod-mask-loss needs an end-of-document token, which the tokenizer {path} does not have")
     return tokenizer

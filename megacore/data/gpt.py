@@ -1,6 +1,7 @@
 """Samples for a left-to-right language model: windows of seq_length + 1 tokens over shuffled documents.
 
-Three int64 indices, built without a Python loop over documents or samples and cached on disk, say what sample k is:
+Three int64 indices, built without a Python loop over documents, samples or many epochs and cached on disk, say what
+sample k is:
 
 - document_index: the documents, in a new order for each epoch, one epoch after the other: an endless stream of tokens;
 - sample_index: window w covers tokens [w * seq_length, (w + 1) * seq_length] of that stream; windows overlap by one
@@ -27,8 +28,11 @@ from megacore.data.index_cache import Arrays, cached_arrays
 from megacore.data.indexed import IndexedDataset, token_error
 from megacore.errors import DataError
 
-_VERSION = 1  # of the order: raise it when the same inputs give other indices
+_VERSION = 2  # of the order: raise it when the same inputs give other indices
 _DOCUMENTS, _SAMPLES = 0, 1  # the two uses of an epoch's random numbers
+# So many epochs have a generator each. The later ones, of which a small dataset may have millions, are drawn together,
+# one after the other from one generator, because making a generator takes as long as shuffling a thousand numbers.
+_EPOCHS_DRAWN_ALONE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,17 +80,16 @@ def build_indices(
     """
     tokens = int(lengths.sum())
     size = extent(tokens, num_samples, seq_length)
-    order = np.concatenate([_rng(seed, e, _DOCUMENTS).permutation(len(documents)) for e in range(size.passes)])
+    order = _document_order(len(documents), size.passes, seed)
     laid_out = lengths[order]
     ends = np.cumsum(laid_out)
-    starts = ends - laid_out
     # Windows that start in a document: multiples of seq_length in [start, end). Repeating each place by that number
     # gives every window's document in one pass.
     begun = (ends + (seq_length - 1)) // seq_length  # windows that start before each document's end
     place = np.repeat(np.arange(len(order)), np.diff(begun, prepend=0))[: size.windows + 1]
     windows = np.empty((size.windows + 1, 2), np.int64)
     windows[:, 0] = place
-    windows[:, 1] = np.arange(size.windows + 1) * seq_length - starts[place]
+    windows[:, 1] = np.arange(size.windows + 1) * seq_length - (ends[place] - laid_out[place])
     return {
         "document_index": documents[order],
         "sample_index": windows,
@@ -94,18 +97,36 @@ def build_indices(
     }
 
 
+def _document_order(count: int, passes: int, seed: int) -> NDArray[np.int64]:
+    """[passes * count]: the places of `count` documents in a random order for every pass."""
+    alone = min(passes, _EPOCHS_DRAWN_ALONE)
+    order = np.tile(np.arange(count), (passes, 1))
+    for epoch in range(alone):
+        order[epoch] = _rng(seed, epoch, _DOCUMENTS).permutation(count)
+    together = order[alone:]
+    _rng(seed, _EPOCHS_DRAWN_ALONE, _DOCUMENTS).permuted(together, axis=1, out=together)
+    return order.reshape(-1)
+
+
 def _shuffle(tokens: int, size: Extent, seq_length: int, seed: int) -> NDArray[np.int64]:
     """Every epoch's windows in a random order, the one that runs over into the next epoch last."""
     shuffle = np.arange(size.windows)
-    for epoch in range(size.epochs):
-        first, stop = -(-epoch * tokens // seq_length), -(-(epoch + 1) * tokens // seq_length)
-        if stop - 1 > first:
-            _rng(seed, epoch, _SAMPLES).shuffle(shuffle[first : stop - 1])
+    firsts = -(-np.arange(size.epochs + 1) * tokens // seq_length)  # the first window that starts in each epoch
+    counts = np.diff(firsts) - 1  # windows to shuffle; an epoch's differ by one at most
+    alone = min(size.epochs, _EPOCHS_DRAWN_ALONE)
+    for epoch in range(alone):
+        if counts[epoch] > 1:
+            _rng(seed, epoch, _SAMPLES).shuffle(shuffle[firsts[epoch] : firsts[epoch] + counts[epoch]])
+    for count in np.unique(counts[alone:]).tolist():
+        if count > 1:
+            # A generator of its own for each count: so no epoch's order depends on how many epochs there are.
+            rows = firsts[alone:-1][counts[alone:] == count][:, None] + np.arange(count)
+            shuffle[rows] = _rng(seed, _EPOCHS_DRAWN_ALONE, _SAMPLES, count).permuted(rows, axis=1)
     return shuffle
 
 
-def _rng(seed: int, epoch: int, use: int) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch, use])))
+def _rng(*key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
 class GPTDataset:

@@ -6,16 +6,24 @@ are the same for every layout, and a run resumes anywhere from `consumed_samples
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megacore.data.blend import SampleDataset
-from megacore.errors import DataError
+from megacore.errors import DataError, WorkerDied
+
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+_SECONDS_FOR_A_WORKER_TO_END = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,7 @@ class Microbatch:
         return replace(self, **moved)
 
     def pin_memory(self) -> Microbatch:
-        """The same microbatch in pinned memory, which the DataLoader asks for."""
+        """The same microbatch in pinned memory."""
         names = ("tokens", "labels", "loss_mask")
         return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
@@ -59,7 +67,7 @@ class BatchLoader:
         dp_size: Their number.
         consumed_samples: Where to begin.
         num_workers: Processes that read ahead; 0 reads in this process.
-        pin_memory: Whether workers' microbatches are copied to pinned memory.
+        pin_memory: Whether microbatches are copied to pinned memory, from which an accelerator fetches them by itself.
     """
 
     def __init__(
@@ -76,25 +84,20 @@ class BatchLoader:
     ) -> None:
         assert global_batch_size % (micro_batch_size * dp_size) == 0
         assert 0 <= dp_rank < dp_size
-        self.consumed_samples = consumed_samples
+        self.consumed_samples = self._first_sample = consumed_samples
         self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
-        self._global_batch_size = global_batch_size
+        self._global_batch_size, self._pin_memory = global_batch_size, pin_memory
         steps = max(0, len(dataset) - consumed_samples) // global_batch_size
-        view = _RankView(dataset, micro_batch_size, steps * self.num_microbatches)
-        view.place(consumed_samples, dp_rank, dp_size)
-        self._microbatches: Iterator[Microbatch | _Unusable]
-        if num_workers == 0:
-            self._microbatches = (view[position] for position in range(len(view)))
-        else:
-            loader = DataLoader(
-                view,
-                batch_size=None,
-                shuffle=False,
-                num_workers=num_workers,
-                pin_memory=pin_memory,
-                worker_init_fn=_leave_signals_to_the_rank,
-            )
-            self._microbatches = iter(loader)
+        self._view = _RankView(
+            dataset=dataset,
+            size=micro_batch_size,
+            length=steps * self.num_microbatches,
+            consumed=consumed_samples,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+        )
+        self._readers: _Readers | None = None if num_workers == 0 else _Readers(self._view, num_workers)
+        self._microbatches = self._from_the_start()
 
     def __iter__(self) -> Iterator[list[Microbatch]]:
         return self
@@ -105,15 +108,26 @@ class BatchLoader:
         Raises:
             StopIteration: The dataset has no samples for another step.
             DataError: A sample cannot be used.
+            WorkerDied: A process that reads ahead has ended.
         """
         step = []
         for _ in range(self.num_microbatches):
             microbatch = next(self._microbatches)
             if isinstance(microbatch, _Unusable):
                 raise DataError(microbatch.message)
-            step.append(microbatch)
+            step.append(microbatch.pin_memory() if self._pin_memory else microbatch)
         self.consumed_samples += self._global_batch_size
         return step
+
+    def rewind(self) -> None:
+        """Begin again where this loader began, with the same processes."""
+        self.consumed_samples = self._first_sample
+        self._microbatches = self._from_the_start()
+
+    def _from_the_start(self) -> Iterator[Microbatch | _Unusable]:
+        if self._readers is None:
+            return (self._view[position] for position in range(len(self._view)))
+        return self._readers.read()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,30 +137,79 @@ class _Unusable:
     message: str
 
 
+@dataclass(frozen=True, kw_only=True)
 class _RankView(Dataset[Microbatch | _Unusable]):
     """The microbatches of one rank from a point on, by position."""
 
-    def __init__(self, dataset: SampleDataset, micro_batch_size: int, length: int) -> None:
-        self._dataset, self._size, self._length = dataset, micro_batch_size, length
-        self._consumed, self._dp_rank, self._dp_size = 0, 0, 1
-
-    def place(self, consumed: int, dp_rank: int, dp_size: int) -> None:
-        self._consumed, self._dp_rank, self._dp_size = consumed, dp_rank, dp_size
+    dataset: SampleDataset
+    size: int
+    length: int
+    consumed: int
+    dp_rank: int
+    dp_size: int
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __getitem__(self, position: int) -> Microbatch | _Unusable:
-        first = self._consumed + (position * self._dp_size + self._dp_rank) * self._size
+        first = self.consumed + (position * self.dp_size + self.dp_rank) * self.size
         try:
-            samples = [self._dataset[first + i] for i in range(self._size)]
+            samples = [self.dataset[first + i] for i in range(self.size)]
         except DataError as error:
             return _Unusable(message=str(error))
         stacked = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
-        return Microbatch(**stacked, index=first // self._size)
+        return Microbatch(**stacked, index=first // self.size)
 
 
-def _leave_signals_to_the_rank(worker: int) -> None:
-    """A worker is forked with its rank's handlers: an interrupt of the terminal is the rank's to answer."""
+class _Readers:
+    """The processes that read a view ahead, and the watch over them."""
+
+    def __init__(self, view: _RankView, count: int) -> None:
+        self._loader = DataLoader(
+            view,
+            batch_size=None,
+            shuffle=False,
+            num_workers=count,
+            persistent_workers=True,
+            worker_init_fn=_belong_to_the_rank,
+        )
+        self._processes: list[BaseProcess] = []
+
+    def read(self) -> Iterator[Microbatch | _Unusable]:
+        """Begin to read from position 0, at once; the processes are started the first time.
+
+        Raises:
+            WorkerDied: by the iterator, where a process has ended.
+        """
+        others, handler = multiprocessing.active_children(), signal.getsignal(signal.SIGCHLD)
+        microbatches = iter(self._loader)
+        self._processes += [process for process in multiprocessing.active_children() if process not in others]
+        if signal.getsignal(signal.SIGCHLD) is not handler:
+            # DataLoader's handler raises wherever the program happens to be. Without it, the next microbatch says so.
+            signal.signal(signal.SIGCHLD, handler)
+        return self._watched(microbatches)
+
+    def _watched(self, microbatches: Iterator[Microbatch | _Unusable]) -> Iterator[Microbatch | _Unusable]:
+        try:
+            yield from microbatches
+        except Exception as error:  # a connection that breaks off fails in many ways, and a sample in any
+            ended = wait([process.sentinel for process in self._processes], _SECONDS_FOR_A_WORKER_TO_END)
+            dead = [process for process in self._processes if process.sentinel in ended]
+            if not dead:
+                raise
+            dead[0].join(_SECONDS_FOR_A_WORKER_TO_END)  # it closes its files a moment before it counts as ended
+            code = dead[0].exitcode or 0
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            raise WorkerDied(
+                f"a data worker (pid {dead[0].pid}) {how}, perhaps for lack of memory: use fewer --num-workers, "
+                "or 0 to read in the training process"
+            ) from error
+
+
+def _belong_to_the_rank(worker: int) -> None:
+    """A worker is forked with its rank's handlers: an interrupt of the terminal is the rank's to answer. It ends with
+    its rank, however that ends: DataLoader's own look after the rank comes every five seconds only."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

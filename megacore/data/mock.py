@@ -22,7 +22,7 @@ class MockDataset:
         seq_length: Tokens of a sample.
         num_samples: Number of samples.
         seed: Decides the cycle, which is the same for every stream, and the samples.
-        stream: 0 for training, 1 and 2 for validation and test: other samples of the same language.
+        stream: 0 for training, 1 for validation: other samples of the same language.
     """
 
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int, *, stream: int = 0) -> None:

@@ -116,8 +116,15 @@ class GPTLoss:
 
     def __call__(self, logits: Tensor, batch: TokenBatch) -> Tensor:
         """logits [b, s, padded V/t], labels [b, s] -> scalar fp32"""
+        return self._sum(logits, batch, self.options)
+
+    def plain(self, logits: Tensor, batch: TokenBatch) -> Tensor:
+        """The negative log-likelihood alone, without label smoothing and z-loss: what evaluations report."""
+        return self._sum(logits, batch, None)
+
+    def _sum(self, logits: Tensor, batch: TokenBatch, options: CrossEntropyOptions | None) -> Tensor:
         per_token = vocab_parallel_cross_entropy(
-            logits, batch.labels, vocab_size=self.vocab_size, group=self.tp, options=self.options
+            logits, batch.labels, vocab_size=self.vocab_size, group=self.tp, options=options
         )
         return torch.sum(per_token * batch.loss_mask)
 

@@ -83,6 +83,7 @@ class DataParallel:
         self._repeated = _later_uses(layers) if options.exact_terms else [{} for _ in layers]
         self._holders: dict[int, set[int]] = {id(bucket): set() for bucket in self.buckets}
         self._reduces_now = False
+        self._under_way: Bucket | None = None  # the bucket whose reduction began last
         self.segments = list(self._own_segments())
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -153,7 +154,7 @@ class DataParallel:
         """The microbatch's gradients are all there: reduce what is due and has not begun, and let go of parameters."""
         for bucket in self.buckets:
             if self._reduces_now and bucket.owes_gradients:
-                bucket.reduce()
+                self._reduce(bucket)
         for index in range(len(self._needs)):
             self._release(index)
 
@@ -175,7 +176,15 @@ class DataParallel:
         assert isinstance(parameter, ShardedParameter)
         bucket = self._bucket_of[parameter.spec.name]
         if bucket.add(parameter.spec.name) and self._reduces_now:
-            bucket.reduce()
+            self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Begin a bucket's reduction; on stages 2 and 3 the one before ends first, so that whole gradients of two
+        buckets are held at most: of the one that is reduced, and of the one that backward fills meanwhile."""
+        if self._under_way is not None and self.options.stage >= 2:
+            self._under_way.finish_reduction()
+        bucket.reduce()
+        self._under_way = bucket
 
     def segments_of(self, name: str) -> list[OwnedSegment]:
         """What this rank owns of one parameter."""

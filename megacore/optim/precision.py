@@ -67,6 +67,7 @@ class LossScaler:
 
     def load_state(self, state: dict[str, float]) -> None:
         """Continue from a saved state; a fixed scale stays as configured."""
-        if self.dynamic and state:
-            self.scale = state["scale"]
-            self._good_steps, self._allowance = int(state["good_steps"]), int(state["allowance"])
+        if self.dynamic:
+            self.scale = state.get("scale", self.scale)
+            self._good_steps = int(state.get("good_steps", self._good_steps))
+            self._allowance = int(state.get("allowance", self._allowance))

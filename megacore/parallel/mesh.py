@@ -9,6 +9,7 @@ communicates.
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -167,9 +168,11 @@ def is_first_of_job(event: str, *, otherwise: bool) -> bool:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # The store's own client fills the terminal with C++ stacks where nobody listens any more.
+        socket.create_connection((address, port), timeout=_STORE_PATIENCE.total_seconds()).close()
         store = dist.TCPStore(address, port, timeout=_STORE_PATIENCE, wait_for_workers=False)
         return store.add(f"megacore/{event}/{attempt}", 1) == 1
-    except (KeyError, ValueError, RuntimeError):
+    except (KeyError, ValueError, OSError, RuntimeError):
         return otherwise
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,5 +105,22 @@ class Dropout(nn.Module):
         if not self.training or self.probability == 0.0:
             return x
         keep = 1.0 - self.probability
-        mask = torch.empty_like(x).bernoulli_(keep, generator=self.streams.generator(self.site, self.shard))
-        return x * mask.div_(keep)
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        mask.bernoulli_(keep, generator=self.streams.generator(self.site, self.shard))
+        output: Tensor = _KeepBytes.apply(x, mask, keep)
+        return output
+
+
+class _KeepBytes(torch.autograd.Function):
+    """x * mask / keep, of which one byte an element is kept for backward: the mask, not the factors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, keep: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.keep = keep
+        return x * mask.to(x.dtype).div_(keep)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return grad * mask.to(grad.dtype).div_(ctx.keep), None, None

@@ -40,6 +40,7 @@ class PipelineRuntime:
         streams: told which microbatch is being computed.
         first_input: microbatch -> input of the model's first layer.
         loss: (output of the last layer, microbatch) -> summed loss of the microbatch.
+        eval_loss: the same for `evaluate`; None: `loss`.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class PipelineRuntime:
         streams: RandomStreams,
         first_input: Callable[[Any], Tensor],
         loss: Callable[[Tensor, Any], Tensor],
+        eval_loss: Callable[[Tensor, Any], Tensor] | None = None,
     ) -> None:
         self.stage, self.group, self.transport, self.streams = stage, group, transport, streams
-        self.first_input, self.loss = first_input, loss
+        self.first_input, self.loss, self.eval_loss = first_input, loss, eval_loss or loss
 
     def train_step(
         self, microbatches: Sequence[Any], loss_scale: Callable[[], Tensor | float], gradients: GradientSink
@@ -75,7 +77,7 @@ class PipelineRuntime:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
-        """The summed loss of the microbatches on the last stage; 0 elsewhere. Dropout is off."""
+        """The summed `eval_loss` of the microbatches on the last stage; 0 elsewhere. Dropout is off."""
         self.stage.eval()
         actions = forward_only(self.group.rank, self.group.size, len(microbatches))
         return _Run(self, microbatches).execute(actions)
@@ -115,7 +117,8 @@ class _Run:
         with runtime.streams.microbatch(microbatch.index):
             output = runtime.stage(x)
         if runtime.group.is_last:
-            output = runtime.loss(output, microbatch)
+            loss = runtime.eval_loss if self.loss_scale is None else runtime.loss
+            output = loss(output, microbatch)
             # A multiple of 2^-24: fp64 sums of a few hundred million of them are exact, and so equal on every layout.
             self.total_loss += output.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
         if self.loss_scale is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ModelConfig, known
+from megacore.errors import CheckpointError
 from megacore.models.gpt import next_token_logits
 from megacore.pipeline.stage import Stage
 
@@ -46,6 +47,9 @@ def generate(
 
     Yields:
         Token ids of the continuation.
+
+    Raises:
+        CheckpointError: the model's output is not finite, and so no choice of a token means anything.
     """
     stage.eval()
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -54,6 +58,11 @@ def generate(
     for _ in range(max_new_tokens):
         context = torch.tensor([tokens[-positions:]], device=device)
         logits = next_token_logits(stage(context), vocabulary)[0].cpu()
+        if not logits.isfinite().all():
+            raise CheckpointError(
+                "the model's output is not finite (NaN or infinite), because weights of the checkpoint are not, or "
+                "because they overflow: use a checkpoint of an earlier step"
+            )
         tokens.append(choose(logits, sampling, generator))
         yield tokens[-1]
 

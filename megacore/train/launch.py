@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from megacore.config import Config
-from megacore.errors import EXIT_REFUSED, TrainingStopped, UserError
+from megacore.errors import EXIT_REFUSED, TrainingStopped, UserError, WorkerDied
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.peers import PeerWatch
@@ -52,6 +52,8 @@ def launch(config: Config, body: Callable[[Config, Mesh], None]) -> int:
         return _end(f"refused on {_this_rank(watch)}:\n{problems}", EXIT_REFUSED, watch)
     except TrainingStopped as error:
         return _end(f"stopped: {error}", EXIT_FAILED, watch)
+    except WorkerDied as error:
+        return _end(f"{_this_rank(watch)} failed: {error}", EXIT_FAILED, watch)
     except Exception:
         if watch is not None and (gone := watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
             watch.give_up(gone)  # the exception is only the echo of a death

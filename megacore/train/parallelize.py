@@ -39,6 +39,7 @@ class Task:
         layers: the whole model, described.
         first_input: microbatch -> input of the first layer.
         loss: (output of the last layer, microbatch) -> loss summed over the microbatch's tokens.
+        eval_loss: what evaluations report instead; None: `loss`.
         streams: where the layers' dropout masks come from.
     """
 
@@ -46,6 +47,7 @@ class Task:
     first_input: Callable[[Any], Tensor]
     loss: Callable[[Tensor, Any], Tensor]
     streams: RandomStreams
+    eval_loss: Callable[[Tensor, Any], Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,7 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
         streams=task.streams,
         first_input=task.first_input,
         loss=task.loss,
+        eval_loss=task.eval_loss,
     )
     return ParallelModel(stages=stages, stage=stage, runtime=runtime, data_parallel=data_parallel, shared=shared)
 

@@ -3,7 +3,7 @@
 A collective with a dead peer fails on some ranks, and blocks on others, without naming anybody; and no Python signal
 handler runs while one blocks. So every rank watches the processes of its own machine, and its signals, from a thread
 (a process descriptor becomes readable at the very moment a process ends). One survivor says who is gone, and all stop
-at once instead of waiting for a timeout.
+at once instead of waiting for a timeout. The launcher is watched too: without it, nobody would end the ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from megacore.train.ending import exit_with, report_cause
 
 EXIT_PEER_DIED = 1
 _POLL_SECONDS = 0.2  # where the system has no process descriptors
+_LAUNCHER = -1  # stands for a rank
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A process of this job."""
+    """A process of this job; the launcher, torchrun, has no rank of its own but _LAUNCHER."""
 
     rank: int
     host: str
@@ -36,7 +37,7 @@ class Peer:
 
 
 class PeerWatch:
-    """Watches the other ranks on this machine, and this one's signals, until `stop()`.
+    """Watches the other ranks on this machine, their launcher, and this one's signals, until `stop()`.
 
     Args:
         mesh: for the ranks' coordinates; every rank of it constructs its watch at the same point of the program, in
@@ -48,20 +49,27 @@ class PeerWatch:
         self.me = Peer(mesh.world.rank, socket.gethostname(), os.getpid())
         everyone: list[Peer] = all_gather_objects(self.me, mesh.world)
         self._peers = [peer for peer in everyone if peer.host == self.me.host and peer.rank != self.me.rank]
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; another launcher may well end before its processes
+            self._peers.append(Peer(_LAUNCHER, self.me.host, os.getppid()))
         self._descriptors = {peer.rank: _open(peer.pid) for peer in self._peers}
         self._stopped = threading.Event()
         self._handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._arrived = _catch(self._handled)
-        threading.Thread(target=self._watch, name="peer-watch", daemon=True).start()
+        self._arrived, self._wakeup = _catch(self._handled)
+        self._thread = threading.Thread(target=self._watch, name="peer-watch", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """From here on other ranks may end: this one is done with them."""
         self._stopped.set()
         for number in self._handled:
             signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        os.close(self._wakeup)  # which the other end takes for readable
+        self._thread.join()
+        os.close(self._arrived)
 
     def dead(self, within_seconds: float) -> list[Peer]:
-        """The local ranks that have ended, waiting up to `within_seconds` for the first."""
+        """The local ranks that have ended, and the launcher if it has; waits up to `within_seconds` for the first."""
         deadline = time.monotonic() + within_seconds
         while True:
             gone = [peer for peer in self._peers if not _alive(peer, self._descriptors[peer.rank])]
@@ -70,21 +78,27 @@ class PeerWatch:
             time.sleep(0.02)
 
     def describe(self, peer: Peer) -> str:
-        """A rank by its number, coordinates and process."""
+        """A rank by its number, coordinates and process, or the launcher."""
+        if peer.rank == _LAUNCHER:
+            return f"the launcher (torchrun; pid {peer.pid} on {peer.host})"
         return f"rank {peer.rank} ({self._mesh.coordinates(peer.rank)}; pid {peer.pid} on {peer.host})"
 
     def give_up(self, gone: list[Peer]) -> NoReturn:
         """Name the dead, unless a rank has already said why the job ends, and end this process."""
-        survivors = {peer.rank for peer in self._peers} - {peer.rank for peer in gone} | {self.me.rank}
+        # Where the launcher is gone, ranks that are gone as well went because of it.
+        gone = [peer for peer in gone if peer.rank == _LAUNCHER] or gone
+        local = {peer.rank for peer in self._peers if peer.rank != _LAUNCHER} | {self.me.rank}
+        survivors = local - {peer.rank for peer in gone}
         names = ", ".join(self.describe(peer) for peer in gone)
         report_cause(f"{names} has died; stopping the others", otherwise=self.me.rank == min(survivors))
         exit_with(EXIT_PEER_DIED)
 
     def _watch(self) -> None:
         descriptors = [fd for fd in self._descriptors.values() if fd is not None]
-        patience = _POLL_SECONDS if len(descriptors) < len(self._peers) else None
+        patience = _POLL_SECONDS * 1000 if len(descriptors) < len(self._peers) else None
+        events = _poll(self._arrived, *descriptors)
         while True:
-            arrived = self._arrived in select.select([self._arrived, *descriptors], [], [], patience)[0]
+            arrived = self._arrived in [descriptor for descriptor, _ in events.poll(patience)]
             if self._stopped.is_set():
                 return
             if gone := self.dead(0.0):  # before the signals: a launcher sends them to the survivors
@@ -95,14 +109,14 @@ class PeerWatch:
                     exit_with(128 + number)
 
 
-def _catch(numbers: list[signal.Signals]) -> int:
-    """A descriptor from which the numbers of arriving signals can be read, in place of what they do by default."""
+def _catch(numbers: list[signal.Signals]) -> tuple[int, int]:
+    """A pipe from which the numbers of arriving signals can be read, in place of what they do by default."""
     arrived, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     for number in numbers:
         signal.signal(number, lambda *_: None)
-    return arrived
+    return arrived, wakeup
 
 
 def _open(pid: int) -> int | None:
@@ -113,9 +127,17 @@ def _open(pid: int) -> int | None:
         return None
 
 
+def _poll(*descriptors: int) -> select.poll:
+    """What waits for any of the descriptors to become readable; unlike select.select, whatever their numbers are."""
+    events = select.poll()
+    for descriptor in descriptors:
+        events.register(descriptor, select.POLLIN)
+    return events
+
+
 def _alive(peer: Peer, descriptor: int | None) -> bool:
     if descriptor is not None:
-        return not select.select([descriptor], [], [], 0)[0]
+        return not _poll(descriptor).poll(0)
     try:
         os.kill(peer.pid, 0)
     except ProcessLookupError:

@@ -61,6 +61,7 @@ class Trainer:
         if config.training.load is not None:
             self._restore(Path(config.training.load))
         self.batches = self._loader(train_data, self.consumed_samples)
+        self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self.train_data, self.valid_data = train_data, valid_data
         self._evaluates = valid_data is not None and config.training.eval_interval > 0
         self.report = Report(
@@ -124,12 +125,13 @@ class Trainer:
         return outcome.loss * per_token(), outcome.norm, rate
 
     def evaluate(self) -> float:
-        """Mean loss per token over eval_iters global batches of the validation data, the same ones every time."""
-        assert self.valid_data is not None
-        batches = self._loader(self.valid_data, 0)
+        """Mean negative log-likelihood per token over eval_iters global batches of the validation data, the same ones
+        every time."""
+        assert self.valid_batches is not None
+        self.valid_batches.rewind()
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # loss, tokens
         for _ in range(self.config.training.eval_iters):
-            batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in next(batches)]
+            batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in next(self.valid_batches)]
             sums[0] += self.model.runtime.evaluate(batch)
             if self.mesh.pp.is_last:
                 sums[1] += sum(m.loss_mask.sum(dtype=torch.float64) for m in batch)
@@ -170,6 +172,7 @@ class Trainer:
             dp_size=self.mesh.dp.size,
             consumed_samples=consumed_samples,
             num_workers=self.config.data.num_workers,
+            pin_memory=self.mesh.device.type != "cpu",
         )
 
     def _announce(self) -> None:

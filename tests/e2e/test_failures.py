@@ -42,6 +42,38 @@ def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
     assert "-9" in launcher or "has died" in launcher
 
 
+def test_the_death_of_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
+    flags = small_run(tmp_path / "out", dp=2, num_workers=1, **ENDLESS)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        wait_for_step(job, 3)
+        job.torchrun.kill()
+        job.ends(END)
+        said = job.said()
+    line = rf"megacore: the launcher \(torchrun; pid {job.torchrun.pid} on \S+\) has died; stopping the others"
+    assert re.fullmatch(line, said.strip())
+
+
+def test_a_killed_data_worker_is_named_and_ends_all(tmp_path: Path) -> None:
+    flags = small_run(tmp_path / "out", dp=2, num_workers=2, **ENDLESS)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        wait_for_step(job, 3)
+        of_rank_1 = {pid for pid, rank in job.pids().items() if rank == 1}
+        victim = next(pid for pid in of_rank_1 if parent(pid) in of_rank_1)
+        os.kill(victim, signal.SIGKILL)
+        status, launcher = job.ends(END)
+        said = job.said()
+    assert status == 1
+    rank = r"rank 1 \(pp 0, dp 1, tp 0; pid \d+ on \S+\)"
+    line = rf"megacore: {rank} failed: a data worker \(pid {victim}\) was ended by SIGKILL, perhaps .*"
+    assert re.fullmatch(line, said.strip())
+    assert f"a data worker (pid {victim})" in launcher
+
+
+def parent(pid: int) -> int:
+    """The process that started a process."""
+    return int(re.findall(r"^PPid:\s(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[0])
+
+
 # The dataset of the training script, which fails on one data-parallel rank at its third step.
 DRIVER = """
 import os, sys
@@ -59,7 +91,7 @@ class Failing:
         return self.samples[k]
 
 build = pretrain_gpt.build_datasets
-pretrain_gpt.build_datasets = lambda *given, **named: Datasets(Failing(build(*given, **named).train), None, None)
+pretrain_gpt.build_datasets = lambda *given, **named: Datasets(Failing(build(*given, **named).train), None)
 exit_with(pretrain_gpt.main(sys.argv[1:]))
 """
 
@@ -89,9 +121,11 @@ def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: st
     assert said.count("Traceback") == (0 if error == "DataError" else 1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_everything_quietly(tmp_path: Path, number: signal.Signals) -> None:
-    flags = small_run(tmp_path / "out", pp=2, **ENDLESS)
+@pytest.mark.parametrize(("number", "num_workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 2)])
+def test_a_signal_to_the_launcher_ends_everything_quietly(
+    tmp_path: Path, number: signal.Signals, num_workers: int
+) -> None:
+    flags = small_run(tmp_path / "out", pp=2, num_workers=num_workers, **ENDLESS)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
         wait_for_step(job, 3)
         job.torchrun.send_signal(number)

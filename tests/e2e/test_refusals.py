@@ -209,7 +209,13 @@ def shard(inputs: Path) -> Path:
     return path
 
 
+def directory_for_a_result(inputs: Path) -> None:
+    """A directory in the output directory, where the run writes a file."""
+    (inputs / "out" / "config.toml").mkdir(parents=True)
+
+
 BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
+    "directory for a result": (directory_for_a_result, "its config.toml is a directory"),
     "empty idx": (cut("data.idx", 0), "data.idx: 0 bytes are too few"),
     "empty bin": (cut("data.bin", 0), "data.bin: 0 bytes long, shorter than"),
     "wrong magic": (overwrite("data.idx", 0, b"GARBAGE"), "data.idx: wrong magic"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from megacore.config import (
     ParallelConfig,
     PrecisionConfig,
     TrainingConfig,
+    known,
     resolve,
 )
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTLoss, gpt_layers
 from megacore.optim.data_parallel import OwnedSegment
+from megacore.optim.optimizers import state_kinds
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.parallel.random import RandomStreams
@@ -41,13 +44,15 @@ VOCAB, SEQUENCE, BATCH = 131, 16, 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves: one loss and one gradient norm a step, gradients of step 1, weights before and after."""
+    """What a run leaves: one loss and one gradient norm a step, clipped gradients of step 1, weights before and after,
+    and the optimizer's state after by its kind."""
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]
     initial: dict[str, Tensor]
     final: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
 
 
 Run = Callable[..., Outcome]
@@ -127,11 +132,13 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Confi
     return resolve(Config(**sections), tp * pp * dp)
 
 
-def make_trainer(config: Config, mesh: Mesh) -> Trainer:
+def make_trainer(config: Config, mesh: Mesh, data: Any = None) -> Trainer:
+    """A trainer on `data`, by default as many random samples as the run takes."""
     streams = RandomStreams(config.training.seed, mesh.device)
     layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
-    data = RaggedData(BATCH * config.training.train_iters)
+    loss = GPTLoss(config, mesh.tp)
+    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, eval_loss=loss.plain, streams=streams)
+    data = data or RaggedData(known(config.training.global_batch_size) * config.training.train_iters)
     return Trainer(config, mesh, task, data, data)
 
 
@@ -141,6 +148,12 @@ def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: 
     if config.training.reproducible:
         compute_reproducibly()
     mesh = build_mesh(config.parallel)
+    outcome = train_on(mesh, config)
+    return outcome if rank == 0 else None
+
+
+def train_on(mesh: Mesh, config: Config) -> Outcome:
+    """Run on this rank of a mesh; every rank returns what came out."""
     trainer = make_trainer(config, mesh)
     losses, norms, gradients = [], [], {}
     initial = gather(trainer, mesh, lambda owned: owned.master)
@@ -151,7 +164,19 @@ def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: 
         if step == 0:
             gradients = gather(trainer, mesh, lambda owned: owned.gradient)
     final = gather(trainer, mesh, lambda owned: owned.master)
-    return Outcome(losses, norms, gradients, initial, final) if rank == 0 else None
+    return Outcome(losses, norms, gradients, initial, final, _moments(trainer, mesh))
+
+
+def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state, where it keeps any."""
+    optimizer = trainer.update.optimizer
+
+    def take(kind: str, owned: OwnedSegment) -> Tensor:
+        assert optimizer is not None
+        value: Tensor = optimizer.state[owned.master][kind]
+        return value
+
+    return {kind: gather(trainer, mesh, partial(take, kind)) for kind in state_kinds(trainer.config.optimizer)}
 
 
 def gather(trainer: Trainer, mesh: Mesh, take: Callable[[OwnedSegment], Tensor | None]) -> dict[str, Tensor]:

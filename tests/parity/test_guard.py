@@ -66,12 +66,17 @@ def test_all_ranks_skip_and_the_culprit_is_named(
         assert skipped == 1
 
 
-def test_an_overflow_in_fp16_halves_the_scale_on_all_ranks(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("layout, stage, culprit", [((1, 1, 2), 2, 1), ((1, 2, 2), 1, 2), ((2, 2, 2), 3, 5)], ids=str)
+def test_an_overflow_in_fp16_halves_the_scale_on_all_ranks(
+    layout: Layout, stage: int, culprit: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tp, pp, dp = layout
     directory = str(tmp_path_factory.mktemp("run"))
-    results = run_distributed(skip_one, 2, (1, 1, 2), directory, 2, 1, math.inf, "fp16")
+    results = run_distributed(skip_one, tp * pp * dp, layout, directory, stage, culprit, math.inf, "fp16")
+    assert len(results) == tp * pp * dp
     assert {(scale, same, skipped) for _, scale, same, skipped in results} == {(32768.0, True, 1)}
     assert results[0][0] is not None
-    assert results[0][0].endswith(f"the gradient of {NAME} on rank 1 overflowed; loss scale 65536 -> 32768")
+    assert results[0][0].endswith(f"the gradient of {NAME} on rank {culprit} overflowed; loss scale 65536 -> 32768")
 
 
 def bad_loss(rank: int, world_size: int, directory: str) -> list[str]:

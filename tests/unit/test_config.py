@@ -75,6 +75,8 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"norm_epsilon": 0.0}, 1, ("--norm-epsilon 0", "above 0")),
     ({"init_method_std": 0.0}, 1, ("--init-method-std 0", "above 0")),
     ({"bucket_size_mb": 0.0}, 1, ("--bucket-size-mb 0", "above 0", "25")),
+    ({"bucket_size_mb": 1e30}, 1, ("--bucket-size-mb 1e+30", "above 0", "65536 or less")),
+    ({"distributed_timeout_minutes": 1e300}, 1, ("--distributed-timeout-minutes 1e+300", "10080 or less")),
     ({"train_iters": 0}, 1, ("--train-iters 0", "1 or more")),
     ({"train_iters": None}, 1, ("--train-iters", "missing", "--train-iters INT")),
     ({"seed": -1}, 1, ("--seed -1", "0 or more")),
@@ -83,6 +85,7 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"log_interval": 0}, 1, ("--log-interval 0", "1 or more")),
     ({"save_interval": 0}, 1, ("--save-interval 0", "1 or more", "leave the flag out")),
     ({"num_workers": -1}, 1, ("--num-workers -1", "0 or more")),
+    ({"num_workers": 1000}, 1, ("--num-workers 1000", "64 or less")),
     ({"lr_warmup_iters": 100}, 1, ("--lr-warmup-iters 100", "--train-iters 100", "99 or less")),
     ({"lr_warmup_iters": 60, "lr_decay_iters": 50}, 1, ("--lr-warmup-iters 60", "--lr-decay-iters 50", "49 or less")),
     ({"lr_decay_style": "WSD"}, 1, ("--lr-decay-style WSD", "--lr-wsd-decay-iters")),
@@ -190,6 +193,26 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         assert words in problems
     assert missing_files(make(data_path=(prefixes[2] + "_text_document",), output_dir=str(tmp_path / "a/b"))) == []
     assert len(missing_files(make(tokenizer="x" * 5000, load="x" * 5000, data_path=("x" * 5000,)))) == 3
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "latest"])
+def test_a_directory_in_the_way_of_a_file_of_the_run_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (problem,) = missing_files(make(output_dir=str(tmp_path)))
+    assert problem.startswith(f"--output-dir {tmp_path}: its {name} is a directory")
+    assert problem.endswith("choose another --output-dir, or move it away")
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that nobody, root included, can write")
+def test_an_output_directory_that_nobody_can_write_is_named() -> None:
+    for directory in ("/proc", "/proc/here"):
+        (problem,) = missing_files(make(output_dir=directory))
+        assert problem.startswith(f"--output-dir {directory} cannot be written: /proc: ")
+
+
+def test_looking_at_the_output_directory_leaves_nothing_there(tmp_path: Path) -> None:
+    assert missing_files(make(output_dir=str(tmp_path))) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- round trip ------------------------------------------------------------------------------------------------------

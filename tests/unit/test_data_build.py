@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, resolve
+from megacore.data import build
 from megacore.data.blend import BlendedDataset
 from megacore.data.build import build_datasets, check_inputs, split_documents, vocabulary_size
 from megacore.data.gpt import GPTDataset
 from megacore.data.indexed import IndexedDataset
 from megacore.data.preprocess import Job, preprocess
-from megacore.data.tokenizer import Tokenizer
+from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.data.tokenizer_training import train_tokenizer
 from megacore.errors import DataError
 from tests.unit import data_bytes
@@ -70,23 +71,22 @@ def test_splits_are_disjoint_and_cover_everything(count: int, split: str, tmp_pa
         assert share or not part
 
 
-def test_training_validation_and_test_share_no_document(tmp_path: Path) -> None:
+def test_training_and_validation_share_no_document_and_leave_the_test_documents_alone(tmp_path: Path) -> None:
     data_bytes.write(tmp_path / "d", documents(90, 30))
     splits = build_datasets(config(data_path=(str(tmp_path / "d"),), split="8,1,1"))
-    train, valid, test = (seen(dataset) for dataset in splits)
+    train, valid = (seen(dataset) for dataset in splits)
     assert train == set(range(72))
-    assert valid == set(range(72, 81))
-    assert test == set(range(81, 90))
-    assert [len(dataset) for dataset in splits if dataset] == [20 * 8, 3 * 8, 3 * 8]
+    assert valid == set(range(72, 81))  # 81 to 89 are the test split's
+    assert [len(dataset) for dataset in splits if dataset] == [20 * 8, 3 * 8]
+    assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) == 2
 
 
 def test_a_split_without_documents_is_none(tmp_path: Path) -> None:
     data_bytes.write(tmp_path / "d", documents(10, 30))
-    splits = build_datasets(config(data_path=(str(tmp_path / "d"),)))
-    assert splits.valid is not None
-    assert splits.test is None
-    without = build_datasets(config(data_path=(str(tmp_path / "d"),), eval_interval=0))
-    assert (without.valid, without.test) == (None, None)
+    given: dict[str, Any] = {"data_path": (str(tmp_path / "d"),)}
+    assert build_datasets(config(**given)).valid is not None
+    assert build_datasets(config(split="1", **given)).valid is None
+    assert build_datasets(config(eval_interval=0, **given)).valid is None
 
 
 def test_the_cache_lies_beside_the_data_unless_told_otherwise(tmp_path: Path) -> None:
@@ -178,6 +178,25 @@ def test_an_altered_dataset_is_scanned_in_spite_of_its_sidecar(tokenizer: Tokeni
         file.write(b"\xff\xff")
     with pytest.raises(DataError, match=r"sequence 2 holds the token id 65535"):
         check_inputs(config(data_path=(str(tmp_path / "a_text_document"),), vocab_size=257))
+
+
+def test_the_start_of_a_run_loads_the_tokenizer_once(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.save(tmp_path / "t")
+    prefix = str(data_bytes.write(tmp_path / "d", [[[5, 6, 7, 0]]] * 10))
+    given = config(tokenizer=str(tmp_path / "t"), vocab_size=None, data_path=(prefix,), eod_mask_loss=True)
+    loaded: list[str] = []
+
+    def load(path: str) -> Tokenizer:
+        loaded.append(path)
+        return load_tokenizer(path)
+
+    monkeypatch.setattr(build, "load_tokenizer", load)
+    completed = build.complete_config(given)
+    assert (completed.model.vocab_size, check_inputs(completed)) == (257, 257)
+    build_datasets(completed)
+    assert loaded == [str(tmp_path / "t")]
 
 
 def test_a_loss_mask_needs_an_end_of_document(tokenizer: Tokenizer, tmp_path: Path) -> None:

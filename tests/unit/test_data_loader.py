@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
+import os
 import random
+import signal
 from collections import Counter
 
 import numpy as np
@@ -15,7 +18,7 @@ from numpy.typing import NDArray
 from megacore.data.blend import BlendedDataset, blend_index, blend_order
 from megacore.data.loader import BatchLoader, Microbatch
 from megacore.data.mock import MockDataset
-from megacore.errors import DataError
+from megacore.errors import DataError, WorkerDied
 
 
 class Numbered:
@@ -145,6 +148,40 @@ def test_an_unusable_sample_is_one_clear_error(num_workers: int) -> None:
     next(loader)
     with pytest.raises(DataError, match=r"^sample 11 is unusable$"):
         next(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_begins_again_with_the_same_processes(num_workers: int) -> None:
+    loader = BatchLoader(
+        Numbered(40),
+        micro_batch_size=2,
+        global_batch_size=8,
+        dp_rank=1,
+        dp_size=2,
+        consumed_samples=8,
+        num_workers=num_workers,
+    )
+    processes = {process.pid for process in multiprocessing.active_children()}
+    whole = numbers(loader)
+    assert len(whole) == 4
+    for steps in (4, 2, 0, 1):  # where it is rewound: at the end, on the way, at once
+        loader.rewind()
+        assert loader.consumed_samples == 8
+        assert numbers(loader, steps) == whole[:steps]
+    assert {process.pid for process in multiprocessing.active_children()} == processes
+
+
+def test_a_killed_worker_is_one_clear_error() -> None:
+    others = multiprocessing.active_children()
+    handler = signal.getsignal(signal.SIGCHLD)
+    loader = BatchLoader(Numbered(4000), micro_batch_size=2, global_batch_size=8, dp_rank=0, dp_size=1, num_workers=2)
+    assert signal.getsignal(signal.SIGCHLD) is handler
+    next(loader)
+    victim = next(process for process in multiprocessing.active_children() if process not in others)
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=rf"^a data worker \(pid {victim.pid}\) was ended by SIGKILL"):
+        numbers(loader)
 
 
 # ---- generated data --------------------------------------------------------------------------------------------------

@@ -1,0 +1,80 @@
+"""Bytes that a rank holds, counted beside the formulas, as the Markdown tables of docs/memory.md.
+
+    python benchmarks/memory.py state          parameters, gradients, optimizer: stages, precisions, dp 1 to 8
+    python benchmarks/memory.py activations    what a block keeps for backward: tp 1 to 4, every way to keep less
+
+The numbers are counts, not samples: they are the same on every machine with the same torch. The model is a small one
+and the ranks are CPU processes; what counts is bytes a parameter, and bytes an element of the residual stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.distributed import run_distributed
+from tests.parity.activations import (
+    HIDDEN,
+    MICRO_BATCH,
+    SEQUENCE,
+    activation_config,
+    kept_by_formula,
+    kept_by_the_paper,
+    kept_per_block,
+)
+from tests.parity.test_activations import CASES, SPLIT_CASES
+from tests.parity.test_memory import bytes_held
+
+
+def state_rows() -> Iterator[Sequence[str]]:
+    """Counted / predicted KiB of rank 0, after a step."""
+    yield ("dp", "precision", "stage", "parameters", "gradients", "optimizer", "all", "counted / predicted")
+    for dp in (1, 2, 4, 8):
+        with tempfile.TemporaryDirectory() as directory:
+            held = run_distributed(bytes_held, dp, directory, timeout=300)[0]
+        for (stage, precision), (counted, predicted) in held.items():
+            if dp == 1 and stage > 0:  # the same as stage 0
+                continue
+            pairs = [(counted[kind], predicted[kind]) for kind in ("params", "grads", "optimizer")]
+            total, expected = sum(one for one, _ in pairs), sum(other for _, other in pairs)
+            cells = [f"{one / 1024:,.1f} / {other / 1024:,.1f}" for one, other in [*pairs, (total, expected)]]
+            yield (str(dp), precision, str(stage), *cells, f"{total / expected:.3f}")
+
+
+def activation_rows() -> Iterator[Sequence[str]]:
+    """Bytes a block keeps on rank 0, in units of s b h."""
+    yield ("tp", "sequence parallel", "recompute", "fp32", "formula", "bf16", "formula", "published (16 bits)")
+    unit = SEQUENCE * MICRO_BATCH * HIDDEN
+    for tp in (1, 2, 4):
+        for case in CASES if tp == 1 else SPLIT_CASES:
+            cells = []
+            for precision in ("fp32", "bf16"):
+                changes: dict[str, Any] = {"precision": precision, **case}
+                with tempfile.TemporaryDirectory() as directory:
+                    config = activation_config((tp, 1, 1), directory, **changes)
+                    counted = run_distributed(kept_per_block, tp, (tp, 1, 1), directory, changes)[0]
+                cells += [f"{counted / unit:.2f}", f"{kept_by_formula(config) / unit:.2f}"]
+            split = "yes" if case.get("sequence_parallel") else "no"
+            yield (str(tp), split, case.get("recompute", "none"), *cells, f"{kept_by_the_paper(config) / unit:.2f}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print one of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("state", "activations"))
+    rows = {"state": state_rows, "activations": activation_rows}[parser.parse_args(argv).table]()
+    for number, row in enumerate(rows):
+        print("| " + " | ".join(row) + " |", flush=True)
+        if number == 0:
+            print("|" + "---|" * len(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""tools/generate.py with what it cannot use: one line, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+
+from megacore.checkpoint.manifest import describe
+from megacore.data.tokenizer import JsonTokenizer
+from tests.e2e.launching import alone, small_run, words
+from tools.generate import main as generate
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a short run, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("generate")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{k}": k for k in range(60)}, "word0"))
+    JsonTokenizer(backend).save(folder / "tokenizer")
+    done = alone(*small_run(folder / "run", tokenizer=folder / "tokenizer", train_iters=1), timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder / "run" / "step_00000001"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], **flags: object) -> str:
+    """The one line of a refusal."""
+    assert generate(words(**{"prompt": "word3", "max_new_tokens": 5, **flags})) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("generate.py: error: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def test_it_works_before_it_is_broken(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(words(checkpoint=checkpoint, prompt="word3", max_new_tokens=5)) == 0
+    assert capsys.readouterr().out.startswith("word3")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"checkpoint": "nowhere"}, "nowhere holds no checkpoint"),
+        ({"temperature": "nan"}, "--temperature: nan must be at least 0"),
+        ({"top_p": 0}, "--top-p: 0.0 must be above 0 and at most 1"),
+        ({"top_k": -1}, "--top-k: -1 must be at least 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens: 0 must be at least 1"),
+        ({"seed": "x"}, "--seed: invalid seed value: 'x'"),
+        ({"prompt": ""}, "--prompt has no tokens"),
+        ({"tokenizer": "nowhere"}, "nowhere: no such tokenizer"),
+    ],
+    ids=str,
+)
+def test_a_wrong_flag_is_one_line(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, object], expected: str
+) -> None:
+    assert expected in refusal(capsys, **{"checkpoint": checkpoint, **flags})
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_weights_that_are_not_numbers_are_told(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], temperature: float
+) -> None:
+    def spoil(shard: Path) -> None:
+        weights = load_file(shard)
+        weights["blocks.1.mlp.up.weight"][3, 3] = torch.nan
+        save_file(weights, shard)
+
+    broken = changed(checkpoint, tmp_path, spoil)
+    assert "output is not finite" in refusal(capsys, checkpoint=broken, temperature=temperature)
+
+
+def test_a_model_of_the_wrong_kind_is_told(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = changed(checkpoint, tmp_path, lambda shard: None)
+    manifest = json.loads((broken / "manifest.json").read_text())
+    for wrong in ("64", -1, None):
+        manifest["config"]["model"]["hidden_size"] = wrong
+        (broken / "manifest.json").write_text(json.dumps(manifest))
+        assert "does not describe a model" in refusal(capsys, checkpoint=broken)
+
+
+def changed(checkpoint: Path, folder: Path, change: Callable[[Path], None]) -> Path:
+    """A copy of a checkpoint whose weights are changed, with a manifest that agrees."""
+    copy = folder / checkpoint.name
+    copy.mkdir()
+    for path in checkpoint.iterdir():
+        if path.is_file():
+            (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "tokenizer").symlink_to(checkpoint / "tokenizer")
+    (shard,) = copy.glob("model-*.safetensors")
+    change(shard)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["files"][shard.name] = asdict(describe(shard))
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    return copy

@@ -1,0 +1,39 @@
+"""fp16 through the real program: overflows skip steps and halve the scale on all ranks, or stop the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.e2e.launching import PROGRAM, alone, needs_proc, small_run, under_torchrun
+
+# Scaled by this, every gradient of a small model leaves fp16's range, which ends at 65,504.
+FAR_TOO_LARGE = 2.0**60
+
+
+@needs_proc
+def test_an_overflow_on_four_ranks_halves_the_scale_until_steps_count(tmp_path: Path) -> None:
+    flags = small_run(
+        tmp_path / "run",
+        **{"precision": "fp16", "initial_loss_scale": 2.0**40, "hysteresis": 1, "train_iters": 40},
+        **{"pp": 2, "dp": 2, "zero_stage": 2, "global_batch_size": 4, "seq_length": 32, "device": "cpu"},
+    )
+    with under_torchrun(tmp_path / "logs", 4, PROGRAM, *flags) as job:
+        status, text = job.ends(within=120)
+        said = job.said("stdout")
+    assert status == 0, text + said
+    scales = [line.rpartition("loss scale ")[2] for line in said.splitlines() if "skipped" in line]
+    assert scales, "an overflow was meant to happen"
+    for k, scale in enumerate(scales):
+        assert scale == f"{2.0 ** (40 - k):g} -> {2.0 ** (39 - k):g}"
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["train/loss"] < records[0]["train/loss"]
+
+
+def test_an_overflow_at_the_smallest_scale_stops_with_status_1(tmp_path: Path) -> None:
+    scale = {"initial_loss_scale": FAR_TOO_LARGE, "min_loss_scale": FAR_TOO_LARGE / 2, "hysteresis": 1}
+    done = alone(*small_run(tmp_path, precision="fp16", seq_length=32, device="cpu", **scale), timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "megacore: stopped: gradients overflow fp16 even at the smallest loss scale, --min-loss-scale" in done.stderr
+    assert "Use --precision bf16, a smaller --lr or a longer warm-up" in done.stderr
+    assert "Traceback" not in done.stderr

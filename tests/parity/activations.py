@@ -1,0 +1,99 @@
+"""What a transformer block keeps for backward: counted from the storages that autograd saves, and by formula.
+
+docs/memory.md derives the formula, term by term.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacore.config import Config, known
+from megacore.parallel.mesh import build_mesh
+from megacore.parallel.recompute import Recomputed
+from megacore.parallel.sharding import sharded_parameters
+from tests.parity.runs import Layout, make_config, make_trainer
+
+SEQUENCE, HIDDEN, HEADS, MICRO_BATCH = 64, 128, 8, 2
+# The layers that count; the first block's input is the embedding's output, the last one's output the head's input.
+BLOCKS = 3
+
+
+class Kept:
+    """Bytes that autograd saves inside the blocks, each storage once, parameters left out."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._ours = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._held: dict[int, Tensor] = {}  # alive, so that no address is used twice
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if tensor.untyped_storage().nbytes() and address not in self._ours:
+            self._held.setdefault(address, tensor)
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._held.values())
+
+
+def activation_config(layout: Layout, directory: str, **changes: Any) -> Config:
+    plain: dict[str, Any] = {"num_layers": BLOCKS, "hidden_size": HIDDEN, "num_attention_heads": HEADS}
+    plain |= {"seq_length": SEQUENCE, "micro_batch_size": MICRO_BATCH, "hidden_dropout": 0.1}
+    return make_config(layout, directory, **(plain | changes))
+
+
+def kept_per_block(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> float:
+    """Bytes that one microbatch's forward keeps in a block on this rank."""
+    config = activation_config(layout, directory, **changes)
+    mesh = build_mesh(config.parallel)
+    stage = make_trainer(config, mesh).model.stage.train()
+    kept = Kept(list(sharded_parameters(stage)))
+    run_layer = stage.run_layer
+
+    def counted(index: int, layer: nn.Module, x: Tensor) -> Tensor:
+        block = layer.layer if isinstance(layer, Recomputed) else layer
+        if not hasattr(block, "attention"):
+            return run_layer(index, layer, x)
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+            return run_layer(index, layer, x)
+
+    stage.run_layer = counted
+    tokens = torch.arange(MICRO_BATCH * SEQUENCE).view(MICRO_BATCH, SEQUENCE) % known(config.model.vocab_size)
+    stage(tokens)
+    return kept.bytes / BLOCKS
+
+
+def kept_by_formula(config: Config) -> float:
+    """Bytes that a block keeps for backward on a rank, by the table of docs/memory.md; on a CPU."""
+    parallel, e = config.parallel, 4 if config.precision.precision == "fp32" else 2
+    t, sequence = parallel.tp, config.data.seq_length
+    whole = 1 if parallel.sequence_parallel else t  # what is not divided over the ranks is kept t times
+    tokens = config.training.micro_batch_size * sequence
+    unit = tokens * config.model.hidden_size / t
+    if config.training.recompute == "full":
+        return unit * whole * e
+    heads_per_width = config.model.num_attention_heads / config.model.hidden_size
+    masks = 2 if config.model.hidden_dropout else 0
+    kept = whole * (4 * e + masks) + 3 * e + e + 4 * e + 4 * e
+    statistics = 4 * e * tokens * whole / t  # mean and deviation of two norms, in the parameters' format
+    if config.training.recompute == "selective":
+        attention = 0.0
+    elif config.model.attention_dropout:  # no fused operator on a CPU: in fp32, with all attention weights
+        attention = 3 * (4 - e) + 12 * heads_per_width * sequence
+    else:
+        attention = 4 * heads_per_width  # the logarithms of the softmax's sums
+    return unit * (kept + attention) + statistics
+
+
+def kept_by_the_paper(config: Config) -> float:
+    """The same at 16 bits with materialised attention (Korthikanti et al. 2022, arXiv 2205.05198, table 2)."""
+    parallel, recompute = config.parallel, config.training.recompute
+    h, t = config.model.hidden_size, parallel.tp
+    unit = config.training.micro_batch_size * config.data.seq_length * h
+    if recompute == "full":
+        return 2 * unit / (t if parallel.sequence_parallel else 1)
+    core = 0.0 if recompute == "selective" else 5 * config.model.num_attention_heads * config.data.seq_length / h
+    return unit * ((34 + core) / t if parallel.sequence_parallel else 10 + (24 + core) / t)

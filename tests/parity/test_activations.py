@@ -1,0 +1,48 @@
+"""What a block keeps for backward is what docs/memory.md derives, and no more than the published formulas allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.parity.activations import activation_config, kept_by_formula, kept_by_the_paper, kept_per_block
+
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
+SELECTIVE, FULL = {"recompute": "selective"}, {"recompute": "full"}
+CASES: list[dict[str, Any]] = [{}, SELECTIVE, FULL]
+SPLIT_CASES = [*CASES, SEQUENCE_PARALLEL, SEQUENCE_PARALLEL | SELECTIVE, SEQUENCE_PARALLEL | FULL]
+
+
+def kept_in_all(rank: int, world_size: int, directory: str, cases: list[dict[str, Any]]) -> list[float]:
+    """Each case in turn on the same ranks."""
+    return [kept_per_block(rank, world_size, (world_size, 1, 1), directory, case) for case in cases]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_block_keeps_what_the_formula_says(tp: int, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """On every rank, with every way to keep less, with and without either dropout; nothing is rounded, so 1%."""
+    directory = str(tmp_path_factory.mktemp("run"))
+    dropouts: tuple[dict[str, Any], ...] = ({}, {"attention_dropout": 0.1}, {"hidden_dropout": 0.0})
+    saving = CASES if tp == 1 else SPLIT_CASES
+    cases = [{"precision": precision} | case | dropout for case in saving for dropout in dropouts]
+    for found in run_distributed(kept_in_all, tp, directory, cases, timeout=120):
+        for case, kept in zip(cases, found, strict=True):
+            assert kept == pytest.approx(kept_by_formula(activation_config((tp, 1, 1), directory, **case)), rel=0.01), (
+                case
+            )
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_sixteen_bits_keep_no_more_than_published(tp: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With hidden dropout and fused attention; the norms' statistics, which the paper leaves out, are within the 1%."""
+    directory = str(tmp_path_factory.mktemp("run"))
+    cases = [{"precision": "bf16"} | case for case in (CASES if tp == 1 else SPLIT_CASES)]
+    for found in run_distributed(kept_in_all, tp, directory, cases, timeout=120):
+        for case, kept in zip(cases, found, strict=True):
+            paper = kept_by_the_paper(activation_config((tp, 1, 1), directory, **case))
+            assert kept <= 1.01 * paper, case
+            if "recompute" in case:
+                assert kept == pytest.approx(paper, rel=0.01), case

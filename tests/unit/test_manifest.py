@@ -1,0 +1,104 @@
+"""The manifest of a checkpoint: what was written is read back, and whatever is wrong in it is named."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, read_manifest
+from megacore.errors import CheckpointError
+
+WRITTEN = Manifest(
+    step=3,
+    consumed_samples=24,
+    counters={"updates": 3, "scale": 65536.0},
+    topology={"tp": 1, "pp": 2, "dp": 1},
+    config={"model": {"num_layers": 2}},
+    files={"model.safetensors": FileEntry(bytes=80, sha256="00")},
+    tensors={
+        "model": {
+            "weight": TensorEntry(
+                shape=[4, 5], dtype="float32", pieces=[Piece(file="model.safetensors", start=[0, 0], stop=[4, 5])]
+            )
+        }
+    },
+)
+Place = tuple[str | int, ...]
+
+
+def places(value: Any, here: Place = ()) -> Iterator[Place]:
+    """The way to every value in a JSON document."""
+    if here:
+        yield here
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(inner, (*here, key))
+
+
+PLACES = list(places(json.loads(WRITTEN.to_json())))
+
+
+def read_with(directory: Path, place: Place, change: Any) -> Manifest:
+    """Read the manifest with one value replaced, or removed where the change is `del`."""
+    raw = json.loads(WRITTEN.to_json())
+    inner = raw
+    for key in place[:-1]:
+        inner = inner[key]
+    if change == "del":
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = copy.deepcopy(change)
+    (directory / "manifest.json").write_text(json.dumps(raw))
+    return read_manifest(directory)
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(WRITTEN.to_json())
+    assert read_manifest(tmp_path) == WRITTEN
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "schema",
+        "step",
+        "consumed_samples",
+        "counters",
+        "topology",
+        "config",
+        "files",
+        "files.model.safetensors.bytes",
+        "tensors",
+        "tensors.model.weight.shape",
+        "tensors.model.weight.dtype",
+        "tensors.model.weight.pieces",
+        "tensors.model.weight.pieces.0.file",
+        "tensors.model.weight.pieces.0.stop",
+    ],
+)
+def test_a_missing_key_is_named(tmp_path: Path, path: str) -> None:
+    place = next(place for place in PLACES if ".".join(map(str, place)) == path)
+    with pytest.raises(CheckpointError) as caught:
+        read_with(tmp_path, place, "del")
+    assert str(caught.value) == f"{tmp_path}/manifest.json cannot be read as a manifest: {path} is missing"
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, True, 1.5, -1, "x", [], ["x"], [None], {}, {"x": 1}, float("nan"), "del"], ids=str
+)
+def test_a_value_of_another_kind_is_named_and_never_an_accident(tmp_path: Path, wrong: Any) -> None:
+    said = []
+    for place in PLACES:
+        with contextlib.suppress(CheckpointError):  # some values may be what is wrong here
+            read_with(tmp_path, place, wrong)
+            continue
+        with pytest.raises(CheckpointError) as caught:
+            read_with(tmp_path, place, wrong)
+        said.append((str(place[0]), str(caught.value)))
+    assert len(said) >= 10
+    assert all(name in message for name, message in said)
