@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacore.config import known
 from megacore.data.mock import MockDataset
-from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.parallel.mesh import build_mesh
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import SEQUENCE, VOCAB, Layout, gather, make_config, make_trainer
