@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megacore.fields import Section
+from megacore.pipeline_layout import parse_layout
 from megacore.sections import (
     DataConfig,
     LoggingConfig,
@@ -182,11 +183,35 @@ def _reproducible(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("pp", "num_layers")
+@_about("pp", "num_layers", "virtual_stages", "pipeline_layout")
 def _stages(config: Config, world_size: int) -> Iterator[str]:
-    pp, layers = config.parallel.pp, config.model.num_layers
-    if pp > layers:
+    pp, virtual, layers = config.parallel.pp, config.parallel.virtual_stages, config.model.num_layers
+    if config.parallel.pipeline_layout is not None:
+        try:
+            parse_layout(config.parallel.pipeline_layout, stages=pp * virtual, blocks=layers)
+        except ValueError as error:
+            yield f"--pipeline-layout {config.parallel.pipeline_layout}: {error}"
+    elif pp > layers:
         yield f"--pp {pp} must be at most --num-layers {layers}: use {layers} or less, or --num-layers {pp} or more"
+    elif pp * virtual > layers:
+        yield (
+            f"--pp {pp} x --virtual-stages {virtual} = {pp * virtual} must be at most --num-layers {layers}: "
+            f"use --virtual-stages {layers // pp}, or --num-layers {pp * virtual} or more"
+        )
+
+
+@_about("pp", "schedule", "virtual_stages")
+def _schedule_of_pipeline(config: Config, world_size: int) -> Iterator[str]:
+    pp, schedule, virtual = config.parallel.pp, config.parallel.schedule, config.parallel.virtual_stages
+    if schedule == "interleaved" and virtual == 1:
+        yield "--schedule interleaved needs several stages a rank: give --virtual-stages 2 or more, or use 1f1b"
+    if schedule != "interleaved" and virtual > 1:
+        yield (
+            f"--virtual-stages {virtual} has no effect with --schedule {schedule}: "
+            "leave it out, or use --schedule interleaved"
+        )
+    if pp == 1 and virtual > 1:
+        yield f"--virtual-stages {virtual} needs a pipeline: use --pp 2 or more, or leave --virtual-stages out"
 
 
 @_about("tp", "pp", "dp")

@@ -77,6 +77,16 @@ class ParallelConfig(Section):
     """Pipeline-parallel degree: the stages that the layers are dealt out to; at most --num-layers."""
     dp: Annotated[int | None, Range(1), Flag(("--data-parallel-size",))] = None
     """Data-parallel degree: the replicas that share the batch. None: the number of processes / (--tp x --pp)."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
+    """Order of the pipeline's work. gpipe: all forwards first. interleaved: --virtual-stages thin stages a rank, and a
+    bubble that many times smaller. zero-bubble: weight gradients fill the bubble down to a third (ZB-H1)."""
+    virtual_stages: Annotated[int, Range(1)] = 1
+    """Stages that each pipeline rank holds; --schedule interleaved needs 2 or more."""
+    pipeline_balance: Literal["parameters", "flops", "uniform"] = "parameters"
+    """What counts when layers are dealt out to stages: parameters, operations, or their number."""
+    pipeline_layout: Annotated[str | None, Flag(metavar="E,3*t|4*t,H")] = None
+    """Layers of each stage by hand: stages separated by |, their layers by commas, E the embedding, t a block, H the
+    head. None: balanced."""
     zero_stage: Annotated[int, Range(0, 3)] = 0
     """What the --dp ranks divide among themselves. 0: nothing. 1: optimizer state and master weights. 2: gradients too.
     3: parameters too. No stage changes a result."""

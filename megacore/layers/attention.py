@@ -37,7 +37,7 @@ class CausalSelfAttention(nn.Module):
             context.tp.rank,
         )
         self.recomputes = context.recompute_attention
-        self.qkv = ColumnParallelLinear(h, 3 * h, **context.parallel_arguments)
+        self.qkv = ColumnParallelLinear(h, 3 * h, **context.column_arguments)
         self.output = RowParallelLinear(h, h, **context.parallel_arguments)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,6 +20,12 @@ class ParallelArguments(TypedDict):
     device: torch.device
 
 
+class ColumnArguments(ParallelArguments):
+    """And those of column-parallel layers alone."""
+
+    split_backward: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
     """Handed down from the entry point to every layer.
@@ -30,6 +36,7 @@ class BuildContext:
         streams: where dropout masks come from.
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
         recompute_attention: attention keeps queries, keys and values alone, and mixes them again in backward.
+        split_backward: input and weight gradients are computed apart, at different times or to the same bits as if.
     """
 
     tp: Group = ALONE
@@ -37,6 +44,7 @@ class BuildContext:
     streams: RandomStreams
     sequence_parallel: bool = False
     recompute_attention: bool = False
+    split_backward: bool = False
 
     @classmethod
     def of(cls, config: Config, *, tp: Group, device: torch.device, streams: RandomStreams) -> BuildContext:
@@ -47,12 +55,18 @@ class BuildContext:
             streams=streams,
             sequence_parallel=config.parallel.sequence_parallel,
             recompute_attention=config.training.recompute == "selective",
+            split_backward=config.parallel.schedule == "zero-bubble" or config.training.reproducible,
         )
 
     @property
     def parallel_arguments(self) -> ParallelArguments:
         """What a column- or row-parallel layer is told about its place."""
         return {"group": self.tp, "sequence_parallel": self.sequence_parallel, "device": self.device}
+
+    @property
+    def column_arguments(self) -> ColumnArguments:
+        """What a column-parallel layer is told about its place."""
+        return {**self.parallel_arguments, "split_backward": self.split_backward}
 
     @property
     def residual_shard(self) -> int:

@@ -21,7 +21,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         h, inner = config.hidden_size, known(config.ffn_hidden_size)
-        self.up = ColumnParallelLinear(h, inner, **context.parallel_arguments)
+        self.up = ColumnParallelLinear(h, inner, **context.column_arguments)
         self.down = RowParallelLinear(inner, h, **context.parallel_arguments)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -21,11 +21,19 @@ def flops_per_sequence(config: ModelConfig, seq_length: int) -> float:
         config: a resolved configuration.
         seq_length: s, tokens.
     """
-    h, s = config.hidden_size, seq_length
-    matmuls = 8 * h * h + 4 * h * known(config.ffn_hidden_size)  # per token and block: q, k, v, output; up, down
-    attention = 4 * s * h  # per token and block: q k^T and the mix of v
-    forward = config.num_layers * (matmuls + attention) + 2 * h * known(config.vocab_size)
-    return 3.0 * s * forward
+    forward = config.num_layers * block_flops(config, seq_length) + head_flops(config)
+    return 3.0 * seq_length * forward
+
+
+def block_flops(config: ModelConfig, seq_length: int) -> float:
+    """Operations of one block's forward for one token: its products, q k^T and the mix of v."""
+    h = config.hidden_size
+    return 8.0 * h * h + 4.0 * h * known(config.ffn_hidden_size) + 4.0 * seq_length * h
+
+
+def head_flops(config: ModelConfig) -> float:
+    """Operations of the output layer's forward for one token."""
+    return 2.0 * config.hidden_size * known(config.vocab_size)
 
 
 def peak_tflops(device_name: str) -> float | None:

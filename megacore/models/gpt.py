@@ -15,6 +15,7 @@ from megacore.config import Config, ModelConfig, known
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import LayerNorm
+from megacore.models.flops import block_flops, head_flops
 from megacore.models.spec import LayerSpec, TokenBatch
 from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
 from megacore.parallel.mesh import ALONE, Group
@@ -52,6 +53,7 @@ class GPTHead(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.group, self.sequence_parallel = context.tp, context.sequence_parallel
+        self.split_backward = context.split_backward
         self.norm = LayerNorm(config.hidden_size, config.norm_epsilon, device=context.device)
         self.weight = vocab_parallel_weight(
             known(config.vocab_size),
@@ -63,7 +65,14 @@ class GPTHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> logits [b, s, padded V/t]"""
-        return column_parallel(self.norm(x), self.weight, None, self.group, sequence_parallel=self.sequence_parallel)
+        return column_parallel(
+            self.norm(x),
+            self.weight,
+            None,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            split_backward=self.split_backward,
+        )
 
 
 def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
@@ -81,17 +90,25 @@ def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
             name="embedding",
             build=partial(GPTEmbedding, config, context),
             parameters=table + positions,
+            flops=2.0 * h,
         ),
         *(
             LayerSpec(
                 name=f"blocks.{i}",
                 build=partial(TransformerBlock, config, context, f"blocks.{i}"),
                 parameters=block_parameters(config),
+                flops=block_flops(config, known(config.max_position_embeddings)),
                 is_block=True,
             )
             for i in range(config.num_layers)
         ),
-        LayerSpec(name="head", build=partial(GPTHead, config, context), parameters=table + 2 * h, tied=tied),
+        LayerSpec(
+            name="head",
+            build=partial(GPTHead, config, context),
+            parameters=table + 2 * h,
+            flops=head_flops(config),
+            tied=tied,
+        ),
     ]
 
 

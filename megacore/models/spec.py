@@ -21,6 +21,7 @@ class LayerSpec:
         name: global name, the prefix of its parameters' names (`blocks.17`).
         build: makes the layer; its forward takes the previous layer's output.
         parameters: parameters of the whole layer, all tensor-parallel slices together.
+        flops: operations of its forward for one token, by which stages may be balanced.
         is_block: one of the repeated layers, of which every stage holds at least one.
         tied: local parameter name -> global name of the earlier layer's parameter that it is.
     """
@@ -28,6 +29,7 @@ class LayerSpec:
     name: str
     build: Callable[[], nn.Module]
     parameters: int
+    flops: float = 0.0
     is_block: bool = False
     tied: Mapping[str, str] = field(default_factory=dict)
 

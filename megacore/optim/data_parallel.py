@@ -1,4 +1,4 @@
-"""Data parallelism with ZeRO stages 0 to 3 over one pipeline stage: who holds what, and when it travels.
+"""Data parallelism with ZeRO stages 0 to 3 over a rank's pipeline stages: who holds what, and when it travels.
 
 Gradients are taken from autograd as they appear. On stages 0 and 1 a bucket is reduced during the last microbatch's
 backward, as soon as its last gradient is there (Li et al. 2020, arXiv 2006.15704, section 3.2); on stages 2 and 3 in
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -45,10 +46,11 @@ class OwnedSegment:
 
 
 class DataParallel:
-    """Divides a stage's parameters, gradients and optimizer state over the data-parallel group.
+    """Divides a rank's parameters, gradients and optimizer state over the data-parallel group.
 
     Args:
-        layers: the stage's layers, initialised, in the order of their use.
+        chunks: the layers of each of the rank's pipeline stages, initialised, in the order of their use. No bucket
+            holds parameters of two, as their gradients are complete at different times.
         group: the data-parallel group.
         options: ZeRO stage, dtypes, overlap.
         bucket_bytes: a bucket is closed once it holds this many bytes or more; on stage 3 a layer is a bucket.
@@ -62,7 +64,7 @@ class DataParallel:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
+        chunks: Sequence[Sequence[nn.Module]],
         group: Group,
         *,
         options: ZeroOptions,
@@ -71,17 +73,27 @@ class DataParallel:
     ) -> None:
         self.group = group
         self.options = options = options if group.size > 1 else replace(options, stage=0)
+        layers = [layer for chunk in chunks for layer in chunk]
+        edges = [0, *accumulate(map(len, chunks))]
+        self._chunks = [range(*edge) for edge in pairwise(edges)]  # of each, the numbers of its layers
         own = _first_uses(layers)
         self.parameters = [parameter for members in own for parameter in members]
-        if options.stage == 3:
-            runs = [run for members in own for run in assign_buckets(members, 1 << 62, alone)]
-        else:
-            runs = assign_buckets(self.parameters, bucket_bytes, alone)
-        self.buckets = [Bucket(run, group, options) for run in runs]
+        self.buckets: list[Bucket] = []
+        self._buckets_of_chunk: list[list[Bucket]] = []
+        for numbers in self._chunks:
+            members = [own[number] for number in numbers]
+            runs = members[::-1] if options.stage == 3 else [[p for layer in members for p in layer]]
+            limit = 1 << 62 if options.stage == 3 else bucket_bytes
+            buckets = [Bucket(b, group, options) for run in runs for b in assign_buckets(run, limit, alone)]
+            self._buckets_of_chunk.append(buckets)
+            self.buckets = [*buckets, *self.buckets]
         self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
         self._needs = [_unique(self._bucket_of[p.spec.name] for p in sharded_parameters(layer)) for layer in layers]
+        users = [{id(b) for number in numbers for b in self._needs[number]} for numbers in self._chunks]
+        self._shared_by_chunks = [b for b in self.buckets if sum(id(b) in used for used in users) > 1]
         self._repeated = _later_uses(layers) if options.exact_terms else [{} for _ in layers]
         self._holders: dict[int, set[int]] = {id(bucket): set() for bucket in self.buckets}
+        self._computing: list[Bucket] = []  # whose gradients appear now
         self._reduces_now = False
         self._under_way: Bucket | None = None  # the bucket whose reduction began last
         self.segments = list(self._own_segments())
@@ -91,41 +103,46 @@ class DataParallel:
 
     # ---- around the layers
 
-    def run_layer(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
-        """layer(x), its parameters present while it computes, forward and backward."""
+    def run_layer(self, chunk: int, place: int, layer: nn.Module, x: Any) -> Any:
+        """layer(x), its parameters present while it computes, forward and backward.
+
+        Args:
+            chunk: number of the pipeline stage on this rank.
+            place: number of the layer in it.
+            layer: that layer.
+            x: its input, a tensor or a tuple of tensors.
+        """
+        index = self._chunks[chunk][place]
         self._acquire(index)
-        self._prefetch(index + 1)
+        self._prefetch(index + 1, self._chunks[chunk])
         if self.options.stage < 3:
             return self._apply(index, layer, x)
-        if x.requires_grad:
-            x = _WhenBackward.apply(x, lambda: self._release(index))
-        y = self._apply(index, layer, x)
+        y = self._apply(index, layer, _when_backward(x, lambda: self._release(index)))
         self._release(index)
-        return _WhenBackward.apply(y, lambda: self._before_backward(index)) if y.requires_grad else y
+        return _when_backward(y, lambda: self._before_backward(index, self._chunks[chunk]))
 
-    def _apply(self, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+    def _apply(self, index: int, layer: nn.Module, x: Any) -> Any:
         """layer(x). Where gradients are summed exactly, those of a parameter that an earlier layer has too are taken
         apart from that layer's, as if the two lay on different stages: autograd would add them in floating point."""
         if not self._repeated[index]:
             return layer(x)
         own = {name: _OwnGradient.apply(p, self._take_part) for name, p in self._repeated[index].items()}
-        y: Tensor = functional_call(layer, own, (x,))
-        return y
+        return functional_call(layer, own, (x,))
 
     def _take_part(self, parameter: ShardedParameter, gradient: Tensor) -> None:
         self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
 
-    def _before_backward(self, index: int) -> None:
+    def _before_backward(self, index: int, chunk: range) -> None:
         self._acquire(index)
-        self._prefetch(index - 1)
+        self._prefetch(index - 1, chunk)
 
     def _acquire(self, index: int) -> None:
         for bucket in self._needs[index]:
             self._holders[id(bucket)].add(index)
             bucket.wait()
 
-    def _prefetch(self, index: int) -> None:
-        if self.options.stage == 3 and 0 <= index < len(self._needs):
+    def _prefetch(self, index: int, chunk: range) -> None:
+        if self.options.stage == 3 and index in chunk:
             for bucket in self._needs[index]:
                 self._holders[id(bucket)].add(index)
                 bucket.prefetch()
@@ -144,22 +161,35 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.begin_step(loss_scale)
 
-    def begin_backward(self, *, last: bool) -> None:
-        """A microbatch's backward begins; `last` says that it completes the gradients."""
-        self._reduces_now = last or self.options.stage >= 2
-        for bucket in self.buckets:
-            bucket.begin_backward()
+    def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None:
+        """A chunk's gradients of a microbatch begin to appear.
 
-    def end_backward(self) -> None:
-        """The microbatch's gradients are all there: reduce what is due and has not begun, and let go of parameters."""
-        for bucket in self.buckets:
+        Args:
+            chunk: number of the pipeline stage on this rank.
+            last: whether they complete the sums of the step.
+            all_weights: whether the chunk's parameters are needed at once, and not layer by layer.
+        """
+        self._reduces_now = last or self.options.stage >= 2
+        self._computing = [b for b in self._buckets_of_chunk[chunk] if b not in self._shared_by_chunks]
+        for bucket in self._computing:
+            bucket.begin_backward()
+        for index in self._chunks[chunk] if all_weights else ():
+            self._acquire(index)
+
+    def end_backward(self, chunk: int) -> None:
+        """The chunk's gradients of a microbatch are all there: reduce what is due and has not begun, and let go of its
+        parameters."""
+        for bucket in self._computing:
             if self._reduces_now and bucket.owes_gradients:
                 self._reduce(bucket)
-        for index in range(len(self._needs)):
+        self._computing = []
+        for index in self._chunks[chunk]:
             self._release(index)
 
     def finish(self) -> None:
         """Return once every gradient is the sum over the group."""
+        for bucket in self._shared_by_chunks:
+            bucket.reduce()
         for bucket in self.buckets:
             bucket.finish_reduction()
 
@@ -175,7 +205,7 @@ class DataParallel:
     def _arrived(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)
         bucket = self._bucket_of[parameter.spec.name]
-        if bucket.add(parameter.spec.name) and self._reduces_now:
+        if bucket.add(parameter.spec.name) and self._reduces_now and bucket in self._computing:
             self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -228,17 +258,25 @@ class DataParallel:
 
 
 class _WhenBackward(torch.autograd.Function):
-    """The identity; calls back when its gradient passes."""
+    """The identity of several tensors; calls back once when their gradients pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        return x.view_as(x)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call()
-        return grad, None
+        return None, *grads
+
+
+def _when_backward(value: Any, call: Callable[[], None]) -> Any:
+    """A tensor or a tuple of tensors, whose gradients, if there are any, let `call` happen as they pass."""
+    if isinstance(value, Tensor):
+        return _WhenBackward.apply(call, value)[0] if value.requires_grad else value
+    needing = iter(_WhenBackward.apply(call, *found) if (found := [t for t in value if t.requires_grad]) else ())
+    return tuple(next(needing) if tensor.requires_grad else tensor for tensor in value)
 
 
 class _OwnGradient(torch.autograd.Function):

@@ -6,7 +6,7 @@ loss or a gradient that is not finite anywhere has found its way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from megacore.optim.offload import step_on_host
 from megacore.optim.optimizers import build_optimizer, update
 from megacore.optim.precision import LossScaler
 from megacore.parallel.collectives import all_gather_objects, all_reduce_
-from megacore.parallel.mesh import Mesh
+from megacore.parallel.mesh import Group, Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class WeightUpdate:
         data_parallel: holds gradients and master weights.
         mesh: this rank's place.
         config: resolved.
-        shared: global names of parameters whose gradient is summed over first and last stage.
-        tied_copies: those of them that are counted on the other.
+        shared: global names of tied parameters, and the groups over which their gradients are summed.
+        tied_copies: those of them that are counted on another rank.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class WeightUpdate:
         mesh: Mesh,
         config: Config,
         *,
-        shared: Iterable[str],
+        shared: Mapping[str, Group],
         tied_copies: Iterable[str],
     ) -> None:
         self.data_parallel, self.mesh = data_parallel, mesh
@@ -66,7 +66,7 @@ class WeightUpdate:
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
         self._sequence_parallel = config.parallel.sequence_parallel
         self._clip = config.optimizer.clip_grad
-        self._shared, self._tied_copies = sorted(shared), frozenset(tied_copies)
+        self._shared, self._tied_copies = dict(sorted(shared.items())), frozenset(tied_copies)
 
     @torch.no_grad()
     def apply(self, loss: Tensor, rate: float) -> Outcome:
@@ -83,8 +83,8 @@ class WeightUpdate:
         data_parallel.finish()
         if self._sequence_parallel:
             self._sum_over_positions()
-        for name in self._shared:
-            self._sum_copies(name)
+        for name, group in self._shared.items():
+            self._sum_copies(name, group)
         data_parallel.settle()
         exact = data_parallel.options.exact_terms > 0
         scale = 1.0 if exact else self.scaler.scale  # that the gradients still carry
@@ -135,11 +135,11 @@ class WeightUpdate:
             flat = all_reduce_(torch.cat(gradients), self.mesh.tp)
             torch._foreach_copy_(gradients, list(flat.split([gradient.numel() for gradient in gradients])))
 
-    def _sum_copies(self, name: str) -> None:
+    def _sum_copies(self, name: str, group: Group) -> None:
         for owned in self.data_parallel.segments_of(name):
             gradient = owned.gradient
             assert gradient is not None
-            all_reduce_(gradient, self.mesh.embedding)
+            all_reduce_(gradient, group)
 
     def _skip(self) -> str:
         """Account for a step that is not finite; returns what happened."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -62,7 +63,6 @@ class Mesh:
         tp: ranks that split the same layers (tensor parallel).
         dp: ranks that hold the same parameters and different data (data parallel).
         pp: ranks that hold consecutive stages of the same model replica (pipeline parallel).
-        embedding: first and last stage of this rank's pipeline, which share a tied embedding; alone on other stages.
     """
 
     device: torch.device
@@ -70,7 +70,6 @@ class Mesh:
     tp: Group = ALONE
     dp: Group = ALONE
     pp: Group = ALONE
-    embedding: Group = ALONE
 
     @property
     def backend(self) -> str:
@@ -149,7 +148,6 @@ def build_mesh(config: ParallelConfig) -> Mesh:
         tp=_dimension(grid, "tp"),
         dp=_dimension(grid, "dp"),
         pp=_dimension(grid, "pp"),
-        embedding=_embedding_group(grid.mesh),
     )
 
 
@@ -192,13 +190,24 @@ def _dimension(grid: DeviceMesh, name: str) -> Group:
     return _group(handle, dist.get_rank(), tuple(dist.get_process_group_ranks(handle)))
 
 
-def _embedding_group(grid: torch.Tensor) -> Group:
-    """First and last stage of every pipeline; `grid` holds global ranks [pp, dp, tp]."""
-    own, stages = ALONE, grid.shape[0]
-    if stages == 1:
-        return own
-    for first, last in zip(grid[0].flatten().tolist(), grid[-1].flatten().tolist(), strict=True):
-        handle = dist.new_group([first, last])  # every rank takes part in making every group, in the same order
-        if dist.get_rank() in (first, last):
-            own = _group(handle, dist.get_rank(), (first, last))
+def along_pipeline(mesh: Mesh, members: Sequence[int]) -> Group:
+    """Some ranks of this rank's pipeline as a group, such as the holders of a tied parameter.
+
+    Every rank of the job makes every group, in the same order, whether it is in it or not.
+
+    Args:
+        mesh: this rank's place.
+        members: positions in the pipeline, ascending.
+
+    Returns:
+        The group; one of this rank alone where it is not a member.
+    """
+    if len(members) == mesh.pp.size or len(members) == 1:
+        return mesh.pp if len(members) > 1 else ALONE
+    own, width = ALONE, mesh.tp.size * mesh.dp.size
+    for column in range(width):
+        ranks = [member * width + column for member in members]
+        handle = dist.new_group(ranks)
+        if mesh.world.rank in ranks:
+            own = _group(handle, mesh.world.rank, tuple(ranks))
     return own

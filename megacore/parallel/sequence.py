@@ -61,6 +61,17 @@ class _ReduceScatter(torch.autograd.Function):
         return _GatherOfPieces(grad, ctx.group).wait(), None
 
 
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _GatherOfPieces(x, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ScatterOfSum(grad, ctx.group).wait(), None
+
+
 class _LinearOfGatheredInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
@@ -82,6 +93,11 @@ class _LinearOfGatheredInput(torch.autograd.Function):
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """Partial [b, s, h] of every rank -> this rank's positions of the sum, [b, s/t, h]; backward gathers."""
     return x if group.size == 1 else _ReduceScatter.apply(x, group)
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """[b, s, h] from every rank's [b, s/t, h]; backward sums over the ranks and keeps this one's positions."""
+    return x if group.size == 1 else _Gather.apply(x, group)
 
 
 def linear_of_gathered_input(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.parallel.collectives import reduce_from_group, start_all_reduce_
+from megacore.parallel.collectives import copy_to_group, reduce_from_group, start_all_reduce_
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.sequence import linear_of_gathered_input, reduce_scatter_sequence
+from megacore.parallel.sequence import gather_sequence, linear_of_gathered_input, reduce_scatter_sequence
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, split_evenly
 
 
@@ -53,6 +53,7 @@ class ColumnParallelLinear(nn.Module):
         group: the tensor-parallel group.
         bias: whether there is a bias (split like the output).
         sequence_parallel: the input is split along the sequence, [b, s/t, i], and gathered here.
+        split_backward: as for `column_parallel`.
 
     Raises:
         ValueError: the group's size does not divide `out_features`.
@@ -66,11 +67,12 @@ class ColumnParallelLinear(nn.Module):
         group: Group = ALONE,
         bias: bool = True,
         sequence_parallel: bool = False,
+        split_backward: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         _require_divisible("out_features", out_features, group)
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group, self.sequence_parallel, self.split_backward = group, sequence_parallel, split_backward
         start, stop = split_evenly(out_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(stop - start, in_features, device=device),
@@ -83,7 +85,14 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, i] (or [b, s/t, i]) -> [b, s, o/t]"""
-        return column_parallel(x, self.weight, self.bias, self.group, sequence_parallel=self.sequence_parallel)
+        return column_parallel(
+            x,
+            self.weight,
+            self.bias,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            split_backward=self.split_backward,
+        )
 
 
 class RowParallelLinear(nn.Module):
@@ -175,11 +184,24 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def column_parallel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, *, sequence_parallel: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    *,
+    sequence_parallel: bool = False,
+    split_backward: bool = False,
 ) -> Tensor:
-    """A column-parallel product: every rank needs all of x, `weight` holds this rank's output features."""
+    """A column-parallel product: every rank needs all of x, `weight` holds this rank's output features.
+
+    With `split_backward` communication and product are operators of their own, so that autograd can compute the input's
+    gradient alone; otherwise one operator overlaps the communication of that gradient with the weight's.
+    """
     if group.size == 1:
         return F.linear(x, weight, bias)
+    if split_backward:
+        enter = gather_sequence if sequence_parallel else copy_to_group
+        return F.linear(enter(x, group), weight, bias)
     if sequence_parallel:
         return linear_of_gathered_input(x, weight, bias, group)
     return _LinearOfCopiedInput.apply(x, weight, bias, group)

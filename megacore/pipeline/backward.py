@@ -9,14 +9,12 @@ alone: nothing is computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-
-Gradients = Sequence[Tensor | None]
+from torch.autograd.graph import GradientEdge, Node
 
 
 class WeightHalf:
@@ -53,41 +51,45 @@ class _Operator:
 
     def _keep(self, grads: tuple[Tensor, ...]) -> None:
         self.given = grads
+        self.forget()
+
+    def forget(self) -> None:
+        """Listen no more."""
         self._hook.remove()
 
 
-def input_half(outputs: Sequence[Tensor], gradients: Gradients, inputs: Sequence[Tensor]) -> tuple[Gradients, WeightHalf]:
+def input_half(
+    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[GradientEdge]
+) -> tuple[Sequence[Tensor | None], WeightHalf]:
     """The gradients of `inputs`, and what is left to do for the weights.
 
     Args:
-        outputs: of the stage, those that need a gradient.
-        gradients: of the outputs; None for a scalar loss.
-        inputs: tensors that take part in every output, leaves or not: the stage's inputs, or, where these need no
-            gradient, what its first layer made of them.
+        outputs: of the stage, where they enter its graph.
+        gradients: of the outputs.
+        inputs: leaves or not: the stage's inputs, or, where these need no gradient, what its first layer made of them.
 
     Returns:
         One gradient for each input, and the other half.
     """
-    anchors = {get_gradient_edge(x).node for x in inputs}
-    on_the_way = _nodes_that_reach(anchors, [get_gradient_edge(y).node for y in outputs])
+    anchors = {edge.node for edge in inputs}
+    on_the_way = _nodes_that_reach(anchors, [edge.node for edge in outputs])
     operators = [_Operator(node, weights) for node in on_the_way if (weights := _own_weights(node, on_the_way))]
     everything = [weight for operator in operators for weight in operator.weights]
     if len(set(map(id, everything))) < len(everything):  # a weight that two operators share
         for operator in operators:
-            operator._hook.remove()
+            operator.forget()
         found = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
         return found, WeightHalf([], (outputs, gradients, list({id(w): w for w in everything}.values())))
     found = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
     for operator in operators:
         if operator.node in anchors and not operator.given:  # autograd stops in front of it
-            edges = [(get_gradient_edge(x), grad) for x, grad in zip(inputs, found, strict=True)]
-            own = {edge.output_nr: grad for edge, grad in edges if edge.node is operator.node}
+            own = {e.output_nr: grad for e, grad in zip(inputs, found, strict=True) if e.node is operator.node}
             operator.given = tuple(own.get(i) for i in range(max(own) + 1))
     return found, WeightHalf(operators)
 
 
-def _nodes_that_reach(targets: set[Node], roots: Sequence[Node]) -> set[Node]:
-    """The nodes on a way from a root to a target, both ends included."""
+def _nodes_that_reach(targets: set[Node], roots: Sequence[Node]) -> dict[Node, None]:
+    """The nodes on a way from a root to a target, both ends included, in an order that is the same on every rank."""
     reaches: dict[Node, bool] = {}
     stack = [(root, False) for root in roots]
     while stack:
@@ -98,10 +100,10 @@ def _nodes_that_reach(targets: set[Node], roots: Sequence[Node]) -> set[Node]:
             reaches[node] = node in targets  # its children's are known when it is seen again
             stack.append((node, True))
             stack += [(child, False) for child in _children(node)]
-    return {node for node, found in reaches.items() if found}
+    return {node: None for node, found in reaches.items() if found}
 
 
-def _own_weights(node: Node, on_the_way: set[Node]) -> list[Tensor]:
+def _own_weights(node: Node, on_the_way: Container[Node]) -> list[Tensor]:
     """The leaves that a node takes in on other ways than those to the input."""
     found: dict[int, Tensor] = {}
     stack = [child for child in _children(node) if child not in on_the_way]

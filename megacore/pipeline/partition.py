@@ -1,8 +1,8 @@
 """Splitting a model's layers into consecutive pipeline stages of balanced cost.
 
-The cost of a layer is its number of parameters: what a stage must hold, and, as every parameter of a block costs the
-same few operations a token, nearly what it must compute. Embedding and head count, so that the first and last stages
-get fewer blocks where the vocabulary is large (BLOOM's 70 blocks on 12 stages come out as 5, ten times 6, 5).
+The cost of a layer is its number of parameters (what a stage must hold), its operations (what it must compute), or one.
+Embedding and head count, so that the first and last stages get fewer blocks where the vocabulary is large (BLOOM's 70
+blocks on 12 stages come out as 5, ten times 6, 5).
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from itertools import accumulate
 from megacore.models.spec import LayerSpec
 
 
-def partition(layers: Sequence[LayerSpec], stages: int) -> list[range]:
+def costs(layers: Sequence[LayerSpec], balance: str) -> list[float]:
+    """The cost of each layer.
+
+    Args:
+        layers: the whole model.
+        balance: `parameters`, `flops`, or `uniform`.
+    """
+    return [{"parameters": layer.parameters, "flops": layer.flops, "uniform": 1}[balance] for layer in layers]
+
+
+def partition(layers: Sequence[LayerSpec], stages: int, balance: str = "parameters") -> list[range]:
     """Consecutive layer ranges, one per stage, with the smallest possible largest cost; every stage holds a block.
 
     Among equal largest costs the smallest sum of squares wins, so that what remains is even too.
@@ -21,19 +31,20 @@ def partition(layers: Sequence[LayerSpec], stages: int) -> list[range]:
     Args:
         layers: the whole model.
         stages: number of stages, at most the number of blocks.
+        balance: what a layer costs, as for `costs`.
 
     Raises:
         ValueError: more stages than blocks.
     """
     blocks = sum(layer.is_block for layer in layers)
     if stages > blocks:
-        raise ValueError(f"--pp {stages}: more stages than the model's {blocks} blocks; use --pp {blocks} or less")
-    cost = [0, *accumulate(layer.parameters for layer in layers)]
+        raise ValueError(f"{stages} stages are more than the model's {blocks} blocks: use {blocks} or less")
+    cost = [0, *accumulate(costs(layers, balance))]
     held = [0, *accumulate(int(layer.is_block) for layer in layers)]
     # best[k][j]: (largest cost, sum of squares, start of the last stage) of layers [0, j) on k stages
-    best: list[dict[int, tuple[int, int, int]]] = [{0: (0, 0, 0)}]
+    best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
     for _ in range(stages):
-        row: dict[int, tuple[int, int, int]] = {}
+        row: dict[int, tuple[float, float, int]] = {}
         for end in range(1, len(layers) + 1):
             options = [
                 (max(largest, part := cost[end] - cost[start]), squares + part * part, start)

@@ -1,42 +1,55 @@
 """Executes a schedule: a small loop over a rank's actions.
 
 What an action means is here; in which order actions come is the schedule's business alone. Training and evaluation run
-through the same loop, and so does a model on one stage, whose schedule has no transfers.
+through the same loop, and so does a model on one stage, whose schedule has no transfers. Only a schedule that has been
+proven (proof.py) is executed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
-from megacore.pipeline.schedule import Action, Op, forward_only, one_forward_one_backward
-from megacore.pipeline.stage import Stage
-from megacore.pipeline.transport import Transfer, Transport
+from megacore.pipeline.actions import Action, Op, Schedule, peer_stage
+from megacore.pipeline.backward import WeightHalf, input_half
+from megacore.pipeline.proof import prove
+from megacore.pipeline.schedule import build_schedule
+from megacore.pipeline.stage import Stage, tensors_of
+from megacore.pipeline.timing import ActionTimer
+from megacore.pipeline.transport import Arrival, TensorForm, Transfer, Transport
+
+Place = tuple[int, int]  # stage, microbatch
+Loss = Callable[[Any, Any], Tensor]
 
 
 class GradientSink(Protocol):
-    """Who takes the gradients that appear during a backward."""
+    """Who takes the weights' gradients that appear during a backward, and provides the weights."""
 
-    def begin_backward(self, *, last: bool) -> None:
-        """A microbatch's backward begins; `last` says that it completes the gradients."""
+    def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None:
+        """Gradients of the rank's chunk of this number begin to appear; `last` says that they are its last, and
+        `all_weights` that weights are needed out of the layers' order."""
 
-    def end_backward(self) -> None:
-        """All of the microbatch's gradients are there."""
+    def end_backward(self, chunk: int) -> None:
+        """All of the microbatch's gradients are there, or it had none to give: its weights are not needed now."""
 
 
 class PipelineRuntime:
-    """Runs microbatches through this rank's stage.
+    """Runs microbatches through this rank's stages.
 
     Args:
-        stage: this rank's layers.
+        chunks: the stages of this rank, each stage s = chunk number x p + rank.
         group: the pipeline group.
-        transport: how tensors reach the neighbouring stages.
+        transport: how tensors reach the other stages.
+        forms: what every stage receives from the one before, for each stage of the model; None for the first.
+        schedule: number of microbatches -> what all ranks do.
         streams: told which microbatch is being computed.
         first_input: microbatch -> input of the model's first layer.
         loss: (output of the last layer, microbatch) -> summed loss of the microbatch.
@@ -45,17 +58,25 @@ class PipelineRuntime:
 
     def __init__(
         self,
-        stage: Stage,
+        chunks: Sequence[Stage],
         group: Group,
         *,
         transport: Transport,
+        forms: Sequence[tuple[TensorForm, ...] | None],
+        schedule: Callable[[int], Schedule],
         streams: RandomStreams,
-        first_input: Callable[[Any], Tensor],
-        loss: Callable[[Tensor, Any], Tensor],
-        eval_loss: Callable[[Tensor, Any], Tensor] | None = None,
+        first_input: Callable[[Any], Any],
+        loss: Loss,
+        eval_loss: Loss | None = None,
     ) -> None:
-        self.stage, self.group, self.transport, self.streams = stage, group, transport, streams
+        self.chunks, self.group, self.transport, self.streams = list(chunks), group, transport, streams
+        self.forms, self.last_stage = forms, len(chunks) * group.size - 1
         self.first_input, self.loss, self.eval_loss = first_input, loss, eval_loss or loss
+        self.timer = ActionTimer()
+        self.training_schedule = cache(lambda microbatches: _proven(schedule(microbatches)))
+        self.evaluation_schedule = cache(
+            lambda microbatches: _proven(build_schedule("forward-only", group.size, microbatches, len(chunks)))
+        )
 
     def train_step(
         self, microbatches: Sequence[Any], loss_scale: Callable[[], Tensor | float], gradients: GradientSink
@@ -71,92 +92,175 @@ class PipelineRuntime:
         Returns:
             The summed loss of the microbatches, unscaled, on the last stage; 0 elsewhere.
         """
-        self.stage.train()
-        actions = one_forward_one_backward(self.group.rank, self.group.size, len(microbatches))
-        return _Run(self, microbatches, loss_scale, gradients).execute(actions)
+        for chunk in self.chunks:
+            chunk.train()
+        schedule = self.training_schedule(len(microbatches))
+        with self.timer.measure_step():
+            return _Run(self, schedule, microbatches, loss_scale, gradients).execute()
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
         """The summed `eval_loss` of the microbatches on the last stage; 0 elsewhere. Dropout is off."""
-        self.stage.eval()
-        actions = forward_only(self.group.rank, self.group.size, len(microbatches))
-        return _Run(self, microbatches).execute(actions)
+        for chunk in self.chunks:
+            chunk.eval()
+        with self.timer.measure_step():
+            return _Run(self, self.evaluation_schedule(len(microbatches)), microbatches).execute()
+
+
+def _proven(schedule: Schedule) -> Schedule:
+    prove(schedule)
+    return schedule
 
 
 class _Run:
-    """The state of one pass over a list of actions: what is in flight."""
+    """The state of one pass over a schedule: what is in flight on this rank."""
 
     def __init__(
         self,
         runtime: PipelineRuntime,
+        schedule: Schedule,
         microbatches: Sequence[Any],
         loss_scale: Callable[[], Tensor | float] | None = None,
-        gradients: GradientSink | None = None,
+        sink: GradientSink | None = None,
     ) -> None:
-        self.runtime, self.microbatches = runtime, microbatches
-        self.loss_scale, self.sink = loss_scale, gradients
-        self.inputs: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
-        self.gradients: dict[int, Tensor] = {}
-        self.backwards_left = len(microbatches)
-        self.total_loss = torch.zeros((), dtype=torch.float64, device=next(runtime.stage.parameters()).device)
+        self.runtime, self.schedule, self.microbatches = runtime, schedule, microbatches
+        self.loss_scale, self.sink = loss_scale, sink
+        self.arrivals: dict[tuple[Op, int, int], Arrival] = {}
+        self.inputs: dict[Place, tuple[Tensor, ...]] = {}  # leaves, whose gradients go to the stage before
+        self.outputs: dict[Place, tuple[GradientEdge | None, ...]] = {}  # graphs alone: tensors are freed once sent
+        self.anchors: dict[Place, tuple[GradientEdge, ...]] = {}
+        self.halves: dict[Place, WeightHalf] = {}
+        self.to_send: dict[tuple[Op, int, int], tuple[Tensor, ...]] = {}
+        mine = schedule.computations(runtime.group.rank)
+        self.weight_gradients_left = Counter(a.stage for a in mine if a.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
+        self.total_loss = torch.zeros((), dtype=torch.float64, device=next(runtime.chunks[0].parameters()).device)
 
-    def execute(self, actions: Sequence[Action]) -> Tensor:
-        for is_transfer, run in groupby(actions, key=lambda action: action.op.is_transfer):
+    def execute(self) -> Tensor:
+        does = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.backward,
+            Op.INPUT_GRAD: self.input_grad,
+            Op.WEIGHT_GRAD: self.weight_grad,
+        }
+        for is_transfer, run in self.schedule.batches(self.runtime.group.rank):
             if is_transfer:
-                self.transfer(list(run))
+                self.transfer(run)
                 continue
             for action in run:
-                self.forward(action.microbatch) if action.op is Op.FORWARD else self.backward(action.microbatch)
+                does[action.op](action)
         self.runtime.transport.drain()
         return self.total_loss
 
-    def forward(self, i: int) -> None:
-        runtime, microbatch = self.runtime, self.microbatches[i]
-        x = runtime.first_input(microbatch) if runtime.group.is_first else self.inputs[i]
-        with runtime.streams.microbatch(microbatch.index):
-            output = runtime.stage(x)
-        if runtime.group.is_last:
-            loss = runtime.eval_loss if self.loss_scale is None else runtime.loss
-            output = loss(output, microbatch)
-            # A multiple of 2^-24: fp64 sums of a few hundred million of them are exact, and so equal on every layout.
-            self.total_loss += output.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
-        if self.loss_scale is None:
-            self.inputs.pop(i, None)
-            if runtime.group.is_last:
-                return
-        self.outputs[i] = output
+    # ---- computations
 
-    def backward(self, i: int) -> None:
-        assert self.loss_scale is not None
-        assert self.sink is not None
-        self.backwards_left -= 1
-        self.sink.begin_backward(last=self.backwards_left == 0)
-        output = self.outputs.pop(i)
-        if self.runtime.group.is_last:
-            (output * self.loss_scale()).backward()
+    def forward(self, action: Action) -> None:
+        runtime, place = self.runtime, (action.stage, action.microbatch)
+        microbatch, stage = self.microbatches[action.microbatch], runtime.chunks[self.chunk(action)]
+        x = self.stage_input(action)
+        with runtime.timer.measure(action), runtime.streams.microbatch(microbatch.index):
+            y = stage(x)
+            if action.stage == runtime.last_stage:
+                y = (runtime.eval_loss if self.loss_scale is None else runtime.loss)(y, microbatch)
+                # A multiple of 2^-24: fp64 sums of several hundred million of them are exact, on every layout alike.
+                self.total_loss += y.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
+        outputs = tensors_of(y)
+        if action.stage < runtime.last_stage:
+            self.to_send[Op.SEND_OUTPUT, *place] = tuple(tensor.detach() for tensor in outputs)
+        if self.loss_scale is not None:
+            self.outputs[place] = tuple(
+                get_gradient_edge(tensor) if tensor.requires_grad else None
+                for tensor in outputs
+                if tensor.is_floating_point()
+            )
+            self.anchors[place] = tuple(map(get_gradient_edge, self.inputs.get(place, ()))) or stage.first_outputs
+
+    def backward(self, action: Action) -> None:
+        place = action.stage, action.microbatch
+        outputs, gradients = self.outputs_and_gradients(action)
+        with self.runtime.timer.measure(action):
+            self.begin_weight_gradients(action)
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+            self.end_weight_gradients(action)
+        self.anchors.pop(place)
+        self.keep_input_gradients(action, [x.grad for x in self.inputs.pop(place, ())])
+
+    def input_grad(self, action: Action) -> None:
+        place = action.stage, action.microbatch
+        outputs, gradients = self.outputs_and_gradients(action)
+        with self.runtime.timer.measure(action):
+            found, self.halves[place] = input_half(outputs, gradients, self.anchors.pop(place))
+            self.end_weight_gradients(action)
+        if self.inputs.pop(place, ()):
+            self.keep_input_gradients(action, found)
+
+    def weight_grad(self, action: Action) -> None:
+        with self.runtime.timer.measure(action):
+            self.begin_weight_gradients(action)
+            self.halves.pop((action.stage, action.microbatch)).run()
+            self.end_weight_gradients(action)
+
+    # ---- what computations need and leave
+
+    def chunk(self, action: Action) -> int:
+        return action.stage // self.schedule.ranks
+
+    def stage_input(self, action: Action) -> Any:
+        if action.stage == 0:
+            return self.runtime.first_input(self.microbatches[action.microbatch])
+        tensors = self.arrivals.pop((Op.RECV_INPUT, action.stage, action.microbatch)).wait()
+        if self.loss_scale is not None:
+            for tensor in tensors:
+                tensor.requires_grad_(tensor.is_floating_point())
+            self.inputs[action.stage, action.microbatch] = tuple(t for t in tensors if t.requires_grad)
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def outputs_and_gradients(self, action: Action) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where a backward begins, and with what."""
+        outputs = self.outputs.pop((action.stage, action.microbatch))
+        if action.stage == self.runtime.last_stage:
+            assert self.loss_scale is not None
+            scale = torch.as_tensor(self.loss_scale(), dtype=torch.float32, device=self.total_loss.device)
+            gradients: tuple[Tensor, ...] = (scale,)
         else:
-            torch.autograd.backward(output, self.gradients.pop(i))
-        self.sink.end_backward()
+            gradients = self.arrivals.pop((Op.RECV_GRAD, action.stage, action.microbatch)).wait()
+        pairs = [(edge, grad) for edge, grad in zip(outputs, gradients, strict=True) if edge is not None]
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+    def keep_input_gradients(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
+        if action.stage > 0:
+            forms = [form for form in self.runtime.forms[action.stage] or () if form.dtype.is_floating_point]
+            self.to_send[Op.SEND_GRAD, action.stage, action.microbatch] = tuple(
+                self.total_loss.new_zeros(form.shape, dtype=form.dtype) if gradient is None else gradient
+                for gradient, form in zip(gradients, forms, strict=True)
+            )
+
+    def begin_weight_gradients(self, action: Action) -> None:
+        assert self.sink is not None
+        self.weight_gradients_left[action.stage] -= 1
+        self.sink.begin_backward(
+            self.chunk(action),
+            last=self.weight_gradients_left[action.stage] == 0,
+            all_weights=action.op is Op.WEIGHT_GRAD,
+        )
+
+    def end_weight_gradients(self, action: Action) -> None:
+        assert self.sink is not None
+        self.sink.end_backward(self.chunk(action))
+
+    # ---- transfers
 
     def transfer(self, actions: Sequence[Action]) -> None:
-        """Post a run of transfers together, then file what came in."""
-        received = iter(self.runtime.transport.exchange([self._as_transfer(action) for action in actions]))
+        """Post a run of transfers together, and file what is to come."""
+        arrivals = iter(self.runtime.transport.post([self.as_transfer(action) for action in actions]))
         for action in actions:
-            if action.op is Op.RECV_INPUT:
-                self.inputs[action.microbatch] = next(received).requires_grad_(self.loss_scale is not None)
-            elif action.op is Op.RECV_GRAD:
-                self.gradients[action.microbatch] = next(received)
+            if action.op.is_receive:
+                self.arrivals[action.op, action.stage, action.microbatch] = next(arrivals)
 
-    def _as_transfer(self, action: Action) -> Transfer:
-        rank, i = self.runtime.group.rank, action.microbatch
+    def as_transfer(self, action: Action) -> Transfer:
+        peer, forms = peer_stage(action) % self.schedule.ranks, self.runtime.forms
         if action.op is Op.RECV_INPUT:
-            return Transfer(rank - 1)
+            return Transfer(peer, forms=forms[action.stage] or ())
         if action.op is Op.RECV_GRAD:
-            return Transfer(rank + 1)
-        if action.op is Op.SEND_OUTPUT:
-            output = self.outputs[i] if self.loss_scale is not None else self.outputs.pop(i)
-            return Transfer(rank + 1, output.detach())
-        gradient = self.inputs.pop(i).grad
-        assert gradient is not None
-        return Transfer(rank - 1, gradient)
+            return Transfer(peer, forms=tuple(f for f in forms[action.stage + 1] or () if f.dtype.is_floating_point))
+        return Transfer(peer, tensors=self.to_send.pop((action.op, action.stage, action.microbatch)))

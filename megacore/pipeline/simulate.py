@@ -43,6 +43,11 @@ class Costs:
         """One unit for each of the three, on every stage."""
         return cls(forward=[1.0] * stages, input_grad=[1.0] * stages, weight_grad=[1.0] * stages, transfer=transfer)
 
+    @classmethod
+    def proportional(cls, amounts: Sequence[float]) -> Costs:
+        """The same for each of the three, on each stage in proportion to an amount (operations, say)."""
+        return cls(forward=amounts, input_grad=amounts, weight_grad=amounts)
+
     def of(self, action: Action) -> float:
         """Duration of a computation."""
         s = action.stage

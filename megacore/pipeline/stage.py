@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacore.models.spec import LayerSpec
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 
-RunLayer = Callable[[int, nn.Module, Tensor], Tensor]
+RunLayer = Callable[[int, nn.Module, Any], Any]
 
 
 class Stage(nn.Module):
@@ -21,37 +24,44 @@ class Stage(nn.Module):
 
     Args:
         layers: the layers to build, in order.
+        earlier: parameters of earlier stages on this rank, by global name: a tied one is one of them.
 
     Attributes:
         run_layer: how layer number i is applied to its input; data parallelism puts itself in here.
+        first_outputs: where the output of the first layer with something to learn enters the graph of the last forward.
         tied_copies: parameters whose first use lies on another stage, by global name.
     """
 
-    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+    def __init__(self, layers: Sequence[LayerSpec], earlier: Mapping[str, ShardedParameter] | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
         self.run_layer: RunLayer = _run_plainly
+        self.first_outputs: tuple[GradientEdge, ...] = ()
         self.tied_copies: dict[str, ShardedParameter] = {}
         for spec in layers:
             layer = spec.build()
-            self._tie(layer, spec)
+            self._tie(layer, spec, {**(earlier or {}), **self.by_name()})
             for local_name, parameter in layer.named_parameters():
                 assert isinstance(parameter, ShardedParameter), f"{spec.name}.{local_name} has no ShardSpec"
                 parameter.named(f"{spec.name}.{local_name}")
             self.layers.append(layer)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The output of the last layer for the input of the first."""
+    def forward(self, x: Any) -> Any:
+        """The output of the last layer for the input of the first; a tensor or a tuple of tensors each."""
+        self.first_outputs = ()
         for index, layer in enumerate(self.layers):
             x = self.run_layer(index, layer, x)
+            if not self.first_outputs and torch.is_grad_enabled():
+                self.first_outputs = tuple(
+                    get_gradient_edge(tensor) for tensor in tensors_of(x) if tensor.requires_grad
+                )
         return x
 
     def by_name(self) -> dict[str, ShardedParameter]:
         """Every parameter of the stage once, by global name."""
         return {parameter.spec.name: parameter for parameter in sharded_parameters(self)}
 
-    def _tie(self, layer: nn.Module, spec: LayerSpec) -> None:
-        here = self.by_name()
+    def _tie(self, layer: nn.Module, spec: LayerSpec, here: Mapping[str, ShardedParameter]) -> None:
         for local_name, global_name in spec.tied.items():
             owner, _, attribute = local_name.rpartition(".")
             if global_name in here:
@@ -63,5 +73,17 @@ class Stage(nn.Module):
                 self.tied_copies[global_name] = copy
 
 
-def _run_plainly(index: int, layer: nn.Module, x: Tensor) -> Tensor:
+def tensors_of(value: Any) -> tuple[Tensor, ...]:
+    """What passes between layers, as a tuple.
+
+    Raises:
+        TypeError: it is neither a tensor nor a tuple of tensors.
+    """
+    found = (value,) if isinstance(value, Tensor) else value
+    if not isinstance(found, tuple) or not all(isinstance(tensor, Tensor) for tensor in found):
+        raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")
+    return found
+
+
+def _run_plainly(index: int, layer: nn.Module, x: Any) -> Any:
     return layer(x)

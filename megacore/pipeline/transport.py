@@ -1,8 +1,8 @@
-"""Point-to-point transfers between neighbouring stages: the only place that sends and receives.
+"""Point-to-point transfers between pipeline ranks: the only place that sends and receives.
 
-All transfers of one call are posted together, in the order given, so that two neighbours that post matching lists
-cannot block each other, on gloo or NCCL. A sent tensor is kept until its transfer is done: freeing it earlier
-corrupts data.
+All transfers of one call are posted together, and none is waited for until its tensor is needed. A schedule's lists are
+such that messages between two ranks are posted in the same order on both (transfers.py), which is all that NCCL needs.
+A sent tensor is kept until its transfer is done: freeing it earlier corrupts data.
 """
 
 from __future__ import annotations
@@ -19,60 +19,91 @@ from megacore.parallel.mesh import Group
 
 
 @dataclass(frozen=True)
+class TensorForm:
+    """What must be known of a tensor before it can be received."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorForm:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True)
 class Transfer:
-    """Send `tensor` to stage `peer`, or, without a tensor, receive from it."""
+    """Send the tensors to pipeline rank `peer`, or receive tensors of these forms from it."""
 
     peer: int
-    tensor: Tensor | None = None
+    tensors: tuple[Tensor, ...] = ()
+    forms: tuple[TensorForm, ...] = ()
+
+
+class Arrival:
+    """Tensors on their way."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], works: list[dist.Work]) -> None:
+        self._tensors, self._works = tensors, works
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The tensors, once they may be read."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        return self._tensors
 
 
 class Transport:
-    """Sends and receives tensors of one fixed shape along a pipeline.
+    """Sends and receives along a pipeline.
 
     Args:
         group: the pipeline group.
-        shape: shape of every tensor that crosses a stage boundary.
-        dtype: its dtype.
         device: where tensors live.
     """
 
-    def __init__(self, group: Group, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> None:
-        self._group, self._shape, self._dtype, self._device = group, shape, dtype, device
-        self._sending: deque[tuple[dist.Work, Tensor | None]] = deque()
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._sending: deque[tuple[list[dist.Work], tuple[Tensor, ...]]] = deque()
 
-    def exchange(self, transfers: Sequence[Transfer]) -> list[Tensor]:
-        """Post all transfers at once and wait for those that receive.
+    def post(self, transfers: Sequence[Transfer]) -> list[Arrival]:
+        """Begin all transfers at once.
 
         Returns:
-            The received tensors, in the order of their transfers.
+            What will arrive, in the order of the receiving transfers.
         """
-        operations, received = [], []
+        operations: list[dist.P2POp] = []
+        places: list[tuple[int, int, tuple[Tensor, ...], bool]] = []  # its operations, its tensors, whether received
         for transfer in transfers:
-            operation = dist.irecv if transfer.tensor is None else dist.isend
-            tensor = (
-                torch.empty(self._shape, dtype=self._dtype, device=self._device)
-                if transfer.tensor is None
-                else transfer.tensor
+            receives = bool(transfer.forms)
+            tensors = (
+                tuple(torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in transfer.forms)
+                if receives
+                else tuple(tensor.contiguous() for tensor in transfer.tensors)
             )
-            if transfer.tensor is None:
-                received.append(tensor)
-            peer = self._group.ranks[transfer.peer]
-            operations.append(dist.P2POp(operation, tensor, peer, group=self._group.handle))
+            call, peer = dist.irecv if receives else dist.isend, self._group.ranks[transfer.peer]
+            first = len(operations)
+            operations += [dist.P2POp(call, tensor, peer, group=self._group.handle) for tensor in tensors]
+            places.append((first, len(operations), tensors, receives))
         works = dist.batch_isend_irecv(operations)
-        if len(works) < len(operations):  # NCCL coalesces a batch into one piece of work
-            for work in works:
-                work.wait()
-            return received
-        for work, transfer in zip(works, transfers, strict=True):
-            if transfer.tensor is None:
-                work.wait()
+        coalesced = len(works) < len(operations)  # NCCL makes one piece of work of a batch
+        arrivals = []
+        for first, stop, tensors, receives in places:
+            own = works if coalesced else works[first:stop]
+            if receives:
+                arrivals.append(Arrival(tensors, own))
             else:
-                self._sending.append((work, transfer.tensor))
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()[0].wait()
-        return received
+                self._sending.append((own, tensors))
+        self._let_go()
+        return arrivals
 
     def drain(self) -> None:
         """Wait until everything sent has left."""
         while self._sending:
-            self._sending.popleft()[0].wait()
+            for work in self._sending.popleft()[0]:
+                work.wait()
+
+    def _let_go(self) -> None:
+        """Drop sent tensors whose transfers are done."""
+        while self._sending and all(work.is_completed() for work in self._sending[0][0]):
+            for work in self._sending.popleft()[0]:
+                work.wait()

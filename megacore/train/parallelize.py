@@ -10,25 +10,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from megacore.config import Config, known
+from megacore.config import Config, ParallelConfig, known
 from megacore.models.initialize import initialize
 from megacore.models.spec import LayerSpec
 from megacore.optim.bucket import ZeroOptions
 from megacore.optim.data_parallel import DataParallel
 from megacore.optim.precision import DTYPES
-from megacore.parallel.mesh import Mesh
+from megacore.parallel.mesh import Group, Mesh, along_pipeline
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
+from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.partition import partition
 from megacore.pipeline.runtime import PipelineRuntime
+from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.stage import Stage
-from megacore.pipeline.transport import Transport
+from megacore.pipeline.transport import TensorForm, Transport
+from megacore.pipeline_layout import parse_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,68 +60,123 @@ class ParallelModel:
 
     Attributes:
         stages: which layers every pipeline stage holds.
-        stage: this rank's layers.
+        chunks: this rank's stages.
+        parameters: of this rank, by global name.
         runtime: runs microbatches through the pipeline.
         data_parallel: divides parameters, gradients and optimizer state over data-parallel ranks.
-        shared: global names of parameters that the first and the last stage both hold.
+        shared: global names of tied parameters that other ranks hold too, and the group of their holders.
+        tied_copies: those of them whose first use lies on another rank.
     """
 
     stages: list[range]
-    stage: Stage
+    chunks: list[Stage]
+    parameters: dict[str, ShardedParameter]
     runtime: PipelineRuntime
     data_parallel: DataParallel
-    shared: frozenset[str]
+    shared: dict[str, Group]
+    tied_copies: frozenset[str]
 
 
 def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
-    """Build this rank's stage and everything that makes it take part in the whole.
+    """Build this rank's stages and everything that makes them take part in the whole.
 
     Args:
         task: what is trained.
         config: resolved.
         mesh: this rank's place.
     """
-    stages = partition(task.layers, mesh.pp.size)
-    stage = Stage([task.layers[i] for i in stages[mesh.pp.rank]])
-    parameters = stage.by_name()
+    stages = stage_ranges(task.layers, config.parallel)
+    own = stages[mesh.pp.rank :: mesh.pp.size]
+    chunks: list[Stage] = []
+    parameters: dict[str, ShardedParameter] = {}
+    for numbers in own:
+        chunks.append(Stage([task.layers[i] for i in numbers], parameters))
+        parameters |= chunks[-1].by_name()
     initialize(parameters.values(), config.model, seed=config.training.seed)
-
-    tied = {name for layer in task.layers for name in layer.tied.values()} if mesh.pp.size > 1 else set()
-    shared = frozenset(tied & parameters.keys())
+    shared = _groups_of_holders(task.layers, stages, mesh, parameters)
     if config.training.recompute == "full":
-        blocks = [i for i, number in enumerate(stages[mesh.pp.rank]) if task.layers[number].is_block]
-        for i in blocks[: config.training.recompute_num_layers]:
-            stage.layers[i] = Recomputed(stage.layers[i], task.streams)
-
-    parallel, dtype = config.parallel, DTYPES[config.precision.precision]
+        _recompute_blocks(chunks, own, task, config.training.recompute_num_layers)
     data_parallel = DataParallel(
-        list(stage.layers),
+        [list(chunk.layers) for chunk in chunks],
         mesh.dp,
-        options=ZeroOptions(
-            stage=parallel.zero_stage,
-            compute_dtype=dtype,
-            reduce_dtype=DTYPES[config.precision.grad_reduce_dtype],
-            overlap_grad_reduce=parallel.overlap_grad_reduce,
-            overlap_param_gather=parallel.overlap_param_gather,
-            offload=parallel.offload_optimizer,
-            exact_terms=_terms(config) if config.training.reproducible else 0,
-        ),
-        bucket_bytes=int(parallel.bucket_size_mb * 2**20),
-        alone=shared,
+        options=_zero_options(config),
+        bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
+        alone=frozenset(shared),
     )
-    stage.run_layer = data_parallel.run_layer
+    for number, chunk in enumerate(chunks):
+        chunk.run_layer = partial(data_parallel.run_layer, number)
+    return ParallelModel(
+        stages=stages,
+        chunks=chunks,
+        parameters=parameters,
+        runtime=_runtime(chunks, task, config, mesh),
+        data_parallel=data_parallel,
+        shared=shared,
+        tied_copies=frozenset(name for chunk in chunks for name in chunk.tied_copies),
+    )
+
+
+def stage_ranges(layers: Sequence[LayerSpec], config: ParallelConfig) -> list[range]:
+    """Which layers every stage of the model holds: as laid out by hand, or balanced."""
+    count = config.pp * config.virtual_stages
+    if config.pipeline_layout is not None:
+        return parse_layout(config.pipeline_layout, stages=count, blocks=sum(layer.is_block for layer in layers))
+    return partition(layers, count, config.pipeline_balance)
+
+
+def _groups_of_holders(
+    layers: Sequence[LayerSpec], stages: Sequence[range], mesh: Mesh, parameters: Mapping[str, ShardedParameter]
+) -> dict[str, Group]:
+    """For each tied parameter of this rank that other ranks of the pipeline hold too: who holds it."""
+    rank_of = {number: stage % mesh.pp.size for stage, numbers in enumerate(stages) for number in numbers}
+    number_of = {layer.name: number for number, layer in enumerate(layers)}
+    holders: dict[str, set[int]] = {}
+    for number, layer in enumerate(layers):
+        for name in layer.tied.values():
+            first = next(i for prefix, i in number_of.items() if name.startswith(f"{prefix}."))
+            holders.setdefault(name, {rank_of[first]}).add(rank_of[number])
+    groups = {name: along_pipeline(mesh, sorted(ranks)) for name, ranks in holders.items() if len(ranks) > 1}
+    return {name: group for name, group in groups.items() if name in parameters}
+
+
+def _recompute_blocks(chunks: Sequence[Stage], own: Sequence[range], task: Task, first: int | None) -> None:
+    for chunk, numbers in zip(chunks, own, strict=True):
+        blocks = [i for i, number in enumerate(numbers) if task.layers[number].is_block]
+        for i in blocks[:first]:
+            chunk.layers[i] = Recomputed(chunk.layers[i], task.streams)
+
+
+def _zero_options(config: Config) -> ZeroOptions:
+    parallel = config.parallel
+    return ZeroOptions(
+        stage=parallel.zero_stage,
+        compute_dtype=DTYPES[config.precision.precision],
+        reduce_dtype=DTYPES[config.precision.grad_reduce_dtype],
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        offload=parallel.offload_optimizer,
+        exact_terms=_terms(config) if config.training.reproducible else 0,
+    )
+
+
+def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) -> PipelineRuntime:
+    parallel = config.parallel
     positions = config.data.seq_length // (mesh.tp.size if parallel.sequence_parallel else 1)
-    boundary = (config.training.micro_batch_size, positions, config.model.hidden_size)
-    runtime = PipelineRuntime(
-        stage,
+    hidden = (config.training.micro_batch_size, positions, config.model.hidden_size)
+    form = (TensorForm(hidden, DTYPES[config.precision.precision]),)
+    return PipelineRuntime(
+        chunks,
         mesh.pp,
-        transport=Transport(mesh.pp, boundary, dtype=dtype, device=mesh.device),
+        transport=Transport(mesh.pp, mesh.device),
+        forms=[None, *[form] * (mesh.pp.size * len(chunks) - 1)],
+        schedule=lambda microbatches: build_schedule(
+            parallel.schedule, mesh.pp.size, microbatches, parallel.virtual_stages
+        ),
         streams=task.streams,
         first_input=task.first_input,
         loss=task.loss,
         eval_loss=task.eval_loss,
     )
-    return ParallelModel(stages=stages, stage=stage, runtime=runtime, data_parallel=data_parallel, shared=shared)
 
 
 def _terms(config: Config) -> int:

@@ -8,11 +8,15 @@ from megacore import ops
 from megacore.config import Config, known
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
-from megacore.pipeline.schedule import bubble_share
 
 
 def launch_summary(
-    config: Config, mesh: Mesh, layers: list[LayerSpec], stages: list[range], samples: tuple[int, int]
+    config: Config,
+    mesh: Mesh,
+    layers: list[LayerSpec],
+    stages: list[range],
+    samples: tuple[int, int],
+    idle_share: float,
 ) -> str:
     """Topology, model, batch, bubble, data, and which implementation every operator runs.
 
@@ -22,6 +26,7 @@ def launch_summary(
         layers: the whole model.
         stages: which layers each pipeline stage holds.
         samples: training and validation samples of the run.
+        idle_share: predicted share of the ranks' time that the pipeline leaves them idle.
     """
     training, parallel, model = config.training, config.parallel, config.model
     batch, vocabulary = known(training.global_batch_size), known(model.vocab_size)
@@ -33,7 +38,8 @@ def launch_summary(
         f"{layers[stage[0]].name} .. {layers[stage[-1]].name}: {count / 1e6:,.2f}M"
         for stage, count in zip(stages, held, strict=True)
     ]
-    bubble = f"{bubble_share(parallel.pp, microbatches):.1%} of a step's time if stages take equally long"
+    virtual = f" of {parallel.virtual_stages} stages a rank" if parallel.virtual_stages > 1 else ""
+    bubble = f"{parallel.schedule}{virtual}; by the stages' operations {idle_share:.1%} of a step's time is bubble"
     lines = [
         ("topology", f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {mesh.world.size} ranks"),
         (
@@ -53,7 +59,7 @@ def launch_summary(
             f"{batch * config.data.seq_length:,} tokens a step; "
             f"{microbatches} microbatch(es) of {training.micro_batch_size} a replica",
         ),
-        ("schedule", f"1F1B, bubble {bubble}" if parallel.pp > 1 else "one stage, no bubble"),
+        ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
         (
             "data",
             f"{samples[0]:,} training and {samples[1]:,} validation samples"

@@ -28,6 +28,7 @@ from megacore.optim.optimizers import state_kinds
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Mesh
+from megacore.pipeline.simulate import Costs, simulate
 from megacore.train.metrics import device_name, log_line, peak_memory_bytes, synchronize
 from megacore.train.parallelize import Task, parallelize
 from megacore.train.sinks import Report
@@ -48,14 +49,15 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
         self.config, self.mesh, self.task = config, mesh, task
         self.model = parallelize(task, config, mesh)
-        self.parameters = self.model.stage.by_name()
+        self.parameters = self.model.parameters
         self.update = WeightUpdate(
             self.model.data_parallel,
             mesh,
             config,
             shared=self.model.shared,
-            tied_copies=self.model.stage.tied_copies,
+            tied_copies=self.model.tied_copies,
         )
+        self.bubble_predicted = self._predicted_bubble()
         self.step = 0
         self.consumed_samples = 0
         if config.training.load is not None:
@@ -114,6 +116,9 @@ class Trainer:
         def loss_scale() -> Tensor:
             return (per_token() * self.update.scaler.scale).float()
 
+        self.model.runtime.timer.precise = _due(
+            self.step + 1, self.config.logging.log_interval, self.config.training.train_iters
+        )
         self.model.data_parallel.begin_step(self.update.scaler.scale)
         own_loss = self.model.runtime.train_step(batch, loss_scale, self.model.data_parallel)
         self.step += 1
@@ -158,7 +163,7 @@ class Trainer:
             data_parallel=self.model.data_parallel,
             optimizer=self.update.optimizer,
             kinds=state_kinds(self.config.optimizer),
-            tied_copies=frozenset(self.model.stage.tied_copies),
+            tied_copies=self.model.tied_copies,
             counters=self.update.counters(),
         )
 
@@ -177,7 +182,10 @@ class Trainer:
 
     def _announce(self) -> None:
         samples = (len(self.train_data), 0 if self.valid_data is None else len(self.valid_data))
-        self.report.say(launch_summary(self.config, self.mesh, list(self.task.layers), self.model.stages, samples))
+        layers = list(self.task.layers)
+        self.report.say(
+            launch_summary(self.config, self.mesh, layers, self.model.stages, samples, self.bubble_predicted)
+        )
         self.report.say(f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}")
         self.report.say(f"  {'memory':<10}{self._predicted_memory()}")
         if self.mesh.world.rank == 0:
@@ -198,6 +206,8 @@ class Trainer:
             "perf/step_time_s": step_seconds,
             "perf/tokens_per_sec": sequences * config.data.seq_length / step_seconds,
             "perf/tflops_per_rank": tflops,
+            "perf/bubble_predicted": self.bubble_predicted,
+            "perf/bubble_measured": self._measured_bubble(),
             "mem/peak_gib": float(peak) / 2**30,
             **self._memory(),
         }
@@ -205,6 +215,19 @@ class Trainer:
             record["perf/mfu"] = tflops / device_peak
         self.report.record(record)
         self.report.say(log_line(record, training.train_iters))
+
+    def _predicted_bubble(self) -> float:
+        """Share of the ranks' time that the schedule leaves them idle, if time goes as operations."""
+        training = self.config.training
+        count = known(training.global_batch_size) // training.micro_batch_size // self.mesh.dp.size
+        flops = [sum(self.task.layers[i].flops for i in stage) for stage in self.model.stages]
+        return simulate(self.model.runtime.training_schedule(count), Costs.proportional(flops)).idle_share
+
+    def _measured_bubble(self) -> float:
+        """Share of the last step's pipeline in which ranks did not compute, the mean over all ranks."""
+        timer = self.model.runtime.timer
+        idle = torch.tensor(1.0 - timer.busy_seconds / timer.seconds, dtype=torch.float64, device=self.mesh.device)
+        return float(all_reduce_(idle, self.mesh.world)) / self.mesh.world.size
 
     def _memory(self) -> dict[str, int]:
         """Bytes that rank 0 keeps, by kind."""

@@ -49,7 +49,7 @@ def kept_per_block(rank: int, world_size: int, layout: Layout, directory: str, c
     """Bytes that one microbatch's forward keeps in a block on this rank."""
     config = activation_config(layout, directory, **changes)
     mesh = build_mesh(config.parallel)
-    stage = make_trainer(config, mesh).model.stage.train()
+    stage = make_trainer(config, mesh).model.chunks[0].train()
     kept = Kept(list(sharded_parameters(stage)))
     run_layer = stage.run_layer
 

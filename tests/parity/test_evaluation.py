@@ -22,7 +22,7 @@ def test_an_evaluation_is_the_negative_log_likelihood_of_the_same_batches_every_
     trainer.valid_batches.rewind()
     for microbatch in itertools.chain.from_iterable(itertools.islice(trainer.valid_batches, 3)):
         with torch.no_grad():
-            logits = trainer.model.stage.eval()(microbatch.tokens)[..., :VOCAB]
+            logits = trainer.model.chunks[0].eval()(microbatch.tokens)[..., :VOCAB]
         losses = F.cross_entropy(logits.double().flatten(0, 1), microbatch.labels.flatten(), reduction="none")
         total += float((losses * microbatch.loss_mask.flatten()).sum())
         tokens += float(microbatch.loss_mask.sum())

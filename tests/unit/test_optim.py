@@ -82,7 +82,7 @@ class Layer(torch.nn.Module):
 
 
 def data_parallel(layer: Layer) -> DataParallel:
-    return DataParallel([layer], ALONE, options=ZeroOptions(), bucket_bytes=1 << 20)
+    return DataParallel([[layer]], ALONE, options=ZeroOptions(), bucket_bytes=1 << 20)
 
 
 def test_norm_and_clipping_are_torchs() -> None:

@@ -1,153 +1,167 @@
-"""The 1F1B lists and the partition: every statement a pipeline must satisfy, by brute force over small cases."""
+"""Every schedule that the builders can make, proven for all small cases, and held to the closed forms."""
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 
 import pytest
 
-from megacore.models.spec import LayerSpec
-from megacore.pipeline.partition import partition
-from megacore.pipeline.schedule import Action, Op, bubble_share, forward_only, one_forward_one_backward
+from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
+from megacore.pipeline.proof import held, in_flight, prove
+from megacore.pipeline.schedule import build_schedule, one_forward_one_backward, zero_bubble
+from megacore.pipeline.simulate import Costs, simulate
+from megacore.pipeline.transfers import with_transfers
 
-CASES = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 4, 7, 8, 16, 32)]
-
-
-def layer(parameters: int, *, is_block: bool) -> LayerSpec:
-    return LayerSpec(name="x", build=lambda: None, parameters=parameters, is_block=is_block)  # type: ignore[arg-type,return-value]
-
-
-@pytest.mark.parametrize("stages, microbatches", CASES)
-def test_every_microbatch_once_each_way_and_in_order(stages: int, microbatches: int) -> None:
-    for stage in range(stages):
-        actions = one_forward_one_backward(stage, stages, microbatches)
-        for op in (Op.FORWARD, Op.BACKWARD):
-            assert [a.microbatch for a in actions if a.op is op] == list(range(microbatches))
-        in_flight = peak = 0
-        for action in actions:
-            in_flight += {Op.FORWARD: 1, Op.BACKWARD: -1}.get(action.op, 0)
-            assert in_flight >= 0
-            peak = max(peak, in_flight)
-        assert peak == min(stages - stage, microbatches)
+KINDS = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), *(("interleaved", v) for v in (1, 2, 3, 4))]
+SOME = (1, 2, 3, 4, 5, 7, 8, 13, 16, 32)  # microbatches; the slow test takes all from 1 to 32
 
 
-@pytest.mark.parametrize("stages, microbatches", CASES)
-def test_idle_time_is_the_closed_form(stages: int, microbatches: int) -> None:
-    """Forward and backward of one unit each, free transfers: idle (p - 1) / (m + p - 1) of the time on every rank."""
-    lists = [one_forward_one_backward(s, stages, microbatches) for s in range(stages)]
-    end = simulate(lists)
-    total = 2 * (microbatches + stages - 1)
-    assert end == total
-    assert (total - 2 * microbatches) / total == pytest.approx(bubble_share(stages, microbatches), abs=1e-9)
+def check(name: str, virtual: int, ranks: int, microbatches: int) -> None:
+    """Everything that is promised of one schedule."""
+    schedule = build_schedule(name, ranks, microbatches, virtual)
+    prove(schedule)
+    forms = {
+        "1f1b": (ranks - 1) / microbatches,
+        "gpipe": (ranks - 1) / microbatches,
+        "interleaved": (ranks - 1) / (virtual * microbatches),
+        "zero-bubble": (ranks - 1) / (3 * microbatches),
+    }
+    timeline = simulate(schedule, Costs.uniform(schedule.stages))
+    if microbatches >= ranks or name in ("1f1b", "gpipe"):
+        assert timeline.bubble == pytest.approx(forms[name], abs=1e-9)
+    assert timeline.idle_share == pytest.approx(timeline.bubble / (1 + timeline.bubble), abs=1e-9)
+    for rank in range(ranks):
+        if name in ("1f1b", "zero-bubble"):
+            assert in_flight(schedule, rank) <= ranks - rank
+            assert held(schedule, rank) <= ranks
+        if name == "gpipe":
+            assert held(schedule, rank) == microbatches
 
 
-@pytest.mark.parametrize("stages, microbatches", CASES)
-@pytest.mark.parametrize("training", [True, False])
-def test_blocking_transfers_cannot_deadlock(stages: int, microbatches: int, training: bool) -> None:
-    """Even if a rank waits for all of a batch, sends too, and messages meet in posting order (NCCL's rule)."""
-    schedule = one_forward_one_backward if training else forward_only
-    run_blocking([batches(schedule(stage, stages, microbatches)) for stage in range(stages)])
+@pytest.mark.parametrize("name, virtual", KINDS)
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_every_promise_of_every_schedule(name: str, virtual: int, ranks: int) -> None:
+    for microbatches in SOME:
+        check(name, virtual, ranks, microbatches)
 
 
-def test_forward_only_has_no_backward() -> None:
-    assert {a.op for a in forward_only(1, 3, 4)} == {Op.RECV_INPUT, Op.FORWARD, Op.SEND_OUTPUT}
+@pytest.mark.slow
+@pytest.mark.parametrize("name, virtual", KINDS)
+def test_every_promise_for_every_number_of_microbatches(name: str, virtual: int) -> None:
+    for ranks in range(1, 9):
+        for microbatches in range(1, 33):
+            check(name, virtual, ranks, microbatches)
 
 
-def test_bloom_stages_and_bubble() -> None:
-    """70 blocks on 12 stages with a 250,880-word table at both ends: 5, ten times 6, 5; bubble 7.914%."""
-    h, table = 14336, 250_880 * 14336
-    layers = [
-        layer(table, is_block=False),
-        *(layer(12 * h * h, is_block=True) for _ in range(70)),
-        layer(table, is_block=False),
-    ]
-    blocks = [sum(layers[i].is_block for i in stage) for stage in partition(layers, 12)]
-    assert blocks == [5, *[6] * 10, 5]
-    assert bubble_share(12, 128) == pytest.approx(0.07914, abs=1e-5)
+def test_1f1b_by_hand() -> None:
+    assert " ".join(map(str, one_forward_one_backward(0, 2, 3))) == "0F0 0F1 0B0 0F2 0B1 0B2"
+    assert " ".join(map(str, one_forward_one_backward(1, 2, 3))) == "1F0 1B0 1F1 1B1 1F2 1B2"
+    assert " ".join(map(str, zero_bubble(1, 2, 3))) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
 
 
-def test_partition_is_the_best_of_all() -> None:
-    for costs in ([5, 1, 1, 1, 1, 5], [9, 3, 3, 3, 3, 3, 2], [1, 2, 2, 2, 2, 2, 2, 8]):
-        layers = [layer(c, is_block=0 < i < len(costs) - 1) for i, c in enumerate(costs)]
-        for stages in range(1, len(costs) - 1):
-            found = partition(layers, stages)
-            assert [i for stage in found for i in stage] == list(range(len(costs)))
-            assert max(sum(costs[i] for i in stage) for stage in found) == best_largest_cost(layers, stages)
-            assert all(any(layers[i].is_block for i in stage) for stage in found)
+def test_zero_bubble_halves_the_bubble() -> None:
+    bubbles = {name: simulate(build_schedule(name, 4, 8), Costs.uniform(4)).bubble for name in ("1f1b", "zero-bubble")}
+    assert bubbles["zero-bubble"] <= 0.5 * bubbles["1f1b"]
 
 
-def test_more_stages_than_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="--pp 3: more stages than the model's 2 blocks"):
-        partition([layer(1, is_block=False), *[layer(1, is_block=True)] * 2], 3)
+def test_zero_bubble_with_other_times_is_the_closed_form() -> None:
+    """(p - 1) (f + b - w) / (m (f + b + w)) as long as w is at most f and b."""
+    p, m, f, b, w = 4, 12, 1.0, 1.2, 0.8
+    costs = Costs(forward=[f] * p, input_grad=[b] * p, weight_grad=[w] * p)
+    bubble = simulate(build_schedule("zero-bubble", p, m), costs).bubble
+    assert bubble == pytest.approx((p - 1) * (f + b - w) / (m * (f + b + w)), abs=1e-9)
 
 
-def best_largest_cost(layers: list[LayerSpec], stages: int) -> int:
-    best = 10**9
-    for cuts in itertools.combinations(range(1, len(layers)), stages - 1):
-        edges = [0, *cuts, len(layers)]
-        parts = [layers[a:b] for a, b in itertools.pairwise(edges)]
-        if all(any(x.is_block for x in part) for part in parts):
-            best = min(best, max(sum(x.parameters for x in part) for part in parts))
-    return best
+def test_bloom_loses_7_914_percent() -> None:
+    share = simulate(build_schedule("1f1b", 12, 128), Costs.uniform(12)).idle_share
+    assert share == pytest.approx(0.07914, abs=1e-5)
 
 
-def batches(actions: list[Action]) -> list[list[Action]]:
-    """The transfers of a list, those that are posted together in one batch."""
-    return [list(run) for is_transfer, run in itertools.groupby(actions, lambda a: a.op.is_transfer) if is_transfer]
+def test_transfers_cost_time() -> None:
+    """One microbatch through p ranks and back: 2 (p - 1) transfers stand in its way."""
+    for ranks in (2, 3, 4):
+        schedule = build_schedule("1f1b", ranks, 1)
+        assert simulate(schedule, Costs.uniform(ranks, transfer=0.5)).end == 3 * ranks + 0.5 * 2 * (ranks - 1)
 
 
-def run_blocking(ranks: list[list[list[Action]]]) -> None:
-    """Let every rank post its batches in order, the next only when all of the last have met their other side."""
-    posted: dict[tuple[str, int, int], list[int]] = {}  # (side, from, to) -> microbatches in posting order
-    position = [0] * len(ranks)
-    mirror = {"send": "receive", "receive": "send"}
-
-    def channel(rank: int, op: Op) -> tuple[str, int, int]:
-        below, above = (rank - 1, rank), (rank, rank + 1)
-        side = "send" if op in (Op.SEND_OUTPUT, Op.SEND_GRAD) else "receive"
-        pair = {Op.RECV_INPUT: below, Op.SEND_GRAD: below[::-1], Op.SEND_OUTPUT: above, Op.RECV_GRAD: above[::-1]}[op]
-        return side, *pair
-
-    waiting: list[list[tuple[tuple[str, int, int], int]]] = [[] for _ in ranks]
-    while True:
-        moved = False
-        for rank, rank_batches in enumerate(ranks):
-            met = all(len(posted.get((mirror[side], a, b), [])) > index for (side, a, b), index in waiting[rank])
-            if met and position[rank] < len(rank_batches):
-                waiting[rank] = []
-                for action in rank_batches[position[rank]]:
-                    queue = posted.setdefault(channel(rank, action.op), [])
-                    waiting[rank].append((channel(rank, action.op), len(queue)))
-                    queue.append(action.microbatch)
-                position[rank] += 1
-                moved = True
-        if not moved:
-            break
-    assert all(p == len(b) for p, b in zip(position, ranks, strict=True)), "deadlock"
-    for (side, a, b), microbatches in posted.items():
-        assert posted[mirror[side], a, b] == microbatches  # what one side sends, the other receives, in that order
+def test_evaluation_goes_forward_through_all_stages() -> None:
+    for virtual in (1, 3):
+        schedule = build_schedule("forward-only", 3, 5, virtual)
+        prove(schedule)
+        assert {a.op for a in schedule.actions[1]} == {Op.RECV_INPUT, Op.FORWARD, Op.SEND_OUTPUT}
 
 
-def simulate(lists: list[list[Action]]) -> int:
-    """Run the lists with unit compute and free transfers; a list that cannot go on fails the test."""
-    clock, position = [0] * len(lists), [0] * len(lists)
-    sent: dict[tuple[Op, int, int], int] = {}
-    while any(p < len(a) for p, a in zip(position, lists, strict=True)):
-        moved = False
-        for rank, actions in enumerate(lists):
-            while position[rank] < len(actions):
-                a = actions[position[rank]]
-                if a.op in (Op.RECV_INPUT, Op.RECV_GRAD):
-                    source = (Op.SEND_OUTPUT, rank - 1) if a.op is Op.RECV_INPUT else (Op.SEND_GRAD, rank + 1)
-                    key = (source[0], source[1], a.microbatch)
-                    if key not in sent:
-                        break
-                    clock[rank] = max(clock[rank], sent[key])
-                elif a.op.is_transfer:
-                    sent[a.op, rank, a.microbatch] = clock[rank]
-                else:
-                    clock[rank] += 1
-                position[rank] += 1
-                moved = True
-        assert moved, "deadlock"
-    return max(clock)
+# ---- planted faults
+
+
+def altered(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
+    lists = tuple(tuple(actions) if r == rank else old for r, old in enumerate(schedule.actions))
+    return dataclasses.replace(schedule, actions=lists)
+
+
+def swapped(actions: tuple[Action, ...], one: str, other: str) -> list[Action]:
+    names = list(map(str, actions))
+    i, j = names.index(one), names.index(other)
+    changed = list(actions)
+    changed[i], changed[j] = changed[j], changed[i]
+    return changed
+
+
+def without(actions: tuple[Action, ...], name: str) -> list[Action]:
+    assert name in map(str, actions)
+    return [action for action in actions if str(action) != name]
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        (lambda s: altered(s, 0, swapped(s.actions[0], "0F1", "0B1")), r"rank 0: 0B1 comes before its output"),
+        (lambda s: altered(s, 1, without(s.actions[1], "recv input for 1F2")), r"rank 1: 1F2 comes before its output"),
+        (lambda s: altered(s, 1, without(s.actions[1], "send grad of 1F0")), r"rank 1: send grad of 1F0 is missing"),
+        (
+            lambda s: altered(s, 2, [*s.actions[2], Action(Op.BACKWARD, 1, 2)]),
+            r"rank 2 does 2B1 more than once",
+        ),
+        (lambda s: altered(s, 2, without(s.actions[2], "2B3")), r"rank 2 never does 2B3"),
+        (
+            lambda s: altered(s, 0, swapped(s.actions[0], "send output of 0F0", "send output of 0F1")),
+            r"rank 0: send output of 0F1 comes before it is computed",
+        ),
+        (
+            lambda s: altered(s, 1, swapped(s.actions[1], "recv input for 1F2", "recv input for 1F3")),
+            r"rank 1: 1F2 comes before its output of stage 0 is there",
+        ),
+        (lambda s: altered(s, 1, [*s.actions[1], Action(Op.FORWARD, 9, 1)]), r"rank 1: 1F9 does not exist"),
+        (lambda s: altered(s, 1, [*s.actions[1], Action(Op.FORWARD, 0, 2)]), r"rank 1: 2F0 belongs on rank 2"),
+        (
+            lambda s: altered(s, 2, [*s.actions[2], Action(Op.INPUT_GRAD, 0, 2)]),
+            r"rank 2 does 2B0 twice, whole and in two",
+        ),
+    ],
+)
+def test_a_planted_fault_is_refused_by_name(fault, said: str) -> None:  # type: ignore[no-untyped-def]
+    schedule = build_schedule("1f1b", 3, 4)
+    prove(schedule)
+    with pytest.raises(ScheduleError, match=said):
+        prove(fault(schedule))
+
+
+def test_orders_that_wait_for_each_other_are_refused() -> None:
+    order = [list(one_forward_one_backward(rank, 2, 2)) for rank in range(2)]
+    order[0] = [order[0][0], order[0][2], order[0][1], order[0][3]]  # 0F0 0B0 0F1 0B1: fine, only slower
+    prove(with_transfers("slow", order, virtual_stages=1, microbatches=2))
+    order[1] = [order[1][i] for i in (2, 3, 0, 1)]  # 1F1 1B1 1F0 1B0
+    with pytest.raises(ScheduleError, match="rank 0 waits to do 0B0; rank 1 waits to do 1F1"):
+        with_transfers("stuck", order, virtual_stages=1, microbatches=2)
+
+
+def test_transfers_that_would_block_are_refused() -> None:
+    """Each rank sends before it receives, in runs of their own: fine as long as sends return at once."""
+    schedule = build_schedule("1f1b", 2, 2)
+    names = [list(map(str, actions)) for actions in schedule.actions]
+    first = [schedule.actions[0][names[0].index(n)] for n in ("0F0", "send output of 0F0")]
+    rest = [a for a in schedule.actions[0] if a not in first]
+    late = [a for a in rest if a.op is Op.RECV_GRAD and a.microbatch == 0]
+    order = [*first, *(a for a in rest if a.op is Op.FORWARD or a.op is Op.SEND_OUTPUT), *late]
+    order += [a for a in rest if a not in order]
+    prove(altered(schedule, 0, order))

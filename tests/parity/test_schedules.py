@@ -1,0 +1,64 @@
+"""Every schedule computes the same: bit for bit under --reproducible, and to fp32 rounding without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity.runs import Layout, Run, agree, bitwise
+
+EXACT: dict[str, Any] = {"reproducible": True, "micro_batch_size": 1, "train_iters": 4, "num_layers": 6}
+TWICE = {"schedule": "interleaved", "virtual_stages": 2}
+THRICE = {"schedule": "interleaved", "virtual_stages": 3}
+GPIPE, SPLIT = {"schedule": "gpipe"}, {"schedule": "zero-bubble"}
+
+
+@pytest.mark.parametrize(
+    "layout, changes",
+    [
+        ((1, 2, 1), GPIPE),
+        ((1, 2, 1), TWICE),
+        ((1, 2, 1), SPLIT),
+        ((1, 2, 1), THRICE | {"untie_embeddings_and_output_weights": True}),
+        ((1, 3, 1), TWICE),
+        ((1, 4, 1), SPLIT),
+        ((1, 4, 1), GPIPE),
+        ((1, 2, 2), TWICE | {"zero_stage": 1}),
+        ((1, 2, 2), THRICE | {"zero_stage": 2}),
+        ((1, 2, 2), TWICE | {"zero_stage": 3}),
+        ((1, 2, 2), SPLIT | {"zero_stage": 1, "recompute": "full"}),
+        ((1, 2, 2), SPLIT | {"zero_stage": 2, "recompute": "selective", "hidden_dropout": 0.1}),
+        ((1, 2, 2), SPLIT | {"zero_stage": 3, "precision": "bf16"}),
+        ((1, 3, 1), SPLIT | {"num_layers": 5, "pipeline_balance": "flops"}),
+        ((1, 2, 1), TWICE | {"num_layers": 7, "pipeline_layout": "E,t|3*t|t|2*t,H"}),
+    ],
+    ids=str,
+)
+def test_no_schedule_changes_a_bit(layout: Layout, changes: dict[str, Any], run: Run) -> None:
+    changes = EXACT | changes
+    same = {name: changes[name] for name in changes.keys() & KEPT}
+    bitwise(run(layout, **changes), run((1, 1, 1), **EXACT | same))
+
+
+KEPT = {"num_layers", "precision", "hidden_dropout", "untie_embeddings_and_output_weights", "global_batch_size"}
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("changes", [GPIPE, TWICE, SPLIT], ids=str)
+def test_nor_does_it_with_few_microbatches(changes: dict[str, Any], microbatches: int, run: Run) -> None:
+    changes = EXACT | changes | {"global_batch_size": microbatches}
+    bitwise(run((1, 2, 1), **changes), run((1, 1, 1), **EXACT, global_batch_size=microbatches))
+
+
+@pytest.mark.parametrize("changes", [GPIPE, TWICE, SPLIT], ids=str)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_nor_does_it_beside_tensor_parallelism(changes: dict[str, Any], sequence_parallel: bool, run: Run) -> None:
+    parallel = EXACT | {"sequence_parallel": sequence_parallel}
+    bitwise(run((2, 2, 1), **parallel | changes), run((2, 1, 1), **parallel))
+
+
+@pytest.mark.parametrize("layout, changes", [((2, 2, 2), TWICE | {"zero_stage": 2}), ((1, 4, 1), SPLIT)], ids=str)
+def test_without_exact_sums_it_is_the_same_to_rounding(layout: Layout, changes: dict[str, Any], run: Run) -> None:
+    plain = {"num_layers": 8}
+    agree(run(layout, **plain | changes), run((1, 1, 1), **plain))
