@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from megacore.checkpoint.check import check_load, samples_of_run
 from megacore.cli import parse_config
 from megacore.data.build import build_datasets, check_inputs, complete_config
+from megacore.pipeline.own import check_schedule
 
 if TYPE_CHECKING:
     from megacore.config import Config
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> int:
         prog="pretrain_gpt.py",
         description="Pretrain a GPT with tensor x pipeline x data parallelism.",
         complete=complete_config,
-        checks=[check_inputs, check_load],
+        checks=[check_inputs, check_load, check_schedule],
     )
     from megacore.train.launch import launch
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megacore.command_line import Given, all_fields, flag_names, read_flags
-from megacore.config import SECTIONS, Config, missing_files, resolve, validate
+from megacore.config import SECTIONS, Config, resolve, validate
 from megacore.config_file import read_toml, save_toml
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.fields import field_infos
 from megacore.help_text import print_help
+from megacore.missing_files import missing_files
 from megacore.presets import PRESETS
 from megacore.wording import counted
 

@@ -1,19 +1,16 @@
 """The configuration of a run: its sections, what must hold between them, and what follows from them.
 
 `validate` names every violated constraint at once, with the nearest values that would do; `resolve` then fills the
-fields that follow from others. `missing_files` is the one function that looks at the disk. The way from the command
-line and from a TOML file to a `Config` is in cli.py. Nothing here imports torch: a wrong configuration is refused
-before anything is loaded.
+fields that follow from others. What the disk has to say is in missing_files.py, the way from the command line and from
+a TOML file to a `Config` in cli.py. Nothing here imports torch: a wrong configuration is refused before anything is
+loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 from megacore.fields import Section
@@ -31,8 +28,6 @@ from megacore.wording import counted, divisors, nearest_multiples, one_of
 
 T = TypeVar("T")
 
-# What a run writes into its output directory beside the checkpoints' own directories.
-_OUTPUT_FILES = ("config.toml", "metrics.jsonl", "latest")
 
 __all__ = [
     "SECTIONS",
@@ -44,7 +39,6 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "TrainingConfig",
-    "missing_files",
     "resolve",
     "validate",
 ]
@@ -200,12 +194,13 @@ def _stages(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("pp", "schedule", "virtual_stages")
+@_about("pp", "schedule", "virtual_stages", "schedule_csv")
 def _schedule_of_pipeline(config: Config, world_size: int) -> Iterator[str]:
     pp, schedule, virtual = config.parallel.pp, config.parallel.schedule, config.parallel.virtual_stages
-    if schedule == "interleaved" and virtual == 1:
+    own = config.parallel.schedule_csv is not None
+    if schedule == "interleaved" and virtual == 1 and not own:
         yield "--schedule interleaved needs several stages a rank: give --virtual-stages 2 or more, or use 1f1b"
-    if schedule != "interleaved" and virtual > 1:
+    if schedule != "interleaved" and virtual > 1 and not own:
         yield (
             f"--virtual-stages {virtual} has no effect with --schedule {schedule}: "
             "leave it out, or use --schedule interleaved"
@@ -281,64 +276,6 @@ def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
     ):
         source = "--mock-data" if config.data.mock_data else "--data-path"
         yield f"{source} needs a vocabulary: give --tokenizer PATH or --vocab-size N"
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def missing_files(config: Config) -> list[str]:
-    """Names the input files that do not exist on this machine, and an output directory that cannot be one."""
-    # os.path, because pathlib raises for a name that is too long.
-    data, training = config.data, config.training
-    found = []
-    if data.tokenizer is not None and not os.path.exists(data.tokenizer):
-        found.append(
-            f"--tokenizer {data.tokenizer} does not exist: give a tokenizer.json, a directory that holds one, "
-            "or a SentencePiece .model"
-        )
-    if training.load is not None and not os.path.isdir(training.load):
-        found.append(f"--load {training.load} is not a directory: give a checkpoint directory, or leave --load out")
-    try:
-        prefixes = data.blend()[0]
-    except ValueError:  # validate reports it
-        prefixes = ()
-    found += [problem for prefix in prefixes if (problem := _missing_dataset(prefix))]
-    return found + _output_problem(Path(training.output_dir))
-
-
-def _missing_dataset(prefix: str) -> str | None:
-    missing = [ext for ext in (".bin", ".idx") if not os.path.isfile(prefix + ext)]
-    if not missing:
-        return None
-    stem, ext = os.path.splitext(prefix)
-    if ext in (".bin", ".idx"):
-        return f"--data-path {prefix} must be a prefix, without the ending: use {stem}"
-    written = f"{prefix}_text_document"  # the name that preprocess_data gives
-    if os.path.isfile(written + ".idx"):
-        return f"--data-path {prefix} has no .bin and .idx: use {written}"
-    names = " and ".join(prefix + ext for ext in missing)
-    return f"--data-path {prefix}: {names} not found: give the PREFIX of files that tools/preprocess_data.py wrote"
-
-
-def _output_problem(directory: Path) -> list[str]:
-    existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.exists(p))
-    if not existing.is_dir():
-        return [f"--output-dir {directory} cannot be made: {existing} is not a directory: choose another name"]
-    try:
-        # Asked by doing: permission bits say nothing of root, of a read-only mount or of /proc.
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        return [
-            f"--output-dir {directory} cannot be written: {existing}: {error.strerror}: choose another place, "
-            "or make this one writable"
-        ]
-    return [
-        f"--output-dir {directory}: its {name} is a directory, but the run writes a file of this name: "
-        "choose another --output-dir, or move it away"
-        for name in _OUTPUT_FILES
-        if os.path.isdir(directory / name)
-    ]
 
 
 # ---- derived values --------------------------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ class ParallelConfig(Section):
     bubble that many times smaller. zero-bubble: weight gradients fill the bubble down to a third (ZB-H1)."""
     virtual_stages: Annotated[int, Range(1)] = 1
     """Stages that each pipeline rank holds; --schedule interleaved needs 2 or more."""
+    schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
+    """A schedule of your own instead of --schedule: a row a rank, a computation a cell (0F0,0F1,0B0,0B1)."""
     pipeline_balance: Literal["parameters", "flops", "uniform"] = "parameters"
     """What counts when layers are dealt out to stages: parameters, operations, or their number."""
     pipeline_layout: Annotated[str | None, Flag(metavar="E,3*t|4*t,H")] = None
@@ -105,6 +107,11 @@ class ParallelConfig(Section):
     """Where to compute. auto: cuda where there is one, else cpu. Communication is NCCL on cuda and gloo on cpu."""
     distributed_timeout_minutes: Annotated[float, Range(above=0, high=10080)] = 10.0
     """Minutes that a collective waits for a missing rank before the run fails; at most a week."""
+
+    @property
+    def may_split_backward(self) -> bool:
+        """Whether the schedule may ask for the gradients of inputs and weights apart."""
+        return self.schedule == "zero-bubble" or self.schedule_csv is not None
 
 
 @dataclass(frozen=True, kw_only=True)

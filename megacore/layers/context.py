@@ -55,7 +55,7 @@ class BuildContext:
             streams=streams,
             sequence_parallel=config.parallel.sequence_parallel,
             recompute_attention=config.training.recompute == "selective",
-            split_backward=config.parallel.schedule == "zero-bubble" or config.training.reproducible,
+            split_backward=config.training.reproducible or config.parallel.may_split_backward,
         )
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,8 @@ from megacore.parallel.mesh import Group, Mesh, along_pipeline
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter
+from megacore.pipeline.actions import Schedule
+from megacore.pipeline.own import load_schedule
 from megacore.pipeline.partition import partition
 from megacore.pipeline.runtime import PipelineRuntime
 from megacore.pipeline.schedule import build_schedule
@@ -169,14 +172,18 @@ def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) ->
         mesh.pp,
         transport=Transport(mesh.pp, mesh.device),
         forms=[None, *[form] * (mesh.pp.size * len(chunks) - 1)],
-        schedule=lambda microbatches: build_schedule(
-            parallel.schedule, mesh.pp.size, microbatches, parallel.virtual_stages
-        ),
+        schedule=lambda microbatches: _schedule(parallel, microbatches),
         streams=task.streams,
         first_input=task.first_input,
         loss=task.loss,
         eval_loss=task.eval_loss,
     )
+
+
+def _schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
+    if parallel.schedule_csv is not None:
+        return load_schedule(Path(parallel.schedule_csv))
+    return build_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
 
 
 def _terms(config: Config) -> int:

@@ -15,6 +15,7 @@ def launch_summary(
     mesh: Mesh,
     layers: list[LayerSpec],
     stages: list[range],
+    *,
     samples: tuple[int, int],
     idle_share: float,
 ) -> str:

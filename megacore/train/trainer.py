@@ -184,7 +184,14 @@ class Trainer:
         samples = (len(self.train_data), 0 if self.valid_data is None else len(self.valid_data))
         layers = list(self.task.layers)
         self.report.say(
-            launch_summary(self.config, self.mesh, layers, self.model.stages, samples, self.bubble_predicted)
+            launch_summary(
+                self.config,
+                self.mesh,
+                layers,
+                self.model.stages,
+                samples=samples,
+                idle_share=self.bubble_predicted,
+            )
         )
         self.report.say(f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}")
         self.report.say(f"  {'memory':<10}{self._predicted_memory()}")

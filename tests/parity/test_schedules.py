@@ -62,3 +62,11 @@ def test_nor_does_it_beside_tensor_parallelism(changes: dict[str, Any], sequence
 def test_without_exact_sums_it_is_the_same_to_rounding(layout: Layout, changes: dict[str, Any], run: Run) -> None:
     plain = {"num_layers": 8}
     agree(run(layout, **plain | changes), run((1, 1, 1), **plain))
+
+
+def test_a_schedule_of_ones_own_computes_the_same(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Two stages, four microbatches, backwards in another order, one of them in two halves."""
+    path = tmp_path_factory.mktemp("schedule") / "mine.csv"
+    path.write_text("0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0\n1F3,1B3,1F2,1I2,1F1,1B1,1W2,1F0,1B0\n")
+    changes = EXACT | {"global_batch_size": 4}
+    bitwise(run((1, 2, 1), **changes, schedule_csv=str(path)), run((1, 1, 1), **changes))

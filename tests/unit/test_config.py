@@ -13,8 +13,9 @@ import pytest
 from megacore import cli, config_file
 from megacore.cli import load_toml, parse_config, save_toml
 from megacore.command_line import all_fields
-from megacore.config import SECTIONS, Config, missing_files, resolve, validate
+from megacore.config import SECTIONS, Config, resolve, validate
 from megacore.fields import FieldInfo, field_docs, field_infos
+from megacore.missing_files import missing_files
 from megacore.presets import PRESETS
 from megacore.wording import divisors, nearest_multiples
 

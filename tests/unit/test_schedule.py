@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -139,7 +140,7 @@ def without(actions: tuple[Action, ...], name: str) -> list[Action]:
         ),
     ],
 )
-def test_a_planted_fault_is_refused_by_name(fault, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_planted_fault_is_refused_by_name(fault: Callable[[Schedule], Schedule], said: str) -> None:
     schedule = build_schedule("1f1b", 3, 4)
     prove(schedule)
     with pytest.raises(ScheduleError, match=said):

@@ -1,0 +1,72 @@
+"""What a configuration names on the disk and the disk does not have: asked on each machine, before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from megacore.config import Config
+
+# What a run writes into its output directory beside the checkpoints' own directories.
+_OUTPUT_FILES = ("config.toml", "metrics.jsonl", "latest")
+
+
+def missing_files(config: Config) -> list[str]:
+    """Names the input files that do not exist on this machine, and an output directory that cannot be one."""
+    # os.path, because pathlib raises for a name that is too long.
+    data, training = config.data, config.training
+    found = []
+    if data.tokenizer is not None and not os.path.exists(data.tokenizer):
+        found.append(
+            f"--tokenizer {data.tokenizer} does not exist: give a tokenizer.json, a directory that holds one, "
+            "or a SentencePiece .model"
+        )
+    if training.load is not None and not os.path.isdir(training.load):
+        found.append(f"--load {training.load} is not a directory: give a checkpoint directory, or leave --load out")
+    own = config.parallel.schedule_csv
+    if own is not None and not os.path.isfile(own):
+        found.append(
+            f"--schedule-csv {own} is not a file: give a CSV with a row of computations for each pipeline rank"
+        )
+    try:
+        prefixes = data.blend()[0]
+    except ValueError:  # validate reports it
+        prefixes = ()
+    found += [problem for prefix in prefixes if (problem := _missing_dataset(prefix))]
+    return found + _output_problem(Path(training.output_dir))
+
+
+def _missing_dataset(prefix: str) -> str | None:
+    missing = [ext for ext in (".bin", ".idx") if not os.path.isfile(prefix + ext)]
+    if not missing:
+        return None
+    stem, ext = os.path.splitext(prefix)
+    if ext in (".bin", ".idx"):
+        return f"--data-path {prefix} must be a prefix, without the ending: use {stem}"
+    written = f"{prefix}_text_document"  # the name that preprocess_data gives
+    if os.path.isfile(written + ".idx"):
+        return f"--data-path {prefix} has no .bin and .idx: use {written}"
+    names = " and ".join(prefix + ext for ext in missing)
+    return f"--data-path {prefix}: {names} not found: give the PREFIX of files that tools/preprocess_data.py wrote"
+
+
+def _output_problem(directory: Path) -> list[str]:
+    existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.exists(p))
+    if not existing.is_dir():
+        return [f"--output-dir {directory} cannot be made: {existing} is not a directory: choose another name"]
+    try:
+        # Asked by doing: permission bits say nothing of root, of a read-only mount or of /proc.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        return [
+            f"--output-dir {directory} cannot be written: {existing}: {error.strerror}: choose another place, "
+            "or make this one writable"
+        ]
+    return [
+        f"--output-dir {directory}: its {name} is a directory, but the run writes a file of this name: "
+        "choose another --output-dir, or move it away"
+        for name in _OUTPUT_FILES
+        if os.path.isdir(directory / name)
+    ]

@@ -1,0 +1,110 @@
+"""The runtime on real processes: any schedule, any number of microbatches, small and large messages, without a hang and
+with the right gradients."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megacore.config import ParallelConfig
+from megacore.models.spec import LayerSpec
+from megacore.parallel.mesh import build_mesh
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import replicated
+from megacore.pipeline.runtime import PipelineRuntime
+from megacore.pipeline.schedule import build_schedule
+from megacore.pipeline.stage import Stage
+from megacore.pipeline.transport import TensorForm, Transport
+from tests.distributed import run_distributed
+
+EAGER, RENDEZVOUS = 8, 1 << 19  # elements: 32 bytes, 2 MiB
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    index: int
+    values: Tensor
+
+
+class Scale(nn.Module):
+    """x times a number to learn."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.weight = replicated(1)
+        with torch.no_grad():
+            self.weight.fill_(factor(stage))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Nobody:
+    """Gradients stay where autograd puts them."""
+
+    def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None: ...
+    def end_backward(self, chunk: int) -> None: ...
+
+
+def factor(stage: int) -> float:
+    return 2.0 if stage % 2 else 0.5
+
+
+def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]) -> None:
+    """Each case: schedule, microbatches, virtual stages, elements of a message."""
+    mesh = build_mesh(ParallelConfig(pp=world_size, dp=1, device="cpu"))
+    for name, count, virtual, size in cases:
+        stages = world_size * virtual
+        chunks = [
+            Stage([LayerSpec(name=f"layer{s}", build=lambda s=s: Scale(s), parameters=1, is_block=True)])  # type: ignore[misc]
+            for s in range(rank, stages, world_size)
+        ]
+        runtime = PipelineRuntime(
+            chunks,
+            mesh.pp,
+            transport=Transport(mesh.pp, mesh.device),
+            forms=[None, *[(TensorForm((size,), torch.float32),)] * (stages - 1)],
+            schedule=lambda m, n=name, v=virtual: build_schedule(n, world_size, m, v),  # type: ignore[misc]
+            streams=RandomStreams(0, mesh.device),
+            first_input=lambda microbatch: microbatch.values,
+            loss=lambda y, microbatch: y.sum() * (microbatch.index + 1),
+        )
+        batch = [Microbatch(i, torch.full((size,), float(i + 1))) for i in range(count)]
+        total = runtime.train_step(batch, lambda: 1.0, Nobody())
+        whole = size * sum((i + 1.0) ** 2 for i in range(count))  # of the loss, but for the product of all factors
+        product = torch.tensor([factor(s) for s in range(stages)]).prod().item()
+        if mesh.pp.is_last:
+            assert total.item() == pytest.approx(whole * product, rel=1e-6), (name, count, virtual, size)
+        for chunk, stage in zip(chunks, range(rank, stages, world_size), strict=True):
+            (weight,) = chunk.parameters()
+            assert weight.grad is not None
+            assert weight.grad.item() == pytest.approx(whole * product / factor(stage), rel=1e-5)
+        evaluated = runtime.evaluate(batch)
+        assert not mesh.pp.is_last or evaluated.item() == pytest.approx(whole * product, rel=1e-6)
+
+
+def random_cases(ranks: int, number: int) -> list[Any]:
+    draw = random.Random(ranks)
+    found = []
+    for _ in range(number):
+        name = draw.choice(["1f1b", "gpipe", "interleaved", "zero-bubble"])
+        virtual = draw.randint(2, 3) if name == "interleaved" else 1
+        size = draw.choice([EAGER, draw.randint(1, 5000), RENDEZVOUS])
+        found.append((name, draw.randint(1, 6 if size == RENDEZVOUS else 16), virtual, size))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_no_case_hangs_or_miscounts(ranks: int) -> None:
+    run_distributed(run_cases, ranks, random_cases(ranks, 12), timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8])
+def test_none_of_a_hundred_cases_hangs(ranks: int) -> None:
+    run_distributed(run_cases, ranks, random_cases(ranks, 100), timeout=900)

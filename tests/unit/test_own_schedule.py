@@ -1,0 +1,79 @@
+"""A user's schedule from a CSV file: read, proven, compared with the run, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megacore.config import Config, DataConfig, ParallelConfig, TrainingConfig, resolve
+from megacore.pipeline.actions import ScheduleError
+from megacore.pipeline.own import check_schedule, load_schedule
+from megacore.pipeline.schedule import build_schedule
+
+GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "mine.csv"
+    path.write_text(text)
+    return path
+
+
+def test_cells_become_the_schedule_and_transfers_are_added(tmp_path: Path) -> None:
+    schedule = load_schedule(written(tmp_path, GOOD))
+    assert [list(map(str, schedule.computations(rank))) for rank in range(2)] == [
+        ["0F0", "0F1", "0B0", "0B1"],
+        ["1F0", "1B0", "1F1", "1B1"],
+    ]
+    assert (schedule.ranks, schedule.virtual_stages, schedule.microbatches) == (2, 1, 2)
+    assert sum(action.op.is_transfer for actions in schedule.actions for action in actions) == 8
+
+
+@pytest.mark.parametrize("name, virtual", [("gpipe", 1), ("zero-bubble", 1), ("interleaved", 3)])
+def test_a_built_in_one_survives_the_way_through_a_file(name: str, virtual: int, tmp_path: Path) -> None:
+    built = build_schedule(name, 3, 5, virtual)
+    rows = [",".join(map(str, built.computations(rank))) for rank in range(3)]
+    assert load_schedule(written(tmp_path, "\n".join(rows))).actions == built.actions
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("", "holds no computation"),
+        ("0F0,0X0\n", "row 1: '0X0' is no computation"),
+        ("0F0,0B0\n1F0\n", "rank 1 never does 1B0|rank 0 waits to do 0B0"),
+        ("0B0,0F0\n1F0,1B0\n", "rank 0 waits to do 0B0"),
+        ("0F0,0B0\n2F0,2B0\n", "has 3 stages on 2 ranks"),
+        ("1F0,1B0\n0F0,0B0\n", "rank 0: 1F0 belongs on rank 1"),
+        ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n", "rank 0 never does 0B1"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "rank 0 does 0F0 more than once"),
+        ("0F0,0I0\n1F0,1B0\n", "rank 0 never does 0W0"),
+    ],
+)
+def test_a_wrong_one_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        load_schedule(written(tmp_path, text))
+
+
+def test_an_unreadable_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_bytes(b"\xff\xfe0F0")
+    with pytest.raises(ScheduleError, match="cannot be read"):
+        load_schedule(tmp_path / "mine.csv")
+
+
+@pytest.mark.parametrize("pp, batch, fits", [(2, 2, True), (2, 4, False), (4, 2, False)])
+def test_it_must_fit_the_run(pp: int, batch: int, fits: bool, tmp_path: Path) -> None:
+    config = resolve(
+        Config(
+            parallel=ParallelConfig(pp=pp, schedule_csv=str(written(tmp_path, GOOD))),
+            data=DataConfig(mock_data=True),
+            training=TrainingConfig(train_iters=1, global_batch_size=batch),
+        ),
+        pp,
+    )
+    if fits:
+        check_schedule(config)
+        return
+    with pytest.raises(ScheduleError, match=rf"is for --pp 2, .* 2 microbatches a replica, but the run has --pp {pp}"):
+        check_schedule(config)
