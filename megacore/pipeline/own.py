@@ -67,8 +67,8 @@ def check_schedule(config: Config) -> None:
     here = (parallel.pp, parallel.virtual_stages, microbatches)
     if there != here:
         raise ScheduleError(
-            f"--schedule-csv {parallel.schedule_csv} is for --pp {there[0]}, --virtual-stages {there[1]} and {there[2]} "
-            f"microbatches a replica, but the run has --pp {here[0]}, --virtual-stages {here[1]} and {here[2]}"
+            f"--schedule-csv {parallel.schedule_csv} is for --pp {there[0]}, --virtual-stages {there[1]} and "
+            f"{there[2]} microbatches a replica, but the run has --pp {here[0]}, --virtual-stages {here[1]} and {here[2]}"
         )
 
 
