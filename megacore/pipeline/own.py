@@ -68,7 +68,8 @@ def check_schedule(config: Config) -> None:
     if there != here:
         raise ScheduleError(
             f"--schedule-csv {parallel.schedule_csv} is for --pp {there[0]}, --virtual-stages {there[1]} and "
-            f"{there[2]} microbatches a replica, but the run has --pp {here[0]}, --virtual-stages {here[1]} and {here[2]}"
+            f"{there[2]} microbatches a replica, but the run has --pp {here[0]}, --virtual-stages {here[1]} "
+            f"and {here[2]}"
         )
 
 
