@@ -62,11 +62,13 @@ class LossScaler:
         self.scale = max(self.scale / 2.0, self._config.min_loss_scale)
 
     def state(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """What a resumed run needs; nothing where the scale is fixed."""
+        if not self.dynamic:
+            return {}
         return {"scale": self.scale, "good_steps": self._good_steps, "allowance": self._allowance}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Continue from a saved state; a fixed scale stays as configured."""
+        """Continue from the state of a run with a dynamic scale; otherwise everything stays as configured."""
         if self.dynamic:
             self.scale = state.get("scale", self.scale)
             self._good_steps = int(state.get("good_steps", self._good_steps))

@@ -71,3 +71,10 @@ def test_a_saved_scale_goes_on() -> None:
         each.good_step()
         each.overflow()
     assert one.state() == other.state()
+
+
+def test_a_run_without_a_scale_leaves_the_next_one_its_own() -> None:
+    one = scaler()
+    one.load_state(LossScaler(PrecisionConfig(precision="fp32")).state())
+    one.load_state(scaler(loss_scale=128.0).state())
+    assert one.scale == 16
