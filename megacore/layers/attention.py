@@ -30,12 +30,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         h = config.hidden_size
         self.head_size = h // config.num_attention_heads
-        self.dropout, self.streams, self.site, self.shard = (
-            config.attention_dropout,
-            context.streams,
-            name,
-            context.tp.rank,
-        )
+        self.dropout, self.streams = config.attention_dropout, context.streams
+        self.site, self.shard = name, context.tp.rank
         self.recomputes = context.recompute_attention
         self.qkv = ColumnParallelLinear(h, 3 * h, **context.column_arguments)
         self.output = RowParallelLinear(h, h, **context.parallel_arguments)

@@ -27,9 +27,7 @@ class TransformerBlock(nn.Module):
         shard = context.residual_shard
         self.attention_norm = LayerNorm(h, epsilon, device=context.device)
         self.attention = CausalSelfAttention(config, context, f"{name}.attention")
-        self.attention_dropout = Dropout(
-            drop, context.streams, f"{name}.attention_dropout", shard=context.residual_shard
-        )
+        self.attention_dropout = Dropout(drop, context.streams, f"{name}.attention_dropout", shard=shard)
         self.mlp_norm = LayerNorm(h, epsilon, device=context.device)
         self.mlp = MLP(config, context)
         self.mlp_dropout = Dropout(drop, context.streams, f"{name}.mlp_dropout", shard=shard)

@@ -48,6 +48,11 @@ class ZeroOptions:
     offload: bool = False
 
     @property
+    def largest_exact(self) -> float:
+        """Largest entry of a microbatch's gradient, without the loss scale, that exact sums take."""
+        return UNIT * LARGEST_SUM / max(self.exact_terms, 1)
+
+    @property
     def sum_dtype(self) -> torch.dtype:
         """In which gradients are added up."""
         return torch.int64 if self.exact_terms else self.reduce_dtype
@@ -92,10 +97,8 @@ class Bucket:
         self._local_norms: Tensor | None = None
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
         self._host_gradients = self._on_host(torch.zeros(self.layout.shard_size)) if options.offload else None
-        self._on_the_way: tuple[list[str], torch.Event | None] = (
-            [],
-            None,
-        )  # to the host: of which parameters, until when
+        self._on_the_way: list[str] = []  # to the host: gradients of these parameters
+        self._all_there: torch.Event | None = None
         self.release()
 
     # ---- parameters
@@ -188,7 +191,7 @@ class Bucket:
         units, largest = to_units(gradient, self._unit)
         if self._local_norms is None:
             self._local_norms = torch.zeros(len(self._by_name), dtype=torch.float64, device=self._device)
-        held = largest <= LARGEST_SUM / self.options.exact_terms  # False for NaN
+        held = largest * UNIT <= self.options.largest_exact  # False for NaN
         self._local_norms[self._order[name]] += torch.where(held, 0.0, torch.inf)
         return units
 
@@ -263,26 +266,24 @@ class Bucket:
         event = None if self._device.type == "cpu" else torch.Event(self._device)
         if event is not None:
             event.record()
-        self._on_the_way = list(present), event
+        self._on_the_way, self._all_there = list(present), event
 
     def downloaded(self) -> dict[str, Tensor]:
         """The own gradients in host memory, flat, by name; waits until they are there."""
-        names, event = self._on_the_way
-        if event is not None:
-            event.synchronize()
+        if self._all_there is not None:
+            self._all_there.synchronize()
         assert self._host_gradients is not None
         places = {segment.name: segment.place for segment in self.segments}
-        return {name: self._host_gradients[places[name]] for name in names}
+        return {name: self._host_gradients[places[name]] for name in self._on_the_way}
 
-    def offender(self) -> str | None:
-        """The last used parameter whose gradient was not finite on this rank before any reduction."""
+    def offenders(self) -> list[str]:
+        """Parameters whose gradient was not finite on this rank before any reduction."""
         if self._in_place:
-            gradients = {p.spec.name: p.grad for p in self.parameters if p.grad is not None}
-            return next((name for name, g in reversed(gradients.items()) if not g.isfinite().all()), None)
+            return [name for name, p in self._by_name.items() if p.grad is not None and not p.grad.isfinite().all()]
         if self._local_norms is None:
-            return None
+            return []
         finite = self._local_norms.isfinite().tolist()
-        return next((n for n, good in zip(reversed(self._by_name), reversed(finite), strict=True) if not good), None)
+        return [name for name, good in zip(self._by_name, finite, strict=True) if not good]
 
     def _view(self, name: str) -> Tensor:
         """A parameter's place in the buffer of all gradients, flat."""

@@ -90,7 +90,7 @@ def square_sum(tensor: Tensor) -> Tensor:
     A single fp32 reduction over a large tensor is off by up to a thousandth on a CPU (20 million elements, torch 2.13);
     this one by about 1e-8, so that neither size nor order of summation shows.
     """
-    flat = tensor.reshape(-1)
+    flat = tensor.reshape(-1).float()
     whole = flat.numel() // _ROW * _ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
     return rows.double().square().sum() + flat[whole:].double().square().sum()
@@ -108,6 +108,6 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 @torch.no_grad()
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply in place; a factor of exactly 1 costs nothing more than the look at it on a CPU."""
+    """Multiply fp32 gradients in place; a factor of exactly 1 costs nothing more than the look at it on a CPU."""
     if gradients and not (factor.device.type == "cpu" and factor.item() == 1.0):
         torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))

@@ -9,7 +9,7 @@ ahead of its use. Gradients are summed: the loss was already divided by the toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -43,6 +43,21 @@ class OwnedSegment:
     @property
     def gradient(self) -> Tensor | None:
         return self.bucket.gradient(self.segment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offender:
+    """A parameter with a gradient that is not finite.
+
+    Attributes:
+        chunk: number of its pipeline stage on its rank.
+        place: its number among the rank's parameters, in the order of their use.
+        name: its global name.
+    """
+
+    chunk: int
+    place: int
+    name: str
 
 
 class DataParallel:
@@ -231,23 +246,22 @@ class DataParallel:
         """The buckets, those that the first layers need first."""
         return _unique(bucket for needs in self._needs for bucket in needs)
 
-    def ready(self) -> None:
-        """Wait until no parameter is under way."""
-        if self.options.stage < 3:
-            for bucket in self.buckets:
-                bucket.wait()
+    def offender(self, shared: Collection[str] = ()) -> Offender | None:
+        """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
+        because what is not finite spreads in the backward from there.
 
-    def load_masters(self, whole: Mapping[str, Tensor]) -> None:
-        """Set the own master weights from whole local tensors, then publish them."""
-        with torch.no_grad():
-            for owned in self.segments:
-                segment = owned.segment
-                owned.master.copy_(whole[segment.name].reshape(-1)[segment.start : segment.stop])
-        self.publish()
-
-    def offender(self) -> str | None:
-        """Global name of a parameter whose gradient was not finite on this rank before any reduction, the last used."""
-        return next((name for bucket in self.buckets if (name := bucket.offender())), None)
+        Args:
+            shared: global names of tied parameters, which may have been given what is not finite by another rank: one
+                is named only where there is nothing else.
+        """
+        bad = {name for bucket in self.buckets for name in bucket.offenders()}
+        bad = bad.difference(shared) or bad
+        places = [place for place, parameter in enumerate(self.parameters) if parameter.spec.name in bad]
+        if not places:
+            return None
+        name = self.parameters[places[-1]].spec.name
+        chunk = next(c for c, own in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in own)
+        return Offender(chunk=chunk, place=places[-1], name=name)
 
     def _own_segments(self) -> Iterator[OwnedSegment]:
         for bucket in reversed(self.buckets):

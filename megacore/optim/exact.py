@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 UNIT = 2.0**-50  # of a gradient entry, without the loss scale
-LARGEST_SUM = 2.0**62  # in units: an entry of the summed gradient stays below 4096
+LARGEST_SUM = 2.0**62  # in units: terms are refused that could add up to more, 4096
 _SQUARE_UNITS = (2.0**-10, 2.0**-38, 2.0**-66)
 _CHUNK = 1 << 22  # elements that are squared at a time: three fp64 copies exist meanwhile
 

@@ -34,21 +34,24 @@ def measured_bytes(data_parallel: DataParallel, optimizer: torch.optim.Optimizer
     return {kind: _new_bytes(held, seen) for kind, held in tensors.items()}
 
 
-def predicted_bytes(parameters: int, options: ZeroOptions, ranks: int) -> dict[str, float]:
+def predicted_bytes(parameters: int, options: ZeroOptions, ranks: int, *, moments: int = 2) -> dict[str, float]:
     """Bytes by formula.
 
     Args:
-        parameters: of this rank's slice of its pipeline stage.
+        parameters: of this rank's slice of its pipeline stages.
         options: ZeRO stage, formats, and whether the optimizer's share lies in host memory.
         ranks: of the data-parallel group.
+        moments: fp32 numbers that the optimizer keeps for each parameter besides its weight.
     """
     compute, reduce = options.compute_dtype.itemsize, options.sum_dtype.itemsize
     master = 4 if options.offload or options.compute_dtype != torch.float32 else 0
     stage = options.stage
+    own = parameters / (ranks if stage >= 1 else 1)
     return {
         "params": parameters * compute / (ranks if stage >= 3 else 1),
         "grads": parameters * reduce / (ranks if stage >= 2 else 1),
-        "optimizer": parameters * (8 + master) / (ranks if stage >= 1 else 1),
+        "optimizer": own * (4 * moments + master),
+        "buffers": own * 4 if options.offload else 0.0,
     }
 
 

@@ -34,7 +34,7 @@ def step_on_host(
     for bucket in buckets:
         downloaded = bucket.downloaded()
         segments = [owned for owned in data_parallel.segments if owned.bucket is bucket]
-        gradients = [downloaded.get(owned.segment.name) for owned in segments]
+        gradients = [downloaded[name].float() if (name := o.segment.name) in downloaded else None for o in segments]
         scale_gradients([gradient for gradient in gradients if gradient is not None], factor)
         if optimizer is not None:
             update(optimizer, segments, gradients, rate)

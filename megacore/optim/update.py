@@ -111,7 +111,7 @@ class WeightUpdate:
 
     def _step_in_place(self, factor: Tensor, rate: float) -> None:
         segments = self.data_parallel.segments
-        gradients = [owned.gradient for owned in segments]
+        gradients = [None if owned.gradient is None else owned.gradient.float() for owned in segments]
         scale_gradients([gradient for gradient in gradients if gradient is not None], factor)
         if self.optimizer is not None:
             update(self.optimizer, segments, gradients, rate)
@@ -144,18 +144,30 @@ class WeightUpdate:
     def _skip(self) -> str:
         """Account for a step that is not finite; returns what happened."""
         self.skipped_steps += 1
-        found = all_gather_objects(self.data_parallel.offender(), self.mesh.world)
-        source = next(((rank, name) for rank, name in enumerate(found) if name is not None), None)
-        where = "the loss" if source is None else f"the gradient of {source[1]} on rank {source[0]}"
+        where = self._source()
         if self.scaler.dynamic:
             before = self.scaler.scale
             self.scaler.overflow()
             return f"{where} overflowed; loss scale {before:g} -> {self.scaler.scale:g}"
         self._bad_steps += 1
         if self._bad_steps >= self._max_bad_steps:
+            scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if self.scaler.scale != 1.0 else ""
             raise TrainingStopped(
                 f"{where} was not finite for {self._bad_steps} step(s) in a row "
                 f"(--max-bad-steps {self._max_bad_steps}): look at the data of these steps, "
-                "or use a smaller --lr, a longer warm-up or --clip-grad"
+                f"or use{scale} a smaller --lr, a longer warm-up or --clip-grad"
             )
         return f"{where} is not finite"
+
+    def _source(self) -> str:
+        """Where what is not finite came from: of all ranks' offenders the one nearest to the loss."""
+        mine = self.data_parallel.offender(self._shared)
+        stage = 0 if mine is None else mine.chunk * self.mesh.pp.size + self.mesh.pp.rank
+        found = all_gather_objects(None if mine is None else (stage, mine.place, mine.name), self.mesh.world)
+        ranks = [rank for rank, offender in enumerate(found) if offender is not None]
+        if not ranks:
+            return "the loss"
+        source = max(ranks, key=lambda rank: (found[rank][:2], -rank))
+        options = self.data_parallel.options
+        limit = f" (--reproducible takes entries up to {options.largest_exact:.3g})" if options.exact_terms else ""
+        return f"the gradient of {found[source][2]} on rank {source}{limit}"

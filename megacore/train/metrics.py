@@ -18,13 +18,15 @@ _LINE = (
     ("perf/mfu", "MFU", "{:.1%}"),
     ("perf/step_time_s", "s/step", "{:.3f}"),
     ("mem/peak_gib", "GiB peak", "{:.2f}"),
+    ("train/loss_scale", "loss scale", "{:g}"),
 )
 
 
 def log_line(record: dict[str, Any], train_iters: int) -> str:
     """One line a logged step: `step 20/300 | loss 5.4321 | lr 3.000e-04 | ...`."""
     parts = [f"{label} {form.format(record[key])}" for key, label, form in _LINE if key in record]
-    return " | ".join([f"step {record['step']}/{train_iters}", *parts])
+    skipped = [f"{record['train/skipped_steps']} skipped"] if record.get("train/skipped_steps") else []
+    return " | ".join([f"step {record['step']}/{train_iters}", *parts, *skipped])
 
 
 def peak_memory_bytes(device: torch.device) -> int:

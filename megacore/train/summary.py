@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megacore import ops
-from megacore.config import Config, known
+from megacore.config import Config, ModelConfig, known
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 
@@ -32,9 +32,7 @@ def launch_summary(
     training, parallel, model = config.training, config.parallel, config.model
     batch, vocabulary = known(training.global_batch_size), known(model.vocab_size)
     microbatches = batch // (training.micro_batch_size * known(parallel.dp))
-    tied = sum(vocabulary * model.hidden_size for layer in layers if layer.tied)
-    total = sum(layer.parameters for layer in layers) - tied
-    held = [sum(layers[i].parameters for i in stage) for stage in stages]
+    total, held = _parameters(model, layers, stages)
     names = [
         f"{layers[stage[0]].name} .. {layers[stage[-1]].name}: {count / 1e6:,.2f}M"
         for stage, count in zip(stages, held, strict=True)
@@ -70,3 +68,11 @@ def launch_summary(
         ("output", training.output_dir),
     ]
     return "\n".join(f"  {label:<10}{text}" for label, text in lines)
+
+
+def _parameters(model: ModelConfig, layers: list[LayerSpec], stages: list[range]) -> tuple[int, list[int]]:
+    """Of the whole model, a tied table counted once; and of each stage, which holds a table for each rank's use."""
+    tied = sum(known(model.vocab_size) * model.hidden_size for layer in layers if layer.tied)
+    total = sum(layer.parameters for layer in layers) - tied
+    held = [sum(layers[i].parameters for i in stage) for stage in stages]
+    return total, held if len(stages) > 1 else [total]

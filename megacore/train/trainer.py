@@ -9,6 +9,7 @@ first backward.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,13 @@ class Trainer:
             shared=self.model.shared,
             tied_copies=self.model.tied_copies,
         )
-        self.bubble_predicted = self._predicted_bubble()
+        self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
         self.step = 0
         self.consumed_samples = 0
         if config.training.load is not None:
             self._restore(Path(config.training.load))
         self.batches = self._loader(train_data, self.consumed_samples)
+        self._first_log = True
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self.train_data, self.valid_data = train_data, valid_data
         self._evaluates = valid_data is not None and config.training.eval_interval > 0
@@ -90,9 +92,9 @@ class Trainer:
             if _due(self.step, training.save_interval or 0, training.train_iters):
                 with clock.paused():
                     self.save()
-        self.report.say(
-            f"done: {self.step} steps, {self.consumed_samples:,} samples; everything lies in {training.output_dir}"
-        )
+        skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
+        samples = f"{self.consumed_samples:,} samples"
+        self.report.say(f"done: {self.step} steps{skipped}, {samples}; everything lies in {training.output_dir}")
         self.report.close()
 
     def train_step(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor, float]:
@@ -194,14 +196,14 @@ class Trainer:
             )
         )
         self.report.say(f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}")
-        self.report.say(f"  {'memory':<10}{self._predicted_memory()}")
+        self.report.say(f"  {'memory':<10}MiB of state on the fullest rank, by formula: {_mib(self.memory_predicted)}")
         if self.mesh.world.rank == 0:
             save_toml(self.config, Path(self.config.training.output_dir) / "config.toml")
 
     def _log(self, loss: Tensor, norm: Tensor, rate: float, step_seconds: float) -> None:
         config, training = self.config, self.config.training
-        peak = torch.tensor(float(peak_memory_bytes(self.mesh.device)), dtype=torch.float64, device=self.mesh.device)
-        all_reduce_(peak, self.mesh.world, "max")
+        peak = self._largest({"peak": float(peak_memory_bytes(self.mesh.device))})["peak"]
+        memory = self._memory()
         sequences = known(training.global_batch_size)
         flops = flops_per_sequence(config.model, config.data.seq_length) * sequences
         tflops = flops / step_seconds / self.mesh.world.size / 1e12
@@ -215,13 +217,20 @@ class Trainer:
             "perf/tflops_per_rank": tflops,
             "perf/bubble_predicted": self.bubble_predicted,
             "perf/bubble_measured": self._measured_bubble(),
-            "mem/peak_gib": float(peak) / 2**30,
-            **self._memory(),
+            "mem/peak_gib": peak / 2**30,
+            **{f"mem/{kind}_bytes": int(size) for kind, size in memory.items()},
+            **{f"mem/{kind}_bytes_predicted": round(size) for kind, size in self.memory_predicted.items()},
+            "train/skipped_steps": self.update.skipped_steps,
         }
+        if self.config.precision.precision == "fp16":
+            record["train/loss_scale"] = self.update.scaler.scale
         if device_peak := peak_tflops(device_name(self.mesh.device)):
             record["perf/mfu"] = tflops / device_peak
         self.report.record(record)
         self.report.say(log_line(record, training.train_iters))
+        if self._first_log:
+            self.report.say(f"  {'memory':<10}MiB of state on the fullest rank, counted: {_mib(memory)}")
+        self._first_log = False
 
     def _predicted_bubble(self) -> float:
         """Share of the ranks' time that the schedule leaves them idle, if time goes as operations."""
@@ -236,17 +245,20 @@ class Trainer:
         idle = torch.tensor(1.0 - timer.busy_seconds / timer.seconds, dtype=torch.float64, device=self.mesh.device)
         return float(all_reduce_(idle, self.mesh.world)) / self.mesh.world.size
 
-    def _memory(self) -> dict[str, int]:
-        """Bytes that rank 0 keeps, by kind."""
-        held = measured_bytes(self.model.data_parallel, self.update.optimizer)
-        return {f"mem/{kind}_bytes": size for kind, size in held.items()}
+    def _memory(self) -> dict[str, float]:
+        """Bytes of state by kind, each on the rank that keeps most of it."""
+        return self._largest(measured_bytes(self.model.data_parallel, self.update.optimizer))
 
-    def _predicted_memory(self) -> str:
+    def _predicted_memory(self) -> dict[str, float]:
         data_parallel = self.model.data_parallel
         count = sum(parameter.numel() for parameter in data_parallel.parameters)
-        predicted = predicted_bytes(count, data_parallel.options, self.mesh.dp.size)
-        parts = ", ".join(f"{kind} {size / 2**20:,.1f}" for kind, size in predicted.items())
-        return f"MiB of state on rank 0 by formula: {parts} (measured: mem/*_bytes in metrics.jsonl)"
+        moments = len(state_kinds(self.config.optimizer))
+        return self._largest(predicted_bytes(count, data_parallel.options, self.mesh.dp.size, moments=moments))
+
+    def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Each value's maximum over all ranks."""
+        numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self.mesh.device)
+        return dict(zip(values, all_reduce_(numbers, self.mesh.world, "max").tolist(), strict=True))
 
     def _position(self) -> dict[str, Any]:
         return {
@@ -285,6 +297,10 @@ class _Pause:
 
     def __exit__(self, *_: object) -> None:
         self._clock.shift(time.perf_counter() - self._since)
+
+
+def _mib(sizes: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {size / 2**20:,.1f}" for kind, size in sizes.items())
 
 
 def _due(step: int, interval: int, last: int) -> bool:

@@ -29,7 +29,9 @@ VOCABULARY = 1024
 POSITION = {"step", "consumed_samples", "consumed_tokens"}
 TRAIN_KEYS = POSITION | {"train/loss", "train/grad_norm", "train/lr"}
 TRAIN_KEYS |= {"perf/step_time_s", "perf/tokens_per_sec", "perf/tflops_per_rank", "mem/peak_gib"}
-STATE_KEYS = {f"mem/{kind}_bytes" for kind in ("params", "grads", "optimizer", "buffers")}  # docs/memory.md
+KINDS = ("params", "grads", "optimizer", "buffers")  # docs/memory.md
+STATE_KEYS = {f"mem/{kind}_bytes{what}" for kind in KINDS for what in ("", "_predicted")}
+STATE_KEYS |= {"train/skipped_steps", "perf/bubble_predicted", "perf/bubble_measured"}  # may be 0
 EVAL_KEYS = POSITION | {"eval/loss"}
 
 MODEL: dict[str, object] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megacore.errors import TrainingStopped
 from megacore.parallel.mesh import build_mesh
+from megacore.parallel.sharding import sharded_parameters
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, gather, make_config, make_trainer
@@ -105,3 +107,41 @@ def bad_loss(rank: int, world_size: int, directory: str) -> list[str]:
 def test_a_loss_that_is_not_finite_counts_and_three_in_a_row_stop(tmp_path_factory: pytest.TempPathFactory) -> None:
     for said in run_distributed(bad_loss, 2, str(tmp_path_factory.mktemp("run"))):
         assert said == [f"step {step}/20 | skipped: the loss is not finite" for step in (1, 2)]
+
+
+def spreads(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> str:
+    """A NaN enters the backward where `blocks.4.mlp.down` ends, on one data-parallel rank, and spreads from there."""
+    config = make_config(layout, directory, **changes)
+    mesh = build_mesh(config.parallel)
+    trainer = make_trainer(config, mesh)
+    said: list[str] = []
+    trainer.report.say = said.append  # type: ignore[assignment,method-assign]
+    for chunk in trainer.model.chunks if mesh.dp.is_last else ():
+        for layer in chunk.layers:
+            block: Any = layer
+            if any(p.spec.name.startswith("blocks.4.") for p in sharded_parameters(layer)):
+                block.mlp.down.register_full_backward_pre_hook(lambda module, grads: (grads[0] * math.nan,))
+    trainer.train_step(next(trainer.batches))
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    "layout, changes, culprit",
+    [
+        ((1, 1, 1), {}, 0),
+        ((1, 1, 1), {"reproducible": True}, 0),
+        ((1, 1, 2), {"zero_stage": 1, "bucket_size_mb": 25.0}, 1),
+        ((1, 1, 2), {"zero_stage": 3}, 1),
+        ((1, 2, 1), {"bucket_size_mb": 25.0}, 1),
+        ((1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2}, 1),
+        ((1, 2, 2), {"zero_stage": 2}, 3),
+    ],
+    ids=str,
+)
+def test_what_spreads_is_traced_to_where_it_began(
+    layout: Layout, changes: dict[str, Any], culprit: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tp, pp, dp = layout
+    directory = str(tmp_path_factory.mktemp("run"))
+    for said in run_distributed(spreads, tp * pp * dp, layout, directory, changes):
+        assert f"the gradient of blocks.4.mlp.down.bias on rank {culprit}" in said
