@@ -63,17 +63,24 @@ class Layer:
             return self._checked(self._make())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters that learn, by local name; nothing is allocated."""
+        """Shapes of the parameters that learn, by local name; nothing is allocated.
+
+        Raises:
+            UserError: a parameter has no shape before the first input, or is not fp32.
+        """
         try:
             with _seeded(0), torch.device("meta"):
                 module = self._checked(self._make())
         except (NotImplementedError, RuntimeError):  # a constructor that looks at values, which meta tensors lack
             module = self.build(0)
-        return {
-            name: tuple(parameter.shape)
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and not isinstance(parameter, UninitializedParameter)
-        }
+        learning = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for name, parameter in learning.items():
+            full = f"{self.name}.{name}"
+            if isinstance(parameter, UninitializedParameter):
+                raise UserError(f"{full} gets its shape from its first input: use the layer's other form, with a size")
+            if parameter.dtype != torch.float32:
+                raise UserError(f"{full} is {parameter.dtype}: parameters must be torch.float32 when they are made")
+        return {name: tuple(parameter.shape) for name, parameter in learning.items()}
 
     def _checked(self, made: Any) -> nn.Module:
         if not isinstance(made, nn.Module):
@@ -173,30 +180,22 @@ def _build(layer: Layer, seed: int, device: torch.device, streams: RandomStreams
         if getattr(owner, "inplace", False) is True:  # the input of a stage may not be written into
             owner.inplace = False  # type: ignore[assignment]
     module.to(device)
-    _declare_parameters(module, layer.name)
+    _declare_parameters(module)
     _draw_from(streams, module, layer.name, device)
     return module
 
 
-def _declare_parameters(module: nn.Module, name: str) -> None:
+def _declare_parameters(module: nn.Module) -> None:
     """Say of each parameter that it is a whole tensor; one that does not learn becomes a buffer."""
     made: dict[int, ShardedParameter] = {}
-    places = [(prefix, owner, local) for prefix, owner in module.named_modules() for local in list(owner._parameters)]
-    for prefix, owner, local in places:
-        parameter = owner._parameters[local]
-        if parameter is None:
-            continue
-        full = ".".join(filter(None, (name, prefix, local)))
-        if isinstance(parameter, UninitializedParameter):
-            raise UserError(f"{full} gets its shape from its first input: use the layer's other form, with a size")
-        if not parameter.requires_grad:
-            delattr(owner, local)
-            owner.register_buffer(local, parameter.detach())
-        elif parameter.dtype != torch.float32:
-            raise UserError(f"{full} is {parameter.dtype}: parameters must be torch.float32 when they are made")
-        else:
-            spec = ShardSpec(shape=tuple(parameter.shape))
-            setattr(owner, local, made.setdefault(id(parameter), ShardedParameter(parameter.detach(), spec)))
+    for owner in list(module.modules()):
+        for local, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.requires_grad:
+                spec = ShardSpec(shape=tuple(parameter.shape))
+                setattr(owner, local, made.setdefault(id(parameter), ShardedParameter(parameter.detach(), spec)))
+            else:
+                delattr(owner, local)
+                owner.register_buffer(local, parameter.detach())
 
 
 def _draw_from(streams: RandomStreams, module: nn.Module, name: str, device: torch.device) -> None:

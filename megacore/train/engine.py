@@ -35,6 +35,7 @@ from megacore.parallel.collectives import all_gather_objects, all_reduce_, start
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.forms import StageForms
+from megacore.pipeline.own import check_schedule
 from megacore.train.batches import Pair, PlainMicrobatch, cut, moved, samples_of
 from megacore.train.parallelize import Task, parallelize
 
@@ -67,6 +68,7 @@ class PipelineEngine:
 
     Raises:
         ConfigError: everything that is wrong with the layers' names and ties, or with the configuration.
+        ScheduleError: a schedule from a file does not fit.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class PipelineEngine:
         self.config = _checked_config(
             len(layers), parallel or ParallelConfig(), optimizer or OptimizerConfig(), training
         )
+        check_schedule(self.config)
         if reproducible:
             compute_reproducibly()
         self.mesh = mesh or build_mesh(self.config.parallel)
@@ -317,7 +320,7 @@ def _checked_config(
         problems.append(f"pipeline_layout {parallel.pipeline_layout} is GPT's: leave it out")
     if parallel.pipeline_balance == "flops":
         problems.append("pipeline_balance flops: those of a plain layer are not known; use parameters or uniform")
-    if stages > layers:
+    if stages > max(layers, 1):
         problems.append(
             f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} = {stages} stages, but the model has "
             f"{layers} layers: use {layers} stages or less, or cut the model into more layers"

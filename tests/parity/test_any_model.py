@@ -39,11 +39,12 @@ CASES: dict[int, list[Case]] = {
         ("tokens", 2, 2, SPLIT | {"zero_stage": 1}),
         ("tokens", 2, 2, SPLIT | {"zero_stage": 3}),
         ("bare", 2, 2, EVEN | SPLIT | {"zero_stage": 2}),
+        ("bare", 2, 2, EVEN | {"zero_stage": 3}),
     ],
 }
 
 
-def make_engine(case: Case, **changes: Any) -> PipelineEngine:
+def make_engine(case: Case) -> PipelineEngine:
     name, pp, dp, parallel = case
     model = MODELS[name]
     return PipelineEngine(
@@ -56,13 +57,12 @@ def make_engine(case: Case, **changes: Any) -> PipelineEngine:
         num_microbatches=4 // dp,
         train_iters=STEPS,
         seed=SEED,
-        **changes,
     )
 
 
-def train(case: Case, **changes: Any) -> Result:
+def train(case: Case) -> Result:
     """Train on this rank; every rank returns what came out."""
-    engine, model = make_engine(case, **changes), MODELS[case[0]]
+    engine, model = make_engine(case), MODELS[case[0]]
     own = slice(engine.mesh.dp.rank, None, engine.mesh.dp.size)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
@@ -74,14 +74,13 @@ def train(case: Case, **changes: Any) -> Result:
     return Result(losses, norms, gradients, final, engine.evaluate(model.batch(STEPS)[own]))
 
 
-def train_all(rank: int, world_size: int, cases: list[Case], changes: dict[str, Any]) -> list[Result]:
-    return [train(case, **changes) for case in cases]
+def train_all(rank: int, world_size: int, cases: list[Case]) -> list[Result]:
+    return [train(case) for case in cases]
 
 
 @cache
-def results(world_size: int, reproducible: bool = False) -> list[Result]:
-    changes = {"reproducible": reproducible}
-    found: list[Result] = run_distributed(train_all, world_size, CASES[world_size], changes, timeout=240)[0]
+def results(world_size: int) -> list[Result]:
+    found: list[Result] = run_distributed(train_all, world_size, CASES[world_size], timeout=240)[0]
     return found
 
 
@@ -93,17 +92,17 @@ def reference(name: str) -> Result:
 @pytest.mark.parametrize(
     "world_size, number",
     [(size, number) for size, cases in CASES.items() for number in range(len(cases))],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_it_trains_as_plain_torch_does(world_size: int, number: int) -> None:
     name, _, dp, _ = CASES[world_size][number]
     found, expected = results(world_size)[number], reference(name)
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
     assert found.gradients.keys() == expected.gradients.keys()
     for parameter, gradient in expected.gradients.items():
         error = (found.gradients[parameter] - gradient).abs().max()
         assert float(error) <= 1e-6 * max(1.0, float(gradient.abs().max())), parameter
-        torch.testing.assert_close(found.final[parameter], expected.final[parameter], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.final[parameter], expected.final[parameter], rtol=1e-5, atol=1e-6)
     if name != "cnn" or dp == 1:  # batch norm's running statistics are those of a replica
-        assert found.evaluated == pytest.approx(expected.evaluated, rel=1e-5)
+        assert found.evaluated == pytest.approx(expected.evaluated, rel=1e-6)
