@@ -213,9 +213,9 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.settle()
 
-    def overflow(self) -> Tensor:
+    def overflow(self) -> Tensor | float:
         """0 if the terms of exact sums on this rank were finite, and not finite otherwise; a scalar."""
-        return torch.stack([bucket.overflow for bucket in self.buckets]).sum()
+        return torch.stack([bucket.overflow for bucket in self.buckets]).sum() if self.buckets else 0.0
 
     def _arrived(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)

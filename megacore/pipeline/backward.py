@@ -9,7 +9,7 @@ alone: nothing is computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,11 +71,15 @@ def input_half(
     Returns:
         One gradient for each input, and the other half.
     """
+    if not inputs or not outputs:
+        return [None] * len(inputs), WeightHalf([])
     anchors = {edge.node for edge in inputs}
     on_the_way = _nodes_that_reach(anchors, [edge.node for edge in outputs])
     operators = [_Operator(node, weights) for node in on_the_way if (weights := _own_weights(node, on_the_way))]
     everything = [weight for operator in operators for weight in operator.weights]
-    if len(set(map(id, everything))) < len(everything):  # a weight that two operators share
+    beside = _leaves(edge.node for edge in outputs if edge.node not in on_the_way)  # of outputs that ignore the input
+    everything += beside
+    if beside or len(set(map(id, everything))) < len(everything):  # or a weight that two operators share
         for operator in operators:
             operator.forget()
         found = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
@@ -105,8 +109,13 @@ def _nodes_that_reach(targets: set[Node], roots: Sequence[Node]) -> dict[Node, N
 
 def _own_weights(node: Node, on_the_way: Container[Node]) -> list[Tensor]:
     """The leaves that a node takes in on other ways than those to the input."""
+    return _leaves(child for child in _children(node) if child not in on_the_way)
+
+
+def _leaves(nodes: Iterable[Node]) -> list[Tensor]:
+    """The leaves that these nodes are, or take in."""
     found: dict[int, Tensor] = {}
-    stack = [child for child in _children(node) if child not in on_the_way]
+    stack = list(nodes)
     seen = set(stack)
     while stack:
         current = stack.pop()

@@ -28,6 +28,7 @@ from megacore.pipeline.transport import Arrival, TensorForm, Transfer, Transport
 
 Place = tuple[int, int]  # stage, microbatch
 Loss = Callable[[Any, Any], Tensor]
+Forms = Sequence[tuple[TensorForm, ...] | None]  # of each stage's input
 
 
 class GradientSink(Protocol):
@@ -48,7 +49,8 @@ class PipelineRuntime:
         chunks: the stages of this rank, each stage s = chunk number x p + rank.
         group: the pipeline group.
         transport: how tensors reach the other stages.
-        forms: what every stage receives from the one before, for each stage of the model; None for the first.
+        forms: microbatch -> what every stage receives from the one before, for each stage of the model; None for the
+            first. The same on every rank of the pipeline.
         schedule: number of microbatches -> what all ranks do.
         streams: told which microbatch is being computed.
         first_input: microbatch -> input of the model's first layer.
@@ -62,7 +64,7 @@ class PipelineRuntime:
         group: Group,
         *,
         transport: Transport,
-        forms: Sequence[tuple[TensorForm, ...] | None],
+        forms: Callable[[Any], Forms],
         schedule: Callable[[int], Schedule],
         streams: RandomStreams,
         first_input: Callable[[Any], Any],
@@ -133,7 +135,7 @@ class _Run:
         self.to_send: dict[tuple[Op, int, int], tuple[Tensor, ...]] = {}
         mine = schedule.computations(runtime.group.rank)
         self.weight_gradients_left = Counter(a.stage for a in mine if a.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
-        self.total_loss = torch.zeros((), dtype=torch.float64, device=next(runtime.chunks[0].parameters()).device)
+        self.total_loss = torch.zeros((), dtype=torch.float64, device=runtime.transport.device)
 
     def execute(self) -> Tensor:
         does = {
@@ -229,7 +231,7 @@ class _Run:
 
     def keep_input_gradients(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
         if action.stage > 0:
-            forms = [form for form in self.runtime.forms[action.stage] or () if form.dtype.is_floating_point]
+            forms = [form for form in self.input_forms(action, action.stage) if form.dtype.is_floating_point]
             self.to_send[Op.SEND_GRAD, action.stage, action.microbatch] = tuple(
                 self.total_loss.new_zeros(form.shape, dtype=form.dtype) if gradient is None else gradient
                 for gradient, form in zip(gradients, forms, strict=True)
@@ -258,9 +260,13 @@ class _Run:
                 self.arrivals[action.op, action.stage, action.microbatch] = next(arrivals)
 
     def as_transfer(self, action: Action) -> Transfer:
-        peer, forms = peer_stage(action) % self.schedule.ranks, self.runtime.forms
+        peer = peer_stage(action) % self.schedule.ranks
         if action.op is Op.RECV_INPUT:
-            return Transfer(peer, forms=forms[action.stage] or ())
+            return Transfer(peer, forms=self.input_forms(action, action.stage))
         if action.op is Op.RECV_GRAD:
-            return Transfer(peer, forms=tuple(f for f in forms[action.stage + 1] or () if f.dtype.is_floating_point))
+            forms = self.input_forms(action, action.stage + 1)
+            return Transfer(peer, forms=tuple(form for form in forms if form.dtype.is_floating_point))
         return Transfer(peer, tensors=self.to_send.pop((action.op, action.stage, action.microbatch)))
+
+    def input_forms(self, action: Action, stage: int) -> tuple[TensorForm, ...]:
+        return self.runtime.forms(self.microbatches[action.microbatch])[stage] or ()

@@ -62,7 +62,7 @@ class Transport:
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self.group, self.device = group, device
         self._sending: deque[tuple[list[dist.Work], tuple[Tensor, ...]]] = deque()
 
     def post(self, transfers: Sequence[Transfer]) -> list[Arrival]:
@@ -76,13 +76,13 @@ class Transport:
         for transfer in transfers:
             receives = bool(transfer.forms)
             tensors = (
-                tuple(torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in transfer.forms)
+                tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in transfer.forms)
                 if receives
                 else tuple(tensor.contiguous() for tensor in transfer.tensors)
             )
-            call, peer = dist.irecv if receives else dist.isend, self._group.ranks[transfer.peer]
+            call, peer = dist.irecv if receives else dist.isend, self.group.ranks[transfer.peer]
             first = len(operations)
-            operations += [dist.P2POp(call, tensor, peer, group=self._group.handle) for tensor in tensors]
+            operations += [dist.P2POp(call, tensor, peer, group=self.group.handle) for tensor in tensors]
             places.append((first, len(operations), tensors, receives))
         works = dist.batch_isend_irecv(operations)
         coalesced = len(works) < len(operations)  # NCCL makes one piece of work of a batch

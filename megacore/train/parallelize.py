@@ -2,7 +2,7 @@
 
 1. partition: which layers this stage holds (uneven counts are balanced, nothing is dropped);
 2. build: only those layers, split over the tensor-parallel group as they are made;
-3. initialise: by global name, so that every layout starts from the same bits;
+3. initialise: by global name, so that every layout starts from the same bits, and copies of tied parameters alike;
 4. recompute: wrap the blocks that keep only their input;
 5. data parallel: move the parameters as they now stand into buckets, in the precision of training, and divide them by
    ZeRO's stage.
@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megacore.config import Config, ParallelConfig, known
@@ -24,6 +26,7 @@ from megacore.models.spec import LayerSpec
 from megacore.optim.bucket import ZeroOptions
 from megacore.optim.data_parallel import DataParallel
 from megacore.optim.precision import DTYPES
+from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Group, Mesh, along_pipeline
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
@@ -31,7 +34,7 @@ from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.actions import Schedule
 from megacore.pipeline.own import load_schedule
 from megacore.pipeline.partition import partition
-from megacore.pipeline.runtime import PipelineRuntime
+from megacore.pipeline.runtime import Forms, PipelineRuntime
 from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import TensorForm, Transport
@@ -48,13 +51,17 @@ class Task:
         loss: (output of the last layer, microbatch) -> loss summed over the microbatch's tokens.
         eval_loss: what evaluations report instead; None: `loss`.
         streams: where the layers' dropout masks come from.
+        initialize: gives a rank's parameters their values; None: by global name, as the configuration says.
+        forms: microbatch -> what every stage receives; None: hidden states of the configured shape.
     """
 
     layers: Sequence[LayerSpec]
-    first_input: Callable[[Any], Tensor]
-    loss: Callable[[Tensor, Any], Tensor]
+    first_input: Callable[[Any], Any]
+    loss: Callable[[Any, Any], Tensor]
     streams: RandomStreams
-    eval_loss: Callable[[Tensor, Any], Tensor] | None = None
+    eval_loss: Callable[[Any, Any], Tensor] | None = None
+    initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
+    forms: Callable[[Any], Forms] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +102,17 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
     for numbers in own:
         chunks.append(Stage([task.layers[i] for i in numbers], parameters))
         parameters |= chunks[-1].by_name()
-    initialize(parameters.values(), config.model, seed=config.training.seed)
+    fill = task.initialize or partial(initialize, config=config.model, seed=config.training.seed)
+    fill(parameters.values())
+    tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
     shared = _groups_of_holders(task.layers, stages, mesh, parameters)
+    _spread_values(shared, parameters, tied_copies)
     if config.training.recompute == "full":
         _recompute_blocks(chunks, own, task, config.training.recompute_num_layers)
     data_parallel = DataParallel(
         [list(chunk.layers) for chunk in chunks],
         mesh.dp,
-        options=_zero_options(config),
+        options=_zero_options(task.layers, config),
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
         alone=frozenset(shared),
     )
@@ -115,7 +125,7 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
         runtime=_runtime(chunks, task, config, mesh),
         data_parallel=data_parallel,
         shared=shared,
-        tied_copies=frozenset(name for chunk in chunks for name in chunk.tied_copies),
+        tied_copies=tied_copies,
     )
 
 
@@ -142,6 +152,17 @@ def _groups_of_holders(
     return {name: group for name, group in groups.items() if name in parameters}
 
 
+@torch.no_grad()
+def _spread_values(
+    shared: Mapping[str, Group], parameters: Mapping[str, ShardedParameter], copies: frozenset[str]
+) -> None:
+    """Give the copies of tied parameters the value that they have where they are first used."""
+    for name, group in sorted(shared.items()):
+        if name in copies:
+            parameters[name].zero_()
+        all_reduce_(parameters[name].data, group)
+
+
 def _recompute_blocks(chunks: Sequence[Stage], own: Sequence[range], task: Task, first: int | None) -> None:
     for chunk, numbers in zip(chunks, own, strict=True):
         blocks = [i for i, number in enumerate(numbers) if task.layers[number].is_block]
@@ -149,7 +170,7 @@ def _recompute_blocks(chunks: Sequence[Stage], own: Sequence[range], task: Task,
             chunk.layers[i] = Recomputed(chunk.layers[i], task.streams)
 
 
-def _zero_options(config: Config) -> ZeroOptions:
+def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
     parallel = config.parallel
     return ZeroOptions(
         stage=parallel.zero_stage,
@@ -158,20 +179,18 @@ def _zero_options(config: Config) -> ZeroOptions:
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         offload=parallel.offload_optimizer,
-        exact_terms=_terms(config) if config.training.reproducible else 0,
+        exact_terms=_terms(layers, config) if config.training.reproducible else 0,
     )
 
 
 def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) -> PipelineRuntime:
     parallel = config.parallel
-    positions = config.data.seq_length // (mesh.tp.size if parallel.sequence_parallel else 1)
-    hidden = (config.training.micro_batch_size, positions, config.model.hidden_size)
-    form = (TensorForm(hidden, DTYPES[config.precision.precision]),)
+    hidden_states = [None, *[_hidden_states(config)] * (mesh.pp.size * len(chunks) - 1)]
     return PipelineRuntime(
         chunks,
         mesh.pp,
         transport=Transport(mesh.pp, mesh.device),
-        forms=[None, *[form] * (mesh.pp.size * len(chunks) - 1)],
+        forms=task.forms or (lambda _: hidden_states),
         schedule=lambda microbatches: _schedule(parallel, microbatches),
         streams=task.streams,
         first_input=task.first_input,
@@ -180,15 +199,22 @@ def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) ->
     )
 
 
+def _hidden_states(config: Config) -> tuple[TensorForm, ...]:
+    """What a block of the configured shape takes and gives."""
+    positions = config.data.seq_length // (config.parallel.tp if config.parallel.sequence_parallel else 1)
+    shape = (config.training.micro_batch_size, positions, config.model.hidden_size)
+    return (TensorForm(shape, DTYPES[config.precision.precision]),)
+
+
 def _schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
     if parallel.schedule_csv is not None:
         return load_schedule(Path(parallel.schedule_csv))
     return build_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
 
 
-def _terms(config: Config) -> int:
+def _terms(layers: Sequence[LayerSpec], config: Config) -> int:
     """How many gradients of one parameter a step adds up at most: one a microbatch and use, and with sequence
     parallelism one a tensor-parallel rank."""
-    uses = 2  # of a tied embedding
+    uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
     microbatches = known(config.training.global_batch_size) // config.training.micro_batch_size
     return microbatches * uses * config.parallel.tp

@@ -60,6 +60,7 @@ def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]
     mesh = build_mesh(ParallelConfig(pp=world_size, dp=1, device="cpu"))
     for name, count, virtual, size in cases:
         stages = world_size * virtual
+        forms = [None, *[(TensorForm((size,), torch.float32),)] * (stages - 1)]
         chunks = [
             Stage([LayerSpec(name=f"layer{s}", build=lambda s=s: Scale(s), parameters=1, is_block=True)])  # type: ignore[misc]
             for s in range(rank, stages, world_size)
@@ -68,7 +69,7 @@ def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]
             chunks,
             mesh.pp,
             transport=Transport(mesh.pp, mesh.device),
-            forms=[None, *[(TensorForm((size,), torch.float32),)] * (stages - 1)],
+            forms=lambda _, found=forms: found,  # type: ignore[misc]
             schedule=lambda m, n=name, v=virtual: build_schedule(n, world_size, m, v),  # type: ignore[misc]
             streams=RandomStreams(0, mesh.device),
             first_input=lambda microbatch: microbatch.values,

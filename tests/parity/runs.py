@@ -35,6 +35,7 @@ from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardSpec
+from megacore.train.engine import PipelineEngine
 from megacore.train.parallelize import Task
 from megacore.train.trainer import Trainer
 
@@ -179,9 +180,11 @@ def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
     return {kind: gather(trainer, mesh, partial(take, kind)) for kind in state_kinds(trainer.config.optimizer)}
 
 
-def gather(trainer: Trainer, mesh: Mesh, take: Callable[[OwnedSegment], Tensor | None]) -> dict[str, Tensor]:
+def gather(
+    trainer: Trainer | PipelineEngine, mesh: Mesh, take: Callable[[OwnedSegment], Tensor | None]
+) -> dict[str, Tensor]:
     """Whole tensors from what every rank owns; where several ranks own the same, they must agree bit for bit."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in trainer.parameters.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in trainer.model.parameters.items()}
     mine = [
         (owned.spec, shapes[owned.spec.name], owned.segment.start, owned.segment.stop, value.detach().clone())
         for owned in trainer.model.data_parallel.segments

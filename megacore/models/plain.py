@@ -1,0 +1,231 @@
+"""Any model as a list of layers: plain nn.Modules that are described first, and built only where they are needed.
+
+A rank builds the layers of its own stages and knows of the others only the shapes of their parameters, which it learns
+from a build without memory (torch's meta device). Initial values and dropout masks are functions of the seed and the
+layer's name, so that they are the same bits on every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from megacore.errors import ConfigError, UserError
+from megacore.models.spec import LayerSpec
+from megacore.parallel.random import RandomStreams, stable_hash
+from megacore.parallel.sharding import ShardedParameter, ShardSpec
+from megacore.wording import did_you_mean, one_of
+
+_SEEDS = 2**63 - 1
+
+
+class Layer:
+    """One layer of a model, described: `Layer("stem", nn.Conv2d, 3, 16, 3, padding=1)`.
+
+    A layer takes what the one before returns as its only argument, and returns a tensor or a tuple of tensors.
+
+    Args:
+        name: global name, the prefix of its parameters' names (`stem.weight`).
+        module: class, or any function that makes the module; its random values come from torch's own generator.
+        args, kwargs: what it is called with.
+    """
+
+    def __init__(self, name: str, module: Callable[..., nn.Module], /, *args: Any, **kwargs: Any) -> None:
+        self.name = name
+        self.ties: Mapping[str, str] | str = {}
+        self._make: Callable[[], Any] = partial(module, *args, **kwargs)
+
+    def tied(self, to: str | Mapping[str, str]) -> Layer:
+        """The same layer with parameters that are those of an earlier one.
+
+        Args:
+            to: local name of a parameter -> global name of the one that it is (`{"weight": "embed.weight"}`), or the
+                name of a layer, all of whose parameters this one shares.
+        """
+        copy = Layer(self.name, self._make)
+        copy.ties = to if isinstance(to, str) else dict(to)
+        return copy
+
+    def build(self, seed: int) -> nn.Module:
+        """The module on the CPU, with values that depend on the seed and the layer's name only.
+
+        Raises:
+            UserError: what was made is no nn.Module.
+        """
+        with _seeded(stable_hash(seed, self.name)), torch.device("cpu"):
+            return self._checked(self._make())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters that learn, by local name; nothing is allocated.
+
+        Raises:
+            UserError: a parameter has no shape before the first input, or is not fp32.
+        """
+        try:
+            with _seeded(0), torch.device("meta"):
+                module = self._checked(self._make())
+        except (NotImplementedError, RuntimeError):  # a constructor that looks at values, which meta tensors lack
+            module = self.build(0)
+        learning = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for name, parameter in learning.items():
+            full = f"{self.name}.{name}"
+            if isinstance(parameter, UninitializedParameter):
+                raise UserError(f"{full} gets its shape from its first input: use the layer's other form, with a size")
+            if parameter.dtype != torch.float32:
+                raise UserError(f"{full} is {parameter.dtype}: parameters must be torch.float32 when they are made")
+        return {name: tuple(parameter.shape) for name, parameter in learning.items()}
+
+    def _checked(self, made: Any) -> nn.Module:
+        if not isinstance(made, nn.Module):
+            raise UserError(f"layer {self.name!r} makes a {type(made).__name__}: it must make a torch.nn.Module")
+        return made
+
+
+def describe_layers(
+    layers: Sequence[Layer], *, seed: int, device: torch.device, streams: RandomStreams
+) -> list[LayerSpec]:
+    """The layers as the rest of megacore knows them; nothing is allocated.
+
+    Args:
+        layers: the whole model.
+        seed: of initial values.
+        device: where a built layer is put.
+        streams: where dropout masks come from.
+
+    Raises:
+        ConfigError: everything that is wrong with names and ties.
+    """
+    problems = list(_wrong_names([layer.name for layer in layers]))
+    if problems:
+        raise ConfigError(problems)
+    of_layer = {layer.name: layer.shapes() for layer in layers}
+    everything = {f"{name}.{local}" for name, shapes in of_layer.items() for local in shapes}
+    known: dict[str, tuple[int, ...]] = {}  # of all layers so far
+    root: dict[str, str] = {}  # a tied parameter's name -> that of its first use
+    specs = []
+    for layer in layers:
+        shapes = of_layer[layer.name]
+        ties = _spelled_out(layer, shapes)
+        problems += _wrong_ties(layer.name, ties, shapes, known, everything)
+        tied = {local: root.get(name, name) for local, name in ties.items()}
+        root |= {f"{layer.name}.{local}": name for local, name in tied.items()}
+        known |= {f"{layer.name}.{local}": shape for local, shape in shapes.items()}
+        specs.append(
+            LayerSpec(
+                name=layer.name,
+                build=partial(_build, layer, seed, device, streams),
+                parameters=sum(map(math.prod, shapes.values())),
+                is_block=True,
+                tied=tied,
+            )
+        )
+    if not known and not problems:
+        problems.append("the model has no parameter that learns: give it one, or set requires_grad")
+    if problems:
+        raise ConfigError(problems)
+    return specs
+
+
+def _wrong_names(names: Sequence[str]) -> Iterator[str]:
+    if not names:
+        yield "the model has no layers: give one or more"
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            yield f"{names.count(name)} layers are named {name!r}: names must be unique, as they name the parameters"
+        if any(other.startswith(f"{name}.") for other in names):
+            other = next(other for other in names if other.startswith(f"{name}."))
+            yield f"layer name {other!r} begins with the layer name {name!r} and a dot: rename one of the two"
+
+
+def _spelled_out(layer: Layer, shapes: Mapping[str, Any]) -> Mapping[str, str]:
+    return {local: f"{layer.ties}.{local}" for local in shapes} if isinstance(layer.ties, str) else layer.ties
+
+
+def _wrong_ties(
+    layer: str,
+    ties: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    known: Mapping[str, tuple[int, ...]],
+    everything: set[str],
+) -> Iterator[str]:
+    for local, name in ties.items():
+        if local not in shapes:
+            has = f"it has {one_of(list(shapes))}" if shapes else "it has none that learns"
+            yield f"layer {layer!r} ties its parameter {local!r}, but {has}"
+        elif name in known and known[name] != shapes[local]:
+            yield (
+                f"layer {layer!r} ties {local!r} of shape {list(shapes[local])} to {name!r} of shape "
+                f"{list(known[name])}: tied parameters must have the same shape"
+            )
+        elif name not in known and name in everything:
+            yield f"layer {layer!r} ties {local!r} to {name!r}, which comes later: tie the later one to the earlier"
+        elif name not in known:
+            yield (
+                f"layer {layer!r} ties {local!r} to {name!r}, which does not exist{did_you_mean(name, known)}: "
+                "give the name of an earlier layer's parameter"
+            )
+
+
+def _build(layer: Layer, seed: int, device: torch.device, streams: RandomStreams) -> nn.Module:
+    """The layer as megacore trains it, on its device."""
+    module = layer.build(seed)
+    for owner in module.modules():
+        if getattr(owner, "inplace", False) is True:  # the input of a stage may not be written into
+            owner.inplace = False  # type: ignore[assignment]
+    module.to(device)
+    _declare_parameters(module)
+    _draw_from(streams, module, layer.name, device)
+    return module
+
+
+def _declare_parameters(module: nn.Module) -> None:
+    """Say of each parameter that it is a whole tensor; one that does not learn becomes a buffer."""
+    made: dict[int, ShardedParameter] = {}
+    for owner in list(module.modules()):
+        for local, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.requires_grad:
+                spec = ShardSpec(shape=tuple(parameter.shape))
+                setattr(owner, local, made.setdefault(id(parameter), ShardedParameter(parameter.detach(), spec)))
+            else:
+                delattr(owner, local)
+                owner.register_buffer(local, parameter.detach())
+
+
+def _draw_from(streams: RandomStreams, module: nn.Module, name: str, device: torch.device) -> None:
+    """Let what the module draws in training (dropout) depend on its name and the microbatch only."""
+    open_scopes: list[AbstractContextManager[None]] = []
+
+    def before(layer: nn.Module, _: Any) -> None:
+        if layer.training:
+            open_scopes.append(_seeded(streams.key(name, 0), device))
+            open_scopes[-1].__enter__()
+
+    def after(layer: nn.Module, *_: Any) -> None:
+        if open_scopes:
+            open_scopes.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Torch's generators start from `seed` inside, and are afterwards as they were before."""
+    states: list[tuple[Callable[[Tensor], Any], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    torch.default_generator.manual_seed(seed & _SEEDS)
+    if device is not None and device.type != "cpu":
+        own = torch.get_device_module(device)
+        states.append((own.set_rng_state, own.get_rng_state()))
+        own.manual_seed(seed & _SEEDS)
+    try:
+        yield
+    finally:
+        for restore, state in states:
+            restore(state)

@@ -1,0 +1,262 @@
+"""What the engine promises beside right numbers: lazy layers, equal bits, state on any layout, and clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from megacore.config import OptimizerConfig, ParallelConfig
+from megacore.errors import ConfigError, UserError
+from megacore.train.engine import Layer, PipelineEngine
+from tests.distributed import run_distributed
+
+BUILT: list[str] = []
+
+
+def recorded(name: str, size: int) -> nn.Module:
+    layer = nn.Linear(size, size)
+    if layer.weight.device.type != "meta":
+        BUILT.append(name)
+    return layer
+
+
+class Odd(nn.Module):
+    """What plain models do: a frozen weight, one matrix used twice, a reparametrised one, an LSTM, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.once = nn.Linear(6, 6)
+        self.twice = nn.Linear(6, 6)
+        self.twice.weight = self.once.weight
+        self.normed = weight_norm(nn.Linear(6, 6))
+        self.recurrent = nn.LSTM(6, 6, batch_first=True)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.twice(torch.tanh(self.once(x + self.frozen)))) * self.gain
+        return x + self.recurrent(self.normed(x).unsqueeze(1))[0].squeeze(1)
+
+
+class Beside(nn.Module):
+    """An output that depends on a weight, but not on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x), self.level.weight.exp()
+
+
+class Join(nn.Module):
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return x[0] @ x[1]
+
+
+def odd_layers() -> list[Layer]:
+    return [
+        Layer("a", Odd),
+        Layer("b", Odd).tied({"normed.bias": "a.normed.bias"}),
+        Layer("c", Beside),
+        Layer("d", Join),
+    ]
+
+
+def engine_of(layers: list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> PipelineEngine:
+    parallel = ParallelConfig(pp=pp, dp=dp, device="cpu", bucket_size_mb=1e-4, **changes.pop("parallel", {}))
+    optimizer = OptimizerConfig(lr=1e-2, lr_decay_style="constant")
+    settings: dict[str, Any] = {"loss": F.mse_loss, "train_iters": 10, "num_microbatches": 4 // dp}
+    return PipelineEngine(layers, parallel=parallel, optimizer=optimizer, **settings | changes)
+
+
+def batch(step: int, samples: int = 12) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(samples, 6, generator=draw), torch.randn(samples, 6, generator=draw)
+
+
+def train_odd(rank: int, world_size: int, pp: int, changes: list[dict[str, Any]]) -> list[Any]:
+    found = []
+    for parallel in changes:
+        engine = engine_of(odd_layers(), pp, world_size // pp, parallel=parallel, reproducible=True)
+        losses = [engine.train_batch(engine.split(*batch(step))).item() for step in range(3)]
+        state = engine.state_dict()
+        found.append((losses, {name: tensor.numpy().tobytes() for name, tensor in state.items()}))
+    return found
+
+
+UNIFORM = {"pipeline_balance": "uniform"}
+LAYOUTS: list[tuple[int, int, list[dict[str, Any]]]] = [
+    (1, 1, [{}, {"schedule": "zero-bubble"}]),
+    (2, 2, [UNIFORM | {"schedule": "zero-bubble"}, UNIFORM | {"schedule": "interleaved", "virtual_stages": 2}]),
+    (4, 4, [{"schedule": "zero-bubble"}, {"schedule": "gpipe"}]),
+    (4, 2, [UNIFORM | {"schedule": "zero-bubble", "zero_stage": stage} for stage in (1, 2, 3)]),
+]
+
+
+def test_no_layout_changes_a_bit_of_an_odd_model() -> None:
+    """With reproducible; dropout and initial values too are the same."""
+    found = [run_distributed(train_odd, world, pp, changes)[0] for world, pp, changes in LAYOUTS]
+    expected = found[0][0]
+    assert "a.frozen" in expected[1]
+    assert "b.normed.bias" not in expected[1]
+    for results in found:
+        for losses, state in results:
+            assert losses == expected[0]
+            assert state == expected[1]
+
+
+def build_and_carry(rank: int, world_size: int) -> tuple[list[str], dict[str, Any], float, list[float]]:
+    layers = [Layer(f"layer{i}", recorded, f"layer{i}", 6) for i in range(4)] + [Layer("norm", nn.BatchNorm1d, 6)]
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    engine = engine_of(layers, 2, 2, parallel={"zero_stage": 3, "schedule": "1f1b"})
+    losses = [engine.train_batch(engine.split(*batch(0))).item()]
+    assert torch.equal(torch.get_rng_state(), before), "the program's own random numbers are not touched"
+    # One replica meets a size that the other one does not.
+    samples = 7 if engine.mesh.dp.rank == 0 else 3
+    pairs = [tuple(part[:samples] for part in batch(step)) for step in (1, 2)]
+    losses.append(engine.train_batch(pairs).item())  # type: ignore[arg-type]
+    evaluated = engine.evaluate([batch(9)], metric=lambda output, targets: (output > targets).sum())
+    assert engine.stages[0][0] == 0 and engine.stages[-1][-1] == 4
+    return BUILT, engine.state_dict(), evaluated, losses
+
+
+def test_a_rank_builds_its_own_layers_and_its_state_fits_any_layout() -> None:
+    found = run_distributed(build_and_carry, 4)
+    first, last = found[0][0], found[2][0]
+    assert first and last and sorted(first + last) == [f"layer{i}" for i in range(4)]
+    assert found[1][0] == first
+    one = engine_of([*[Layer(f"layer{i}", nn.Linear, 6, 6) for i in range(4)], Layer("norm", nn.BatchNorm1d, 6)])
+    one.load_state_dict(found[0][1])
+    assert one.state_dict().keys() == found[0][1].keys()
+    assert all(torch.equal(tensor, found[0][1][name]) for name, tensor in one.state_dict().items())
+    assert all(result[3] == found[0][3] for result in found)
+    assert one.state_dict()["norm.num_batches_tracked"] == 4
+    with pytest.raises(UserError, match=r"state of 'layer0\.weight' is missing"):
+        one.load_state_dict({})
+
+
+def test_means_and_sums_weigh_microbatches_alike() -> None:
+    pairs = [tuple(part[:n] for part in batch(n)) for n in (1, 7, 2, 5)]
+    layers = [Layer("a", nn.Linear, 6, 6)]
+    mean = engine_of(layers)
+    summed = engine_of(layers, loss=lambda y, t: ((y - t) ** 2).mean(1).sum(), reduction="sum")
+    for _ in range(3):
+        expected = mean.train_batch(pairs)  # type: ignore[arg-type]
+        assert summed.train_batch(pairs).item() == pytest.approx(expected.item(), rel=1e-6)  # type: ignore[arg-type]
+    whole = tuple(torch.cat(parts) for parts in zip(*pairs, strict=True))
+    assert mean.evaluate(pairs) == pytest.approx(mean.evaluate([whole]), rel=1e-6)  # type: ignore[list-item, arg-type]
+    assert mean.evaluate(pairs, metric=lambda y, t: torch.tensor(2.0) * len(y)) == 2.0  # type: ignore[arg-type]
+
+
+def linear(name: str, size: int = 6) -> Layer:
+    return Layer(name, nn.Linear, size, size)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ([], "the model has no layers"),
+        ([linear("a"), linear("a")], "2 layers are named 'a': names must be unique"),
+        ([linear("a"), linear("a.b")], "layer name 'a.b' begins with the layer name 'a' and a dot"),
+        (
+            [linear("a"), linear("b").tied({"weight": "a.wieght"})],
+            r"'a.wieght', which does not exist \(did you mean a.w",
+        ),
+        ([linear("a"), linear("b").tied({"waight": "a.weight"})], "'waight', but it has weight or bias"),
+        ([linear("a").tied("b"), linear("b")], "'b.weight', which comes later"),
+        ([linear("a"), linear("b", 5).tied("a")], r"\[5, 5\] to 'a.weight' of shape \[6, 6\]"),
+        ([Layer("a", nn.ReLU)], "the model has no parameter that learns"),
+        ([Layer("a", nn.LazyLinear, 6), linear("b")], "a.weight gets its shape from its first input"),
+        ([Layer("a", nn.Linear, 6, 6, dtype=torch.float64)], "a.weight is torch.float64"),
+        ([Layer("a", dict)], "layer 'a' makes a dict: it must make a torch.nn.Module"),  # type: ignore[arg-type]
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_wrong_model_is_refused(layers: list[Layer], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        engine_of(layers)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"tp": 2}, "tp 2: the layers of a plain model are not split; use tp 1"),
+        ({"pipeline_layout": "E,t|t,H"}, "pipeline_layout E,t|t,H is GPT's"),
+        ({"pipeline_balance": "flops"}, "use parameters or uniform"),
+        ({"schedule": "interleaved"}, "needs several stages a rank"),
+        ({"zero_stage": 4}, "--zero-stage 4"),
+    ],
+    ids=str,
+)
+def test_a_wrong_configuration_is_refused(parallel: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        engine_of([linear("a"), linear("b")], parallel=parallel)
+    assert said in str(refused.value)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"= 4 stages, but the model has 2 layers: use 2 stages or less"):
+        engine_of([linear("a"), linear("b")], pp=4)
+
+
+def test_a_wrong_batch_is_refused() -> None:
+    engine = engine_of([linear("a")])
+    with pytest.raises(UserError, match="got 3 microbatches, but num_microbatches is 4"):
+        engine.train_batch(engine.split(*batch(0))[:3])
+    with pytest.raises(UserError, match="3 samples are too few for 4 microbatches"):
+        engine.split(*batch(0, samples=3))
+    with pytest.raises(UserError, match=r"evaluate got \[0\] microbatches"):
+        engine.evaluate([])
+    other = engine_of([linear("a")], loss=lambda y, t: (y - t) ** 2)
+    with pytest.raises(UserError, match=r"the loss returns a tensor of shape \[3, 6\]"):
+        other.train_batch(other.split(*batch(0)))
+
+
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "own.csv"
+    file.write_text(",".join(f"0F{i},0I{i},0W{i}" for i in (2, 0, 3, 1)))
+    own, usual = engine_of([linear("a")], parallel={"schedule_csv": str(file)}), engine_of([linear("a")])
+    for step in range(2):
+        one, other = (engine.train_batch(engine.split(*batch(step))) for engine in (own, usual))
+        assert one.item() == pytest.approx(other.item(), rel=1e-6)
+    with pytest.raises(UserError, match="4 microbatches a replica, but the run has --pp 1, --virtual-stages 1 and 3"):
+        engine_of([linear("a")], parallel={"schedule_csv": str(file)}, num_microbatches=3)
+
+
+class Returns(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Any:
+        return {"dict": {"y": x}, "list": [x, x], "single": (x,), "nested": (x, (x, x))}[self.value]
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    said = []
+    wrong = [Layer("b", Returns, kind) for kind in ("dict", "list", "single", "nested")] + [linear("b", 7)]
+    for layer in wrong:
+        engine = engine_of([linear("a"), layer, linear("c")], world_size, parallel=UNIFORM)
+        try:
+            engine.train_batch(engine.split(*batch(0)))
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_outputs_that_cannot_be_handed_on_are_refused_on_every_rank() -> None:
+    one, other = run_distributed(refusals, 2)
+    assert one == other
+    must = "it must return a tensor, or a tuple of two tensors or more"
+    for said, what in zip(one, ["a dict", "a list", "a tuple of 1", "a tuple of Tensor, tuple"], strict=False):
+        assert said == f"layer 'b' returns {what}: {must}"
+    assert one[4].startswith("layer 'b' fails on its input ([3, 6] torch.float32): RuntimeError")

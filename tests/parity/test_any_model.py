@@ -1,0 +1,108 @@
+"""The engine trains plain nn.Modules as plain torch does, whatever the layout and the schedule."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import ParallelConfig
+from megacore.train.engine import PipelineEngine
+from tests.distributed import run_distributed
+from tests.parity.plain_models import MODELS, OPTIMIZER, SEED, Result, plain_torch
+from tests.parity.runs import gather
+
+STEPS = 4
+TWICE = {"schedule": "interleaved", "virtual_stages": 2}
+SPLIT, GPIPE = {"schedule": "zero-bubble"}, {"schedule": "gpipe"}
+EVEN = {"pipeline_balance": "uniform"}
+Case = tuple[str, int, int, dict[str, Any]]  # model, pp, dp, changes
+
+CASES: dict[int, list[Case]] = {
+    1: [(name, 1, 1, {}) for name in MODELS] + [("tokens", 1, 1, SPLIT)],
+    2: [
+        *((name, 2, 1, changes) for name in MODELS for changes in ({}, TWICE, SPLIT, EVEN | SPLIT)),
+        ("cnn", 2, 1, GPIPE),
+        ("cnn", 1, 2, {}),
+        ("cnn", 1, 2, {"zero_stage": 3}),
+        ("tokens", 1, 2, {"zero_stage": 1}),
+        ("tokens", 1, 2, {"zero_stage": 2}),
+    ],
+    4: [
+        *((name, 4, 1, EVEN | changes) for name in MODELS for changes in ({}, SPLIT)),
+        ("cnn", 4, 1, EVEN | TWICE),
+        ("cnn", 2, 2, TWICE | {"zero_stage": 3}),
+        ("tokens", 2, 2, {"zero_stage": 2}),
+        ("tokens", 2, 2, TWICE | {"zero_stage": 3}),
+        ("tokens", 2, 2, SPLIT | {"zero_stage": 1}),
+        ("tokens", 2, 2, SPLIT | {"zero_stage": 3}),
+        ("bare", 2, 2, EVEN | SPLIT | {"zero_stage": 2}),
+        ("bare", 2, 2, EVEN | {"zero_stage": 3}),
+    ],
+}
+
+
+def make_engine(case: Case) -> PipelineEngine:
+    name, pp, dp, parallel = case
+    model = MODELS[name]
+    return PipelineEngine(
+        model.layers,
+        loss=model.loss,
+        reduction=model.reduction,  # type: ignore[arg-type]
+        count=model.count,
+        parallel=ParallelConfig(pp=pp, dp=dp, device="cpu", bucket_size_mb=1e-3, **parallel),
+        optimizer=OPTIMIZER,
+        num_microbatches=4 // dp,
+        train_iters=STEPS,
+        seed=SEED,
+    )
+
+
+def train(case: Case) -> Result:
+    """Train on this rank; every rank returns what came out."""
+    engine, model = make_engine(case), MODELS[case[0]]
+    own = slice(engine.mesh.dp.rank, None, engine.mesh.dp.size)
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        losses.append(float(engine.train_batch(model.batch(step)[own])))
+        norms.append(float(engine.norm))
+        if step == 0:
+            gradients = gather(engine, engine.mesh, lambda owned: owned.gradient)
+    final = gather(engine, engine.mesh, lambda owned: owned.master)
+    return Result(losses, norms, gradients, final, engine.evaluate(model.batch(STEPS)[own]))
+
+
+def train_all(rank: int, world_size: int, cases: list[Case]) -> list[Result]:
+    return [train(case) for case in cases]
+
+
+@cache
+def results(world_size: int) -> list[Result]:
+    found: list[Result] = run_distributed(train_all, world_size, CASES[world_size], timeout=240)[0]
+    return found
+
+
+@cache
+def reference(name: str) -> Result:
+    return plain_torch(MODELS[name], STEPS)
+
+
+@pytest.mark.parametrize(
+    "world_size, number",
+    [(size, number) for size, cases in CASES.items() for number in range(len(cases))],
+    ids=str,
+)
+def test_it_trains_as_plain_torch_does(world_size: int, number: int) -> None:
+    name, _, dp, _ = CASES[world_size][number]
+    found, expected = results(world_size)[number], reference(name)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for parameter, gradient in expected.gradients.items():
+        error = (found.gradients[parameter] - gradient).abs().max()
+        assert float(error) <= 1e-6 * max(1.0, float(gradient.abs().max())), parameter
+        torch.testing.assert_close(found.final[parameter], expected.final[parameter], rtol=1e-5, atol=1e-6)
+    if name != "cnn" or dp == 1:  # batch norm's running statistics are those of a replica
+        assert found.evaluated == pytest.approx(expected.evaluated, rel=1e-6)
