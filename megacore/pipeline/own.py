@@ -77,7 +77,8 @@ def _action(cell: str, path: Path, rank: int) -> Action:
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ScheduleError(
-            f"{path}, row {rank + 1}: {cell!r} is no computation: write stage, one of F, B, I, W, and microbatch, as 0F3"
+            f"{path}, row {rank + 1}: {cell!r} is no computation: "
+            "write stage, one of F, B, I, W, and microbatch, as in 0F3"
         )
     return Action(Op(match[2]), int(match[3]), int(match[1]))
 

@@ -1,0 +1,250 @@
+"""Tokens per second of the pipeline schedules beside torch.distributed.pipelining's, on one model and one batch.
+
+    torchrun --nproc-per-node 2 benchmarks/pipeline.py
+    torchrun --nproc-per-node 4 benchmarks/pipeline.py --rounds 6
+
+All train the same GPT (4 layers by default, hidden 256, sequence 256, vocabulary 8192, untied head; AdamW, no clipping)
+on 4 microbatches of 2 sequences, on gloo with one thread a rank. Rounds alternate between all of them. Each of ours is
+compared, round by round, with torch's schedule of the same name and with the fastest of torch's. The last line is what
+the runtime itself costs an action: the time of a stage that does next to nothing, less that of autograd alone on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+from benchmarks.one_process import PlainBlock, dataset
+from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import GPTLoss, gpt_layers
+from megacore.models.spec import LayerSpec
+from megacore.parallel.mesh import ALONE, Mesh, build_mesh, leave, world_size
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import replicated
+from megacore.pipeline.runtime import PipelineRuntime
+from megacore.pipeline.schedule import build_schedule
+from megacore.pipeline.stage import Stage
+from megacore.pipeline.transport import Transport
+from megacore.train.ending import exit_with
+from megacore.train.parallelize import Task
+from megacore.train.trainer import Trainer
+
+Step = Callable[[], None]
+OURS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 1}  # schedule -> stages a rank
+THEIRS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 2}
+
+
+class PlainStage(nn.Module):
+    """Some consecutive blocks of a plain GPT-2, with the embedding or the head where it is the first or the last."""
+
+    def __init__(self, config: Config, blocks: int, *, first: bool, last: bool) -> None:
+        super().__init__()
+        m = config.model
+        assert m.vocab_size is not None
+        self.tokens = nn.Embedding(m.vocab_size, m.hidden_size) if first else None
+        self.positions = nn.Embedding(config.data.seq_length, m.hidden_size) if first else None
+        self.blocks = nn.ModuleList(PlainBlock(m.hidden_size, m.num_attention_heads) for _ in range(blocks))
+        self.norm = nn.LayerNorm(m.hidden_size) if last else None
+        self.head = nn.Linear(m.hidden_size, m.vocab_size, bias=False) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tokens is not None and self.positions is not None:
+            x = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def configuration(arguments: argparse.Namespace, schedule: str, directory: str) -> Config:
+    """The common workload under one of our schedules."""
+    return resolve(
+        Config(
+            model=ModelConfig(
+                num_layers=arguments.layers,
+                hidden_size=arguments.hidden,
+                num_attention_heads=arguments.heads,
+                vocab_size=arguments.vocab,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                untie_embeddings_and_output_weights=True,
+            ),
+            parallel=ParallelConfig(
+                pp=world_size(), schedule=schedule, virtual_stages=OURS[schedule], pipeline_balance="flops"
+            ),
+            data=DataConfig(seq_length=arguments.seq, mock_data=True),
+            optimizer=OptimizerConfig(lr=1e-3, adam_beta2=0.95, weight_decay=0.1, clip_grad=0.0),
+            training=TrainingConfig(
+                micro_batch_size=arguments.batch // arguments.microbatches,
+                global_batch_size=arguments.batch,
+                train_iters=100_000,
+                output_dir=directory,
+            ),
+        ),
+        world_size(),
+    )
+
+
+def ours(config: Config, mesh: Mesh) -> tuple[Step, Trainer]:
+    """A step of megacore's trainer."""
+    streams = RandomStreams(1, mesh.device)
+    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
+    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
+    trainer = Trainer(config, mesh, task, dataset(config), None)
+    return lambda: trainer.train_step(next(trainer.batches)) and None, trainer
+
+
+def theirs(config: Config, mesh: Mesh, name: str, stages: list[range]) -> Step:
+    """A step under torch's schedule of this name, the stages cut as ours are."""
+    training, virtual, last = config.training, THEIRS[name], len(stages) - 1
+    assert training.global_batch_size is not None
+    own = []
+    for index in range(mesh.pp.rank, len(stages), mesh.pp.size):
+        blocks = sum(0 < number <= config.model.num_layers for number in stages[index])
+        module = PlainStage(config, blocks, first=index == 0, last=index == last)
+        own.append(PipelineStage(module, index, len(stages), mesh.device, group=mesh.pp.handle))
+    count = training.global_batch_size // training.micro_batch_size
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    kinds = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+    many = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+    schedule = kinds[name](own[0], count, loss) if virtual == 1 else many[name](own, count, loss)  # type: ignore[abstract]
+    o = config.optimizer
+    parameters = [p for stage in own for p in stage.submod.parameters()]
+    adamw = torch.optim.AdamW(
+        parameters, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), weight_decay=o.weight_decay, fused=True
+    )
+    data, batch, position = dataset(config), training.global_batch_size, 0
+
+    def step() -> None:
+        nonlocal position
+        samples = [data[position + i] for i in range(batch)]
+        position += batch
+        tokens, labels = (torch.stack([torch.as_tensor(s[k]) for s in samples]) for k in ("tokens", "labels"))
+        adamw.zero_grad()
+        inputs = (tokens,) if mesh.pp.is_first else ()
+        targets = {"target": labels, "losses": []} if mesh.pp.is_last else {}
+        schedule.step(*inputs, **targets)
+        adamw.step()
+
+    return step
+
+
+def report(seconds: dict[str, list[float]], tokens: int, ranks: int) -> None:
+    """A Markdown table of all, and of ours against theirs."""
+    print(f"\n{ranks} ranks, {tokens:,} tokens a step, torch {torch.__version__}\n")
+    rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
+    fastest = max((name for name in rates if name.startswith("torch ")), key=rates.__getitem__)
+    print(f"| schedule | here, tokens/s | torch, tokens/s | ratio | against {fastest} |\n|---|---|---|---|---|")
+    for name in OURS:
+        mine, same, best = (seconds[key] for key in (name, f"torch {name}", fastest))
+        ratios = [statistics.median(b / a for a, b in zip(mine, other, strict=True)) for other in (same, best)]
+        print(f"| {name} | {rates[name]:,.0f} | {rates[f'torch {name}']:,.0f} | {ratios[0]:.3f} | {ratios[1]:.3f} |")
+
+
+class _Nothing(nn.Module):
+    """x times one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = replicated(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class _Microbatch:
+    index = 0
+    values = torch.ones(1)
+
+
+class _NoSink:
+    def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None: ...
+    def end_backward(self, chunk: int) -> None: ...
+
+
+def overhead_microseconds(count: int = 200) -> float:
+    """What the runtime adds to an action on one rank."""
+    device = torch.device("cpu")
+    stage = Stage([LayerSpec(name="nothing", build=_Nothing, parameters=1, is_block=True)])
+    runtime = PipelineRuntime(
+        [stage],
+        ALONE,
+        transport=Transport(ALONE, device),
+        forms=[None],
+        schedule=lambda microbatches: build_schedule("1f1b", 1, microbatches),
+        streams=RandomStreams(0, device),
+        first_input=lambda microbatch: microbatch.values,
+        loss=lambda y, microbatch: y.sum(),
+    )
+    batch = [_Microbatch()] * count
+    one = torch.ones(())
+
+    def alone() -> None:
+        for microbatch in batch:
+            stage(microbatch.values).sum().backward(one)
+
+    def best(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(20):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return (best(lambda: runtime.train_step(batch, lambda: one, _NoSink())) - best(alone)) / (2 * count) * 1e6
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"layers": 8, "hidden": 256, "heads": 4, "seq": 256, "vocab": 8192, "batch": 8, "microbatches": 4}
+    for name, default in {**sizes, "rounds": 8, "steps": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        configs = {name: configuration(arguments, name, directory) for name in OURS}
+        mesh = build_mesh(configs["1f1b"].parallel)
+        trainers = {name: ours(config, mesh) for name, config in configs.items()}
+        steps = {name: step for name, (step, _) in trainers.items()}
+        for name, virtual in THEIRS.items():
+            like = next(ours for ours, stages in OURS.items() if stages == virtual)
+            steps[f"torch {name}"] = theirs(configs[name], mesh, name, trainers[like][1].model.stages)
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for step in steps.values():
+            step()
+        for _ in range(arguments.rounds):
+            for name, step in steps.items():
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(arguments.steps):
+                    step()
+                dist.barrier()
+                seconds[name].append((time.perf_counter() - start) / arguments.steps)
+        if mesh.world.rank == 0:
+            report(seconds, arguments.batch * arguments.seq, mesh.world.size)
+            print(f"\nruntime: {overhead_microseconds():.0f} microseconds an action")
+    leave(mesh)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main())
