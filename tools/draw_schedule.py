@@ -137,9 +137,10 @@ def _traced(args: argparse.Namespace) -> tuple[list[Panel], str]:
     schedule = measured.schedule
 
     def panel(what: str, timeline: Timeline, note: str = "") -> Panel:
+        shares = f"bubble {timeline.bubble:.1%} of the ideal time; {timeline.idle_share:.1%} of the ranks' time"
         return Panel(
             title=f"{what}: {TITLES.get(schedule.name, schedule.name)}, {_counts(schedule)}, {timeline.end:.4g} ms",
-            bubble=f"bubble {timeline.bubble:.1%} of the ideal time; {timeline.idle_share:.1%} of the ranks' time{note}",
+            bubble=shares + note,
             timeline=timeline,
             virtual_stages=schedule.virtual_stages,
         )

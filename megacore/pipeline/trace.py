@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megacore.errors import UserError
-from megacore.pipeline.actions import Action, Op, Schedule
+from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
 from megacore.pipeline.simulate import Costs, Span, Timeline
 from megacore.pipeline.transfers import with_transfers
 
@@ -171,7 +171,10 @@ def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
     if chosen not in steps:
         raise UserError(f"--step {chosen}: {path} has the steps {', '.join(map(str, steps))}")
     order = [[span.action for span in row] for row in spans]
-    schedule = with_transfers(name, order, virtual_stages=virtual, microbatches=microbatches)
+    try:
+        schedule = with_transfers(name, order, virtual_stages=virtual, microbatches=microbatches)
+    except ScheduleError as error:
+        raise UserError(f"--from-trace {path} is not whole: {error}") from None
     return MeasuredPass(step=chosen, schedule=schedule, timeline=Timeline(spans=spans), costs=_mean_costs(spans))
 
 

@@ -155,7 +155,17 @@ def test_predicted_and_measured_are_drawn_above_each_other(
             same = durations[drawn_name.rstrip("0123456789")]
             assert (stop - start) * shaded[0] / shaded[-1] == pytest.approx(sum(same) / len(same), abs=end * 1e-4)
     assert main(["--from-trace", str(trace), "--step", "9"]) == 2
-    assert "--step 9: " in capsys.readouterr().err
+    assert f"--step 9: {trace} has the steps 2, 3, 4" in capsys.readouterr().err
+
+
+def test_a_trace_without_an_action_is_refused(
+    traced: tuple[Path, Layout, str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((traced[0] / "trace.json").read_text())
+    content["traceEvents"] = [event for event in content["traceEvents"] if event["name"] != "0F1"]
+    (tmp_path / "trace.json").write_text(json.dumps(content))
+    assert main(["--from-trace", str(tmp_path / "trace.json")]) == 2
+    assert "trace.json is not whole: the schedule cannot go on: rank " in capsys.readouterr().err
 
 
 def test_the_measured_bubble_is_the_traces(traced: tuple[Path, Layout, str, int]) -> None:
