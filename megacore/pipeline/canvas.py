@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from megacore.errors import UserError
@@ -164,7 +165,12 @@ def _save_png(drawing: Drawing, path: Path) -> None:
             axes.plot((mark.x1, mark.x2), (mark.y1, mark.y2), color=mark.color, linewidth=points)
         else:
             weight, side = "bold" if mark.bold else "normal", _ANCHORS[mark.anchor]
-            style = {"color": mark.color, "weight": weight, "size": mark.size * points * 0.92, "ha": side}
+            style: dict[str, Any] = {
+                "color": mark.color,
+                "weight": weight,
+                "size": mark.size * points * 0.92,
+                "ha": side,
+            }
             axes.text(mark.x, mark.y, mark.text, va="center_baseline", **style)
     with rc_context({"hatch.linewidth": 0.6}):
         figure.savefig(path, dpi=2 * _DOTS_PER_INCH, metadata={"Title": drawing.title})
