@@ -267,6 +267,12 @@ def _schedule(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("trace", "trace_steps")
+def _trace(config: Config, world_size: int) -> Iterator[str]:
+    if config.logging.trace_steps is not None and not config.logging.trace:
+        yield f"--trace-steps {config.logging.trace_steps} has no effect without --trace: leave it out, or give --trace"
+
+
 @_about("vocab_size", "tokenizer", "mock_data", "data_path")
 def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
     if (

@@ -9,7 +9,7 @@ from pathlib import Path
 from megacore.config import Config
 
 # What a run writes into its output directory beside the checkpoints' own directories.
-_OUTPUT_FILES = ("config.toml", "metrics.jsonl", "latest")
+_OUTPUT_FILES = ("config.toml", "metrics.jsonl", "trace.json", "latest")
 
 
 def missing_files(config: Config) -> list[str]:

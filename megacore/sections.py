@@ -334,6 +334,10 @@ class LoggingConfig(Section):
 
     log_interval: Annotated[int, Range(1)] = 10
     """Steps between log lines and between lines of metrics.jsonl."""
+    trace: bool = False
+    """Write OUTPUT_DIR/trace.json: what every rank did in the steps after the first, for Perfetto and draw_schedule."""
+    trace_steps: Annotated[int | None, Range(1)] = None
+    """Steps that --trace takes. None: 3."""
 
 
 def _as_number(text: str) -> float | None:

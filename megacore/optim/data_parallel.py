@@ -9,7 +9,7 @@ ahead of its use. Gradients are summed: the loss was already divided by the toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -245,6 +245,20 @@ class DataParallel:
     def in_order_of_use(self) -> list[Bucket]:
         """The buckets, those that the first layers need first."""
         return _unique(bucket for needs in self._needs for bucket in needs)
+
+    def ready(self) -> None:
+        """Wait until no parameter is under way."""
+        if self.options.stage < 3:
+            for bucket in self.buckets:
+                bucket.wait()
+
+    def load_masters(self, whole: Mapping[str, Tensor]) -> None:
+        """Set the own master weights from whole local tensors, then publish them."""
+        with torch.no_grad():
+            for owned in self.segments:
+                segment = owned.segment
+                owned.master.copy_(whole[segment.name].reshape(-1)[segment.start : segment.stop])
+        self.publish()
 
     def offender(self, shared: Collection[str] = ()) -> Offender | None:
         """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,

@@ -150,7 +150,8 @@ class _Run:
                 continue
             for action in run:
                 does[action.op](action)
-        self.runtime.transport.drain()
+        with self.runtime.timer.waiting():
+            self.runtime.transport.drain()
         return self.total_loss
 
     # ---- computations
@@ -210,7 +211,7 @@ class _Run:
     def stage_input(self, action: Action) -> Any:
         if action.stage == 0:
             return self.runtime.first_input(self.microbatches[action.microbatch])
-        tensors = self.arrivals.pop((Op.RECV_INPUT, action.stage, action.microbatch)).wait()
+        tensors = self.arrived(Action(Op.RECV_INPUT, action.microbatch, action.stage))
         if self.loss_scale is not None:
             for tensor in tensors:
                 tensor.requires_grad_(tensor.is_floating_point())
@@ -225,7 +226,7 @@ class _Run:
             scale = torch.as_tensor(self.loss_scale(), dtype=torch.float32, device=self.total_loss.device)
             gradients: tuple[Tensor, ...] = (scale,)
         else:
-            gradients = self.arrivals.pop((Op.RECV_GRAD, action.stage, action.microbatch)).wait()
+            gradients = self.arrived(Action(Op.RECV_GRAD, action.microbatch, action.stage))
         pairs = [(edge, grad) for edge, grad in zip(outputs, gradients, strict=True) if edge is not None]
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
@@ -254,10 +255,17 @@ class _Run:
 
     def transfer(self, actions: Sequence[Action]) -> None:
         """Post a run of transfers together, and file what is to come."""
-        arrivals = iter(self.runtime.transport.post([self.as_transfer(action) for action in actions]))
+        with self.runtime.timer.posting(actions):
+            arrivals = iter(self.runtime.transport.post([self.as_transfer(action) for action in actions]))
         for action in actions:
             if action.op.is_receive:
                 self.arrivals[action.op, action.stage, action.microbatch] = next(arrivals)
+
+    def arrived(self, receive: Action) -> tuple[Tensor, ...]:
+        """What a receive brings, once it may be read."""
+        arrival = self.arrivals.pop((receive.op, receive.stage, receive.microbatch))
+        with self.runtime.timer.waiting(receive):
+            return arrival.wait()
 
     def as_transfer(self, action: Action) -> Transfer:
         peer = peer_stage(action) % self.schedule.ranks

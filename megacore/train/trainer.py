@@ -34,6 +34,7 @@ from megacore.train.metrics import device_name, log_line, peak_memory_bytes, syn
 from megacore.train.parallelize import Task, parallelize
 from megacore.train.sinks import Report
 from megacore.train.summary import launch_summary
+from megacore.train.tracing import Tracer
 
 
 class Trainer:
@@ -63,6 +64,7 @@ class Trainer:
         self.consumed_samples = 0
         if config.training.load is not None:
             self._restore(Path(config.training.load))
+        self.tracer = Tracer(config, mesh, self.model.runtime, self.step)
         self.batches = self._loader(train_data, self.consumed_samples)
         self._first_log = True
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
@@ -86,6 +88,10 @@ class Trainer:
             self.report.step_done(self.step)
             if _due(self.step, logging.log_interval, training.train_iters):
                 self._log(loss, norm, rate, clock.per_step(self.step))
+            if self.tracer.is_complete(self.step):
+                with clock.paused():
+                    self.tracer.write(self._microbatches)
+                self.report.say(f"step {self.step}/{training.train_iters} | traced {self.tracer.path}")
             if self._evaluates and _due(self.step, training.eval_interval, training.train_iters):
                 with clock.paused():
                     self.evaluate()
@@ -118,12 +124,14 @@ class Trainer:
         def loss_scale() -> Tensor:
             return (per_token() * self.update.scaler.scale).float()
 
-        self.model.runtime.timer.precise = _due(
+        traced = self.tracer.begin(self.step + 1)
+        self.model.runtime.timer.precise = traced or _due(
             self.step + 1, self.config.logging.log_interval, self.config.training.train_iters
         )
         self.model.data_parallel.begin_step(self.update.scaler.scale)
         own_loss = self.model.runtime.train_step(batch, loss_scale, self.model.data_parallel)
         self.step += 1
+        self.tracer.end(self.step)
         self.consumed_samples = self.batches.consumed_samples
         rate = learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
         outcome = self.update.apply(own_loss, rate)
@@ -234,10 +242,14 @@ class Trainer:
 
     def _predicted_bubble(self) -> float:
         """Share of the ranks' time that the schedule leaves them idle, if time goes as operations."""
-        training = self.config.training
-        count = known(training.global_batch_size) // training.micro_batch_size // self.mesh.dp.size
         flops = [sum(self.task.layers[i].flops for i in stage) for stage in self.model.stages]
-        return simulate(self.model.runtime.training_schedule(count), Costs.proportional(flops)).idle_share
+        return simulate(self.model.runtime.training_schedule(self._microbatches), Costs.proportional(flops)).idle_share
+
+    @property
+    def _microbatches(self) -> int:
+        """Of a replica in a step."""
+        training = self.config.training
+        return known(training.global_batch_size) // training.micro_batch_size // self.mesh.dp.size
 
     def _measured_bubble(self) -> float:
         """Share of the last step's pipeline in which ranks did not compute, the mean over all ranks."""

@@ -40,6 +40,7 @@ LATE_IMPORTS = {
     ("pretrain_gpt.py", "megacore.train.parallelize"): START_UP,
     ("pretrain_gpt.py", "megacore.train.trainer"): START_UP,
     ("megacore/help_text.py", "tyro"): "only --help needs it, and it is slow to load on every rank",
+    ("megacore/pipeline/canvas.py", "matplotlib"): "optional, and only PNG needs it",
     ("megacore/data/tokenizer.py", "transformers"): "optional, and only directories without a tokenizer.json need it",
 }
 # Who may load torch before the configuration is accepted: nobody of `config`, and of `data` the loader alone.

@@ -337,3 +337,9 @@ def test_divisors_and_multiples_by_brute_force() -> None:
             assert all(m % of == 0 and m > 0 for m in near)
             if n % of:
                 assert near == [m for m in range(1, 2 * n + of) if m % of == 0 and abs(m - n) < of]
+
+
+def test_trace_steps_without_trace_are_refused() -> None:
+    message = "--trace-steps 5 has no effect without --trace: leave it out, or give --trace"
+    assert validate(make(trace_steps=5), 1) == [message]
+    assert validate(make(trace_steps=5, trace=True), 1) == []

@@ -1,0 +1,208 @@
+"""A traced run: each action once a step, in order and not before what it needs; and both bubbles of metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.parallel.mesh import build_mesh
+from megacore.pipeline.actions import requirements, result
+from megacore.pipeline.schedule import build_schedule
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, make_config, make_trainer
+from tests.unit.test_picture import boxes, drawn_spans
+from tools.draw_schedule import main
+
+Event = dict[str, Any]
+PLAIN: dict[str, Any] = {"train_iters": 5, "log_interval": 1, "trace": True, "num_layers": 4}
+
+
+def run(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> tuple[float, ...]:
+    """Train on one rank; returns the operations of every stage."""
+    config = make_config(layout, output_dir, **changes)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    trainer.run()
+    return tuple(sum(trainer.task.layers[i].flops for i in stage) for stage in trainer.model.stages)
+
+
+def train(layout: Layout, output_dir: Path, **changes: Any) -> tuple[float, ...]:
+    found = run_distributed(run, layout[0] * layout[1] * layout[2], layout, str(output_dir), PLAIN | changes)[0]
+    assert isinstance(found, tuple)
+    return found
+
+
+def events_of(output_dir: Path) -> list[Event]:
+    content = json.loads((output_dir / "trace.json").read_text())
+    assert isinstance(content["traceEvents"], list)
+    return content["traceEvents"]
+
+
+def rows(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
+    """(rank, step) -> what the rank did in it, in order."""
+    found = defaultdict(list)
+    for event in sorted((e for e in events if e["ph"] == "X" and e["cat"] != "pass"), key=lambda e: e["ts"]):
+        found[event["pid"], event["args"]["step"]].append(event)
+    return found
+
+
+def computed(row: list[Event]) -> list[Event]:
+    return [event for event in row if event["cat"] == "compute"]
+
+
+CASES: list[tuple[Layout, str, int]] = [
+    ((1, 2, 1), "1f1b", 1),
+    ((1, 2, 1), "interleaved", 2),
+    ((1, 2, 2), "zero-bubble", 1),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Layout, str, int]:
+    """A run's output directory, layout, schedule and number of stages a rank."""
+    layout, schedule, virtual = request.param
+    output_dir = tmp_path_factory.mktemp("traced")
+    train(layout, output_dir, schedule=schedule, virtual_stages=virtual)
+    return output_dir, layout, schedule, virtual
+
+
+def test_each_action_is_there_once_a_step_in_order_without_overlap(traced: tuple[Path, Layout, str, int]) -> None:
+    output_dir, (_, pp, dp), name, virtual = traced
+    schedule = build_schedule(name, pp, 4 // dp, virtual)  # 8 samples, 2 a microbatch
+    found = rows(events_of(output_dir))
+    assert set(found) == {(rank, step) for rank in range(pp * dp) for step in (2, 3, 4)}
+    for (rank, _), row in found.items():
+        actions = schedule.actions[rank // dp]
+        assert [event["name"] for event in computed(row)] == [str(a) for a in actions if not a.op.is_transfer]
+        for event in computed(row):
+            assert event["name"].startswith(str(event["args"]["stage"]))
+            assert event["name"].endswith(str(event["args"]["microbatch"]))
+        posted = [name for e in row if e["cat"] == "post" for name in e["name"].removeprefix("post ").split(", ")]
+        assert posted == [str(action) for action in actions if action.op.is_transfer]
+        waited = Counter(e["name"].removeprefix("wait: ") for e in row if e["cat"] == "wait")
+        assert waited == Counter([*(str(action) for action in actions if action.op.is_receive), "for the last sends"])
+        assert all(one["ts"] + one["dur"] <= other["ts"] + 0.05 for one, other in pairwise(row))
+
+
+def test_nothing_begins_before_what_it_needs(traced: tuple[Path, Layout, str, int]) -> None:
+    output_dir, (_, pp, dp), name, virtual = traced
+    schedule = build_schedule(name, pp, 4 // dp, virtual)
+    found = rows(events_of(output_dir))
+    for step in (2, 3, 4):
+        for replica in range(dp):
+            begins, ends = {}, {}
+            for rank in range(pp):
+                events = computed(found[rank * dp + replica, step])
+                for event, action in zip(events, schedule.computations(rank), strict=True):
+                    begins[action] = event["ts"]
+                    ends[result(action)] = event["ts"] + event["dur"]
+            for action, begin in begins.items():
+                assert all(ends[key] <= begin + 1 for key in requirements(action, schedule.stages)), action
+
+
+def test_a_pass_is_filled_with_what_was_done_in_it(traced: tuple[Path, Layout, str, int]) -> None:
+    events = events_of(traced[0])
+    found = rows(events)
+    passes = [event for event in events if event.get("cat") == "pass"]
+    assert len(passes) == len(found)
+    for event in passes:
+        row = found[event["pid"], event["args"]["step"]]
+        assert row[0]["ts"] >= event["ts"]
+        assert row[-1]["ts"] + row[-1]["dur"] <= event["ts"] + event["dur"] + 0.05
+        # Gaps that are shorter than a microsecond are left out.
+        filled = sum(inner["dur"] for inner in row)
+        assert event["dur"] - len(row) - 1 <= filled <= event["dur"] + 0.1 * len(row)
+
+
+def test_a_process_is_a_rank_by_its_coordinates(traced: tuple[Path, Layout, str, int]) -> None:
+    output_dir, (_, pp, dp), _, _ = traced
+    names = {e["pid"]: e["args"]["name"] for e in events_of(output_dir) if e["name"] == "process_name"}
+    assert names == {r * dp + d: f"rank {r * dp + d}: pp {r}, dp {d}, tp 0" for r in range(pp) for d in range(dp)}
+
+
+def test_predicted_and_measured_are_drawn_above_each_other(
+    traced: tuple[Path, Layout, str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output_dir, (_, pp, dp), _, _ = traced
+    picture, trace = tmp_path / "out.svg", output_dir / "trace.json"
+    assert main(["--from-trace", str(trace), "--step", "3", "-o", str(picture)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "predicted: " in said[0] and "measured in step 3" in said[1]
+    assert all("bubble" in line for line in said)
+    found = rows(events_of(output_dir))
+    pipeline = [computed(found[rank * dp, 3]) for rank in range(pp)]
+    first = min(row[0]["ts"] for row in pipeline)
+    end = max(row[-1]["ts"] + row[-1]["dur"] for row in pipeline) - first
+    drawn = drawn_spans(picture, end)
+    assert len(drawn) == 2 * pp
+    for row, events in zip(drawn[pp:], pipeline, strict=True):
+        assert list(row) == [event["name"] for event in events]
+        for event in events:
+            start = event["ts"] - first
+            assert row[event["name"]] == pytest.approx((start, start + event["dur"]), abs=end * 1e-4)
+    shaded = [box.width for box in boxes(picture) if box.note == "bubble"]  # as long as the pass; one scale for both
+    # In the prediction every computation of a stage takes the mean of its kind.
+    for row, events in zip(drawn[:pp], pipeline, strict=True):
+        assert list(row) == [event["name"] for event in events]
+        durations = defaultdict(list)
+        for event in events:
+            durations[event["name"].rstrip("0123456789")].append(event["dur"])
+        for drawn_name, (start, stop) in row.items():
+            same = durations[drawn_name.rstrip("0123456789")]
+            assert (stop - start) * shaded[0] / shaded[-1] == pytest.approx(sum(same) / len(same), abs=end * 1e-4)
+    assert main(["--from-trace", str(trace), "--step", "9"]) == 2
+    assert f"--step 9: {trace} has the steps 2, 3, 4" in capsys.readouterr().err
+
+
+def test_a_trace_without_an_action_is_refused(
+    traced: tuple[Path, Layout, str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((traced[0] / "trace.json").read_text())
+    content["traceEvents"] = [event for event in content["traceEvents"] if event["name"] != "0F1"]
+    (tmp_path / "trace.json").write_text(json.dumps(content))
+    assert main(["--from-trace", str(tmp_path / "trace.json")]) == 2
+    assert "trace.json is not whole: the schedule cannot go on: rank " in capsys.readouterr().err
+
+
+def test_the_measured_bubble_is_the_traces(traced: tuple[Path, Layout, str, int]) -> None:
+    events = events_of(traced[0])
+    found = rows(events)
+    whole = {(e["pid"], e["args"]["step"]): e["dur"] for e in events if e.get("cat") == "pass"}
+    records = {r["step"]: r for r in map(json.loads, (traced[0] / "metrics.jsonl").read_text().splitlines())}
+    for step in (2, 3, 4):
+        idle = [1 - sum(e["dur"] for e in computed(row)) / whole[key] for key, row in found.items() if key[1] == step]
+        assert 0 < records[step]["perf/bubble_measured"] < 1
+        assert records[step]["perf/bubble_measured"] == pytest.approx(sum(idle) / len(idle), abs=1e-3)
+
+
+def test_the_predicted_bubble_is_the_formula_for_two_stages(tmp_path: Path) -> None:
+    """The last stage is the slower one: it waits for its first input, works without a break, and the first stage's last
+    backward follows. So the pass takes f0 + m 3 f1 + 2 f0, of which the ranks work 3 m (f0 + f1)."""
+    f0, f1 = train((1, 2, 1), tmp_path / "two")
+    m = 4
+    assert f1 > f0
+    idle = 1 - 3 * m * (f0 + f1) / (2 * (f0 + 3 * m * f1 + 2 * f0))
+    for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["perf/bubble_predicted"] == pytest.approx(idle, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes, steps",
+    [
+        ({"train_iters": 1}, {1}),
+        ({"trace_steps": 1}, {2}),
+        ({"trace_steps": 9}, {2, 3, 4, 5}),
+        ({"trace": False}, None),
+    ],
+    ids=str,
+)
+def test_which_steps_are_traced(changes: dict[str, Any], steps: set[int] | None, tmp_path: Path) -> None:
+    train((1, 1, 1), tmp_path, **changes)
+    if steps is None:
+        assert not (tmp_path / "trace.json").exists()
+    else:
+        assert {event["args"]["step"] for event in events_of(tmp_path) if event["ph"] == "X"} == steps

@@ -1,0 +1,187 @@
+"""Draw a pipeline schedule, or a traced run beside what was predicted of it.
+
+    python tools/draw_schedule.py --schedule 1f1b --pp 4 --microbatches 8               # in the terminal
+    python tools/draw_schedule.py --schedule zero-bubble --pp 4 --microbatches 8 -o out.svg
+    python tools/draw_schedule.py --csv mine.csv -o out.png
+    python tools/draw_schedule.py --from-trace output/mock/trace.json -o out.svg
+
+How to read the pictures stands in docs/schedules.md. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+
+from megacore.data.command import ToolParser, positive, run_tool
+from megacore.errors import UserError
+from megacore.pipeline.actions import Schedule
+from megacore.pipeline.canvas import require_writable, save
+from megacore.pipeline.closed_forms import closed_form
+from megacore.pipeline.own import load_schedule
+from megacore.pipeline.picture import Panel, diagram
+from megacore.pipeline.schedule import SCHEDULES, build_schedule
+from megacore.pipeline.simulate import Costs, Timeline, simulate
+from megacore.pipeline.terminal import LEAST_WIDTH, render
+from megacore.pipeline.trace import read_trace
+from megacore.wording import counted
+
+TITLES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved 1F1B", "zero-bubble": "Zero bubble (ZB-H1)"}
+# Each flag that belongs to some of the three sources only.
+BELONGS = {
+    "pp": ("schedule",),
+    "microbatches": ("schedule",),
+    "virtual_stages": ("schedule",),
+    "costs": ("schedule", "csv"),
+    "transfer": ("schedule", "csv"),
+    "step": ("from_trace",),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit status is 0 done, 2 refused."""
+    parser = ToolParser(
+        prog="draw_schedule.py",
+        description="Draw a pipeline schedule: a row a rank, a box a computation, numbered by microbatch. "
+        "Without -o it is drawn in the terminal.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--schedule", choices=SCHEDULES, help="a built-in schedule")
+    source.add_argument("--csv", type=Path, metavar="FILE", help="your own: a row a rank, cells as 0F0, 0B0, 0I0, 0W0")
+    source.add_argument("--from-trace", type=Path, metavar="FILE", help="the trace.json of a run with --trace")
+    parser.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks")
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="microbatches of a step")
+    parser.add_argument("--virtual-stages", type=positive, metavar="V", help="stages of a rank, for interleaved")
+    parser.add_argument(
+        "--costs",
+        type=_costs,
+        metavar="F,B,W",
+        help="time of a rank's forward, input gradient and weight gradient; a whole backward takes B + W (1,1,1)",
+    )
+    parser.add_argument("--transfer", type=_transfer, metavar="T", help="time from one rank to another (0)")
+    parser.add_argument("--step", type=positive, metavar="N", help="step of the trace (the last)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="what to write: .svg, or .png (matplotlib)")
+    return run_tool(parser, argv, _draw)
+
+
+def _draw(args: argparse.Namespace) -> None:
+    _require_fitting_flags(args)
+    if args.output is not None:
+        require_writable(args.output)
+    panels, unit = _traced(args) if args.from_trace is not None else ([_planned(args)], "time")
+    if args.output is not None:
+        save(diagram(panels, unit=unit), args.output)
+        print(f"{args.output}: " + "\n  ".join(f"{panel.title}: {panel.bubble}" for panel in panels))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(render(panels, console.width if console.is_terminal else LEAST_WIDTH, unit=unit))
+
+
+def _require_fitting_flags(args: argparse.Namespace) -> None:
+    (source,) = (name for name in ("schedule", "csv", "from_trace") if getattr(args, name) is not None)
+    for name, sources in BELONGS.items():
+        if getattr(args, name) is not None and source not in sources:
+            belongs = " and ".join(map(_flag, sources))
+            raise UserError(f"{_flag(name)} goes with {belongs}, not with {_flag(source)}: leave it out")
+    missing = [_flag(name) for name in ("pp", "microbatches") if getattr(args, name) is None]
+    if source == "schedule" and missing:
+        raise UserError(f"--schedule {args.schedule} needs {' and '.join(missing)}: as in --pp 4 --microbatches 8")
+    virtual = args.virtual_stages or 1
+    if args.schedule == "interleaved" and virtual == 1:
+        raise UserError("--schedule interleaved needs several stages a rank: give --virtual-stages 2 or more")
+    if source == "schedule" and args.schedule != "interleaved" and virtual > 1:
+        raise UserError(
+            f"--virtual-stages {virtual} has no effect with --schedule {args.schedule}: "
+            "leave it out, or use --schedule interleaved"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _planned(args: argparse.Namespace) -> Panel:
+    """A schedule that nobody has run, from a name or a file."""
+    if args.csv is not None:
+        schedule, title = load_schedule(args.csv), args.csv.name
+    else:
+        schedule = build_schedule(args.schedule, args.pp, args.microbatches, args.virtual_stages or 1)
+        title = TITLES[args.schedule]
+    costs = _per_stage(args.costs or (1.0, 1.0, 1.0), args.transfer or 0.0, schedule)
+    timeline = simulate(schedule, costs)
+    bubble = f"bubble {timeline.bubble:.1%} of the ideal time"
+    form = closed_form(schedule, costs) if args.schedule is not None else None
+    if form is not None:
+        exact = math.isclose(timeline.bubble, form.value, abs_tol=1e-9)
+        bubble += f" = {form.formula}" if exact else f" ({form.formula} without transfers: {form.value:.1%})"
+    return Panel(
+        title=f"{title}: {_counts(schedule)}",
+        bubble=f"{bubble}; {timeline.idle_share:.1%} of the ranks' time",
+        timeline=timeline,
+        virtual_stages=schedule.virtual_stages,
+    )
+
+
+def _traced(args: argparse.Namespace) -> tuple[list[Panel], str]:
+    """What was predicted with a run's own mean times, and what was measured."""
+    measured = read_trace(args.from_trace, args.step)
+    schedule = measured.schedule
+
+    def panel(what: str, timeline: Timeline, note: str = "") -> Panel:
+        shares = f"bubble {timeline.bubble:.1%} of the ideal time; {timeline.idle_share:.1%} of the ranks' time"
+        return Panel(
+            title=f"{what}: {TITLES.get(schedule.name, schedule.name)}, {_counts(schedule)}, {timeline.end:.4g} ms",
+            bubble=shares + note,
+            timeline=timeline,
+            virtual_stages=schedule.virtual_stages,
+        )
+
+    note = " (with each stage's mean times)"
+    predicted = panel("predicted", simulate(schedule, measured.costs), note)
+    return [predicted, panel(f"measured in step {measured.step}", measured.timeline)], "ms"
+
+
+def _counts(schedule: Schedule) -> str:
+    virtual = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
+    ranks, microbatches = counted(schedule.ranks, "rank"), counted(schedule.microbatches, "microbatch", "microbatches")
+    return f"{ranks}{virtual}, {microbatches}"
+
+
+def _per_stage(times: tuple[float, float, float], transfer: float, schedule: Schedule) -> Costs:
+    """A rank's times, divided evenly over its stages."""
+    forward, input_grad, weight_grad = ([time / schedule.virtual_stages] * schedule.stages for time in times)
+    return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, transfer=transfer)
+
+
+def _costs(text: str) -> tuple[float, float, float]:
+    values = [_time(part) for part in text.split(",")]
+    if len(values) != 3 or not all(0 < value < math.inf for value in values):
+        raise argparse.ArgumentTypeError(f"{text} must be three times above 0, as in 1,1,1")
+    return values[0], values[1], values[2]
+
+
+def _transfer(text: str) -> float:
+    value = _time(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a time of at least 0")
+    return value
+
+
+def _time(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan  # which is in no range
+
+
+if __name__ == "__main__":
+    sys.exit(main())
