@@ -297,6 +297,12 @@ class TrainingConfig(Section):
     blocks, of which only the input is kept. No choice changes a bit of the result."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Blocks of each pipeline stage, from its first, that --recompute full applies to. None: all."""
+    attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
+    """How attention is computed. sdpa: torch's fused operator. fused-softmax: scores, softmax and mix one after the
+    other, which keeps the weights in memory. auto: sdpa."""
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """Implementation of norms, activations, softmax and cross-entropy. auto: Triton on cuda where it is installed, else
+    plain torch."""
     label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
     """Share of the target probability that is spread evenly over the vocabulary. 0: off."""
     z_loss: Annotated[float, Range(0)] = 0.0

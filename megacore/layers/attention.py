@@ -36,7 +36,7 @@ class CausalSelfAttention(nn.Module):
             name,
             context.tp.rank,
         )
-        self.recomputes = context.recompute_attention
+        self.recomputes, self.implementation = context.recompute_attention, context.attention
         self.qkv = ColumnParallelLinear(h, 3 * h, **context.parallel_arguments)
         self.output = RowParallelLinear(h, h, **context.parallel_arguments)
 
@@ -51,7 +51,7 @@ class CausalSelfAttention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ops.causal_attention(query, key, value, dropout=self._dropout())
+        return ops.causal_attention(query, key, value, dropout=self._dropout(), implementation=self.implementation)
 
     def _dropout(self) -> float:
         """The probability to apply now; seeds the generator that the fused operator draws from, which takes no

@@ -8,6 +8,7 @@ from typing import TypedDict
 import torch
 
 from megacore.config import Config
+from megacore.ops import Attention
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
 
@@ -30,6 +31,7 @@ class BuildContext:
         streams: where dropout masks come from.
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
         recompute_attention: attention keeps queries, keys and values alone, and mixes them again in backward.
+        attention: which implementation mixes them.
     """
 
     tp: Group = ALONE
@@ -37,6 +39,7 @@ class BuildContext:
     streams: RandomStreams
     sequence_parallel: bool = False
     recompute_attention: bool = False
+    attention: Attention = "auto"
 
     @classmethod
     def of(cls, config: Config, *, tp: Group, device: torch.device, streams: RandomStreams) -> BuildContext:
@@ -47,6 +50,7 @@ class BuildContext:
             streams=streams,
             sequence_parallel=config.parallel.sequence_parallel,
             recompute_attention=config.training.recompute == "selective",
+            attention=config.training.attention,
         )
 
     @property

@@ -33,6 +33,7 @@ def launch_summary(
         f"{layers[stage[0]].name} .. {layers[stage[-1]].name}: {count / 1e6:,.2f}M"
         for stage, count in zip(stages, held, strict=True)
     ]
+    operators = ops.implementations(mesh.device, training.attention)
     bubble = f"{bubble_share(parallel.pp, microbatches):.1%} of a step's time if stages take equally long"
     lines = [
         ("topology", f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {mesh.world.size} ranks"),
@@ -59,7 +60,7 @@ def launch_summary(
             f"{samples[0]:,} training and {samples[1]:,} validation samples"
             + (" (mock)" if config.data.mock_data else ""),
         ),
-        ("operators", ", ".join(f"{name}: {how}" for name, how in ops.implementations().items())),
+        ("operators", ", ".join(f"{name}: {how}" for name, how in operators.items())),
         ("output", training.output_dir),
     ]
     return "\n".join(f"  {label:<10}{text}" for label, text in lines)
