@@ -47,8 +47,8 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def _norms() -> Iterator[Case]:
     narrow = {"forward": 2, "forward_wide": 2, "backward": 4, "backward_wide": 4, "backward_columns": 10}
-    for width in (768, 1600, 4096, 8192, 16384, 65536):
-        for name in ("bf16", "fp32"):
+    for width in (768, 1024, 1280, 1600, 4096, 8192, 16384, 65536):
+        for name in _dtypes(width):
             for rms in (False, True) if width in (4096, 8192) else (False,):
                 kind = "rms_norm" if rms else "layer_norm"
                 yield Case(
@@ -69,6 +69,11 @@ def _norms() -> Iterator[Case]:
     )
 
 
+def _dtypes(width: int) -> tuple[str, ...]:
+    """All three at the presets' sizes, the two most used beyond."""
+    return tuple(DTYPES) if width <= 1600 else ("bf16", "fp32")
+
+
 def _norm(width: int, dtype: torch.dtype, rms: bool, *, residual: bool) -> None:
     x, weight = _meta(4096, width, dtype=dtype), _meta(width, dtype=dtype)
     other = x if residual else None
@@ -79,7 +84,7 @@ def _norm(width: int, dtype: torch.dtype, rms: bool, *, residual: bool) -> None:
 def _softmaxes() -> Iterator[Case]:
     # A query's row is found from its number, and its keys' padding from that; nothing else is read by number.
     for sk in (1024, 2048, 4096, 16384, 131072):
-        for name in ("bf16", "fp32") if sk in (1024, 4096) else ("bf16",):
+        for name in DTYPES if sk == 1024 else ("bf16", "fp32") if sk == 4096 else ("bf16",):
             for causal in (True, False) if sk == 4096 else (True,):
                 kind = "causal" if causal else "plain"
                 yield Case(
@@ -103,7 +108,8 @@ def _softmax(sk: int, dtype: torch.dtype, *, causal: bool, window: int | None, p
 def _cross_entropies() -> Iterator[Case]:
     # A token has one target, its logit, and three statistics.
     for width, columns, name in (
-        (50304, 50257, "bf16"), (50304, 50257, "fp32"), (128256, 128256, "bf16"), (16384, 16032, "bf16"),
+        (50304, 50257, "bf16"), (50304, 50257, "fp16"), (50304, 50257, "fp32"),
+        (128256, 128256, "bf16"), (16384, 16032, "bf16"),
     ):  # fmt: skip
         for smoothing in (False, True) if width == 50304 else (False,):
             yield Case(
@@ -123,6 +129,9 @@ def _cross_entropy(width: int, columns: int, dtype: torch.dtype, *, smoothing: b
 
 
 def _elementwise() -> Iterator[Case]:
+    for name, dtype in DTYPES.items():
+        for width in (3072, 4096, 5120, 6400) if name == "fp16" else (3072, 4096, 5120, 6400, 14336):
+            yield Case(name=f"bias_gelu {width} {name}", launch=partial(_gelu, width, dtype))
     for name in ("bf16", "fp32"):
         dtype = DTYPES[name]
         for heads, size in ((12, 64), (32, 128)):
@@ -133,7 +142,6 @@ def _elementwise() -> Iterator[Case]:
             )
         for width in (3072, 14336):
             yield Case(name=f"swiglu {width} {name}", launch=partial(_swiglu, width, dtype))
-            yield Case(name=f"bias_gelu {width} {name}", launch=partial(_gelu, width, dtype))
         yield Case(name=f"bias_dropout_add 4096 {name}", launch=partial(_dropout, 4096, dtype))
     yield Case(name="adamw, bf16 copy", launch=_adamw, narrow={"step": 1})
 

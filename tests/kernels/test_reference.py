@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from megacore import ops
 from megacore.ops import activation, dropout, loss, norm, position, softmax
 from tests.kernels.comparing import DTYPES, Comparison, compare
 from tests.kernels.comparisons import comparisons
+from tests.unit.packaging_builds import ROOT
 
 CPU = torch.device("cpu")
 
@@ -177,9 +180,19 @@ def test_bad_input_is_refused_by_name(name: str) -> None:
         call()
 
 
-@pytest.mark.parametrize(("choice", "installed", "reason"), [("auto", None, None), ("torch", None, None)])
-def test_what_needs_no_triton_runs_without(choice: ops.Choice, installed: str | None, reason: str | None) -> None:
-    assert ops.why_not(choice, CPU) == reason
+def test_operators_run_where_triton_is_not_installed() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it fails from here on
+import torch
+from megacore import ops
+y = ops.gelu(ops.layer_norm(torch.randn(3, 8), torch.ones(8), torch.zeros(8)))
+ops.cross_entropy(ops.rms_norm(y, torch.ones(8)), torch.zeros(3, dtype=torch.long))
+print(ops.implementations(y.device, "auto")["layer_norm"], "|", ops.why_not("triton", y.device))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("torch | needs Triton, which is not installed")
 
 
 def test_triton_on_a_cpu_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
