@@ -15,15 +15,8 @@ from typing import TypeVar
 
 from megacore.fields import Section
 from megacore.pipeline_layout import parse_layout
-from megacore.sections import (
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    TrainingConfig,
-)
+from megacore.sections import DataConfig, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megacore.update_sections import OptimizerConfig, PrecisionConfig
 from megacore.wording import counted, divisors, nearest_multiples, one_of
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from __future__ import annotations
 REPLACED = {
     "--accumulate-allreduce-grads-in-fp32": "leave it out: gradients are accumulated and reduced in fp32",
     "--apply-query-key-layer-scaling": "leave it out: attention's softmax is computed in fp32",
-    "--attention-backend": "leave it out: the fastest available implementation is chosen and reported",
+    "--attention-backend": "use --attention sdpa (torch's fused operator, the default) or --attention fused-softmax",
     "--attention-softmax-in-fp32": "leave it out: it always is",
     "--bf16": "use --precision bf16",
     "--bias-dropout-fusion": "leave it out: the implementation of each operation is chosen and reported",

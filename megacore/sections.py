@@ -1,7 +1,7 @@
-"""The sections of a run's configuration: model, parallel, data, optimizer, training and logging.
+"""The sections of a run's configuration: model, parallel, data, training and logging; update_sections.py has the rest.
 
 A field is a flag (`num_layers` is `--num-layers`), the string under it is its help text, and its annotation holds its
-range and its other names. Each section checks itself in `problems()`; what must hold between sections stands in
+range and its other names. Each section checks itself in `constraints()`; what must hold between sections stands in
 config.py, which is also where the rest of the package imports these classes from.
 """
 
@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from megacore.fields import Flag, Range, Section
 from megacore.presets import PRESETS
-from megacore.wording import did_you_mean, divisors, nearest_multiples, number, one_of
+from megacore.wording import did_you_mean, divisors, nearest_multiples, one_of
 
 MAX_SEED = 2**63 - 1
 
@@ -115,40 +115,6 @@ class ParallelConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig(Section):
-    """Number formats, and the loss scale of fp16."""
-
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Format of parameters and activations. Master weights, moments and accumulated gradients are fp32 in any case."""
-    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients are accumulated and reduced."""
-    loss_scale: Annotated[float | None, Range(above=0), Flag()] = None
-    """Fixed loss scale of --precision fp16. None: dynamic."""
-    initial_loss_scale: Annotated[float, Range(above=0)] = 65536.0
-    """Loss scale that --precision fp16 begins with."""
-    min_loss_scale: Annotated[float, Range(above=0)] = 1.0
-    """Smallest loss scale; an overflow at it stops the run."""
-    loss_scale_window: Annotated[int, Range(1)] = 1000
-    """Steps in a row without overflow after which the loss scale doubles."""
-    hysteresis: Annotated[int, Range(1)] = 2
-    """Overflows after which the loss scale halves."""
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if "precision" in wrong:
-            return
-        if self.precision != "fp16" and self.loss_scale is not None:
-            yield (
-                f"--loss-scale {number(self.loss_scale)} has no effect with --precision {self.precision}: "
-                "leave it out, or use --precision fp16"
-            )
-        if self.initial_loss_scale < self.min_loss_scale:
-            yield (
-                f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "
-                f"{number(self.min_loss_scale)}: use --initial-loss-scale {number(self.min_loss_scale)} or more"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """What the model reads."""
 
@@ -229,58 +195,6 @@ class DataConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section):
-    """The optimizer and its learning-rate schedule."""
-
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """adamw: decoupled weight decay. sgd: with --sgd-momentum."""
-    lr: Annotated[float, Range(above=0)] = 3e-4
-    """Highest learning rate, reached after the warm-up."""
-    min_lr: Annotated[float, Range(0)] = 0.0
-    """Learning rate at the end of the decay; at most --lr."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """How the learning rate falls from --lr to --min-lr after the warm-up. WSD: constant, then a decay over the last
-    --lr-wsd-decay-iters."""
-    lr_decay_iters: Annotated[int | None, Range(1)] = None
-    """Step at which the decay ends, warm-up included. None: --train-iters."""
-    lr_warmup_iters: Annotated[int, Range(0)] = 0
-    """Steps over which the learning rate rises linearly from 0 to --lr. 0: no warm-up."""
-    lr_wsd_decay_iters: Annotated[int | None, Range(1)] = None
-    """Steps of the final decay of --lr-decay-style WSD, which needs it."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """Shape of the final decay of --lr-decay-style WSD."""
-    weight_decay: Annotated[float, Range(0)] = 0.01
-    """Weight decay of matrices; biases and norms have none. 0: off."""
-    clip_grad: Annotated[float, Range(0)] = 1.0
-    """Largest global gradient norm (2-norm); larger gradients are scaled down to it. 0: no clipping."""
-    adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
-    """Decay of AdamW's running mean of gradients."""
-    adam_beta2: Annotated[float, Range(0, below=1)] = 0.999
-    """Decay of AdamW's running mean of squared gradients."""
-    adam_eps: Annotated[float, Range(above=0)] = 1e-8
-    """Added to AdamW's denominator."""
-    sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
-    """Momentum of --optimizer sgd. 0: plain SGD."""
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        lr, min_lr = number(self.lr), number(self.min_lr)
-        if not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
-            yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
-        if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
-            return
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
-            yield (
-                "--lr-decay-style WSD needs the length of its final decay: "
-                "give --lr-wsd-decay-iters, for example a tenth of --train-iters"
-            )
-        if self.lr_decay_style != "WSD" and self.lr_wsd_decay_iters is not None:
-            yield (
-                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} has no effect with --lr-decay-style "
-                f"{self.lr_decay_style}: leave it out, or use --lr-decay-style WSD"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
     """The training loop: batches, length, evaluation, and where results go."""
 
@@ -314,6 +228,12 @@ class TrainingConfig(Section):
     blocks, of which only the input is kept. No choice changes a bit of the result."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Blocks of each pipeline stage, from its first, that --recompute full applies to. None: all."""
+    attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
+    """How attention is computed. sdpa: torch's fused operator. fused-softmax: scores, softmax and mix one after the
+    other, which keeps the weights in memory. auto: sdpa."""
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """Implementation of norms, activations, softmax and cross-entropy. auto: Triton on cuda where it is installed, else
+    plain torch."""
     label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
     """Share of the target probability that is spread evenly over the vocabulary. 0: off. Evaluations leave it
     out."""

@@ -32,7 +32,7 @@ class CausalSelfAttention(nn.Module):
         self.head_size = h // config.num_attention_heads
         self.dropout, self.streams = config.attention_dropout, context.streams
         self.site, self.shard = name, context.tp.rank
-        self.recomputes = context.recompute_attention
+        self.recomputes, self.implementation = context.recompute_attention, context.attention
         self.qkv = ColumnParallelLinear(h, 3 * h, **context.column_arguments)
         self.output = RowParallelLinear(h, h, **context.parallel_arguments)
 
@@ -47,7 +47,7 @@ class CausalSelfAttention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ops.causal_attention(query, key, value, dropout=self._dropout())
+        return ops.causal_attention(query, key, value, dropout=self._dropout(), implementation=self.implementation)
 
     def _dropout(self) -> float:
         """The probability to apply now; seeds the generator that the fused operator draws from, which takes no

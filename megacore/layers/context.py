@@ -8,6 +8,7 @@ from typing import TypedDict
 import torch
 
 from megacore.config import Config
+from megacore.ops import Attention
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
 
@@ -37,6 +38,7 @@ class BuildContext:
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
         recompute_attention: attention keeps queries, keys and values alone, and mixes them again in backward.
         split_backward: input and weight gradients are computed apart, at different times or to the same bits as if.
+        attention: which implementation mixes them.
     """
 
     tp: Group = ALONE
@@ -45,6 +47,7 @@ class BuildContext:
     sequence_parallel: bool = False
     recompute_attention: bool = False
     split_backward: bool = False
+    attention: Attention = "auto"
 
     @classmethod
     def of(cls, config: Config, *, tp: Group, device: torch.device, streams: RandomStreams) -> BuildContext:
@@ -56,6 +59,7 @@ class BuildContext:
             sequence_parallel=config.parallel.sequence_parallel,
             recompute_attention=config.training.recompute == "selective",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
+            attention=config.training.attention,
         )
 
     @property

@@ -128,7 +128,7 @@ class GPTLoss:
     def __init__(self, config: Config, tp: Group) -> None:
         self.vocab_size, self.tp = known(config.model.vocab_size), tp
         self.options = CrossEntropyOptions(
-            label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss
+            label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
         )
 
     def __call__(self, logits: Tensor, batch: TokenBatch) -> Tensor:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import torch
 
+from megacore import ops
 from megacore.config import Config
-from megacore.errors import EXIT_REFUSED, TrainingStopped, UserError, WorkerDied
+from megacore.errors import EXIT_REFUSED, ConfigError, TrainingStopped, UserError, WorkerDied
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.peers import PeerWatch
@@ -42,6 +43,7 @@ def launch(config: Config, body: Callable[[Config, Mesh], None]) -> int:
     watch: PeerWatch | None = None
     try:
         mesh = build_mesh(config.parallel)
+        _choose_kernels(config.training.kernels, mesh.device)
         watch = PeerWatch(mesh)
         body(config, mesh)
         watch.stop()
@@ -58,6 +60,12 @@ def launch(config: Config, body: Callable[[Config, Mesh], None]) -> int:
         if watch is not None and (gone := watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
             watch.give_up(gone)  # the exception is only the echo of a death
         return _end(f"{_this_rank(watch)} failed:\n{traceback.format_exc()}", EXIT_FAILED, watch)
+
+
+def _choose_kernels(choice: ops.Choice, device: torch.device) -> None:
+    if reason := ops.why_not(choice, device):
+        raise ConfigError([f"--kernels {choice} {reason}"])
+    ops.choose_kernels(choice)
 
 
 def _end(text: str, status: int, watch: PeerWatch | None) -> int:

@@ -39,6 +39,7 @@ def launch_summary(
     ]
     virtual = f" of {parallel.virtual_stages} stages a rank" if parallel.virtual_stages > 1 else ""
     bubble = f"{parallel.schedule}{virtual}; by the stages' operations {idle_share:.1%} of a step's time is bubble"
+    operators = ops.implementations(mesh.device, training.attention)
     lines = [
         ("topology", f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {mesh.world.size} ranks"),
         (
@@ -64,7 +65,7 @@ def launch_summary(
             f"{samples[0]:,} training and {samples[1]:,} validation samples"
             + (" (mock)" if config.data.mock_data else ""),
         ),
-        ("operators", ", ".join(f"{name}: {how}" for name, how in ops.implementations().items())),
+        ("operators", ", ".join(f"{name}: {how}" for name, how in operators.items())),
         ("output", training.output_dir),
     ]
     return "\n".join(f"  {label:<10}{text}" for label, text in lines)

@@ -312,3 +312,11 @@ def test_a_missing_device_is_told_once(tmp_path: Path) -> None:
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
         job.ends(60.0)
     check_message(job.said(), "--device cuda: torch finds no such device here")
+
+
+@needs_proc
+def test_kernels_that_cannot_run_are_told_once(tmp_path: Path) -> None:
+    flags = small_run(tmp_path / "out", dp=2, device="cpu", kernels="triton")
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        job.ends(60.0)
+    check_message(job.said(), "--kernels triton runs on a GPU, and this run computes on the CPU")

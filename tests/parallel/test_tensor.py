@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megacore.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
 from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
@@ -174,23 +176,30 @@ def pairs_are_adjoint(rank: int, size: int) -> None:
         close(left, right, rtol=1e-12, atol=1e-12)
 
 
-def collectives_of_cross_entropy(rank: int, size: int) -> list[int]:
-    """Elements of each all-reduce that one forward and backward performs."""
-    sizes: list[int] = []
-    real = torch.distributed.all_reduce
+class _Collectives(TorchDispatchMode):
+    """Notes every collective: its name, and the elements that this rank sends."""
 
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(tensor.numel())
-        return real(tensor, *args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
 
-    torch.distributed.all_reduce = counting
-    try:
-        logits = seeded(7, 3, 16, seed=rank).requires_grad_()
-        targets = torch.zeros(7, 3, dtype=torch.long)
-        vocab_parallel_cross_entropy(logits, targets, vocab_size=32, group=world_group(rank, size)).sum().backward()
-    finally:
-        torch.distributed.all_reduce = real
-    return sizes
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.found.append((function._opname, min(tensor.numel() for tensor in tensors)))
+        return function(*args, **(kwargs or {}))
+
+
+def collectives_of_cross_entropy(rank: int, size: int) -> list[tuple[str, int]]:
+    """What one forward and backward sends, with all that can be asked for."""
+    logits, targets = seeded(7, 3, 16, seed=rank).requires_grad_(), torch.zeros(7, 3, dtype=torch.long)
+    options = CrossEntropyOptions(label_smoothing=0.1, z_loss=0.1)
+    with _Collectives() as sent:
+        loss = vocab_parallel_cross_entropy(
+            logits, targets, vocab_size=32, group=world_group(rank, size), options=options
+        )
+        loss.sum().backward()
+    return sent.found
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -233,9 +242,30 @@ def test_cross_entropy_of_shifted_logits(shift: float) -> None:
     run_distributed(cross_entropy_is_cross_entropy, 2, 33, CrossEntropyOptions(), shift)
 
 
-def test_cross_entropy_makes_two_small_all_reduces() -> None:
+def test_cross_entropy_makes_one_exchange_of_three_floats_a_token() -> None:
     tokens = 7 * 3
-    assert run_distributed(collectives_of_cross_entropy, 2) == [[tokens, 2 * tokens]] * 2
+    assert run_distributed(collectives_of_cross_entropy, 2) == [[("_allgather_base_", 3 * tokens)]] * 2
+
+
+def test_a_target_that_no_id_is_gives_nan() -> None:
+    targets = torch.tensor([0, 9, -1, 5])
+    loss = vocab_parallel_cross_entropy(seeded(4, 12), targets, vocab_size=9)
+    assert torch.equal(loss.isnan(), torch.tensor([False, True, True, False]))
+
+
+def test_cross_entropy_in_place_writes_the_gradient_over_the_logits() -> None:
+    leaf, targets = seeded(5, 12).requires_grad_(), torch.tensor([0, 8, 3, -100, 5])
+    logits = leaf * 1.0
+    options = CrossEntropyOptions(in_place=True)
+    loss = vocab_parallel_cross_entropy(logits, targets, vocab_size=9, options=options).sum()
+    loss.backward(retain_graph=True)
+    expected = seeded(5, 12).requires_grad_()
+    F.cross_entropy(expected[:, :9], targets, reduction="sum").backward()
+    close(leaf.grad, expected.grad)
+    assert leaf.grad is not None
+    assert torch.equal(logits.detach(), leaf.grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # the logits are gone
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -1,7 +1,7 @@
 """The rules of the house as functions: each takes the parsed sources and returns the violations, one line each.
 
 Read from the syntax tree, without importing anything. `test_architecture.py` applies every rule to the repository and
-to planted violations. Where a rule has exceptions, they stand here with their reason.
+to planted violations. Where a rule has exceptions, they stand in `architecture_exceptions.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
+
+from tests.unit.architecture_exceptions import (
+    CUDA_NAMES,
+    DEVICE_SEAM,
+    DISTRIBUTED,
+    KERNEL_USERS,
+    LATE_IMPORTS,
+    SCHEMAS,
+    TORCH_IN_DATA,
+)
 
 # Downwards only: a group may import the groups of the lines above it, and itself, but no other group of its own line.
 ORDER = (
@@ -30,28 +40,6 @@ ORDER = (
 LEVEL = {group: level for level, groups in enumerate(ORDER) for group in groups}
 PACKAGES = {"kernels", "parallel", "layers", "models", "data", "pipeline", "optim", "checkpoint", "plan", "train"}
 
-# Imports that are not at the head of the module, with the reason: (file, imported module) -> why.
-START_UP = "torch takes seconds to load; a wrong flag or input is refused before that"
-LATE_IMPORTS = {
-    ("pretrain_gpt.py", "megacore.train.launch"): START_UP,
-    ("pretrain_gpt.py", "megacore.layers.context"): START_UP,
-    ("pretrain_gpt.py", "megacore.models.gpt"): START_UP,
-    ("pretrain_gpt.py", "megacore.parallel.random"): START_UP,
-    ("pretrain_gpt.py", "megacore.train.parallelize"): START_UP,
-    ("pretrain_gpt.py", "megacore.train.trainer"): START_UP,
-    ("megacore/help_text.py", "tyro"): "only --help needs it, and it is slow to load on every rank",
-    ("megacore/pipeline/canvas.py", "matplotlib"): "optional, and only PNG needs it",
-    ("megacore/data/tokenizer.py", "transformers"): "optional, and only directories without a tokenizer.json need it",
-}
-# Who may load torch before the configuration is accepted: nobody of `config`, and of `data` the loader alone.
-TORCH_IN_DATA = {"megacore/data/loader.py"}
-
-DISTRIBUTED = {
-    "megacore/parallel/collectives.py": "collectives",
-    "megacore/parallel/mesh.py": "groups",
-    "megacore/pipeline/transport.py": "point-to-point",
-    "megacore/parallel/direct.py": "point-to-point",  # of which it makes collectives
-}
 POINT_TO_POINT = {
     "send",
     "recv",
@@ -64,9 +52,6 @@ POINT_TO_POINT = {
 }
 COLLECTIVES = re.compile(r"all_|reduce|gather|scatter|broadcast|barrier|monitored_barrier")
 MESH_COLLECTIVES = {"barrier"}  # before the groups are destroyed
-
-DEVICE_SEAM = "megacore/parallel/mesh.py"
-CUDA_NAMES = dict.fromkeys(("megacore/sections.py", "tools/generate.py"), "the value that --device takes")
 
 MAX_FILE, MAX_FUNCTION, MAX_SCRIPT, MAX_POSITIONAL = 350, 60, 99, 5
 
@@ -308,9 +293,24 @@ def oversized(sources: Iterable[Source]) -> list[str]:
                 )
             names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
             count = len(names) - (names[:1] in (["self"], ["cls"], ["ctx"]))
-            if source.is_ours and count > MAX_POSITIONAL:
+            if source.is_ours and count > MAX_POSITIONAL and not _is_schema(function):
                 found.append(f"{source.path}:{function.lineno} {function.name} takes {count} positional parameters")
     return found
+
+
+def _is_schema(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(name in ast.unparse(decorator) for decorator in function.decorator_list for name in SCHEMAS)
+
+
+def stray_kernels(sources: Iterable[Source]) -> list[str]:
+    """Imports of kernels by others than operators; whether Triton is there, anyone may ask."""
+    return [
+        f"{source.path}:{item.line} imports {item.module}: call the operator of megacore.ops"
+        for source in sources
+        if source.is_ours and source.group not in ("kernels", "ops") and source.path not in KERNEL_USERS
+        for item in source.imports
+        if item.module.startswith("megacore.kernels.") and not item.module.startswith("megacore.kernels.availability")
+    ]
 
 
 def undocumented(sources: Iterable[Source]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
+from tests.unit import architecture_exceptions as exceptions
 from tests.unit import architecture_rules as rules
 from tests.unit.architecture_rules import Source
 from tests.unit.packaging_builds import ROOT
@@ -20,6 +21,7 @@ RULES = (
     rules.cuda_by_name,
     rules.pickles,
     rules.oversized,
+    rules.stray_kernels,
     rules.undocumented,
 )
 Rule = Callable[[Iterable[Source]], list[str]]
@@ -46,9 +48,10 @@ def test_the_repository_keeps_the_rule(rule: Rule, repository: list[Source]) -> 
 
 def test_every_exception_is_still_needed(repository: list[Source]) -> None:
     texts = {source.path: source for source in repository}
-    for path, module in rules.LATE_IMPORTS:
+    for path, module in exceptions.LATE_IMPORTS:
         assert any(item.late and item.module == module for item in texts[path].imports), (path, module)
-    assert set(rules.DISTRIBUTED) | rules.TORCH_IN_DATA | set(rules.CUDA_NAMES) <= set(texts)
+    assert set(exceptions.DISTRIBUTED) | exceptions.TORCH_IN_DATA | set(exceptions.CUDA_NAMES) <= set(texts)
+    assert set(texts) >= exceptions.KERNEL_USERS
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,14 @@ def test_what_is_too_large_is_found() -> None:
     assert len(rules.oversized(planted(pretrain_gpt="x = 1\n" * 100))) == 1
     assert rules.oversized(planted(megacore__a=function)) == ["megacore/a.py:1 f has 61 lines (limit 60)"]
     assert rules.oversized(planted(megacore__a=parameters)) == ["megacore/a.py:2 g takes 6 positional parameters"]
+    assert rules.oversized(planted(kernels__a="@triton.jit\ndef _k(a, b, c, d, e, f):\n    pass\n")) == []
+
+
+def test_a_kernel_is_imported_by_operators_alone() -> None:
+    line = "from megacore.kernels import norm\n"
+    assert len(rules.stray_kernels(planted(megacore__layers__norm=line))) == 1
+    assert rules.stray_kernels(planted(megacore__ops__norm=line, kernels__norm=line)) == []
+    assert rules.stray_kernels(planted(megacore__cli="from megacore.kernels.availability import triton_version")) == []
 
 
 def test_what_says_nothing_of_itself_is_found() -> None:

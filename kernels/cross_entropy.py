@@ -1,0 +1,122 @@
+"""Cross-entropy on a rank's share of the vocabulary: one pass over the logits forward, one in place backward.
+
+Forward leaves three floats a token, which ranks exchange: the largest logit, the sum of exponentials relative to it,
+and the part of the loss that is linear in the logits, relative to it too, so that large logits cost no precision.
+Backward writes the gradient over the logits. Forward does not read a token whose target is ignored.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megacore.kernels.launch import block_of, warps_of
+
+_CHUNK = 8192
+_LOWEST: tl.constexpr = tl.constexpr(-1e30)  # below any logit, and finite: its differences are never NaN
+
+
+@triton.jit
+def _forward(
+    logits_ptr, targets_ptr, statistics_ptr, tokens, width, columns, start, ignore_index, target_weight, uniform_weight,
+    SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    target = tl.load(targets_ptr + token)
+    logits_ptr += token.to(tl.int64) * width
+    lanes = tl.arange(0, BLOCK)
+    peak = _LOWEST
+    total = 0.0
+    uniform = 0.0
+    for begin in range(0, tl.where(target == ignore_index, 0, columns), BLOCK):
+        column = begin + lanes
+        # Padding is loaded and then hidden: a mask at the exact edge would make every load a scalar one.
+        x = tl.load(logits_ptr + column, mask=column < width, other=float("-inf")).to(tl.float32)
+        x = tl.where(column < columns, x, float("-inf"))
+        higher = tl.maximum(peak, tl.max(x, 0))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), 0)
+        if SMOOTHING:
+            uniform += begin * (peak - higher) + tl.sum(tl.where(column < columns, x - higher, 0.0), 0)
+        peak = higher
+    local = target - start
+    here = (target != ignore_index) & (local >= 0) & (local < columns)
+    hit = tl.load(logits_ptr + tl.where(here, local, 0), mask=here, other=0.0).to(tl.float32)
+    linear = tl.where(here, target_weight * (hit - peak), 0.0)
+    if SMOOTHING:
+        linear += uniform_weight * uniform
+    tl.store(statistics_ptr + token, peak)
+    tl.store(statistics_ptr + tokens + token, total)
+    tl.store(statistics_ptr + 2 * tokens + token, linear)
+
+
+@triton.jit
+def _backward(
+    logits_ptr, targets_ptr, peak_ptr, softmax_weight_ptr, loss_weight_ptr, width, columns, start, ignore_index,
+    target_weight, uniform_weight, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(targets_ptr + token)
+    peak = tl.load(peak_ptr + token)
+    weight = tl.load(loss_weight_ptr + token)
+    logits_ptr += token.to(tl.int64) * width
+    x = tl.load(logits_ptr + column, mask=column < width, other=float("-inf")).to(tl.float32)
+    grad = tl.exp(x - peak) * tl.load(softmax_weight_ptr + token) - weight * uniform_weight
+    grad -= tl.where(column == target - start, weight * target_weight, 0.0)
+    grad = tl.where((column < columns) & (target != ignore_index), grad, 0.0)
+    tl.store(logits_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < width)
+
+
+def statistics(
+    logits: Tensor, targets: Tensor, *, start: int, columns: int, ignore_index: int, weights: tuple[float, float]
+) -> Tensor:
+    """What a rank knows of each token's loss.
+
+    Args:
+        logits: [tokens, width] contiguous; columns from `columns` on are padding.
+        targets: [tokens] int64.
+        start: the id of the first column.
+        columns: true columns.
+        ignore_index: the target of tokens that do not count.
+        weights: of the target's logit in the loss, and of every logit (label smoothing; 0 for none).
+
+    Returns:
+        [3, tokens] fp32: largest logit m; sum of exp(x - m); weighted sum of x - m.
+    """
+    tokens, width = logits.shape
+    found = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
+    if tokens:
+        block = min(_CHUNK, block_of(width))
+        _forward[(tokens,)](
+            logits, targets, found, tokens, width, columns, start, ignore_index, *weights,
+            SMOOTHING=weights[1] != 0.0, BLOCK=block, num_warps=warps_of(block, 512),
+        )  # fmt: skip
+    return found
+
+
+def gradient_(
+    logits: Tensor, targets: Tensor, peak: Tensor, softmax_weight: Tensor, loss_weight: Tensor, *,
+    start: int, columns: int, ignore_index: int, weights: tuple[float, float],
+) -> None:  # fmt: skip
+    """Replace the logits by their gradient.
+
+    Args:
+        logits: as in `statistics`; padding and ignored tokens become 0.
+        targets: as in `statistics`.
+        peak: [tokens] fp32, largest logit over all ranks.
+        softmax_weight: [tokens] fp32, what exp(x - peak) is multiplied by.
+        loss_weight: [tokens] fp32, the gradient of the token's loss.
+        start: as in `statistics`, and so are the others.
+        columns: see start.
+        ignore_index: see start.
+        weights: see start.
+    """
+    tokens, width = logits.shape
+    if tokens and width:
+        block = min(_CHUNK, block_of(width))
+        _backward[(tokens, triton.cdiv(width, block))](
+            logits, targets, peak, softmax_weight, loss_weight, width, columns, start, ignore_index, *weights,
+            BLOCK=block, num_warps=warps_of(block, 512),
+        )  # fmt: skip

@@ -1,0 +1,89 @@
+"""residual + dropout(x + bias): the mask is a function of (seed, row, column), and is never stored.
+
+An element is kept if its random 32 bits are at least p 2^32. The bits are Philox 4x32-10 (Salmon et al. 2011) of the
+key `seed` and the counter (column / 4, row, 0, 0), one output word for each of four neighbouring columns; backward and
+a recomputation draw the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megacore.kernels.launch import block_of
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _kept(seed, threshold, row, first, BLOCK: tl.constexpr):
+    """Which of BLOCK columns from `first` on are kept."""
+    counter = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = counter * 0
+    a, b, c, d = tl.philox(seed, counter, zero + row.to(tl.uint32), zero, zero)
+    bits = tl.join(tl.join(a, c), tl.join(b, d)).reshape([BLOCK])
+    return bits >= threshold.to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=["seed", "threshold"])
+def _forward(
+    x_ptr, bias_ptr, residual_ptr, y_ptr, width, seed, threshold, scale, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at = row.to(tl.int64) * width + column
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    kept = _kept(seed, threshold, row, tl.program_id(1) * BLOCK, BLOCK)
+    y = tl.where(kept, x * scale, 0.0) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["seed", "threshold"])
+def _backward(dy_ptr, dx_ptr, width, seed, threshold, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at = row.to(tl.int64) * width + column
+    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    kept = _kept(seed, threshold, row, tl.program_id(1) * BLOCK, BLOCK)
+    dx = tl.where(kept, dy * scale, 0.0)
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+def forward(x: Tensor, bias: Tensor | None, residual: Tensor, *, seed: int, threshold: int, scale: float) -> Tensor:
+    """residual + mask * (x + bias) * scale.
+
+    Args:
+        x: [rows, h] contiguous.
+        bias: [h] or None.
+        residual: [rows, h] contiguous.
+        seed: 0 to 2^63 - 1.
+        threshold: elements whose 32 random bits are below it are dropped.
+        scale: what kept elements are multiplied by.
+
+    Returns:
+        Like x.
+    """
+    rows, width = x.shape
+    y = torch.empty_like(x)
+    if x.numel():
+        block = min(_BLOCK, block_of(width))
+        _forward[(rows, triton.cdiv(width, block))](
+            x, bias, residual, y, width, seed, threshold, scale, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4
+        )
+    return y
+
+
+def backward(dy: Tensor, *, seed: int, threshold: int, scale: float) -> Tensor:
+    """The gradient of x, which summed over rows is that of the bias; dy [rows, h] contiguous."""
+    rows, width = dy.shape
+    dx = torch.empty_like(dy)
+    if dy.numel():
+        block = min(_BLOCK, block_of(width))
+        _backward[(rows, triton.cdiv(width, block))](dy, dx, width, seed, threshold, scale, BLOCK=block, num_warps=4)
+    return dx

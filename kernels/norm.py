@@ -1,0 +1,277 @@
+"""LayerNorm and RMSNorm over rows, with the residual addition folded in, and their backward.
+
+Forward: a program a row; rows beyond `ONE_BLOCK` columns are read three times, from cache after the first. Backward up
+to `PERSISTENT` columns: a few programs a processor walk over the rows and keep their share of dweight and dbias in
+registers. Beyond, where that would spill, one kernel computes dx by rows and another dweight and dbias by columns. The
+shares are added in a fixed order, without atomics: the same bits every time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megacore.kernels.launch import block_of, processors, warps_of
+
+ONE_BLOCK = 32768
+PERSISTENT = 8192
+_CHUNK = 8192
+_TILE_ROWS, _TILE_COLUMNS = 8, 256
+
+
+@triton.jit
+def _forward(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, width, epsilon,
+    RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row * width + columns
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + at, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    if not RMS:
+        mean = tl.sum(x, 0) / width
+        tl.store(mean_ptr + row, mean)
+        x = tl.where(inside, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + epsilon)
+    tl.store(rstd_ptr + row, rstd)
+    y = x * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _forward_wide(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, width, epsilon,
+    RMS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    if HAS_RESIDUAL or not RMS:
+        for start in range(0, width, BLOCK):
+            inside = start + lanes < width
+            at = row * width + start + lanes
+            x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            if HAS_RESIDUAL:
+                x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                rounded = x.to(sum_ptr.dtype.element_ty)
+                tl.store(sum_ptr + at, rounded, mask=inside)
+                x = rounded.to(tl.float32)
+            total += x
+    mean = 0.0
+    if not RMS:
+        mean = tl.sum(total, 0) / width
+        tl.store(mean_ptr + row, mean)
+    read_ptr = x_ptr
+    if HAS_RESIDUAL:
+        tl.debug_barrier()  # a thread may now read what another has stored
+        read_ptr = sum_ptr
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        inside = start + lanes < width
+        x = tl.load(read_ptr + row * width + start + lanes, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(inside, x - mean, 0.0)
+        squares += x * x
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / width + epsilon)
+    tl.store(rstd_ptr + row, rstd)
+    for start in range(0, width, BLOCK):
+        inside = start + lanes < width
+        at = row * width + start + lanes
+        x = tl.load(read_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        y = (x - mean) * rstd * tl.load(weight_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            y += tl.load(bias_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width,
+    RMS: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    at = program.to(tl.int64) * width + columns
+    for row in range(program, rows, tl.num_programs(0)):
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        if not RMS:
+            x = tl.where(inside, x - tl.load(mean_ptr + row), 0.0)
+        x *= rstd
+        dweight += dy * x
+        if HAS_BIAS:
+            dbias += dy
+        dy *= weight
+        dx = dy - x * (tl.sum(dy * x, 0) / width)
+        if not RMS:
+            dx -= tl.sum(dy, 0) / width
+        dx *= rstd
+        if HAS_DSUM:
+            dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        at += tl.num_programs(0).to(tl.int64) * width
+    tl.store(dweight_ptr + program * width + columns, dweight, mask=inside)
+    if HAS_BIAS:
+        tl.store(dbias_ptr + program * width + columns, dbias, mask=inside)
+
+
+@triton.jit
+def _backward_wide(
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, width,
+    RMS: tl.constexpr, HAS_DSUM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    rstd = tl.load(rstd_ptr + row)
+    mean = 0.0
+    if not RMS:
+        mean = tl.load(mean_ptr + row)
+    products = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        inside = start + lanes < width
+        at = row * width + start + lanes
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy *= tl.load(weight_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32)
+        products += dy * ((x - mean) * rstd)
+        if not RMS:
+            sums += dy
+    product = tl.sum(products, 0) / width
+    average = tl.sum(sums, 0) / width
+    for start in range(0, width, BLOCK):
+        inside = start + lanes < width
+        at = row * width + start + lanes
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy *= tl.load(weight_ptr + start + lanes, mask=inside, other=0.0).to(tl.float32)
+        dx = (dy - ((x - mean) * rstd) * product - average) * rstd
+        if HAS_DSUM:
+            dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_columns(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, rows, width, rows_per_share,
+    RMS: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    share = tl.program_id(1)
+    first = share * rows_per_share
+    last = tl.minimum(first + rows_per_share, rows)
+    inside_row = columns < width
+    dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(first, last, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = row[:, None].to(tl.int64) * width + columns[None, :]
+        inside = (row < last)[:, None] & inside_row[None, :]
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if not RMS:
+            x -= tl.load(mean_ptr + row, mask=row < last, other=0.0)[:, None]
+        dweight += dy * x * tl.load(rstd_ptr + row, mask=row < last, other=0.0)[:, None]
+        if HAS_BIAS:
+            dbias += dy
+    tl.store(dweight_ptr + share * width + columns, tl.sum(dweight, 0), mask=inside_row)
+    if HAS_BIAS:
+        tl.store(dbias_ptr + share * width + columns, tl.sum(dbias, 0), mask=inside_row)
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalise each row.
+
+    Args:
+        x: [rows, h] contiguous.
+        residual: [rows, h], added to x first; None for none.
+        weight: [h].
+        bias: [h] or None.
+        epsilon: added to the variance or mean square.
+        rms: RMSNorm, else LayerNorm.
+
+    Returns:
+        y [rows, h]; x + residual as it was normalised (empty without residual); mean [rows] fp32 (empty for RMSNorm);
+        reciprocal deviation [rows] fp32.
+    """
+    rows, width = x.shape
+    y = torch.empty_like(x)
+    summed = x.new_empty(0) if residual is None else torch.empty_like(x)
+    mean = x.new_empty(0 if rms else rows, dtype=torch.float32)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    if rows:
+        wide = width > ONE_BLOCK
+        block = _CHUNK if wide else block_of(width)
+        (_forward_wide if wide else _forward)[(rows,)](
+            x, residual, weight, bias, y, summed, mean, rstd, width, epsilon,
+            RMS=rms, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
+            BLOCK=block, num_warps=warps_of(block, 512),
+        )  # fmt: skip
+    return y, summed, mean, rstd
+
+
+def backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `forward`.
+
+    Args:
+        dy: [rows, h] contiguous.
+        dsum: [rows, h], the gradient that reaches x + residual by another way; None for none.
+        x: [rows, h], what was normalised.
+        weight: [h].
+        mean: [rows]; not read for RMSNorm.
+        rstd: [rows].
+        rms: RMSNorm, else LayerNorm.
+        has_bias: whether dbias is wanted.
+
+    Returns:
+        dx [rows, h], dweight [h] fp32, dbias [h] fp32 (empty without bias).
+    """
+    rows, width = x.shape
+    dx = torch.empty_like(x)
+    flags = {"RMS": rms, "HAS_DSUM": dsum is not None}
+    if width <= PERSISTENT:
+        block = block_of(width)
+        shares = max(1, min(rows, processors(x.device) * _programs_each(block)))
+    else:
+        shares = max(1, min(-(-rows // 64), 4 * processors(x.device) * _TILE_COLUMNS // width + 1))
+    # Every program writes its share; without rows there is none to write it.
+    new = torch.empty if rows else torch.zeros
+    dweight = new((shares, width), dtype=torch.float32, device=x.device)
+    dbias = new((shares, width if has_bias else 0), dtype=torch.float32, device=x.device)
+    if rows and width <= PERSISTENT:
+        _backward[(shares,)](
+            dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
+            **flags, HAS_BIAS=has_bias, BLOCK=block, num_warps=warps_of(block, 256),
+        )  # fmt: skip
+    elif rows:
+        _backward_wide[(rows,)](
+            dy, dsum, x, weight, mean, rstd, dx, width, **flags, BLOCK=_CHUNK, num_warps=16
+        )  # fmt: skip
+        _backward_columns[(triton.cdiv(width, _TILE_COLUMNS), shares)](
+            dy, x, mean, rstd, dweight, dbias, rows, width, -(-rows // shares),
+            RMS=rms, HAS_BIAS=has_bias, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, num_warps=4,
+        )  # fmt: skip
+    return dx, dweight.sum(0), dbias.sum(0)
+
+
+def _programs_each(block: int) -> int:
+    """Persistent programs that the registers of one processor hold at once."""
+    return max(1, min(8, 8192 // block))

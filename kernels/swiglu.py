@@ -1,0 +1,72 @@
+"""SwiGLU: silu(gate) * up, elementwise. Backward computes silu again instead of keeping it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megacore.kernels.launch import block_of
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _forward(gate_ptr, up_ptr, y_ptr, width, gate_stride, up_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    y = gate * tl.sigmoid(gate) * up
+    tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, width, gate_stride, up_stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    dgate = dy * up * (sigmoid + silu * (1.0 - sigmoid))
+    tl.store(dgate_ptr + row * width + column, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
+    tl.store(dup_ptr + row * width + column, (dy * silu).to(dup_ptr.dtype.element_ty), mask=inside)
+
+
+def forward(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up.
+
+    Args:
+        gate: [rows, f]; rows may lie apart, as those of one half of a wider tensor do.
+        up: [rows, f]; likewise.
+
+    Returns:
+        [rows, f] contiguous.
+    """
+    rows, width = gate.shape
+    y = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
+    if y.numel():
+        block = min(_BLOCK, block_of(width))
+        _forward[(rows, triton.cdiv(width, block))](
+            gate, up, y, width, gate.stride(0), up.stride(0), BLOCK=block, num_warps=4
+        )
+    return y
+
+
+def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, [rows, f] contiguous; dy is contiguous too."""
+    rows, width = gate.shape
+    dgate, dup = torch.empty_like(dy), torch.empty_like(dy)
+    if dy.numel():
+        block = min(_BLOCK, block_of(width))
+        _backward[(rows, triton.cdiv(width, block))](
+            dy, gate, up, dgate, dup, width, gate.stride(0), up.stride(0), BLOCK=block, num_warps=4
+        )
+    return dgate, dup

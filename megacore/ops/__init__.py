@@ -1,0 +1,54 @@
+"""The operators that a layer is made of, and the one place that decides which implementation of each runs.
+
+Every operator has a plain-torch form and a Triton kernel (`megacore.kernels`, imported from here alone). On a GPU with
+Triton the kernel runs, elsewhere torch; `--kernels` and `kernels_chosen` override it. Each kernel is a
+`torch.library.custom_op` with a shape function and a gradient, so that fake tensors, FLOP counters and torch.compile
+see through it. All of them may be used alone: `from megacore.ops import rms_norm`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megacore.ops.activation import bias_gelu, gelu, swiglu
+from megacore.ops.adamw import adamw_
+from megacore.ops.attention import Attention, causal_attention, resolved
+from megacore.ops.dispatch import Choice, choose_kernels, described, kernels_chosen, uses_triton, why_not
+from megacore.ops.dropout import bias_dropout_add, dropout_mask
+from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy
+from megacore.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megacore.ops.position import rotary
+from megacore.ops.softmax import fused_softmax
+
+__all__ = [
+    "Attention",
+    "Choice",
+    "CrossEntropyOptions",
+    "VocabularyShare",
+    "adamw_",
+    "add_layer_norm",
+    "add_rms_norm",
+    "bias_dropout_add",
+    "bias_gelu",
+    "causal_attention",
+    "choose_kernels",
+    "cross_entropy",
+    "dropout_mask",
+    "fused_softmax",
+    "gelu",
+    "implementations",
+    "kernels_chosen",
+    "layer_norm",
+    "rms_norm",
+    "rotary",
+    "swiglu",
+    "uses_triton",
+    "why_not",
+]
+
+
+def implementations(device: torch.device, attention: Attention) -> dict[str, str]:
+    """Which implementation each operator runs on a device, in the order of a block."""
+    kernels = described(device)
+    mixing = "torch sdpa" if resolved(attention) == "sdpa" else f"fused softmax, {kernels}"
+    return {"layer_norm": kernels, "attention": mixing, "gelu": kernels, "cross_entropy": kernels}

@@ -1,0 +1,179 @@
+"""Activations of the feed-forward layer: GELU, with the bias before it folded in or without, and SwiGLU.
+
+GELU is the tanh form that GPT-2 uses (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2), SwiGLU that of Shazeer
+2020 (arXiv 2002.05202). Both keep their inputs alone and compute the rest again in backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
+from megacore.ops.dispatch import uses_triton
+
+
+@torch.library.custom_op("megacore::gelu_forward", mutates_args=())
+def _gelu_forward(x: Tensor, bias: Tensor | None) -> Tensor:
+    if uses_triton(x):
+        from megacore.kernels import gelu as kernel
+
+        return kernel.forward(x, bias)
+    return F.gelu(_biased(x, bias), approximate="tanh").to(x.dtype)
+
+
+@_gelu_forward.register_fake
+def _(x: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("megacore::gelu_backward", mutates_args=())
+def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    if uses_triton(x):
+        from megacore.kernels import gelu as kernel
+
+        return kernel.backward(dy, x, bias)
+    wide = _biased(x, bias)
+    return torch.ops.aten.gelu_backward(dy.to(wide.dtype), wide, approximate="tanh").to(x.dtype)
+
+
+@_gelu_backward.register_fake
+def _(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum as the kernel has it, not rounded to 16 bits on the way."""
+    return x if bias is None else x.float() + bias.float()
+
+
+def _keep_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_gelu(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    x, bias = ctx.saved_tensors
+    dx = _gelu_backward(dy.contiguous(), x, bias)
+    return dx, None if bias is None else dx.sum(0, dtype=torch.float32).to(bias.dtype)
+
+
+_gelu_forward.register_autograd(_differentiate_gelu, setup_context=_keep_gelu)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form.
+
+    Args:
+        x: [..., f] contiguous; fp32, fp16 or bf16.
+
+    Returns:
+        Like x.
+
+    Raises:
+        ValueError: x's dtype or strides do not fit.
+    """
+    require_floats(x=x)
+    require_contiguous(x=x)
+    if not uses_triton(x):
+        return F.gelu(x, approximate="tanh")
+    return _gelu_forward(x.view(-1, x.shape[-1]), None).view(x.shape)
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """gelu(x + bias), the sum not rounded on the way.
+
+    Args:
+        x: [..., f] contiguous; fp32, fp16 or bf16.
+        bias: [f], of x's dtype.
+
+    Returns:
+        Like x.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    require(x.dim() > 0, "x has no dimension: it must be [..., f]")
+    require_same_device(x=x, bias=bias)
+    require_floats(x=x, bias=bias)
+    require_shape(x.shape[-1:], "x's last dimension", bias=bias)
+    require_contiguous(x=x, bias=bias)
+    return _gelu_forward(x.view(-1, x.shape[-1]), bias).view(x.shape)
+
+
+@torch.library.custom_op("megacore::swiglu_forward", mutates_args=())
+def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
+    if uses_triton(gate):
+        from megacore.kernels import swiglu as kernel
+
+        return kernel.forward(gate, up)
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+@_swiglu_forward.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("megacore::swiglu_backward", mutates_args=())
+def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    if uses_triton(gate):
+        from megacore.kernels import swiglu as kernel
+
+        return kernel.backward(dy, gate, up)
+    wide, grad = gate.float(), dy.float()
+    sigmoid = wide.sigmoid()
+    silu = wide * sigmoid
+    dgate = grad * up.float() * (sigmoid + silu * (1.0 - sigmoid))
+    return dgate.to(gate.dtype), (grad * silu).to(gate.dtype)
+
+
+@_swiglu_backward.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(dy), torch.empty_like(dy)
+
+
+def _keep_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_swiglu(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    return _swiglu_backward(dy.contiguous(), *ctx.saved_tensors)
+
+
+_swiglu_forward.register_autograd(_differentiate_swiglu, setup_context=_keep_swiglu)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up.
+
+    Args:
+        gate: [..., f]; fp32, fp16 or bf16. Rows may lie apart, as in one half of a wider tensor.
+        up: like gate.
+
+    Returns:
+        [..., f] contiguous.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    require(gate.dim() > 0, "gate has no dimension: it must be [..., f]")
+    require_same_device(gate=gate, up=up)
+    require_floats(gate=gate, up=up)
+    require_shape(gate.shape, "like gate", up=up)
+    return _swiglu_forward(_rows(gate, "gate"), _rows(up, "up")).view(gate.shape)
+
+
+def _rows(tensor: Tensor, name: str) -> Tensor:
+    """[..., f] as [rows, f], without a copy."""
+    refusal = (
+        f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: its rows must be contiguous and lie at "
+        f"equal distances; call {name}.contiguous()"
+    )
+    require(tensor.stride(-1) == 1 or tensor.shape[-1] == 1, refusal)
+    try:
+        return tensor.view(-1, tensor.shape[-1])
+    except RuntimeError as error:
+        raise ValueError(refusal) from error

@@ -1,0 +1,95 @@
+"""AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) on one flat buffer, with unscaling, clipping, decay and the
+16-bit copy in the same pass."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megacore.ops.checks import FLOATS, require, require_contiguous, require_same_device, require_shape
+from megacore.ops.dispatch import uses_triton
+
+
+@torch.library.custom_op("megacore::adamw_", mutates_args=("parameter", "mean", "square", "copy"))
+def _adamw_(
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    copy: Tensor | None,
+    factor: Tensor,
+    keep: float,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    root_correction2: float,
+) -> None:
+    if uses_triton(parameter):
+        from megacore.kernels import adamw as kernel
+
+        kernel.step_(
+            parameter, gradient, mean, square, copy=copy, factor=factor,
+            keep=keep, rate=rate, betas=(beta1, beta2), epsilon=epsilon, root_correction2=root_correction2,
+        )  # fmt: skip
+        return
+    scaled = gradient.float() * factor
+    mean.lerp_(scaled, 1.0 - beta1)
+    square.mul_(beta2).addcmul_(scaled, scaled, value=1.0 - beta2)
+    parameter.mul_(keep).addcdiv_(mean, (square.sqrt() / root_correction2).add_(epsilon), value=-rate)
+    if copy is not None:
+        copy.copy_(parameter)
+
+
+def adamw_(
+    parameter: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.0,
+    factor: Tensor | None = None,
+    copy: Tensor | None = None,
+) -> None:
+    """One step, in place; what `torch.optim.AdamW` does with `gradient * factor`.
+
+    Args:
+        parameter: [n] fp32 master weights.
+        gradient: [n] fp32, fp16 or bf16; left as it is.
+        mean: [n] fp32, running mean of gradients.
+        square: [n] fp32, running mean of squared gradients.
+        step: number of this step, from 1.
+        lr: learning rate.
+        betas: decays of mean and square.
+        epsilon: added to the denominator.
+        weight_decay: decoupled decay.
+        factor: one fp32 number on the device: 1 / loss scale times the clipping factor. None: 1.
+        copy: [n] fp16 or bf16, which receives the new parameters; None for none.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, strides or range do not fit.
+    """
+    require(step >= 1, f"step is {step}: the first step is 1")
+    require(parameter.dim() == 1, f"parameter has shape {tuple(parameter.shape)}: it must be flat, [n]")
+    factor = torch.ones((), device=parameter.device) if factor is None else factor
+    require(factor.numel() == 1, f"factor has shape {tuple(factor.shape)}: it must hold one number")
+    for name, tensor in {"parameter": parameter, "mean": mean, "square": square, "factor": factor}.items():
+        require(tensor.dtype == torch.float32, f"{name} is {tensor.dtype}: it must be torch.float32")
+    require(gradient.dtype in FLOATS, f"gradient is {gradient.dtype}: it must be float32, float16 or bfloat16")
+    tensors = {"parameter": parameter, "gradient": gradient, "mean": mean, "square": square}
+    if copy is not None:
+        require(copy.dtype in FLOATS[1:], f"copy is {copy.dtype}: it must be float16 or bfloat16")
+        tensors["copy"] = copy
+    require_same_device(**tensors, factor=factor)
+    require_shape(parameter.shape, "like parameter", **tensors)
+    require_contiguous(**tensors)
+    _adamw_(
+        parameter, gradient, mean, square, copy, factor, 1.0 - lr * weight_decay, lr / (1.0 - betas[0] ** step),
+        *betas, epsilon, math.sqrt(1.0 - betas[1] ** step),
+    )  # fmt: skip

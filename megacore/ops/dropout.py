@@ -1,0 +1,149 @@
+"""residual + dropout(x + bias) with a mask that is a function of a seed and the place, never stored.
+
+The random bits are Philox 4x32-10 (Salmon et al. 2011) of the key `seed` and the counter (column / 4, row, 0, 0), a
+word for each of four neighbouring columns. The plain form computes the same bits, so that both implementations,
+forward, backward and a recomputation agree on every element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
+from megacore.ops.dispatch import uses_triton
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(key: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32-10: four words of 32 random bits for each key and counter.
+
+    Args:
+        key: 64 bits.
+        counter: four int64 tensors of 32-bit values, of shapes that broadcast.
+
+    Returns:
+        Four int64 tensors of 32-bit values.
+    """
+    a, b, c, d = torch.broadcast_tensors(*counter)
+    low, high = key & _WORD, key >> 32 & _WORD
+    for _ in range(10):
+        (high_a, low_a), (high_c, low_c) = _multiply(a, _MULTIPLIERS[0]), _multiply(c, _MULTIPLIERS[1])
+        a, b, c, d = high_c ^ b ^ low, low_c, high_a ^ d ^ high, low_a
+        low, high = low + _WEYL[0] & _WORD, high + _WEYL[1] & _WORD
+    return a, b, c, d
+
+
+def _multiply(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """High and low word of the product of 32-bit numbers, which does not fit a signed 64-bit one: in two halves."""
+    upper, lower = x * (constant >> 16), x * (constant & 0xFFFF)
+    return upper + (lower >> 16) >> 16, ((upper & 0xFFFF) << 16) + lower & _WORD
+
+
+def kept(seed: int, threshold: int, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Which elements of [rows, width] stay."""
+    rows, width = shape
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    column = torch.arange(-(-width // 4), device=device)
+    words = philox(seed, (column, torch.arange(rows, device=device)[:, None], zero, zero))
+    return torch.stack(words, dim=-1).view(rows, -1)[:, :width] >= threshold
+
+
+@torch.library.custom_op("megacore::dropout_add", mutates_args=())
+def _dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
+    if uses_triton(x):
+        from megacore.kernels import dropout
+
+        return dropout.forward(x, bias, residual, seed=seed, threshold=threshold, scale=scale)
+    mask = kept(seed, threshold, (x.shape[0], x.shape[1]), x.device)
+    wide = x.float() if bias is None else x.float() + bias.float()
+    return (torch.where(mask, wide * scale, 0.0) + residual.float()).to(x.dtype)
+
+
+@_dropout_add.register_fake
+def _(x: Tensor, bias: Tensor | None, residual: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("megacore::dropout_backward", mutates_args=())
+def _dropout_backward(dy: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
+    if uses_triton(dy):
+        from megacore.kernels import dropout
+
+        return dropout.backward(dy, seed=seed, threshold=threshold, scale=scale)
+    return torch.where(kept(seed, threshold, (dy.shape[0], dy.shape[1]), dy.device), dy.float() * scale, 0.0).to(
+        dy.dtype
+    )
+
+
+@_dropout_backward.register_fake
+def _(dy: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
+    return torch.empty_like(dy)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, bias, _, *ctx.mask = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None, None, None]:
+    dx = _dropout_backward(dy.contiguous(), *ctx.mask)
+    dbias = None if ctx.bias_dtype is None else dx.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return dx, dbias, dy.clone(), None, None, None
+
+
+_dropout_add.register_autograd(_differentiate, setup_context=_keep)
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, *, probability: float, seed: int) -> Tensor:
+    """residual + dropout(x + bias), what is kept divided by 1 - probability (Srivastava et al. 2014).
+
+    Args:
+        x: [..., h] contiguous; fp32, fp16 or bf16.
+        bias: [h], of x's dtype, or None.
+        residual: like x.
+        probability: share of elements dropped, in [0, 1).
+        seed: 0 to 2^63 - 1; the mask is a function of it, and of row and column.
+
+    Returns:
+        Like x.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, strides or range do not fit.
+    """
+    require(x.dim() > 0, "x has no dimension: it must be [..., h]")
+    require(0 <= probability < 1, f"probability is {probability}: it must be in [0, 1)")
+    require(0 <= seed < 2**63, f"seed is {seed}: it must be in [0, 2^63)")
+    tensors = {"x": x, "residual": residual} | ({} if bias is None else {"bias": bias})
+    require_same_device(**tensors)
+    require_floats(**tensors)
+    require_shape(x.shape, "like x", residual=residual)
+    if bias is not None:
+        require_shape(x.shape[-1:], "x's last dimension", bias=bias)
+    require_contiguous(**tensors)
+    rows, others = x.view(-1, x.shape[-1]), residual.view(-1, x.shape[-1])
+    scale = 1.0 / (1.0 - probability)
+    return _dropout_add(rows, bias, others, seed, _threshold(probability), scale).view(x.shape)
+
+
+def dropout_mask(shape: Sequence[int], *, probability: float, seed: int, device: torch.device) -> Tensor:
+    """What `bias_dropout_add` keeps, as a bool tensor.
+
+    Args:
+        shape: [..., h].
+        probability: share of elements dropped, in [0, 1).
+        seed: 0 to 2^63 - 1.
+        device: where the mask is made.
+    """
+    return kept(seed, _threshold(probability), (math.prod(shape[:-1]), shape[-1]), device).view(*shape)
+
+
+def _threshold(probability: float) -> int:
+    return min(round(probability * 2**32), _WORD)

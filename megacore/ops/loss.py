@@ -1,0 +1,265 @@
+"""Cross-entropy over a vocabulary of which this rank holds a share, in two operators and one exchange between them.
+
+The first operator leaves three floats a token: the largest logit m, the sum of exp(x - m), and the weighted sum of
+x - m that is the linear part of the loss. They are exchanged once (by a function that is handed in: operators know of
+no groups) and combined, on every rank alike, so that every rank gets the same bits. The second operator turns logits
+into their gradient in place. The method is that of Shoeybi et al. 2019 (arXiv 1909.08053, section 3) with the online
+sum of Milakov and Gimelshein 2018 (arXiv 1805.02867); the z-loss is that of PaLM (arXiv 2204.02311, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops.checks import require, require_integers, require_same_device, require_shape
+from megacore.ops.dispatch import uses_triton
+
+_CACHED = 1 << 18  # elements that stay in a core's cache
+_LOWEST = -1e30  # below any logit, and finite: its differences are never NaN
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropyOptions:
+    """What is computed per token.
+
+    Attributes:
+        label_smoothing: weight e in [0, 1) of the uniform distribution over the true vocabulary.
+        z_loss: weight of log(Z)^2, Z being the softmax denominator; 0 leaves it out.
+        ignore_index: targets of this value give loss 0 and gradient 0.
+        in_place: backward writes the gradient over the logits, which saves their size in memory. Whoever looks at the
+            logits after backward sees the gradient.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    ignore_index: int = -100
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class VocabularyShare:
+    """Which columns each rank holds, and how ranks exchange what they know.
+
+    Attributes:
+        bounds: [start, stop) of every rank's ids, in order; the last stop is the vocabulary's size.
+        rank: this rank.
+        exchange: a tensor -> the ranks' tensors, stacked along a new first dimension.
+    """
+
+    bounds: tuple[tuple[int, int], ...]
+    rank: int = 0
+    exchange: Callable[[Tensor], Tensor] = lambda tensor: tensor.unsqueeze(0)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.bounds[-1][1]
+
+    @property
+    def start(self) -> int:
+        return self.bounds[self.rank][0]
+
+    @property
+    def columns(self) -> int:
+        return self.bounds[self.rank][1] - self.start
+
+
+@torch.library.custom_op("megacore::cross_entropy_statistics", mutates_args=())
+def _statistics(
+    logits: Tensor, targets: Tensor, start: int, columns: int, ignore_index: int, target_weight: float, uniform: float
+) -> Tensor:
+    weights = (target_weight, uniform)
+    if uses_triton(logits):
+        from megacore.kernels import cross_entropy
+
+        return cross_entropy.statistics(
+            logits, targets, start=start, columns=columns, ignore_index=ignore_index, weights=weights
+        )
+    return statistics_reference(
+        logits, targets, start=start, columns=columns, ignore_index=ignore_index, weights=weights
+    )
+
+
+@_statistics.register_fake
+def _(
+    logits: Tensor, targets: Tensor, start: int, columns: int, ignore_index: int, target_weight: float, uniform: float
+) -> Tensor:
+    return logits.new_empty((3, logits.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("megacore::cross_entropy_gradient_", mutates_args=("logits",))
+def _gradient_(
+    logits: Tensor,
+    targets: Tensor,
+    peak: Tensor,
+    softmax_weight: Tensor,
+    loss_weight: Tensor,
+    start: int,
+    columns: int,
+    ignore_index: int,
+    target_weight: float,
+    uniform: float,
+) -> None:
+    choice = {"start": start, "columns": columns, "ignore_index": ignore_index}
+    weights = (target_weight, uniform)
+    if uses_triton(logits):
+        from megacore.kernels import cross_entropy
+
+        cross_entropy.gradient_(logits, targets, peak, softmax_weight, loss_weight, weights=weights, **choice)
+    else:
+        gradient_reference_(logits, targets, peak, softmax_weight, loss_weight, weights=weights, **choice)
+
+
+def _pieces(logits: Tensor) -> Iterator[slice]:
+    """Rows, a cacheful at a time: each piece is read from memory once, however many passes are made over it."""
+    tokens, width = logits.shape
+    step = max(1, _CACHED // max(width, 1))
+    return (slice(first, first + step) for first in range(0, tokens, step))
+
+
+def _local(targets: Tensor, start: int, columns: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The targets' columns here (0 for those that are not), and where they are not."""
+    local = targets - start
+    elsewhere = (targets == ignore_index) | (local < 0) | (local >= columns)
+    return local.masked_fill(elsewhere, 0), elsewhere
+
+
+def statistics_reference(
+    logits: Tensor, targets: Tensor, *, start: int, columns: int, ignore_index: int, weights: tuple[float, float]
+) -> Tensor:
+    """What the kernel computes, in plain torch; arguments and result as `megacore.kernels.cross_entropy.statistics`."""
+    found = torch.zeros((3, logits.shape[0]), dtype=torch.float32, device=logits.device)
+    found[0].fill_(_LOWEST)
+    if columns == 0:
+        return found
+    local, elsewhere = _local(targets, start, columns, ignore_index)
+    for rows in _pieces(logits):
+        own = logits[rows, :columns].float()
+        peak = own.amax(-1).clamp_(min=_LOWEST)
+        shifted = own - peak[:, None]
+        linear = shifted.gather(-1, local[rows, None])[:, 0].masked_fill_(elsewhere[rows], 0.0).mul_(weights[0])
+        if weights[1]:
+            linear += weights[1] * shifted.sum(-1)
+        found[0, rows], found[1, rows], found[2, rows] = peak, shifted.exp_().sum(-1), linear
+    return found
+
+
+def gradient_reference_(
+    logits: Tensor, targets: Tensor, peak: Tensor, softmax_weight: Tensor, loss_weight: Tensor, *,
+    start: int, columns: int, ignore_index: int, weights: tuple[float, float],
+) -> None:  # fmt: skip
+    """What the kernel does, in plain torch; arguments as `megacore.kernels.cross_entropy.gradient_`."""
+    logits[:, columns:] = 0.0
+    if columns == 0:
+        return
+    local, elsewhere = _local(targets, start, columns, ignore_index)
+    ignored = targets == ignore_index
+    hit = (loss_weight * -weights[0]).masked_fill_(elsewhere, 0.0)[:, None]
+    softmax_weight = softmax_weight.masked_fill(ignored, 0.0)
+    uniform = (loss_weight * weights[1]).masked_fill_(ignored, 0.0)
+    for rows in _pieces(logits):
+        own = logits[rows, :columns]
+        # In fp32 this is the logits' own memory; 16-bit logits are widened first, and rounded once.
+        grad = own.float().sub_(peak[rows, None]).exp_().mul_(softmax_weight[rows, None])
+        if weights[1]:
+            grad.sub_(uniform[rows, None])
+        grad.scatter_add_(-1, local[rows, None], hit[rows])
+        if grad.dtype != own.dtype:
+            own.copy_(grad)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, share: VocabularyShare, options: CrossEntropyOptions
+    ) -> Tensor:
+        rows, ids = logits.view(-1, logits.shape[-1]), targets.reshape(-1)
+        smoothing = options.label_smoothing
+        weights = (1.0 - smoothing, smoothing / share.vocab_size)
+        place = (share.start, share.columns, options.ignore_index, *weights)
+        gathered = share.exchange(_statistics(rows, ids, *place))  # [ranks, 3, tokens]
+        ignored = ids == options.ignore_index
+        peak, total, linear = _combined(gathered, ids, share, weights)
+        log_total = total.log()
+        loss = log_total - linear
+        log_z = log_total + peak
+        if options.z_loss:
+            loss += options.z_loss * log_z.square()
+        impossible = ~ignored & ((ids < 0) | (ids >= share.vocab_size))
+        loss = loss.masked_fill_(ignored, 0.0).masked_fill_(impossible, torch.nan)
+        ctx.save_for_backward(logits, ids, ignored, peak, total, log_z)
+        ctx.place, ctx.options = place, options
+        return loss.view(targets.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, ids, ignored, peak, total, log_z = ctx.saved_tensors
+        options: CrossEntropyOptions = ctx.options
+        weight = grad_loss.reshape(-1).float().masked_fill(ignored, 0.0)
+        softmax_weight = weight / total
+        if options.z_loss:
+            softmax_weight *= 1.0 + 2.0 * options.z_loss * log_z
+        grad = logits.detach() if options.in_place else logits.detach().clone()
+        _gradient_(grad.view(-1, grad.shape[-1]), ids, peak, softmax_weight, weight, *ctx.place)
+        return grad, None, None, None
+
+
+def _combined(
+    gathered: Tensor, targets: Tensor, share: VocabularyShare, weights: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest logit, sum of exponentials and linear part over all ranks, from those of each rank."""
+    peaks, totals, linears = gathered.unbind(1)
+    if len(share.bounds) == 1:
+        return peaks[0], totals[0], linears[0]
+    peak = peaks.amax(0)
+    below = peaks - peak  # [ranks, tokens]
+    total = (totals * below.exp()).sum(0)
+    # A rank's linear part is relative to its own largest logit: move it, by the weight of what the rank holds.
+    moved = [
+        linear + distance * (weights[0] * ((targets >= start) & (targets < stop)) + weights[1] * (stop - start))
+        for linear, distance, (start, stop) in zip(linears, below, share.bounds, strict=True)
+    ]
+    return peak, total, torch.stack(moved).sum(0)
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    options: CrossEntropyOptions | None = None,
+    share: VocabularyShare | None = None,
+) -> Tensor:
+    """Loss per token in fp32, from this rank's share of the logits.
+
+    Args:
+        logits: [..., width], the share's columns followed by padding, which is not looked at; fp32, fp16 or bf16.
+        targets: [...] int64, ids of the whole vocabulary or `options.ignore_index`.
+        options: label smoothing, z-loss, ignore index, in-place gradient.
+        share: which columns these are. None: all.
+
+    Returns:
+        [...] fp32; `F.cross_entropy(..., reduction="none")` of the whole logits. NaN for a target that no id is.
+
+    Raises:
+        ValueError: an argument's device, dtype or shape does not fit.
+    """
+    options = options or CrossEntropyOptions()
+    share = share or VocabularyShare(((0, logits.shape[-1]),))
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    require(logits.dtype in floats, f"logits is {logits.dtype}: it must be float32, float16 or bfloat16")
+    require_same_device(logits=logits, targets=targets)
+    require_integers(targets=targets)
+    require_shape(logits.shape[:-1], "like logits without its last dimension", targets=targets)
+    require(
+        logits.shape[-1] >= share.columns,
+        f"logits has {logits.shape[-1]} columns: the share has {share.columns} of them",
+    )
+    logits = logits.contiguous()
+    if options.in_place and logits.is_leaf:
+        raise ValueError("logits is a leaf, whose value must stay: use in_place on the output of a layer alone")
+    result: Tensor = _CrossEntropy.apply(logits, targets, share, options)
+    return result

@@ -1,0 +1,235 @@
+"""LayerNorm and RMSNorm over the last dimension, each also with the residual addition before it folded in.
+
+LayerNorm is Ba et al. 2016 (arXiv 1607.06450), RMSNorm Zhang and Sennrich 2019 (arXiv 1910.07467). Means and squares
+are summed in fp32, and the result is rounded once. In plain torch they are torch's own functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
+from megacore.ops.dispatch import uses_triton
+
+
+@torch.library.custom_op("megacore::norm_forward", mutates_args=())
+def _norm_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, rms: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if uses_triton(x):
+        from megacore.kernels import norm
+
+        return norm.forward(x, residual, weight, bias, epsilon=epsilon, rms=rms)
+    return norm_forward_reference(x, residual, weight, bias, epsilon=epsilon, rms=rms)
+
+
+@_norm_forward.register_fake
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, rms: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = x.shape[0]
+    return (
+        torch.empty_like(x),
+        x.new_empty(0) if residual is None else torch.empty_like(x),
+        x.new_empty(0 if rms else rows, dtype=torch.float32),
+        x.new_empty(rows, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("megacore::norm_backward", mutates_args=())
+def _norm_backward(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if uses_triton(x):
+        from megacore.kernels import norm
+
+        return norm.backward(dy, dsum, x, weight, mean=mean, rstd=rstd, rms=rms, has_bias=has_bias)
+    return norm_backward_reference(dy, dsum, x, weight, mean=mean, rstd=rstd, rms=rms, has_bias=has_bias)
+
+
+@_norm_backward.register_fake
+def _(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = x.shape[1]
+    return (
+        torch.empty_like(x),
+        x.new_empty(width, dtype=torch.float32),
+        x.new_empty(width if has_bias else 0, dtype=torch.float32),
+    )
+
+
+def norm_forward_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the kernel computes, in plain torch; arguments and results as `megacore.kernels.norm.forward`."""
+    summed = x.new_empty(0) if residual is None else x + residual
+    wide = (x if residual is None else summed).float()
+    mean = x.new_empty(0, dtype=torch.float32)
+    if not rms:
+        mean = wide.mean(-1)
+        wide = wide - mean[:, None]
+    rstd = torch.rsqrt(wide.square().mean(-1) + epsilon)
+    y = wide * rstd[:, None] * weight.float()
+    return (y if bias is None else y + bias.float()).to(x.dtype), summed, mean, rstd
+
+
+def norm_backward_reference(
+    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernel computes, in plain torch; arguments and results as `megacore.kernels.norm.backward`."""
+    wide = x.float() if rms else x.float() - mean[:, None]
+    normal, grad = wide * rstd[:, None], dy.float()
+    dweight = (grad * normal).sum(0)
+    dbias = grad.sum(0) if has_bias else dweight.new_empty(0)
+    inner = grad * weight.float()
+    dx = inner - normal * (inner * normal).mean(-1, keepdim=True)
+    if not rms:
+        dx -= inner.mean(-1, keepdim=True)
+    dx *= rstd[:, None]
+    return (dx if dsum is None else dx + dsum.float()).to(x.dtype), dweight, dbias
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, weight, bias, _, ctx.rms = inputs
+    _, summed, mean, rstd = output
+    ctx.has_bias, ctx.has_residual = bias is not None, residual is not None
+    ctx.save_for_backward(summed if ctx.has_residual else x, weight, mean, rstd)
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, dy: Tensor | None, dsum: Tensor | None, *_: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    dsum = dsum.contiguous() if ctx.has_residual and dsum is not None else None
+    dy = torch.zeros_like(x) if dy is None else dy.contiguous()
+    dx, dweight, dbias = _norm_backward(dy, dsum, x, weight, mean, rstd, ctx.rms, ctx.has_bias)
+    return (
+        dx,
+        dx if ctx.has_residual else None,
+        dweight.to(weight.dtype),
+        dbias.to(weight.dtype) if ctx.has_bias else None,
+        None,
+        None,
+    )
+
+
+_norm_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5) -> Tensor:
+    """LayerNorm over the last dimension.
+
+    Args:
+        x: [..., h] contiguous; fp32, fp16 or bf16.
+        weight: [h], of x's dtype.
+        bias: [h], of x's dtype.
+        epsilon: added to the variance.
+
+    Returns:
+        [..., h] in x's dtype.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    _check(x, epsilon, weight=weight, bias=bias)
+    if not uses_triton(x):
+        return F.layer_norm(x, weight.shape, weight, bias, epsilon)
+    return _norm_forward(_rows(x), None, weight, bias, epsilon, False)[0].view(x.shape)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> Tensor:
+    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + epsilon) * weight.
+
+    Args:
+        x: [..., h] contiguous; fp32, fp16 or bf16.
+        weight: [h], of x's dtype.
+        epsilon: added to the mean square.
+
+    Returns:
+        [..., h] in x's dtype.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    _check(x, epsilon, weight=weight)
+    if not uses_triton(x):
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    return _norm_forward(_rows(x), None, weight, None, epsilon, True)[0].view(x.shape)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """s = x + residual and LayerNorm of s, reading and writing each once.
+
+    Args:
+        x: [..., h] contiguous; fp32, fp16 or bf16.
+        residual: like x.
+        weight: [h], of x's dtype.
+        bias: [h], of x's dtype.
+        epsilon: added to the variance.
+
+    Returns:
+        The normalised sum and the sum, both like x.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    _check(x, epsilon, weight=weight, bias=bias)
+    _check_residual(x, residual)
+    if not uses_triton(x):
+        summed = x + residual
+        return F.layer_norm(summed, weight.shape, weight, bias, epsilon), summed
+    y, summed, *_ = _norm_forward(_rows(x), _rows(residual), weight, bias, epsilon, False)
+    return y.view(x.shape), summed.view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """s = x + residual and RMSNorm of s; otherwise like `add_layer_norm`.
+
+    Args:
+        x: [..., h] contiguous; fp32, fp16 or bf16.
+        residual: like x.
+        weight: [h], of x's dtype.
+        epsilon: added to the mean square.
+
+    Returns:
+        The normalised sum and the sum, both like x.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    _check(x, epsilon, weight=weight)
+    _check_residual(x, residual)
+    if not uses_triton(x):
+        summed = x + residual
+        return F.rms_norm(summed, weight.shape, weight, epsilon), summed
+    y, summed, *_ = _norm_forward(_rows(x), _rows(residual), weight, None, epsilon, True)
+    return y.view(x.shape), summed.view(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.view(-1, x.shape[-1])
+
+
+def _check(x: Tensor, epsilon: float, **parameters: Tensor) -> None:
+    require(x.dim() > 0 and x.shape[-1] > 0, f"x has shape {tuple(x.shape)}: its last dimension must hold something")
+    require(epsilon > 0, f"epsilon is {epsilon}: it must be positive")
+    require_same_device(x=x, **parameters)
+    require_floats(x=x, **parameters)
+    require_shape(x.shape[-1:], "x's last dimension", **parameters)
+    require_contiguous(x=x, **parameters)
+
+
+def _check_residual(x: Tensor, residual: Tensor) -> None:
+    require_same_device(x=x, residual=residual)
+    require_floats(x=x, residual=residual)
+    require_shape(x.shape, "like x", residual=residual)
+    require_contiguous(residual=residual)

@@ -1,0 +1,129 @@
+"""Softmax of attention scores, with the scale and the masks folded in.
+
+What a mask hides has weight exactly 0, and a query that sees nothing has weight 0 everywhere, where a plain softmax of
+-inf gives NaN and one of -10000 spreads the weight evenly over what must not be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
+from megacore.ops.dispatch import uses_triton
+
+
+@torch.library.custom_op("megacore::softmax_forward", mutates_args=())
+def _softmax_forward(
+    x: Tensor, key_mask: Tensor | None, scale: float, causal: bool, offset: int, window: int | None
+) -> Tensor:
+    if uses_triton(x):
+        from megacore.kernels import softmax
+
+        return softmax.forward(x, key_mask, scale=scale, causal=causal, offset=offset, window=window)
+    return softmax_reference(x, key_mask, scale=scale, causal=causal, offset=offset, window=window)
+
+
+@_softmax_forward.register_fake
+def _(x: Tensor, key_mask: Tensor | None, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("megacore::softmax_backward", mutates_args=())
+def _softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
+    if uses_triton(y):
+        from megacore.kernels import softmax
+
+        return softmax.backward(dy, y, scale=scale, causal=causal, offset=offset, window=window)
+    wide, grad = y.float(), dy.float()
+    return (wide * (grad - (wide * grad).sum(-1, keepdim=True)) * scale).to(y.dtype)
+
+
+@_softmax_backward.register_fake
+def _(dy: Tensor, y: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
+    return torch.empty_like(y)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, *ctx.options = inputs
+    ctx.save_for_backward(output)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    (y,) = ctx.saved_tensors
+    return _softmax_backward(dy.contiguous(), y, *ctx.options), None, None, None, None, None
+
+
+_softmax_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def hidden_keys(
+    shape: tuple[int, ...], key_mask: Tensor | None, *, causal: bool, offset: int, window: int | None, device: Any
+) -> Tensor | None:
+    """Where a key is not seen by a query, as a mask that broadcasts to [b, heads, sq, sk]; None: all are seen."""
+    query = torch.arange(shape[-2], device=device)[:, None] + offset
+    key = torch.arange(shape[-1], device=device)
+    hidden: Tensor | None = None
+    if causal:
+        hidden = key > query
+    if window is not None:
+        before = key <= query - window
+        hidden = before if hidden is None else hidden | before
+    if key_mask is not None:
+        padding = ~key_mask[:, None, None, :]
+        hidden = padding if hidden is None else hidden | padding
+    return hidden
+
+
+def softmax_reference(
+    x: Tensor, key_mask: Tensor | None, *, scale: float, causal: bool, offset: int, window: int | None
+) -> Tensor:
+    """What the kernel computes, in plain torch; arguments and result as `megacore.kernels.softmax.forward`."""
+    hidden = hidden_keys(tuple(x.shape), key_mask, causal=causal, offset=offset, window=window, device=x.device)
+    wide = x.float() * scale
+    if hidden is None:
+        return torch.softmax(wide, -1).to(x.dtype)
+    y = torch.softmax(wide.masked_fill_(hidden, -math.inf), -1)
+    return y.masked_fill_(hidden, 0.0).to(x.dtype)
+
+
+def fused_softmax(
+    x: Tensor,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    offset: int | None = None,
+    window: int | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale * x) over the keys that each query sees, summed in fp32.
+
+    Args:
+        x: [b, heads, sq, sk] contiguous scores; fp32, fp16 or bf16; any sizes.
+        scale: multiplies the scores; positive.
+        causal: query i sees keys up to i + offset.
+        offset: the queries' place among the keys. None: sk - sq, the queries being the last of the sequence.
+        window: query i sees keys after i + offset - window alone (with causal: the last `window` keys).
+        key_mask: [b, sk] bool contiguous, True where a key is seen, False where it is padding.
+
+    Returns:
+        Like x. Weights of what is not seen are exactly 0, also those of a query that sees nothing.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    require(x.dim() == 4, f"x has shape {tuple(x.shape)}: it must be [b, heads, sq, sk]")
+    require_floats(x=x)
+    require_contiguous(x=x)
+    require(scale > 0, f"scale is {scale}: it must be positive")
+    require(window is None or window > 0, f"window is {window}: it must be positive, or None for no limit")
+    if key_mask is not None:
+        require_same_device(x=x, key_mask=key_mask)
+        require(key_mask.dtype == torch.bool, f"key_mask is {key_mask.dtype}: it must be torch.bool")
+        require_shape((x.shape[0], x.shape[3]), "[b, sk] of x", key_mask=key_mask)
+        require_contiguous(key_mask=key_mask)
+    offset = x.shape[3] - x.shape[2] if offset is None else offset
+    return _softmax_forward(x, key_mask, scale, causal, offset, window)

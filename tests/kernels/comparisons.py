@@ -1,0 +1,214 @@
+"""Every operator with the inputs it is tried on: odd sizes, one row, one column, nothing seen, longer than a block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore import ops
+from megacore.ops import activation, norm
+from tests.kernels.comparing import Comparison
+
+
+def comparisons() -> list[Comparison]:
+    """All of them."""
+    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_rotaries(), *_activations(), *_dropouts()]
+
+
+def _norms() -> Iterator[Comparison]:
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, 1e-5)
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+    # One row of one column; beyond 8,192 columns backward is two kernels, beyond 32,768 forward is another.
+    for rows, width in ((33, 100), (1, 77), (3, 1), (5, 9001), (2, 33000)):
+        size = {"x": (rows, width), "weight": (width,)}
+        both = size | {"bias": (width,)}
+        yield Comparison(
+            name=f"layer_norm-{rows}x{width}",
+            operator=ops.layer_norm,
+            oracle=layer_norm,
+            shapes=both,
+            reference=lambda x, weight, bias: norm._norm_forward(x, None, weight, bias, 1e-5, False)[0],
+        )
+        if width < 33000:
+            yield Comparison(
+                name=f"rms_norm-{rows}x{width}",
+                operator=ops.rms_norm,
+                oracle=rms_norm,
+                shapes=size,
+                reference=lambda x, weight: norm._norm_forward(x, None, weight, None, 1e-5, True)[0],
+            )
+        if width in (100, 33000):
+            yield Comparison(
+                name=f"add_layer_norm-{rows}x{width}",
+                operator=ops.add_layer_norm,
+                oracle=lambda x, residual, weight, bias: (layer_norm(x + residual, weight, bias), x + residual),
+                shapes=both | {"residual": (rows, width)},
+                reference=lambda x, residual, weight, bias: norm._norm_forward(x, residual, weight, bias, 1e-5, False)[
+                    :2
+                ],
+            )
+            yield Comparison(
+                name=f"add_rms_norm-{rows}x{width}",
+                operator=ops.add_rms_norm,
+                oracle=lambda x, residual, weight: (rms_norm(x + residual, weight), x + residual),
+                shapes=size | {"residual": (rows, width)},
+                reference=lambda x, residual, weight: norm._norm_forward(x, residual, weight, None, 1e-5, True)[:2],
+            )
+
+
+def softmax_oracle(x: Tensor, *, key_mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Row by row, from the keys that each query sees."""
+    _, _, sq, sk = x.shape
+    offset = options.get("offset", sk - sq)
+    key, query = torch.arange(sk, device=x.device), torch.arange(sq, device=x.device)[:, None]
+    seen = torch.ones(sq, sk, dtype=torch.bool, device=x.device)
+    if options.get("causal"):
+        seen = seen & (key <= query + offset)
+    if (window := options.get("window")) is not None:
+        seen = seen & (key > query + offset - window)
+    seen = seen.expand(x.shape) if key_mask is None else seen & key_mask[:, None, None]
+    exponentials = torch.where(seen, torch.exp(x * options["scale"]), 0.0)
+    total = exponentials.sum(-1, keepdim=True)
+    return exponentials / torch.where(total == 0, 1.0, total)
+
+
+def _softmaxes() -> Iterator[Comparison]:
+    padding = torch.rand(2, 70, generator=torch.Generator().manual_seed(1)) > 0.4
+    padding[1] = False  # a sequence of nothing but padding
+    for name, (sq, sk), options in (
+        ("plain", (5, 33), {}),
+        ("one-key", (3, 1), {}),
+        ("causal", (13, 13), {"causal": True}),
+        ("causal-longer-keys", (5, 50), {"causal": True}),
+        ("causal-fewer-keys", (9, 4), {"causal": True}),  # the first queries see nothing
+        ("causal-offset", (9, 50), {"causal": True, "offset": -3}),
+        ("window", (24, 24), {"causal": True, "window": 7}),
+        ("window-alone", (8, 60), {"window": 20}),
+        ("padding", (3, 70), {"key_mask": padding}),
+        ("causal-padding", (6, 70), {"causal": True, "key_mask": padding}),
+        ("long", (2, 16500), {"causal": True}),
+    ):
+        fixed: dict[str, Any] = {"scale": 0.3, **options}
+        yield Comparison(
+            name=f"fused_softmax-{name}-{sq}x{sk}",
+            operator=ops.fused_softmax,
+            oracle=softmax_oracle,
+            shapes={"x": (2, 2, sq, sk) if "key_mask" in options else (1, 2, sq, sk)},
+            fixed=fixed,
+            scale={"x": 4.0},
+        )
+
+
+def cross_entropy_oracle(logits: Tensor, *, targets: Tensor, columns: int, smoothing: float, z_loss: float) -> Tensor:
+    """torch's own on the true columns."""
+    true = logits[:, :columns]
+    loss = F.cross_entropy(true, targets, reduction="none", label_smoothing=smoothing)
+    return loss + (z_loss * true.logsumexp(-1).square()).masked_fill(targets == -100, 0.0)
+
+
+def _cross_entropies() -> Iterator[Comparison]:
+    def operator(logits: Tensor, *, targets: Tensor, columns: int, smoothing: float, z_loss: float) -> Tensor:
+        options = ops.CrossEntropyOptions(label_smoothing=smoothing, z_loss=z_loss, in_place=True)
+        share = ops.VocabularyShare(((0, columns),))
+        return ops.cross_entropy(logits * 1.0, targets, options=options, share=share)
+
+    for tokens, width, columns in ((9, 50, 50), (1, 128, 101), (4, 1, 1), (3, 20000, 19999)):
+        targets = torch.arange(tokens) * 7919 % columns
+        targets[-1:] = -100 if tokens > 1 else targets[-1:]
+        for smoothing, z_loss in ((0.0, 0.0), (0.1, 1e-2)):
+            yield Comparison(
+                name=f"cross_entropy-{tokens}x{width}-{smoothing}",
+                operator=operator,
+                oracle=cross_entropy_oracle,
+                shapes={"logits": (tokens, width)},
+                fixed={"targets": targets, "columns": columns, "smoothing": smoothing, "z_loss": z_loss},
+                scale={"logits": 3.0},
+            )
+
+
+def _rotaries() -> Iterator[Comparison]:
+    def oracle(x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
+        half = cos.shape[1]
+        turned = (
+            torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin).to(x.device)[:, None, :]
+        )
+        return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], -1)
+
+    for batch, positions, heads, size, half in (
+        (2, 3, 5, 16, 8),
+        (1, 4, 1, 2, 1),
+        (2, 2, 3, 50, 12),
+        (1, 2, 70, 128, 64),
+    ):
+        angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+        yield Comparison(
+            name=f"rotary-{heads}x{size}-{half}",
+            operator=ops.rotary,
+            oracle=lambda x, cos, sin: oracle(x, cos=cos.double(), sin=sin.double()),
+            shapes={"x": (batch, positions, heads, size)},
+            fixed={"cos": angle.cos(), "sin": angle.sin()},
+        )
+
+
+def _activations() -> Iterator[Comparison]:
+    def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = x if bias is None else x + bias
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+    def halves(both: Tensor) -> Tensor:
+        return ops.swiglu(*both.chunk(2, dim=-1))
+
+    for rows, width in ((5, 100), (1, 1), (3, 2500)):
+        yield Comparison(
+            name=f"gelu-{rows}x{width}",
+            operator=ops.gelu,
+            oracle=gelu,
+            shapes={"x": (rows, width)},
+            reference=lambda x: activation._gelu_forward(x, None),
+            scale={"x": 3.0},
+        )
+        yield Comparison(
+            name=f"bias_gelu-{rows}x{width}",
+            operator=ops.bias_gelu,
+            oracle=gelu,
+            shapes={"x": (rows, width), "bias": (width,)},
+        )
+        yield Comparison(
+            name=f"swiglu-{rows}x{width}",
+            operator=ops.swiglu,
+            oracle=lambda gate, up: F.silu(gate) * up,
+            shapes={"gate": (rows, width), "up": (rows, width)},
+        )
+        yield Comparison(
+            name=f"swiglu-halves-{rows}x{width}",
+            operator=halves,
+            oracle=lambda both: F.silu(both.chunk(2, dim=-1)[0]) * both.chunk(2, dim=-1)[1],
+            shapes={"both": (rows, 2 * width)},
+        )
+
+
+def _dropouts() -> Iterator[Comparison]:
+    def oracle(x: Tensor, residual: Tensor, bias: Tensor | None = None, *, probability: float, seed: int) -> Tensor:
+        mask = ops.dropout_mask(x.shape, probability=probability, seed=seed, device=x.device)
+        return residual + mask * (x if bias is None else x + bias) / (1.0 - probability)
+
+    for rows, width, seed in ((5, 100, 1), (3, 1, 2**63 - 1), (2, 2501, 12345678901)):
+        size = {"x": (rows, width), "residual": (rows, width)}
+        for bias in (False, True):
+            yield Comparison(
+                name=f"bias_dropout_add-{rows}x{width}-{bias}",
+                operator=ops.bias_dropout_add if bias else partial(ops.bias_dropout_add, bias=None),
+                oracle=oracle,
+                shapes=size | ({"bias": (width,)} if bias else {}),
+                fixed={"probability": 0.3, "seed": seed},
+            )

@@ -1,0 +1,95 @@
+"""Every Triton kernel against double precision: on a GPU, or in Triton's interpreter (test_interpreter.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacore import ops
+from tests.kernels.comparing import DTYPES, Comparison, compare
+from tests.kernels.comparisons import comparisons
+
+pytestmark = pytest.mark.on_device
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("comparison", comparisons(), ids=str)
+def test_kernel_is_its_formula(comparison: Comparison, dtype: str, device: torch.device) -> None:
+    with ops.kernels_chosen("triton"):
+        compare(comparison, comparison.operator, DTYPES[dtype], device)
+
+
+@pytest.mark.parametrize("shift", [1e4, -1e4])
+def test_cross_entropy_of_shifted_logits(shift: float, device: torch.device) -> None:
+    """The largest logit is subtracted before anything is summed: a shift costs what it takes from the logits alone."""
+    logits = torch.randn(4, 90, generator=torch.Generator().manual_seed(0)).to(device) + shift
+    targets = torch.tensor([0, 89, 40, 7], device=device)
+    options = ops.CrossEntropyOptions(label_smoothing=0.1)
+    with ops.kernels_chosen("triton"):
+        found = ops.cross_entropy(logits, targets, options=options)
+    expected = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none", label_smoothing=0.1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_softmax_of_large_scores_is_finite(device: torch.device) -> None:
+    x = torch.tensor([[[[1000.0, 999.0, -1000.0, 1000.0]]]], device=device)
+    with ops.kernels_chosen("triton"):
+        y = ops.fused_softmax(x)
+    torch.testing.assert_close(y.double(), torch.softmax(x.double(), -1), rtol=1e-6, atol=1e-7)
+
+
+def test_what_a_mask_hides_is_exactly_zero(device: torch.device) -> None:
+    """Whatever stands there, -inf and NaN included: what is hidden is not read, or not used."""
+    x = torch.randn(1, 1, 40, 40, device=device)
+    later = torch.ones(40, 40, dtype=torch.bool, device=device).triu(1)
+    with ops.kernels_chosen("triton"):
+        expected = ops.fused_softmax(x, causal=True)
+        for value in (torch.nan, torch.inf, -torch.inf, 1e30):
+            y = ops.fused_softmax(x.masked_fill(later, value), causal=True)
+            assert torch.equal(y, expected)
+            assert torch.all(y[0, 0][later] == 0)
+
+
+def test_adamw_is_torchs(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(5001, generator=generator).to(device)
+    twin = torch.nn.Parameter(start.clone())
+    adamw = torch.optim.AdamW([twin], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    parameter, mean, square = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    copy = torch.empty(5001, dtype=torch.float16, device=device)
+    factor = torch.tensor(0.25, device=device)
+    for step in range(1, 6):
+        gradient = torch.randn(5001, generator=generator).to(device)
+        twin.grad = gradient * 0.25
+        adamw.step()
+        with ops.kernels_chosen("triton"):
+            ops.adamw_(
+                parameter, gradient, mean, square, step=step, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1,
+                factor=factor, copy=copy,
+            )  # fmt: skip
+        torch.testing.assert_close(parameter, twin.detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(copy, parameter.half())
+
+
+def test_the_same_bits_twice(device: torch.device) -> None:
+    """Nothing is added in the order of arrival."""
+    x = torch.randn(70, 300, device=device, requires_grad=True)
+    weight, bias = (
+        torch.ones(300, device=device, requires_grad=True),
+        torch.zeros(300, device=device, requires_grad=True),
+    )
+    dy = torch.randn(70, 300, device=device)
+    with ops.kernels_chosen("triton"):
+        first, second = (torch.autograd.grad(ops.layer_norm(x, weight, bias), [x, weight, bias], dy) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_nothing_in_nothing_out(device: torch.device) -> None:
+    """Zero rows: no kernel can be launched for them, and gradients of parameters are zero."""
+    weight = torch.ones(8, device=device, requires_grad=True)
+    x = torch.empty(0, 8, device=device, requires_grad=True)
+    with ops.kernels_chosen("triton"):
+        y = ops.layer_norm(x, weight, torch.zeros(8, device=device)) + ops.gelu(x) + ops.swiglu(x, x)
+        (grad,) = torch.autograd.grad(y.sum(), weight)
+        assert ops.cross_entropy(x.detach(), torch.empty(0, dtype=torch.long, device=device)).shape == (0,)
+    assert torch.all(grad == 0)

@@ -1,0 +1,200 @@
+"""The plain-torch form of every operator against double precision, torch's own functions and torch's own checks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore import ops
+from megacore.ops import activation, dropout, loss, norm, position, softmax
+from tests.kernels.comparing import DTYPES, Comparison, compare
+from tests.kernels.comparisons import comparisons
+from tests.unit.packaging_builds import ROOT
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("comparison", comparisons(), ids=str)
+def test_reference_is_its_formula(comparison: Comparison, dtype: str) -> None:
+    with ops.kernels_chosen("torch"):
+        # Norms and GELU run as torch's own functions outside Triton; the form behind the operator is what is tried.
+        compare(comparison, comparison.reference or comparison.operator, DTYPES[dtype], CPU)
+
+
+def test_softmax_is_torchs_where_torch_has_one() -> None:
+    x = torch.randn(2, 3, 7, 7)
+    assert torch.equal(ops.fused_softmax(x), torch.softmax(x, -1))
+    later = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    expected = torch.softmax((x * 0.5).masked_fill(later, -torch.inf), -1)
+    assert torch.equal(ops.fused_softmax(x, scale=0.5, causal=True), expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_is_the_same_with_either_implementation(window: int | None) -> None:
+    query, key, value = (torch.randn(2, 3, 9, 8, requires_grad=True) for _ in range(3))
+    found = ops.causal_attention(query, key, value, implementation="fused-softmax", window=window)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    seen = seen if window is None else seen & ~torch.ones(9, 9, dtype=torch.bool).tril(-window)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    grads = [torch.autograd.grad(y.square().sum(), [query, key, value]) for y in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+def test_philox_gives_the_published_bits() -> None:
+    """The known answers of Random123 (kat_vectors, philox4x32 10)."""
+    zero = torch.zeros((), dtype=torch.int64)
+    words = [int(word) for word in dropout.philox(0, (zero, zero, zero, zero))]
+    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = zero + 0xFFFFFFFF
+    words = [int(word) for word in dropout.philox(2**64 - 1, (ones, ones, ones, ones))]
+    assert words == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
+    mask = ops.dropout_mask((500, 1000), probability=0.1, seed=3, device=CPU)
+    assert abs(mask.float().mean().item() - 0.9) < 2e-3  # 5 standard deviations
+    assert not torch.equal(mask, ops.dropout_mask((500, 1000), probability=0.1, seed=4, device=CPU))
+    x, zero = torch.ones(50, 10), torch.zeros(50, 10)
+    y = ops.bias_dropout_add(x, None, zero, probability=0.1, seed=3)
+    assert torch.equal(y != 0, ops.dropout_mask((50, 10), probability=0.1, seed=3, device=CPU))
+    assert torch.equal(ops.bias_dropout_add(x, None, zero, probability=0.0, seed=3), x)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw_is_torchs(decay: float) -> None:
+    parameter, twin = torch.randn(999), torch.nn.Parameter(torch.empty(999))
+    twin.data.copy_(parameter)
+    adamw = torch.optim.AdamW([twin], lr=1e-2, weight_decay=decay)
+    mean, square, copy = torch.zeros(999), torch.zeros(999), torch.empty(999, dtype=torch.bfloat16)
+    for step in range(1, 6):
+        twin.grad = torch.randn(999)
+        ops.adamw_(parameter, twin.grad, mean, square, step=step, lr=1e-2, weight_decay=decay, copy=copy)
+        adamw.step()
+        torch.testing.assert_close(parameter, twin.detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(copy, parameter.bfloat16())
+
+
+def _float(*shape: int, grad: bool = True) -> Tensor:
+    return torch.randn(*shape).requires_grad_(grad)
+
+
+IDS = torch.tensor([1, 0, -100])
+CHECKED: dict[str, tuple[torch.library.CustomOpDef, tuple[Any, ...]]] = {
+    "layer_norm": (norm._norm_forward, (_float(3, 8), None, _float(8), _float(8), 1e-5, False)),
+    "add_rms_norm": (norm._norm_forward, (_float(3, 8), _float(3, 8), _float(8), None, 1e-5, True)),
+    "softmax": (softmax._softmax_forward, (_float(1, 2, 4, 6), None, 0.5, True, 2, 3)),
+    "rotary": (position._rotary, (_float(1, 3, 2, 8), torch.randn(3, 4), torch.randn(3, 4), False)),
+    "gelu": (activation._gelu_forward, (_float(3, 8), _float(8))),
+    "swiglu": (activation._swiglu_forward, (_float(3, 8), _float(3, 8))),
+    "dropout": (dropout._dropout_add, (_float(3, 8), _float(8), _float(3, 8), 7, 2**30, 1.25)),
+    "cross_entropy": (loss._statistics, (_float(3, 8, grad=False), IDS, 0, 7, -100, 1.0, 0.0)),
+    "cross_entropy_gradient": (
+        loss._gradient_,
+        (_float(3, 8, grad=False), IDS, *(torch.ones(3) for _ in range(3)), 0, 7, -100, 1.0, 0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_operator_is_well_formed(name: str) -> None:
+    """Schema, mutation, shapes under fake tensors, autograd registration and tracing with dynamic shapes."""
+    operator, arguments = CHECKED[name]
+    torch.library.opcheck(operator, arguments)
+
+
+def test_operators_run_on_fake_tensors() -> None:
+    """As in a dry run: no kernel is needed for the shapes to come out."""
+    with torch._subclasses.FakeTensorMode(), ops.kernels_chosen("triton"):
+        x, weight = torch.empty(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+        y = ops.gelu(ops.layer_norm(x, weight, weight))
+        losses = ops.cross_entropy(y, torch.zeros(4, dtype=torch.long))
+        losses.sum().backward()
+        assert x.grad is not None and x.grad.shape == (4, 8)
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "dtype": (lambda: ops.rms_norm(torch.ones(2, 8, dtype=torch.float64), torch.ones(8)), "x is float64: it must be"),
+    "mixed": (
+        lambda: ops.rms_norm(torch.ones(2, 8), torch.ones(8).half()),
+        "weight is float16: it must be float32",
+    ),
+    "shape": (lambda: ops.layer_norm(torch.ones(2, 8), torch.ones(8), torch.ones(7)), r"bias has shape \(7,\)"),
+    "stride": (lambda: ops.layer_norm(torch.ones(8, 2).t(), torch.ones(8), torch.ones(8)), r"call x.contiguous\(\)"),
+    "device": (
+        lambda: ops.rms_norm(torch.ones(2, 8), torch.ones(8, device="meta")),
+        "weight is on meta: it must be",
+    ),
+    "epsilon": (lambda: ops.rms_norm(torch.ones(2, 8), torch.ones(8), 0.0), "epsilon is 0.0"),
+    "residual": (
+        lambda: ops.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8)),
+        r"residual has shape \(1, 8\)",
+    ),
+    "scores": (lambda: ops.fused_softmax(torch.ones(3, 3)), r"x has shape \(3, 3\): it must be \[b, heads, sq, sk\]"),
+    "scale": (lambda: ops.fused_softmax(torch.ones(1, 1, 3, 3), scale=-1.0), "scale is -1.0: it must be positive"),
+    "window": (lambda: ops.fused_softmax(torch.ones(1, 1, 3, 3), window=0), "window is 0"),
+    "key_mask": (
+        lambda: ops.fused_softmax(torch.ones(1, 1, 3, 3), key_mask=torch.ones(1, 3)),
+        "key_mask is torch",
+    ),
+    "targets": (lambda: ops.cross_entropy(torch.ones(3, 4), torch.ones(3)), "targets is float32: it must be int64"),
+    "leaf": (
+        lambda: ops.cross_entropy(
+            torch.ones(3, 4, requires_grad=True), IDS, options=ops.CrossEntropyOptions(in_place=True)
+        ),
+        "logits is a leaf",
+    ),
+    "angles": (lambda: ops.rotary(torch.ones(1, 2, 1, 4), torch.ones(2, 3), torch.ones(2, 3)), "cos has 3 columns"),
+    "rows": (lambda: ops.swiglu(torch.ones(8, 2).t(), torch.ones(2, 8)), r"gate has shape .* call gate.contiguous\(\)"),
+    "bias": (lambda: ops.bias_gelu(torch.ones(2, 8), torch.ones(2)), r"bias has shape \(2,\): it must be \(8,\)"),
+    "probability": (
+        lambda: ops.bias_dropout_add(torch.ones(2, 8), None, torch.ones(2, 8), probability=1.0, seed=0),
+        "probability is 1.0",
+    ),
+    "seed": (
+        lambda: ops.bias_dropout_add(torch.ones(2, 8), None, torch.ones(2, 8), probability=0.1, seed=-1),
+        "seed is -1",
+    ),
+    "step": (lambda: ops.adamw_(*(torch.ones(4) for _ in range(4)), step=0, lr=1e-3), "step is 0: the first step is 1"),
+    "flat": (lambda: ops.adamw_(*(torch.ones(2, 4) for _ in range(4)), step=1, lr=1e-3), "parameter has shape"),
+    "sdpa": (
+        lambda: ops.causal_attention(*(torch.ones(1, 1, 2, 4) for _ in range(3)), implementation="sdpa", window=1),
+        "implementation is sdpa",
+    ),
+    "choice": (lambda: ops.choose_kernels("cuda"), "choice is 'cuda': it must be one of auto, triton, torch"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_by_name(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_operators_run_where_triton_is_not_installed() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None  # importing it fails from here on
+import torch
+from megacore import ops
+y = ops.gelu(ops.layer_norm(torch.randn(3, 8), torch.ones(8), torch.zeros(8)))
+ops.cross_entropy(ops.rms_norm(y, torch.ones(8)), torch.zeros(3, dtype=torch.long))
+print(ops.implementations(y.device, "auto")["layer_norm"], "|", ops.why_not("triton", y.device))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("torch | needs Triton, which is not installed")
+
+
+def test_triton_on_a_cpu_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "use --kernels auto or torch" in str(ops.why_not("triton", CPU))

@@ -1,0 +1,39 @@
+"""Where the rules of the house have exceptions, and who alone may do certain things; each with its reason."""
+
+from __future__ import annotations
+
+# Imports that are not at the head of the module, with the reason: (file, imported module) -> why.
+START_UP = "torch takes seconds to load; a wrong flag or input is refused before that"
+LATE_IMPORTS = {
+    ("pretrain_gpt.py", "megacore.train.launch"): START_UP,
+    ("pretrain_gpt.py", "megacore.layers.context"): START_UP,
+    ("pretrain_gpt.py", "megacore.models.gpt"): START_UP,
+    ("pretrain_gpt.py", "megacore.parallel.random"): START_UP,
+    ("pretrain_gpt.py", "megacore.train.parallelize"): START_UP,
+    ("pretrain_gpt.py", "megacore.train.trainer"): START_UP,
+    ("megacore/help_text.py", "tyro"): "only --help needs it, and it is slow to load on every rank",
+    ("megacore/pipeline/canvas.py", "matplotlib"): "optional, and only PNG needs it",
+    ("megacore/data/tokenizer.py", "transformers"): "optional, and only directories without a tokenizer.json need it",
+}
+# Operators load their kernel when they first run it.
+TRITON = "Triton is optional, and takes a second to load"
+OPERATORS = ("activation", "adamw", "dropout", "loss", "norm", "position", "softmax")
+LATE_IMPORTS |= {(f"megacore/ops/{name}.py", "megacore.kernels"): TRITON for name in OPERATORS}
+# Who besides megacore.ops may import kernels: what compiles them without running them.
+KERNEL_USERS = {"tools/kernel_cases.py"}
+# Who may load torch before the configuration is accepted: nobody of `config`, and of `data` the loader alone.
+TORCH_IN_DATA = {"megacore/data/loader.py"}
+
+DISTRIBUTED = {
+    "megacore/parallel/collectives.py": "collectives",
+    "megacore/parallel/mesh.py": "groups",
+    "megacore/pipeline/transport.py": "point-to-point",
+    "megacore/parallel/direct.py": "point-to-point",  # of which it makes collectives
+}
+DEVICE_SEAM = "megacore/parallel/mesh.py"
+CUDA_NAMES = {
+    **dict.fromkeys(("megacore/sections.py", "tools/generate.py"), "the value that --device takes"),
+    "tools/kernel_report.py": "the compiler's name for what it compiles to",
+}
+# Functions whose parameters are not for a caller to write down: a kernel's, and an operator's schema.
+SCHEMAS = ("triton.jit", "torch.library.custom_op", "register_fake")

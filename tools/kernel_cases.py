@@ -1,0 +1,178 @@
+"""Which launches of which kernels are compiled and looked at: the shapes of common models, in the dtypes of training.
+
+A case calls a launcher of `megacore.kernels` with meta tensors. `narrow` says how many global accesses of less than 128
+bits a kernel rightly has: numbers that there is one of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.kernels import adamw, cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One launch.
+
+    Attributes:
+        name: operator, shape and dtype.
+        launch: calls the launcher with meta tensors.
+        narrow: kernel -> global accesses of less than 128 bits that are as they should be.
+        aligned: whether rows begin at multiples of 16 elements; no width of access is expected of others.
+    """
+
+    name: str
+    launch: Callable[[], object]
+    narrow: Mapping[str, int] = field(default_factory=dict)
+    aligned: bool = True
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_elementwise()]
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _norms() -> Iterator[Case]:
+    narrow = {"forward": 2, "forward_wide": 2, "backward": 4, "backward_wide": 4, "backward_columns": 10}
+    for width in (768, 1024, 1280, 1600, 4096, 8192, 16384, 65536):
+        for name in _dtypes(width):
+            for rms in (False, True) if width in (4096, 8192) else (False,):
+                kind = "rms_norm" if rms else "layer_norm"
+                yield Case(
+                    name=f"{kind} {width} {name}",
+                    launch=partial(_norm, width, DTYPES[name], rms, residual=False),
+                    narrow=narrow,
+                )
+    for rms in (False, True):
+        yield Case(
+            name=f"add_{'rms' if rms else 'layer'}_norm 8192 bf16",
+            launch=partial(_norm, 8192, torch.bfloat16, rms, residual=True),
+            narrow=narrow,
+        )
+    yield Case(
+        name="layer_norm 1001 bf16",
+        launch=partial(_norm, 1001, torch.bfloat16, False, residual=False),
+        aligned=False,
+    )
+
+
+def _dtypes(width: int) -> tuple[str, ...]:
+    """All three at the presets' sizes, the two most used beyond."""
+    return tuple(DTYPES) if width <= 1600 else ("bf16", "fp32")
+
+
+def _norm(width: int, dtype: torch.dtype, rms: bool, *, residual: bool) -> None:
+    x, weight = _meta(4096, width, dtype=dtype), _meta(width, dtype=dtype)
+    other = x if residual else None
+    _, _, mean, rstd = norm.forward(x, other, weight, None if rms else weight, epsilon=1e-5, rms=rms)
+    norm.backward(x, other, x, weight, mean=mean, rstd=rstd, rms=rms, has_bias=not rms)
+
+
+def _softmaxes() -> Iterator[Case]:
+    # A query's row is found from its number, and its keys' padding from that; nothing else is read by number.
+    for sk in (1024, 2048, 4096, 16384, 131072):
+        for name in DTYPES if sk == 1024 else ("bf16", "fp32") if sk == 4096 else ("bf16",):
+            for causal in (True, False) if sk == 4096 else (True,):
+                kind = "causal" if causal else "plain"
+                yield Case(
+                    name=f"fused_softmax {kind} {sk} {name}",
+                    launch=partial(_softmax, sk, DTYPES[name], causal=causal, window=None, padded=False),
+                )
+    yield Case(
+        name="fused_softmax causal, window 1024, padding 4096 bf16",
+        launch=partial(_softmax, 4096, torch.bfloat16, causal=True, window=1024, padded=True),
+    )
+
+
+def _softmax(sk: int, dtype: torch.dtype, *, causal: bool, window: int | None, padded: bool) -> None:
+    x = _meta(1, 2, 64, sk, dtype=dtype)
+    keys = _meta(1, sk, dtype=torch.bool) if padded else None
+    mask: dict[str, Any] = {"scale": 0.125, "causal": causal, "offset": sk - 64, "window": window}
+    softmax.forward(x, keys, **mask)
+    softmax.backward(x, x, **mask)
+
+
+def _cross_entropies() -> Iterator[Case]:
+    # A token has one target, its logit, and three statistics.
+    for width, columns, name in (
+        (50304, 50257, "bf16"), (50304, 50257, "fp16"), (50304, 50257, "fp32"),
+        (128256, 128256, "bf16"), (16384, 16032, "bf16"),
+    ):  # fmt: skip
+        for smoothing in (False, True) if width == 50304 else (False,):
+            yield Case(
+                name=f"cross_entropy {columns} of {width}{', smoothing' if smoothing else ''} {name}",
+                launch=partial(_cross_entropy, width, columns, DTYPES[name], smoothing=smoothing),
+                narrow={"forward": 5, "backward": 4},
+            )
+
+
+def _cross_entropy(width: int, columns: int, dtype: torch.dtype, *, smoothing: bool) -> None:
+    logits, targets = _meta(4096, width, dtype=dtype), _meta(4096, dtype=torch.int64)
+    token = _meta(4096, dtype=torch.float32)
+    weights = (0.9, 1e-6) if smoothing else (1.0, 0.0)
+    place: dict[str, Any] = {"start": 0, "columns": columns, "ignore_index": -100, "weights": weights}
+    cross_entropy.statistics(logits, targets, **place)
+    cross_entropy.gradient_(logits, targets, token, token, token, **place)
+
+
+def _elementwise() -> Iterator[Case]:
+    for name, dtype in DTYPES.items():
+        for width in (3072, 4096, 5120, 6400) if name == "fp16" else (3072, 4096, 5120, 6400, 14336):
+            yield Case(name=f"bias_gelu {width} {name}", launch=partial(_gelu, width, dtype))
+    for name in ("bf16", "fp32"):
+        dtype = DTYPES[name]
+        for heads, size in ((12, 64), (32, 128)):
+            yield Case(
+                name=f"rotary {heads} x {size} {name}",
+                launch=partial(_rotary, heads, size, dtype),
+                narrow={"rotate": 2},  # cosine and sine, where a thread holds one of them
+            )
+        for width in (3072, 14336):
+            yield Case(name=f"swiglu {width} {name}", launch=partial(_swiglu, width, dtype))
+        yield Case(name=f"bias_dropout_add 4096 {name}", launch=partial(_dropout, 4096, dtype))
+    yield Case(name="adamw, bf16 copy", launch=_adamw, narrow={"step": 1})
+
+
+def _rotary(heads: int, size: int, dtype: torch.dtype) -> None:
+    x, angles = _meta(2, 1024, heads, size, dtype=dtype), _meta(1024, size // 2, dtype=torch.float32)
+    rotary.rotate(x, angles, angles, backwards=False)
+
+
+def _swiglu(width: int, dtype: torch.dtype) -> None:
+    gate = _meta(4096, width, dtype=dtype)
+    swiglu.forward(gate, gate)
+    swiglu.backward(gate, gate, gate)
+
+
+def _gelu(width: int, dtype: torch.dtype) -> None:
+    x, bias = _meta(4096, width, dtype=dtype), _meta(width, dtype=dtype)
+    gelu.forward(x, bias)
+    gelu.backward(x, x, bias)
+
+
+def _dropout(width: int, dtype: torch.dtype) -> None:
+    x, bias = _meta(4096, width, dtype=dtype), _meta(width, dtype=dtype)
+    mask: dict[str, Any] = {"seed": 2**62, "threshold": 2**29, "scale": 1.125}
+    dropout.forward(x, bias, x, **mask)
+    dropout.backward(x, **mask)
+
+
+def _adamw() -> None:
+    flat, half = _meta(1 << 20, dtype=torch.float32), _meta(1 << 20, dtype=torch.bfloat16)
+    adamw.step_(
+        flat, flat, flat, flat, copy=half, factor=_meta(1, dtype=torch.float32),
+        keep=0.9999, rate=1e-3, betas=(0.9, 0.999), epsilon=1e-8, root_correction2=0.5,
+    )  # fmt: skip
