@@ -214,6 +214,12 @@ def refuse_other_kind(directory: str | Path, kind: str) -> None:
         raise DataError(f"{folder} holds another tokenizer's {other}: give another directory, or remove it first")
 
 
+def saved_files(directory: str | Path) -> list[Path]:
+    """Every file that saving a tokenizer of any kind may replace."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return [Path(directory) / f"{name}{partial}" for name in names for partial in ("", ".partial")]
+
+
 def _replace(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
     partial = path.with_name(f"{path.name}.partial")
