@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from megacore.config import Config
+from megacore.config_file import unsuitable
 
 # What a run writes into its output directory beside the checkpoints' own directories.
 _OUTPUT_FILES = ("config.toml", "metrics.jsonl", "latest")
@@ -17,9 +18,10 @@ def missing_files(config: Config) -> list[str]:
     # os.path, because pathlib raises for a name that is too long.
     data, training = config.data, config.training
     found = []
-    if data.tokenizer is not None and not os.path.exists(data.tokenizer):
+    if data.tokenizer is not None and not (os.path.isfile(data.tokenizer) or os.path.isdir(data.tokenizer)):
+        wrong = "is no file or directory" if os.path.exists(data.tokenizer) else "does not exist"
         found.append(
-            f"--tokenizer {data.tokenizer} does not exist: give a tokenizer.json, a directory that holds one, "
+            f"--tokenizer {data.tokenizer} {wrong}: give a tokenizer.json, a directory that holds one, "
             "or a SentencePiece .model"
         )
     if training.load is not None and not os.path.isdir(training.load):
@@ -29,6 +31,8 @@ def missing_files(config: Config) -> list[str]:
         found.append(
             f"--schedule-csv {own} is not a file: give a CSV with a row of computations for each pipeline rank"
         )
+    elif own is not None and (problem := unsuitable(own)):
+        found.append(f"--schedule-csv {own} {problem}: give a schedule with fewer microbatches")
     try:
         prefixes = data.blend()[0]
     except ValueError:  # validate reports it

@@ -151,7 +151,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if path.is_dir():
         return _load_directory(path)
-    if not path.exists():
+    if not path.is_file():  # a device or a pipe would be read for ever
         raise DataError(f"{path}: no such tokenizer: give a tokenizer.json, a *.model or a directory that holds one")
     return _load_model(path) if path.suffix == ".model" else _load_json(path)
 
