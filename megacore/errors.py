@@ -32,6 +32,10 @@ class TrainingStopped(Exception):
     """Training cannot sensibly go on (it diverges); raised on all ranks alike, and reported without a traceback."""
 
 
+class StorageError(Exception):
+    """What the run writes cannot be written (full disk, removed directory); reported without a traceback."""
+
+
 class WorkerDied(Exception):
     """A process that reads data for a rank has ended, and the rank with it; reported without a traceback."""
 

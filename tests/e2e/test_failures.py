@@ -121,6 +121,15 @@ def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: st
     assert said.count("Traceback") == (0 if error == "DataError" else 1)
 
 
+def test_too_little_memory_is_told_once_without_a_traceback(tmp_path: Path) -> None:
+    flags = small_run(tmp_path / "out", dp=2, hidden_size=1_000_000, ffn_hidden_size=8)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        status, _ = job.ends(START)
+        said = job.said()
+    assert status == 1
+    assert re.fullmatch(r"megacore: rank [01] \(.*\) failed: there is not enough memory \(.*\): use .*", said.strip())
+
+
 @pytest.mark.parametrize(("number", "num_workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 2)])
 def test_a_signal_to_the_launcher_ends_everything_quietly(
     tmp_path: Path, number: signal.Signals, num_workers: int
