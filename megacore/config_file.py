@@ -56,6 +56,9 @@ def save_toml(config: Config, path: str | Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk is met without a name
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

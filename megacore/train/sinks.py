@@ -12,6 +12,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megacore.errors import StorageError
+
 
 class Report:
     """What rank 0 tells the user.
@@ -54,8 +56,11 @@ class Report:
         """Append one JSON object to metrics.jsonl; floats keep their full precision, and null stands for no number."""
         if self._file is not None:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise StorageError(f"{self._file.name}: {error.strerror}") from None
 
     def step_done(self, step: int) -> None:
         if self._bar is not None:
