@@ -29,7 +29,8 @@ class DataError(UserError):
 
 
 class TrainingStopped(Exception):
-    """Training cannot sensibly go on (it diverges); raised on all ranks alike, and reported without a traceback."""
+    """Training cannot sensibly go on: it diverges, on all ranks alike, or nobody reads the output; reported without a
+    traceback."""
 
 
 class StorageError(Exception):
