@@ -185,6 +185,15 @@ def manifest_without_sections(inputs: Path) -> dict[str, object]:
     return {"load": inputs / "trained"}
 
 
+def manifest_without_optimizer(inputs: Path) -> dict[str, object]:
+    """A manifest that lost a section of its configuration."""
+    manifest = shard(inputs).with_name("manifest.json")
+    raw = json.loads(manifest.read_text())
+    del raw["config"]["optimizer"]
+    manifest.write_text(json.dumps(raw))
+    return {"load": inputs / "trained"}
+
+
 def lost_shard(inputs: Path) -> dict[str, object]:
     """A checkpoint of which a file is gone."""
     shard(inputs).unlink()
@@ -247,6 +256,7 @@ BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
     "no checkpoint": (no_checkpoint, "holds no checkpoint"),
     "damaged manifest": (damaged_manifest, "manifest.json cannot be read as a manifest"),
     "manifest of another structure": (manifest_without_sections, "manifest.json cannot be read as a manifest"),
+    "manifest of no optimizer": (manifest_without_optimizer, "does not say which model and optimizer it is of"),
     "lost shard": (lost_shard, "the checkpoint is incomplete"),
     "shorter shard": (shorter_shard, "bytes, but its manifest says"),
     "flipped bit": (flipped_bit, "does not have the SHA-256 of its manifest"),

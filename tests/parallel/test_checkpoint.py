@@ -165,6 +165,19 @@ def test_a_damaged_manifest_is_refused(checkpoint: Path, text: str) -> None:
         one_process(checkpoint.parent, load=str(checkpoint))
 
 
+@pytest.mark.parametrize("kinds", [["exp_avg"], ["exp_avg", "exp_avg_sq"]])
+def test_missing_optimizer_state_is_refused_by_name(checkpoint: Path, kinds: list[str]) -> None:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for kind in kinds:
+        del manifest["tensors"][kind]
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"has no {' and no '.join(kinds)} of the optimizer, after 1 updates"):
+        one_process(checkpoint.parent, load=str(checkpoint))
+    manifest["counters"]["updates"] = 0  # every step was skipped: there is no state yet
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    one_process(checkpoint.parent, load=str(checkpoint))
+
+
 def test_a_name_outside_the_directory_is_refused(checkpoint: Path) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"]["../evil.safetensors"] = {"bytes": 1, "sha256": "0"}
