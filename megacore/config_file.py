@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +30,7 @@ _HEADER = """\
 # Values that followed from others are written out: change what depends on them too, or delete their lines.
 
 """
+_LARGEST_BYTES = 1 << 24
 _EXPECTED = {
     bool: "true or false",
     int: "a whole number",
@@ -54,6 +56,9 @@ def save_toml(config: Config, path: str | Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk is met without a name
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -62,6 +67,9 @@ def read_toml(path: str | Path) -> Given:
     """Reads the values of a TOML file by field, with every problem in it."""
     given = Given(unread=set(all_fields()))  # until the file is read, nobody knows what it meant to give
     try:
+        if problem := unsuitable(path):
+            given.problems.append(f"--config {path} {problem}: give an existing TOML file")
+            return given
         text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         tables = tomllib.loads(text)
     except OSError as error:
@@ -83,6 +91,20 @@ def read_toml(path: str | Path) -> Given:
             for key, value in table.items():
                 _read_key(given, partial(_place, path, text, name, key), (name, key), value)
     return given
+
+
+def unsuitable(path: str | Path) -> str | None:
+    """Why a path is no small file, whose reading would not end or take all memory; None where it is one.
+
+    Raises:
+        OSError: there is nothing of that name, or it cannot be asked.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        return "is a directory" if stat.S_ISDIR(status.st_mode) else "is not a regular file"
+    if status.st_size > _LARGEST_BYTES:
+        return f"has {status.st_size:,} bytes, more than the {_LARGEST_BYTES:,} that are read"
+    return None
 
 
 def _read_key(given: Given, place: Callable[[], str], name: tuple[str, str], value: Any) -> None:

@@ -29,7 +29,12 @@ class DataError(UserError):
 
 
 class TrainingStopped(Exception):
-    """Training cannot sensibly go on (it diverges); raised on all ranks alike, and reported without a traceback."""
+    """Training cannot sensibly go on: it diverges, on all ranks alike, or nobody reads the output; reported without a
+    traceback."""
+
+
+class StorageError(Exception):
+    """What the run writes cannot be written (full disk, removed directory); reported without a traceback."""
 
 
 class WorkerDied(Exception):

@@ -7,9 +7,11 @@ import tempfile
 from pathlib import Path
 
 from megacore.config import Config
+from megacore.config_file import unsuitable
 
 # What a run writes into its output directory beside the checkpoints' own directories.
 _OUTPUT_FILES = ("config.toml", "metrics.jsonl", "trace.json", "latest")
+_ROOM_FOR_FILES = 100  # bytes of a path below it: step_00000100.tmp/momentum_buffer-pp100-tp100.safetensors
 
 
 def missing_files(config: Config) -> list[str]:
@@ -17,9 +19,10 @@ def missing_files(config: Config) -> list[str]:
     # os.path, because pathlib raises for a name that is too long.
     data, training = config.data, config.training
     found = []
-    if data.tokenizer is not None and not os.path.exists(data.tokenizer):
+    if data.tokenizer is not None and not (os.path.isfile(data.tokenizer) or os.path.isdir(data.tokenizer)):
+        wrong = "is no file or directory" if os.path.exists(data.tokenizer) else "does not exist"
         found.append(
-            f"--tokenizer {data.tokenizer} does not exist: give a tokenizer.json, a directory that holds one, "
+            f"--tokenizer {data.tokenizer} {wrong}: give a tokenizer.json, a directory that holds one, "
             "or a SentencePiece .model"
         )
     if training.load is not None and not os.path.isdir(training.load):
@@ -29,6 +32,8 @@ def missing_files(config: Config) -> list[str]:
         found.append(
             f"--schedule-csv {own} is not a file: give a CSV with a row of computations for each pipeline rank"
         )
+    elif own is not None and (problem := unsuitable(own)):
+        found.append(f"--schedule-csv {own} {problem}: give a schedule with fewer microbatches")
     try:
         prefixes = data.blend()[0]
     except ValueError:  # validate reports it
@@ -51,10 +56,25 @@ def _missing_dataset(prefix: str) -> str | None:
     return f"--data-path {prefix}: {names} not found: give the PREFIX of files that tools/preprocess_data.py wrote"
 
 
+def _name_problem(directory: Path, existing: Path) -> str | None:
+    """Why no directory of this name can be made there, nor the files of a checkpoint in it."""
+    absolute = directory.absolute()
+    most = os.pathconf(existing, "PC_NAME_MAX")
+    for name in absolute.relative_to(existing).parts:
+        if len(os.fsencode(name)) > most:
+            return f"{name[:20]}... has {len(os.fsencode(name))} bytes, and a name has at most {most} there"
+    longest = os.pathconf(existing, "PC_PATH_MAX") - _ROOM_FOR_FILES
+    if len(os.fsencode(absolute)) > longest:
+        return f"its path has {len(os.fsencode(absolute))} bytes, which leaves no room for the files in it"
+    return None
+
+
 def _output_problem(directory: Path) -> list[str]:
     existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.exists(p))
     if not existing.is_dir():
         return [f"--output-dir {directory} cannot be made: {existing} is not a directory: choose another name"]
+    if problem := _name_problem(directory, existing):
+        return [f"--output-dir {directory} cannot be made: {problem}: choose a shorter name"]
     try:
         # Asked by doing: permission bits say nothing of root, of a read-only mount or of /proc.
         with tempfile.TemporaryFile(dir=existing):

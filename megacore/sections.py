@@ -2,7 +2,8 @@
 
 A field is a flag (`num_layers` is `--num-layers`), the string under it is its help text, and its annotation holds its
 range and its other names. Each section checks itself in `constraints()`; what must hold between sections stands in
-config.py, which is also where the rest of the package imports these classes from.
+config.py, which is also where the rest of the package imports these classes from. A size's upper bound is far beyond
+any use: a slip of the finger is refused, instead of making lists or tensors until the machine stands still.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ class ModelConfig(Section):
     """A named model shape (gpt2-small, gpt2-medium, gpt2-large, gpt2-xl; gpt2-tiny for tests). It replaces the
     defaults of the shape, of --seq-length and, without a tokenizer, of --vocab-size; a configuration file and flags
     are stronger."""
-    num_layers: Annotated[int, Range(1)] = 12
+    num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Transformer blocks in the whole model. --pp need not divide it."""
-    hidden_size: Annotated[int, Range(1)] = 768
+    hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
     """Width of the residual stream; a multiple of --num-attention-heads."""
-    num_attention_heads: Annotated[int, Range(1)] = 12
+    num_attention_heads: Annotated[int, Range(1, 1_000_000)] = 12
     """Attention heads of each block; a multiple of --tp."""
-    ffn_hidden_size: Annotated[int | None, Range(1)] = None
+    ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None
     """Inner width of the feed-forward layer; a multiple of --tp. None: 4 x --hidden-size."""
-    max_position_embeddings: Annotated[int | None, Range(1)] = None
+    max_position_embeddings: Annotated[int | None, Range(1, 100_000_000)] = None
     """Rows of the learned position table, in tokens; at least --seq-length. None: --seq-length."""
-    vocab_size: Annotated[int | None, Range(1)] = None
+    vocab_size: Annotated[int | None, Range(1, 100_000_000)] = None
     """True size of the vocabulary, without padding; at least the tokenizer's. None: the tokenizer's."""
-    make_vocab_size_divisible_by: Annotated[int, Range(1)] = 128
+    make_vocab_size_divisible_by: Annotated[int, Range(1, 1_000_000)] = 128
     """The vocabulary is padded in memory to a multiple of this times --tp; neither the loss nor a checkpoint sees
     padding."""
     norm_epsilon: Annotated[float, Range(above=0), Flag(("--layernorm-epsilon",))] = 1e-5
@@ -80,7 +81,7 @@ class ParallelConfig(Section):
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
     """Order of the pipeline's work. gpipe: all forwards first. interleaved: --virtual-stages thin stages a rank, and a
     bubble that many times smaller. zero-bubble: weight gradients fill the bubble down to a third (ZB-H1)."""
-    virtual_stages: Annotated[int, Range(1)] = 1
+    virtual_stages: Annotated[int, Range(1, 10_000)] = 1
     """Stages that each pipeline rank holds; --schedule interleaved needs 2 or more."""
     schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
     """A schedule of your own instead of --schedule: a row a rank, a computation a cell (0F0,0F1,0B0,0B1)."""
@@ -105,7 +106,7 @@ class ParallelConfig(Section):
     """Gathers updated parameters (--zero-stage 1, 2) while the next forward begins."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. auto: cuda where there is one, else cpu. Communication is NCCL on cuda and gloo on cpu."""
-    distributed_timeout_minutes: Annotated[float, Range(above=0, high=10080)] = 10.0
+    distributed_timeout_minutes: Annotated[float, Range(0.05, 10080)] = 10.0
     """Minutes that a collective waits for a missing rank before the run fails; at most a week."""
 
     @property
@@ -125,7 +126,7 @@ class DataConfig(Section):
     """Shares of the documents for training, validation and test, in any unit; missing ones are 0."""
     tokenizer: Annotated[str | None, Flag(("--tokenizer-model",), metavar="PATH")] = None
     """A tokenizer.json, a directory that holds one (also a transformers directory), or a SentencePiece .model."""
-    seq_length: Annotated[int, Range(1)] = 1024
+    seq_length: Annotated[int, Range(1, 100_000_000)] = 1024
     """Tokens of one sample."""
     mock_data: bool = False
     """Trains on generated tokens instead of a dataset; needs --vocab-size or --tokenizer."""
@@ -198,9 +199,9 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     """The training loop: batches, length, evaluation, and where results go."""
 
-    micro_batch_size: Annotated[int, Range(1)] = 1
+    micro_batch_size: Annotated[int, Range(1, 1_000_000)] = 1
     """Samples of one forward pass on one data-parallel replica."""
-    global_batch_size: Annotated[int | None, Range(1)] = None
+    global_batch_size: Annotated[int | None, Range(1, 1_000_000)] = None
     """Samples of one step over all replicas; a multiple of --micro-batch-size x --dp. None: one microbatch a
     replica."""
     train_iters: Annotated[int, Range(1)]

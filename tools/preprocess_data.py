@@ -89,6 +89,7 @@ def _preprocess(args: Namespace) -> None:
         text_unit=args.text_unit,
         workers=args.workers,
         strict=args.strict,
+        tokenizer=args.tokenizer,
     )
     tokenizer = load_tokenizer(args.tokenizer)
     with Progress(file_bytes) as progress:

@@ -20,8 +20,9 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 from megacore.data.command import ToolParser, positive, run_tool
 from megacore.data.corpus import TextUnit, check_files, read_chunks
 from megacore.data.documents import BadLine, parse
-from megacore.data.tokenizer import refuse_other_kind
+from megacore.data.tokenizer import refuse_other_kind, saved_files
 from megacore.data.tokenizer_training import TokenizerKind, train_tokenizer
+from megacore.data.writer import refuse_overwriting
 from megacore.wording import counted
 
 LARGEST_VOCABULARY = 10_000_000
@@ -62,6 +63,7 @@ def _parser() -> ToolParser:
 def _train(args: Namespace) -> None:
     check_files(args.input)
     refuse_other_kind(args.output, args.model)
+    refuse_overwriting(saved_files(args.output), args.input)
     texts = _Texts(args)
     tokenizer = train_tokenizer(
         texts,

@@ -37,6 +37,11 @@ def check_load(config: Config) -> None:
     directory = find_checkpoint(Path(config.training.load))
     manifest = read_manifest(directory)
     trained_with = manifest.config.get("optimizer", {}).get("optimizer")
+    if not isinstance(trained_with, str) or "model" not in manifest.config:
+        raise CheckpointError(
+            f"--load {config.training.load}: the manifest of {directory} does not say which model and optimizer it is "
+            "of: it is damaged: use another step's directory"
+        )
     if trained_with != config.optimizer.optimizer:
         raise CheckpointError(
             f"--load {config.training.load}: {directory} holds the state of --optimizer {trained_with}, "

@@ -32,9 +32,22 @@ def load_checkpoint(path: Path, state: TrainingState) -> Manifest:
     directory = find_checkpoint(path)
     manifest = read_manifest(directory)
     _require_same_model(manifest, state.data_parallel.parameters, directory)
-    kinds = tuple(kind for kind in state.kinds if kind in manifest.tensors)
-    state.fill(_Reader(directory, manifest).read, kinds, int(manifest.counters.get("updates", manifest.step)))
+    updates = int(manifest.counters.get("updates", manifest.step))
+    missing = [kind for kind in state.kinds if kind not in manifest.tensors]
+    if updates > 0 and any(kind not in _never_kept(manifest) for kind in missing):
+        raise CheckpointError(
+            f"{directory} has no {' and no '.join(missing)} of the optimizer, after {updates} updates: "
+            "its manifest is damaged: use an earlier step"
+        )
+    state.fill(_Reader(directory, manifest).read, () if missing else state.kinds, updates)
     return manifest
+
+
+def _never_kept(manifest: Manifest) -> tuple[str, ...]:
+    """Optimizer state that the run which wrote the checkpoint had no use for: plain SGD may go on with momentum."""
+    optimizer = manifest.config.get("optimizer", {})
+    plain = optimizer.get("optimizer") == "sgd" and not optimizer.get("sgd_momentum")
+    return ("momentum_buffer",) if plain else ()
 
 
 @torch.no_grad()

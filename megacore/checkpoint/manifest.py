@@ -18,6 +18,7 @@ SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
 POINTER_NAME = "latest"
 _CHUNK = 1 << 22
+_LARGEST = 1 << 48  # of samples, bytes, rows: more would overflow what is computed with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ def read_manifest(directory: Path) -> Manifest:
         )
     except FileNotFoundError:
         raise CheckpointError(f"{directory} is not a checkpoint: it has no {MANIFEST_NAME}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} cannot be read as a manifest: {error}") from None
@@ -146,6 +147,8 @@ def _take(raw: Any, key: str, kind: type, where: str = "") -> Any:
         raise ValueError(f"{where}{key} is missing")
     if not isinstance(raw[key], kind) or isinstance(raw[key], bool):
         raise ValueError(f"{where}{key} is not {_KINDS[kind]}")
+    if kind is int and abs(raw[key]) > _LARGEST:
+        raise ValueError(f"{where}{key} is beyond any count")
     return raw[key]
 
 
@@ -158,8 +161,8 @@ def _count(raw: Any, key: str, where: str = "") -> int:
 
 def _counts(raw: Any, key: str, where: str) -> list[int]:
     values: list[int] = _take(raw, key, list, where)
-    if not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{where}{key} is not a list of whole numbers of 0 or more")
+    if not all(type(value) is int and 0 <= value <= _LARGEST for value in values):
+        raise ValueError(f"{where}{key} is not a list of whole numbers from 0 to {_LARGEST}")
     return values
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -13,12 +15,16 @@ from megacore.checkpoint.state import MODEL, TrainingState
 from megacore.checkpoint.storage import point_to, publish, write_tensors, write_text
 from megacore.config import Config
 from megacore.data.tokenizer import load_tokenizer
-from megacore.parallel.collectives import all_gather_objects, barrier
+from megacore.errors import DataError, StorageError
+from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 
 TOKENIZER_DIRECTORY = "tokenizer"
 
-_Contribution = tuple[dict[str, FileEntry], dict[str, dict[str, TensorEntry]]]
+T = TypeVar("T")
+_Shards = dict[str, dict[str, Tensor]]  # file -> tensors by name
+_Tables = dict[str, dict[str, TensorEntry]]  # kind -> entries by name
+_Contribution = tuple[dict[str, FileEntry], _Tables]
 
 
 def save_checkpoint(output_dir: Path, state: TrainingState, config: Config, mesh: Mesh) -> Path:
@@ -35,29 +41,65 @@ def save_checkpoint(output_dir: Path, state: TrainingState, config: Config, mesh
 
     Returns:
         The published directory.
+
+    Raises:
+        StorageError: on every rank, where one could not write; nothing is left of the checkpoint then.
     """
     final = output_dir / f"step_{state.step:08d}"
     temporary = output_dir / f"{final.name}.tmp"
-    if mesh.world.rank == 0:
+
+    def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    barrier(mesh.world)
-    contribution = _write_own_slices(temporary, state, mesh)
-    contributions = all_gather_objects(contribution, mesh.world)
-    if mesh.world.rank == 0:
+
+    def finish() -> None:
         if config.data.tokenizer is not None:
             load_tokenizer(config.data.tokenizer).save(temporary / TOKENIZER_DIRECTORY)
         manifest = _merge(contributions, state, config)
         write_text(temporary / MANIFEST_NAME, manifest.to_json())
         publish(temporary, final)
         point_to(final)
-    barrier(mesh.world)
+
+    first = mesh.world.rank == 0
+    _together(begin if first else None, temporary, mesh)
+    shards, tables = _own_slices(state, mesh)
+    files = _together(
+        lambda: {file: write_tensors(temporary / file, tensors) for file, tensors in shards.items()}, temporary, mesh
+    )
+    assert files is not None
+    contributions: list[_Contribution] = all_gather_objects((files, tables), mesh.world)
+    _together(finish if first else None, temporary, mesh)
     return final
 
 
-def _write_own_slices(directory: Path, state: TrainingState, mesh: Mesh) -> _Contribution:
-    shards: dict[str, dict[str, Tensor]] = {}
-    tables: dict[str, dict[str, TensorEntry]] = {}
+def _together(write: Callable[[], T] | None, temporary: Path, mesh: Mesh) -> T | None:
+    """Write, where this rank has something to write, and wait for all. Where one fails, all do, with its reason.
+
+    Args:
+        write: writes below `temporary`.
+        temporary: the unfinished checkpoint, which is removed after a failure: it would take a full disk's last space.
+        mesh: all of its ranks take part.
+
+    Raises:
+        StorageError: a rank could not write.
+    """
+    result, problem = None, None
+    try:
+        result = None if write is None else write()
+    except (OSError, DataError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        problem = f"{getattr(error, 'filename', None) or temporary}: {reason}"
+    problems = [text for text in all_gather_objects(problem, mesh.world) if text is not None]
+    if problems:
+        if mesh.world.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(f"the checkpoint cannot be written: {problems[0]}")
+    return result
+
+
+def _own_slices(state: TrainingState, mesh: Mesh) -> tuple[_Shards, _Tables]:
+    shards: _Shards = {}
+    tables: _Tables = {}
     for kind, spec, tensor in state.entries():  # all data-parallel ranks take part, the first writes
         held_elsewhere = spec.name in state.tied_copies or (spec.dim is None and not mesh.tp.is_first)
         if not mesh.dp.is_first or held_elsewhere or tensor.numel() == 0:
@@ -68,8 +110,7 @@ def _write_own_slices(directory: Path, state: TrainingState, mesh: Mesh) -> _Con
         piece = Piece(file=file, start=list(starts), stop=list(stops))
         entry = TensorEntry(shape=list(spec.shape), dtype=str(tensor.dtype).removeprefix("torch."), pieces=[piece])
         tables.setdefault(kind, {})[spec.name] = entry
-    files = {file: write_tensors(directory / file, tensors) for file, tensors in shards.items()}
-    return files, tables
+    return shards, tables
 
 
 def _merge(contributions: list[_Contribution], state: TrainingState, config: Config) -> Manifest:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -14,8 +15,15 @@ from megacore.checkpoint.manifest import POINTER_NAME, FileEntry, describe
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Write one safetensors file and make it durable."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    """Write one safetensors file and make it durable.
+
+    Raises:
+        OSError: it cannot be written; safetensors has an error of its own for that.
+    """
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(None, str(error), str(path)) from error
     return seal(path)
 
 
@@ -38,7 +46,12 @@ def publish(temporary: Path, final: Path) -> None:
     replaced = final.with_name(f"{final.name}.replaced-{os.getpid()}")
     if final.exists():
         final.rename(replaced)
-    temporary.rename(final)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
     _sync_directory(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -47,8 +60,11 @@ def point_to(directory: Path) -> None:
     """Make the run's pointer name this checkpoint, in one step."""
     pointer = directory.parent / POINTER_NAME
     temporary = pointer.with_name(f"{POINTER_NAME}.tmp-{os.getpid()}")
-    write_text(temporary, f"{directory.name}\n")
-    os.replace(temporary, pointer)
+    try:
+        write_text(temporary, f"{directory.name}\n")
+        os.replace(temporary, pointer)
+    finally:
+        temporary.unlink(missing_ok=True)
     _sync_directory(directory.parent)
 
 

@@ -28,7 +28,7 @@ from megacore.data.indexed import token_dtype
 from megacore.data.sentences import split_sentences
 from megacore.data.sidecar import Sidecar, idx_bytes
 from megacore.data.tokenizer import Tokenizer
-from megacore.data.writer import IndexedWriter
+from megacore.data.writer import IndexedWriter, output_files, refuse_overwriting
 from megacore.errors import DataError
 from megacore.wording import counted
 
@@ -48,6 +48,7 @@ class Job:
         text_unit: What a document is in plain text.
         workers: Processes that tokenize; 1 tokenizes in this process.
         strict: Whether the first bad line is an error.
+        tokenizer: Where the tokenizer was read from, which must not be written over.
     """
 
     inputs: tuple[str, ...]
@@ -58,6 +59,7 @@ class Job:
     text_unit: TextUnit = "line"
     workers: int = 1
     strict: bool = False
+    tokenizer: str | None = None
 
     def output(self, key: str) -> str:
         """Prefix of the output of a key."""
@@ -198,6 +200,8 @@ def _check(job: Job) -> None:
     for key in job.json_keys:
         if not key or "/" in key or "\0" in key:
             raise DataError(f"--json-keys {key!r} cannot be part of a file name")
+    outputs = chain.from_iterable(output_files(job.output(key)) for key in job.json_keys)
+    refuse_overwriting(outputs, [*job.inputs, *([job.tokenizer] if job.tokenizer else [])])
 
 
 def _count(report: Report, job: Job, chunk: Chunk, encoded: Encoded) -> None:

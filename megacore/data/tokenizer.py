@@ -151,7 +151,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     if path.is_dir():
         return _load_directory(path)
-    if not path.exists():
+    if not path.is_file():  # a device or a pipe would be read for ever
         raise DataError(f"{path}: no such tokenizer: give a tokenizer.json, a *.model or a directory that holds one")
     return _load_model(path) if path.suffix == ".model" else _load_json(path)
 
@@ -212,6 +212,12 @@ def refuse_other_kind(directory: str | Path, kind: str) -> None:
     other = "tokenizer.json" if kind in ("unigram", "sentencepiece-bpe") else "tokenizer.model"
     if (folder / other).exists():
         raise DataError(f"{folder} holds another tokenizer's {other}: give another directory, or remove it first")
+
+
+def saved_files(directory: str | Path) -> list[Path]:
+    """Every file that saving a tokenizer of any kind may replace."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return [Path(directory) / f"{name}{partial}" for name in names for partial in ("", ".partial")]
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -22,6 +22,7 @@ from megacore.data.indexed import HEADER, MAGIC, VERSION, IndexedDataset, bin_pa
 from megacore.data.sidecar import Sidecar, read_sidecar, sidecar_path
 from megacore.errors import DataError
 
+_PARTIAL = ".partial"
 _CHUNK = 1 << 20
 _COPY = 1 << 24
 
@@ -47,7 +48,7 @@ class IndexedWriter:
         folder = Path(self.prefix).parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._partial = Path(f"{self.prefix}.bin.partial")
+            self._partial = Path(f"{self.prefix}.bin{_PARTIAL}")
             self._bin = _open_locked(self._partial)
             self._lengths: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in close()
             self._boundaries: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
@@ -129,7 +130,7 @@ class IndexedWriter:
         if self.num_documents == 0:
             raise DataError(f"{self.prefix}: no documents to write")
         assert self._last_boundary == self.num_sequences, "sequences after the last end_document()"
-        index, note = Path(f"{self.prefix}.idx.partial"), Path(f"{self.prefix}.json.partial")
+        index, note = Path(f"{self.prefix}.idx{_PARTIAL}"), Path(f"{self.prefix}.json{_PARTIAL}")
         try:
             _sync(self._bin)
             with open(index, "wb") as file:
@@ -184,6 +185,28 @@ class IndexedWriter:
             os.close(folder)
 
 
+def output_files(prefix: str | Path) -> list[Path]:
+    """Every file that writing a dataset replaces or removes."""
+    ends = (".bin", ".idx", ".json")
+    return [Path(f"{prefix}{end}{partial}") for end in ends for partial in ("", _PARTIAL)]
+
+
+def refuse_overwriting(outputs: Iterable[Path], inputs: Iterable[str | Path]) -> None:
+    """Refuse to write over what is read, under whatever name.
+
+    Args:
+        outputs: Files that will be replaced or removed, where they exist.
+        inputs: Files that are read, where they exist.
+
+    Raises:
+        DataError: An output is an input.
+    """
+    read = [Path(path) for path in inputs if os.path.exists(path)]
+    for output in outputs:
+        if os.path.exists(output) and any(output.samefile(path) for path in read):
+            raise DataError(f"{output} would be overwritten, but is one of the inputs: choose another output name")
+
+
 def merge(prefixes: Sequence[str], output_prefix: str) -> Sidecar | None:
     """Concatenate datasets of one dtype, in the given order.
 
@@ -194,8 +217,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Sidecar | None:
         DataError: An input is damaged, dtypes or tokenizers differ, or the output is one of the inputs.
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    if any(idx_path(output_prefix).resolve() == dataset.idx_path.resolve() for dataset in datasets):
-        raise DataError(f"--output-prefix {output_prefix} is one of the inputs: choose another name")
+    refuse_overwriting(output_files(output_prefix), [p for d in datasets for p in (d.idx_path, d.bin_path)])
     first = datasets[0]
     for dataset in datasets:
         if dataset.sequence_modes is not None:

@@ -6,6 +6,7 @@ the cause; what the others would say is its echo.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -33,7 +34,8 @@ def report_cause(text: str, *, otherwise: bool = True) -> bool:
             return False
         message = f"megacore: {text}"
         leave_for_launcher(message)
-        print(message, file=sys.stderr, flush=True)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it
+            print(message, file=sys.stderr, flush=True)
         return True
 
 

@@ -16,6 +16,7 @@ from megacore import ops
 from megacore.config import Config
 from megacore.errors import EXIT_REFUSED, ConfigError, TrainingStopped, UserError, WorkerDied
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave
+from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.peers import PeerWatch
 
@@ -56,7 +57,9 @@ def launch(config: Config, body: Callable[[Config, Mesh], None]) -> int:
         return _end(f"stopped: {error}", EXIT_FAILED, watch)
     except WorkerDied as error:
         return _end(f"{_this_rank(watch)} failed: {error}", EXIT_FAILED, watch)
-    except Exception:
+    except Exception as error:
+        if cause := outside_cause(error):
+            return _end(f"{_this_rank(watch)} failed: {cause}", EXIT_FAILED, watch)
         if watch is not None and (gone := watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
             watch.give_up(gone)  # the exception is only the echo of a death
         return _end(f"{_this_rank(watch)} failed:\n{traceback.format_exc()}", EXIT_FAILED, watch)

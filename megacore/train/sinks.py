@@ -12,12 +12,14 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megacore.errors import StorageError, TrainingStopped, UserError
+
 
 class Report:
     """What rank 0 tells the user.
 
     A fresh run never overwrites the metrics of an earlier one: they are set aside as metrics.jsonl.1, .2 and so on.
-    A resumed run appends.
+    A resumed run appends, and refuses a file with a line that is no record: to drop the line would lose what it said.
 
     Args:
         output_dir: directory of metrics.jsonl.
@@ -48,14 +50,20 @@ class Report:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._file is not None:
-            print(text, flush=True)
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:
+                raise TrainingStopped("what read the output has closed it") from None
 
     def record(self, values: dict[str, Any]) -> None:
         """Append one JSON object to metrics.jsonl; floats keep their full precision, and null stands for no number."""
         if self._file is not None:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._file.flush()
+            try:
+                self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise StorageError(f"{self._file.name}: {error.strerror}") from None
 
     def step_done(self, step: int) -> None:
         if self._bar is not None:
@@ -75,11 +83,33 @@ def _keep_until(path: Path, step: int) -> None:
     """Drop what an interrupted run reported after the step that this one resumes from: it will be reported again."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [
+        line
+        for number, line in enumerate(lines, start=1)
+        if line.endswith(b"\n") and _step_of(line, path, number) <= step
+    ]
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(b"".join(kept))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _step_of(line: bytes, path: Path, number: int) -> int:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        step = None
+    if type(step) is not int:
+        raise UserError(
+            f"{path} line {number} is not a record of a run, so that this one cannot go on after it: "
+            "mend or remove the line, move the file away, or use another --output-dir"
+        )
+    return step
 
 
 def _set_aside(path: Path) -> None:

@@ -112,6 +112,11 @@ NONSENSE: dict[str, tuple[str, str, str]] = {
     "unknown model": ("train_tokenizer", "{in} --vocab-size 3 --output {tmp}/t --model gpt", "invalid choice: 'gpt'"),
     "nothing to train on": ("train_tokenizer", "--input {tmp}/empty.txt --vocab-size 300 --output {tmp}/t", "no text"),
     "tokenizer over a file": ("train_tokenizer", "{in} --vocab-size 300 --output {tmp}/a.txt", "a.txt is a file"),
+    "tokenizer over its input": (
+        "train_tokenizer",
+        "--input {tmp}/t/tokenizer_config.json --vocab-size 300 --output {tmp}/t",
+        "tokenizer_config.json would be overwritten, but is one of the inputs",
+    ),
     "merge nothing": ("merge_datasets", "--input {tmp}/nowhere {out}", "nowhere.idx: No such file"),
     "merge empty files": ("merge_datasets", "--input {tmp}/void {out}", "void.idx: 0 bytes are too few"),
     "merge two dtypes": ("merge_datasets", "--input {tmp}/u16 {tmp}/i32 {out}", "i32.idx holds int32 tokens but"),
@@ -125,6 +130,8 @@ def test_nonsense_gets_one_clear_line_and_status_2(
     (tmp_path / "bad.jsonl").write_text("hello\n")
     (tmp_path / "bad.gz").write_text("hello\n")
     (tmp_path / "a.txt").write_text("hello\n")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "tokenizer_config.json").write_text('{"text": "hello"}\n')
     for empty in ("empty.txt", "void.idx", "void.bin"):
         (tmp_path / empty).touch()
     data_bytes.write(tmp_path / "u16", [[[1]]], code=8)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -119,6 +121,30 @@ def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: st
     message = re.compile(r"sample \d+ cannot be read")
     assert said.count("megacore: ") == len(message.findall(said)) == len(message.findall(launcher)) == 1
     assert said.count("Traceback") == (0 if error == "DataError" else 1)
+
+
+def test_too_little_memory_is_told_once_without_a_traceback(tmp_path: Path) -> None:
+    flags = small_run(tmp_path / "out", dp=2, hidden_size=1_000_000, ffn_hidden_size=8)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+        status, _ = job.ends(START)
+        said = job.said()
+    assert status == 1
+    assert re.fullmatch(r"megacore: rank [01] \(.*\) failed: there is not enough memory \(.*\): use .*", said.strip())
+
+
+@pytest.mark.parametrize("closed", ["stdout", "both"])
+def test_an_output_that_nobody_reads_ends_the_run_quietly(tmp_path: Path, closed: str) -> None:
+    flags = small_run(tmp_path / "out", **ENDLESS)
+    out = subprocess.STDOUT if closed == "both" else subprocess.PIPE
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parent)}
+    command = [sys.executable, str(PROGRAM), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=out, env=environment, text=True) as run:
+        assert run.stdout is not None
+        run.stdout.readline()
+        run.stdout.close()
+        said = run.stderr.read() if run.stderr is not None else ""
+        assert run.wait(timeout=START) == 1
+    assert said == ("" if closed == "both" else "megacore: stopped: what read the output has closed it\n")
 
 
 @pytest.mark.parametrize(("number", "num_workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 2)])

@@ -50,6 +50,8 @@ WRONG_CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ({"config": "nowhere.toml"}, "nowhere.toml"),
     ({"tokenizer": "nowhere.json"}, "--tokenizer nowhere.json does not exist"),
     ({"load": "nowhere"}, "--load nowhere is not a directory"),
+    ({"output_dir": "/tmp/" + "x" * 300}, "has 300 bytes, and a name has at most 255 there: choose a shorter name"),
+    ({"output_dir": "/tmp/" + "x/" * 2040}, "which leaves no room for the files in it: choose a shorter name"),
     ({"output_dir": PROGRAM / "under_a_file"}, "is not a directory: choose another name"),
 ]
 
@@ -183,6 +185,15 @@ def manifest_without_sections(inputs: Path) -> dict[str, object]:
     return {"load": inputs / "trained"}
 
 
+def manifest_without_optimizer(inputs: Path) -> dict[str, object]:
+    """A manifest that lost a section of its configuration."""
+    manifest = shard(inputs).with_name("manifest.json")
+    raw = json.loads(manifest.read_text())
+    del raw["config"]["optimizer"]
+    manifest.write_text(json.dumps(raw))
+    return {"load": inputs / "trained"}
+
+
 def lost_shard(inputs: Path) -> dict[str, object]:
     """A checkpoint of which a file is gone."""
     shard(inputs).unlink()
@@ -245,6 +256,7 @@ BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
     "no checkpoint": (no_checkpoint, "holds no checkpoint"),
     "damaged manifest": (damaged_manifest, "manifest.json cannot be read as a manifest"),
     "manifest of another structure": (manifest_without_sections, "manifest.json cannot be read as a manifest"),
+    "manifest of no optimizer": (manifest_without_optimizer, "does not say which model and optimizer it is of"),
     "lost shard": (lost_shard, "the checkpoint is incomplete"),
     "shorter shard": (shorter_shard, "bytes, but its manifest says"),
     "flipped bit": (flipped_bit, "does not have the SHA-256 of its manifest"),

@@ -4,6 +4,8 @@ name."""
 from __future__ import annotations
 
 import json
+import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megacore.checkpoint.manifest import find_checkpoint
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, StorageError
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -163,6 +165,19 @@ def test_a_damaged_manifest_is_refused(checkpoint: Path, text: str) -> None:
         one_process(checkpoint.parent, load=str(checkpoint))
 
 
+@pytest.mark.parametrize("kinds", [["exp_avg"], ["exp_avg", "exp_avg_sq"]])
+def test_missing_optimizer_state_is_refused_by_name(checkpoint: Path, kinds: list[str]) -> None:
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for kind in kinds:
+        del manifest["tensors"][kind]
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"has no {' and no '.join(kinds)} of the optimizer, after 1 updates"):
+        one_process(checkpoint.parent, load=str(checkpoint))
+    manifest["counters"]["updates"] = 0  # every step was skipped: there is no state yet
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    one_process(checkpoint.parent, load=str(checkpoint))
+
+
 def test_a_name_outside_the_directory_is_refused(checkpoint: Path) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"]["../evil.safetensors"] = {"bytes": 1, "sha256": "0"}
@@ -178,6 +193,25 @@ def test_the_newest_complete_step_of_a_run_is_found(checkpoint: Path) -> None:
     assert find_checkpoint(run) == checkpoint
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         find_checkpoint(run / "step_00000007")
+
+
+def fail_to_save(rank: int, world_size: int, directory: str) -> str:
+    """Save where rank 1 can write no file of 100 bytes, as on a full disk; what each rank is told."""
+    config = make_config((2, 1, 1), directory)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with pytest.raises(StorageError) as error:
+        trainer.save()
+    return str(error.value)
+
+
+def test_a_save_that_fails_says_where_on_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
+    told = run_distributed(fail_to_save, 2, str(tmp_path))
+    file = re.escape(str(tmp_path / "step_00000000.tmp" / "model-pp0-tp1.safetensors"))
+    assert re.match(rf"the checkpoint cannot be written: {file}: .*File too large", told[0])
+    assert told[1] == told[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_saving_again_replaces_the_step_whole(checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,22 @@ def test_a_wrong_file_is_refused_with_its_place(
     (problem,) = problems(refuse(*GOOD, "--config", str(file)))
     assert all(word in problem for word in words), problem
     assert str(file) in problem or "--lr inf" in problem
+
+
+@pytest.mark.parametrize("flag", ["--config", "--schedule-csv", "--tokenizer"])
+@pytest.mark.parametrize("kind", ["device", "pipe", "giant"])
+def test_what_could_be_read_for_ever_is_refused_at_once(flag: str, kind: str, refuse: Refuse, tmp_path: Path) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    if kind == "giant":
+        if flag == "--tokenizer":
+            pytest.skip("a tokenizer may well be large")
+        path.touch()
+        os.truncate(path, 1 << 40)
+    (problem,) = problems(refuse(*GOOD, flag, str(path)))
+    assert f"{flag} {path} " in problem
+    assert (" bytes, more than" if kind == "giant" else " no" if flag == "--tokenizer" else " is not a") in problem
 
 
 def test_flags_mend_what_a_file_gets_wrong_only_by_name(refuse: Refuse, tmp_path: Path) -> None:

@@ -286,6 +286,35 @@ def test_impossible_keys_are_refused(keys: tuple[str, ...], message: str, tokeni
         preprocess(Job(inputs=(str(tmp_path / "a.txt"),), output_prefix=str(tmp_path / "o"), json_keys=keys), tokenizer)
 
 
+@pytest.mark.parametrize("name", ["o_text_document.json", "o_text_document.bin", "o_text_document.bin.partial"])
+@pytest.mark.parametrize("through", ["its name", "a link", "another path"])
+def test_an_input_is_never_written_over(name: str, through: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    given = tmp_path / name
+    given.write_text("one\n" if name.endswith(("bin", "partial")) else '{"text": "one"}\n')
+    content = given.read_bytes()
+    path = {"its name": given, "a link": tmp_path / "link.json", "another path": tmp_path / "." / ".." / tmp_path.name}
+    if through == "a link":
+        path[through].symlink_to(given)
+    elif through == "another path":
+        path[through] = path[through] / name
+    with pytest.raises(DataError, match=f"{name} would be overwritten, but is one of the inputs"):
+        preprocess(Job(inputs=(str(path[through]),), output_prefix=str(tmp_path / "o")), tokenizer)
+    assert given.read_bytes() == content
+
+
+def test_the_tokenizer_is_never_written_over(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "o_text_document.json")
+    job = Job(
+        inputs=(str(tmp_path / "a.txt"),),
+        output_prefix=str(tmp_path / "o"),
+        tokenizer=str(tmp_path / "o_text_document.json"),
+    )
+    with pytest.raises(DataError, match=r"o_text_document\.json would be overwritten"):
+        preprocess(job, tokenizer)
+
+
 def test_an_eod_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
     class NoEnd:
         vocab_size, eod, fingerprint = 10, None, ""

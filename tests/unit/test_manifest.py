@@ -88,6 +88,17 @@ def test_a_missing_key_is_named(tmp_path: Path, path: str) -> None:
     assert str(caught.value) == f"{tmp_path}/manifest.json cannot be read as a manifest: {path} is missing"
 
 
+@pytest.mark.parametrize("number", [2**49, 10**30, 10**400])
+def test_a_number_beyond_any_count_is_refused_by_name(tmp_path: Path, number: int) -> None:
+    for name in ("step", "consumed_samples"):
+        with pytest.raises(CheckpointError, match=f"{name} is beyond any count"):
+            read_with(tmp_path, (name,), number)
+    with pytest.raises(CheckpointError, match="bytes is beyond any count"):
+        read_with(tmp_path, ("files", "model.safetensors", "bytes"), number)
+    with pytest.raises(CheckpointError, match="shape is not a list of whole numbers from 0 to"):
+        read_with(tmp_path, ("tensors", "model", "weight", "shape", 0), number)
+
+
 @pytest.mark.parametrize(
     "wrong", [None, True, 1.5, -1, "x", [], ["x"], [None], {}, {"x": 1}, float("nan"), "del"], ids=str
 )

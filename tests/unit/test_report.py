@@ -6,6 +6,9 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
+from megacore.errors import UserError
 from megacore.train.sinks import Report
 
 
@@ -26,6 +29,15 @@ def test_a_resumed_run_does_not_double_steps(tmp_path: Path) -> None:
     second.record({"step": 3})
     second.close()
     assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("line", ["garbage", "{}", "[]", '{"step": "3"}', '{"step": null}', "\xff", "[" * 100_000])
+def test_a_line_that_is_no_record_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
+    content = ('{"step": 1}\n' + line + '\n{"step": 2}\n').encode("latin-1")
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is not a record of a run"):
+        report(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
 
 
 def test_a_fresh_run_sets_the_earlier_metrics_aside(tmp_path: Path) -> None:
