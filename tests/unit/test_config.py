@@ -282,7 +282,7 @@ def test_the_saved_file_says_which_version_wrote_it_and_is_replaced_whole(
     save_toml(make(), path)
     before = path.read_text()
     assert before.startswith("# megacore 0.")
-    monkeypatch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "disk full")))
     with pytest.raises(OSError, match="disk full"):
         save_toml(make(seed=99), path)
     assert path.read_text() == before
