@@ -185,6 +185,16 @@ class IndexedWriter:
             os.close(folder)
 
 
+def require_prefix(prefix: str) -> None:
+    """Refuse an empty output prefix, mostly a shell variable that is not set.
+
+    Raises:
+        DataError: It is empty.
+    """
+    if not prefix.strip():
+        raise DataError("--output-prefix is empty: give a path without an ending, such as data/corpus")
+
+
 def output_files(prefix: str | Path) -> list[Path]:
     """Every file that writing a dataset replaces or removes."""
     ends = (".bin", ".idx", ".json")
@@ -216,6 +226,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Sidecar | None:
     Raises:
         DataError: An input is damaged, dtypes or tokenizers differ, or the output is one of the inputs.
     """
+    require_prefix(output_prefix)
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     refuse_overwriting(output_files(output_prefix), [p for d in datasets for p in (d.idx_path, d.bin_path)])
     first = datasets[0]
