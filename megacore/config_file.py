@@ -57,7 +57,8 @@ def save_toml(config: Config, path: str | Path) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk is met without a name
+        if error.errno is not None and error.filename is None:  # a full disk is met without a name
+            error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
