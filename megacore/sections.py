@@ -137,11 +137,9 @@ class PrecisionConfig(Section):
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if "precision" in wrong:
             return
-        if self.precision != "fp16" and self.loss_scale is not None:
-            yield (
-                f"--loss-scale {number(self.loss_scale)} has no effect with --precision {self.precision}: "
-                "leave it out, or use --precision fp16"
-            )
+        if self.precision != "fp16":
+            scale = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+            yield from self.without_effect(scale, wrong, f"--precision {self.precision}", "--precision fp16")
         if self.initial_loss_scale < self.min_loss_scale:
             yield (
                 f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "
@@ -267,6 +265,8 @@ class OptimizerConfig(Section):
         lr, min_lr = number(self.lr), number(self.min_lr)
         if not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
             yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
+        if self.optimizer != "sgd" and "optimizer" not in wrong:
+            yield from self.without_effect(("sgd_momentum",), wrong, f"--optimizer {self.optimizer}", "--optimizer sgd")
         if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
             return
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
