@@ -1,4 +1,4 @@
-"""The TOML form of a configuration: tables [model] [parallel] [data] [optimizer] [training] [logging], keys as fields.
+"""The TOML form of a configuration: one table a section ([model], [parallel], ...), keys as fields.
 
 Reading collects every problem with its place in the file; writing is atomic, and what is written reads back equal. A
 key has one name and one table: dashes, aliases and keys outside their table are refused with the right spelling, so

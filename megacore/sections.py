@@ -1,4 +1,4 @@
-"""The sections of a run's configuration: model, parallel, data, optimizer, training and logging.
+"""The sections of a run's configuration: model, parallel, precision, data, optimizer, training and logging.
 
 A field is a flag (`num_layers` is `--num-layers`), the string under it is its help text, and its annotation holds its
 range and its other names. Each section checks itself in `problems()`; what must hold between sections stands in
@@ -120,7 +120,8 @@ class PrecisionConfig(Section):
     """Number formats, and the loss scale of fp16."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Format of parameters and activations. Master weights, moments and accumulated gradients are fp32 in any case."""
+    """Format of parameters and activations. Master weights and moments are fp32 in any case, and accumulated gradients
+    unless --grad-reduce-dtype says otherwise."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated and reduced."""
     loss_scale: Annotated[float | None, Range(above=0), Flag()] = None
