@@ -120,6 +120,12 @@ class _Process:
             problems.append(
                 f"the environment's RANK {rank} must be below WORLD_SIZE {world_size}: start through torchrun"
             )
+        port = os.environ.get("MASTER_PORT", "")
+        if world_size > 1 and not (os.environ.get("MASTER_ADDR") and port.isdecimal() and 0 < int(port) < 1 << 16):
+            problems.append(
+                f"the environment's WORLD_SIZE is {world_size}, but its MASTER_ADDR and MASTER_PORT do not say where "
+                "the ranks meet: start through torchrun"
+            )
         return _Process(rank, read("LOCAL_RANK", rank), world_size, tuple(problems))
 
 

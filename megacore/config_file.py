@@ -1,4 +1,4 @@
-"""The TOML form of a configuration: tables [model] [parallel] [data] [optimizer] [training] [logging], keys as fields.
+"""The TOML form of a configuration: one table a section ([model], [parallel], ...), keys as fields.
 
 Reading collects every problem with its place in the file; writing is atomic, and what is written reads back equal. A
 key has one name and one table: dashes, aliases and keys outside their table are refused with the right spelling, so
@@ -57,7 +57,8 @@ def save_toml(config: Config, path: str | Path) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk is met without a name
+        if error.errno is not None and error.filename is None:  # a full disk is met without a name
+            error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)

@@ -142,6 +142,23 @@ class Section:
         own."""
         yield from ()
 
+    def without_effect(self, names: tuple[str, ...], wrong: frozenset[str], beside: str, needs: str) -> Iterator[str]:
+        """Yields a line for each of the fields that was given where it changes nothing.
+
+        That a field differs from its default is all that tells a given value from none.
+
+        Args:
+            names: the fields.
+            wrong: fields to leave aside.
+            beside: the flag with its value that makes them idle.
+            needs: the one that they need.
+        """
+        infos = field_infos(type(self))
+        for name in names:
+            value = getattr(self, name)
+            if name not in wrong and value != infos[name].default:
+                yield f"{flag(name)} {number(value)} has no effect with {beside}: leave it out, or use {needs}"
+
     def problems(self) -> list[str]:
         """Every violated constraint that this section can see by itself."""
         wrong = self.wrong_fields()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import TypeGuard
 
 from megacore.config import Config
 from megacore.config_file import unsuitable
@@ -19,27 +20,32 @@ def missing_files(config: Config) -> list[str]:
     # os.path, because pathlib raises for a name that is too long.
     data, training = config.data, config.training
     found = []
-    if data.tokenizer is not None and not (os.path.isfile(data.tokenizer) or os.path.isdir(data.tokenizer)):
+    if _given(data.tokenizer) and not (os.path.isfile(data.tokenizer) or os.path.isdir(data.tokenizer)):
         wrong = "is no file or directory" if os.path.exists(data.tokenizer) else "does not exist"
         found.append(
             f"--tokenizer {data.tokenizer} {wrong}: give a tokenizer.json, a directory that holds one, "
             "or a SentencePiece .model"
         )
-    if training.load is not None and not os.path.isdir(training.load):
+    if _given(training.load) and not os.path.isdir(training.load):
         found.append(f"--load {training.load} is not a directory: give a checkpoint directory, or leave --load out")
     own = config.parallel.schedule_csv
-    if own is not None and not os.path.isfile(own):
+    if _given(own) and not os.path.isfile(own):
         found.append(
             f"--schedule-csv {own} is not a file: give a CSV with a row of computations for each pipeline rank"
         )
-    elif own is not None and (problem := unsuitable(own)):
+    elif _given(own) and (problem := unsuitable(own)):
         found.append(f"--schedule-csv {own} {problem}: give a schedule with fewer microbatches")
     try:
         prefixes = data.blend()[0]
     except ValueError:  # validate reports it
         prefixes = ()
-    found += [problem for prefix in prefixes if (problem := _missing_dataset(prefix))]
+    found += [problem for prefix in prefixes if _given(prefix) and (problem := _missing_dataset(prefix))]
     return found + _output_problem(Path(training.output_dir))
+
+
+def _given(path: str | None) -> TypeGuard[str]:
+    """Whether there is a path; that it is empty, `validate` reports."""
+    return path is not None and bool(path.strip())
 
 
 def _missing_dataset(prefix: str) -> str | None:

@@ -99,7 +99,8 @@ class ParallelConfig(Section):
     """Keeps master weights and moments in host memory and updates them there (ZeRO-Offload), while the device keeps
     parameters and gradients."""
     bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
-    """Size of the buckets in which gradients are reduced and parameters gathered over --dp, in MiB."""
+    """Size of the buckets in which gradients are reduced and parameters gathered over --dp, in MiB; at most a quarter
+    of a stage."""
     overlap_grad_reduce: bool = True
     """Reduces gradients over --dp while backward goes on."""
     overlap_param_gather: bool = True

@@ -19,7 +19,8 @@ class PrecisionConfig(Section):
     """Number formats, and the loss scale of fp16."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Format of parameters and activations. Master weights, moments and accumulated gradients are fp32 in any case."""
+    """Format of parameters and activations. Master weights and moments are fp32 in any case, and accumulated gradients
+    unless --grad-reduce-dtype says otherwise."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated and reduced."""
     loss_scale: Annotated[float | None, Range(above=0), Flag()] = None
@@ -36,11 +37,9 @@ class PrecisionConfig(Section):
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if "precision" in wrong:
             return
-        if self.precision != "fp16" and self.loss_scale is not None:
-            yield (
-                f"--loss-scale {number(self.loss_scale)} has no effect with --precision {self.precision}: "
-                "leave it out, or use --precision fp16"
-            )
+        if self.precision != "fp16":
+            scale = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+            yield from self.without_effect(scale, wrong, f"--precision {self.precision}", "--precision fp16")
         if self.initial_loss_scale < self.min_loss_scale:
             yield (
                 f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "
@@ -86,6 +85,8 @@ class OptimizerConfig(Section):
         lr, min_lr = number(self.lr), number(self.min_lr)
         if not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
             yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
+        if self.optimizer != "sgd" and "optimizer" not in wrong:
+            yield from self.without_effect(("sgd_momentum",), wrong, f"--optimizer {self.optimizer}", "--optimizer sgd")
         if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
             return
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:

@@ -17,10 +17,10 @@ import torch
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megacore.checkpoint.check import refuse_other_tokenizer
 from megacore.checkpoint.load import load_parameters
-from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
-from megacore.checkpoint.save import TOKENIZER_DIRECTORY
-from megacore.config import ModelConfig, ParallelConfig
+from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, Manifest, find_checkpoint, read_manifest
+from megacore.config import ModelConfig, ParallelConfig, known
 from megacore.data.command import ToolParser, positive, run_tool
 from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, UserError
@@ -46,6 +46,12 @@ def _generate(args: Namespace) -> None:
     directory = find_checkpoint(Path(args.checkpoint))
     config = _model_config(read_manifest(directory), directory)
     tokenizer = _tokenizer(args.tokenizer, directory)
+    if tokenizer.vocab_size > known(config.vocab_size):
+        raise UserError(
+            f"the tokenizer {args.tokenizer or directory / TOKENIZER_DIRECTORY} has a vocabulary of "
+            f"{tokenizer.vocab_size}, but the model of {directory} only {config.vocab_size}: give the tokenizer that "
+            "it was trained with"
+        )
     prompt = tokenizer.encode(_text(args.prompt))
     if not prompt:
         raise UserError("--prompt has no tokens: give at least one character")
@@ -131,6 +137,8 @@ def _tokenizer(path: str | None, directory: Path) -> Tokenizer:
     stored = directory / TOKENIZER_DIRECTORY
     if path is None and not stored.is_dir():
         raise CheckpointError(f"{directory} holds no tokenizer (it was trained without one): give --tokenizer PATH")
+    if path is not None:
+        refuse_other_tokenizer(directory, path, way_out="leave --tokenizer out")
     return load_tokenizer(path or str(stored))
 
 

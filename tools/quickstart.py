@@ -106,7 +106,7 @@ def steps(gpus: int, training: dict[str, int]) -> list[Step]:
         *(() if batch == training["global_batch_size"] else ("--global-batch-size", str(batch))),
         *("--output-dir", str(RUN)),
     )
-    tokenizer = ("--model", "bpe", "--vocab-size", str(VOCAB_SIZE), "--output", str(TOKENIZER))
+    tokenizer = ("--model", "bpe", "--vocab-size", str(VOCAB_SIZE), "--output", str(TOKENIZER), "--overwrite")
     dataset = ("--tokenizer", str(TOKENIZER), "--output-prefix", str(DATASET), "--append-eod", "--workers", "2")
     sample = ("--checkpoint", str(RUN), "--prompt", "def ", "--seed", "1")
     return [

@@ -20,9 +20,10 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 from megacore.data.command import ToolParser, positive, run_tool
 from megacore.data.corpus import TextUnit, check_files, read_chunks
 from megacore.data.documents import BadLine, parse
-from megacore.data.tokenizer import refuse_other_kind, saved_files
+from megacore.data.tokenizer import refuse_other_kind, refuse_replacing, saved_files
 from megacore.data.tokenizer_training import TokenizerKind, train_tokenizer
 from megacore.data.writer import refuse_overwriting
+from megacore.errors import UserError
 from megacore.wording import counted
 
 LARGEST_VOCABULARY = 10_000_000
@@ -57,10 +58,13 @@ def _parser() -> ToolParser:
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of .jsonl objects to read (text)")
     add("--text-unit", choices=get_args(TextUnit), default="line", help="what a document is in plain text (line)")
     add("--lowercase", action="store_true", help="wordpiece only: ignore case and accents")
+    add("--overwrite", action="store_true", help="replace another tokenizer of the same kind in --output")
     return parser
 
 
 def _train(args: Namespace) -> None:
+    if args.lowercase and args.model != "wordpiece":
+        raise UserError(f"--lowercase has no effect with --model {args.model}: leave it out, or use --model wordpiece")
     check_files(args.input)
     refuse_other_kind(args.output, args.model)
     refuse_overwriting(saved_files(args.output), args.input)
@@ -72,6 +76,8 @@ def _train(args: Namespace) -> None:
         lowercase=args.lowercase,
         show_progress=sys.stderr.isatty(),
     )
+    if not args.overwrite:
+        refuse_replacing(args.output, tokenizer)
     tokenizer.save(args.output)
     for line in texts.bad[:10]:
         print(f"left out {line}", file=sys.stderr)

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest, verify
+from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, Manifest, find_checkpoint, read_manifest, verify
 from megacore.config import Config, known
+from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError
 from megacore.fields import flag
 
@@ -57,10 +58,32 @@ def check_load(config: Config) -> None:
             f"--load {config.training.load}: {directory} is of another model: {', '.join(differences)}: "
             "use the flags that it was made with, or leave --load out"
         )
+    if config.data.tokenizer is not None:
+        refuse_other_tokenizer(directory, config.data.tokenizer, way_out="leave --load out")
     if manifest.step >= config.training.train_iters:
         raise CheckpointError(
             f"--load {config.training.load}: {directory} is at step {manifest.step} already: "
             f"use --train-iters {manifest.step + 1} or more"
+        )
+
+
+def refuse_other_tokenizer(directory: Path, tokenizer: str, *, way_out: str) -> None:
+    """Refuse a tokenizer that gives other ids than the one a checkpoint was trained with.
+
+    Args:
+        directory: the checkpoint; nothing is compared where it holds no tokenizer.
+        tokenizer: path of the other one.
+        way_out: what else to do, for the message.
+
+    Raises:
+        CheckpointError: they differ.
+        DataError: one of them cannot be read.
+    """
+    stored = directory / TOKENIZER_DIRECTORY
+    if stored.is_dir() and load_tokenizer(stored).fingerprint != load_tokenizer(tokenizer).fingerprint:
+        raise CheckpointError(
+            f"--tokenizer {tokenizer} is not the one that {directory} was trained with, and its ids mean other texts: "
+            f"use --tokenizer {stored}, or {way_out}"
         )
 
 

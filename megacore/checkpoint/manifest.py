@@ -17,6 +17,7 @@ from megacore.errors import CheckpointError
 SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
 POINTER_NAME = "latest"
+TOKENIZER_DIRECTORY = "tokenizer"
 _CHUNK = 1 << 22
 _LARGEST = 1 << 48  # of samples, bytes, rows: more would overflow what is computed with it
 

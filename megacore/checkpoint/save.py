@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from megacore.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Piece, TensorEntry
+from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY, FileEntry, Manifest, Piece, TensorEntry
 from megacore.checkpoint.state import MODEL, TrainingState
 from megacore.checkpoint.storage import point_to, publish, write_tensors, write_text
 from megacore.config import Config
@@ -18,8 +18,6 @@ from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import DataError, StorageError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
-
-TOKENIZER_DIRECTORY = "tokenizer"
 
 T = TypeVar("T")
 _Shards = dict[str, dict[str, Tensor]]  # file -> tensors by name

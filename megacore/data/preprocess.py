@@ -28,7 +28,7 @@ from megacore.data.indexed import token_dtype
 from megacore.data.sentences import split_sentences
 from megacore.data.sidecar import Sidecar, idx_bytes
 from megacore.data.tokenizer import Tokenizer
-from megacore.data.writer import IndexedWriter, output_files, refuse_overwriting
+from megacore.data.writer import IndexedWriter, output_files, refuse_overwriting, require_prefix
 from megacore.errors import DataError
 from megacore.wording import counted
 
@@ -191,6 +191,7 @@ def available_cores() -> int:
 
 
 def _check(job: Job) -> None:
+    require_prefix(job.output_prefix)
     if len(job.json_keys) > 1 and not all(is_json(path) for path in job.inputs):
         raise DataError(
             f"--json-keys {' '.join(job.json_keys)}: plain text has no keys; give .jsonl files only, or one key"

@@ -214,6 +214,18 @@ def refuse_other_kind(directory: str | Path, kind: str) -> None:
         raise DataError(f"{folder} holds another tokenizer's {other}: give another directory, or remove it first")
 
 
+def refuse_replacing(directory: str | Path, tokenizer: Tokenizer) -> None:
+    """Refuse to save a tokenizer over another one: datasets and checkpoints made with that would lose their meaning.
+
+    Raises:
+        DataError: The directory holds a tokenizer that is not the same, or cannot be read.
+    """
+    if not any(path.exists() for path in saved_files(directory)):
+        return
+    if load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{directory} holds another tokenizer: give another directory, or replace it with --overwrite")
+
+
 def saved_files(directory: str | Path) -> list[Path]:
     """Every file that saving a tokenizer of any kind may replace."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")

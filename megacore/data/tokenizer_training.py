@@ -38,7 +38,7 @@ def train_tokenizer(
     Raises:
         DataError: There is no text, or the vocabulary is too small for the kind or too large for the text.
     """
-    if not any(True for _ in texts):
+    if not any(texts):  # documents may be there, and all be empty
         raise DataError("the input files hold no text to train on")
     if kind == "bpe":
         tokenizer: Tokenizer = _train_bpe(texts, vocab_size, show_progress)

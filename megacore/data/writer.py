@@ -185,6 +185,16 @@ class IndexedWriter:
             os.close(folder)
 
 
+def require_prefix(prefix: str) -> None:
+    """Refuse an empty output prefix, mostly a shell variable that is not set.
+
+    Raises:
+        DataError: It is empty.
+    """
+    if not prefix.strip():
+        raise DataError("--output-prefix is empty: give a path without an ending, such as data/corpus")
+
+
 def output_files(prefix: str | Path) -> list[Path]:
     """Every file that writing a dataset replaces or removes."""
     ends = (".bin", ".idx", ".json")
@@ -203,7 +213,8 @@ def refuse_overwriting(outputs: Iterable[Path], inputs: Iterable[str | Path]) ->
     """
     read = [Path(path) for path in inputs if os.path.exists(path)]
     for output in outputs:
-        if os.path.exists(output) and any(output.samefile(path) for path in read):
+        place = Path(os.path.realpath(output))  # new/../a: `new` will be made
+        if place.exists() and any(place.samefile(path) for path in read):
             raise DataError(f"{output} would be overwritten, but is one of the inputs: choose another output name")
 
 
@@ -216,6 +227,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Sidecar | None:
     Raises:
         DataError: An input is damaged, dtypes or tokenizers differ, or the output is one of the inputs.
     """
+    require_prefix(output_prefix)
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     refuse_overwriting(output_files(output_prefix), [p for d in datasets for p in (d.idx_path, d.bin_path)])
     first = datasets[0]

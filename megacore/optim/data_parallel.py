@@ -9,7 +9,7 @@ ahead of its use. Gradients are summed: the loss was already divided by the toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,10 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from megacore.optim.backward_hooks import OwnGradient, when_backward
 from megacore.optim.bucket import Bucket, ZeroOptions
 from megacore.optim.flat import Segment, assign_buckets
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
+
+# A chunk has at least about so many buckets, however small it is: the first must be full early for its reduction to
+# overlap with the rest of backward.
+_BUCKETS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +73,8 @@ class DataParallel:
             holds parameters of two, as their gradients are complete at different times.
         group: the data-parallel group.
         options: ZeRO stage, dtypes, overlap.
-        bucket_bytes: a bucket is closed once it holds this many bytes or more; on stage 3 a layer is a bucket.
+        bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk; on stage 3 a
+            layer is a bucket.
         alone: global names of parameters that get a bucket of their own (tied ones, whose sum has a further step).
 
     Attributes:
@@ -98,7 +104,8 @@ class DataParallel:
         for numbers in self._chunks:
             members = [own[number] for number in numbers]
             runs = members[::-1] if options.stage == 3 else [[p for layer in members for p in layer]]
-            limit = 1 << 62 if options.stage == 3 else bucket_bytes
+            whole = sum(p.numel() * p.element_size() for layer in members for p in layer)
+            limit = 1 << 62 if options.stage == 3 else min(bucket_bytes, whole // _BUCKETS)
             buckets = [Bucket(b, group, options) for run in runs for b in assign_buckets(run, limit, alone)]
             self._buckets_of_chunk.append(buckets)
             self.buckets = [*buckets, *self.buckets]
@@ -132,16 +139,16 @@ class DataParallel:
         self._prefetch(index + 1, self._chunks[chunk])
         if self.options.stage < 3:
             return self._apply(index, layer, x)
-        y = self._apply(index, layer, _when_backward(x, lambda: self._release(index)))
+        y = self._apply(index, layer, when_backward(x, lambda: self._release(index)))
         self._release(index)
-        return _when_backward(y, lambda: self._before_backward(index, self._chunks[chunk]))
+        return when_backward(y, lambda: self._before_backward(index, self._chunks[chunk]))
 
     def _apply(self, index: int, layer: nn.Module, x: Any) -> Any:
         """layer(x). Where gradients are summed exactly, those of a parameter that an earlier layer has too are taken
         apart from that layer's, as if the two lay on different stages: autograd would add them in floating point."""
         if not self._repeated[index]:
             return layer(x)
-        own = {name: _OwnGradient.apply(p, self._take_part) for name, p in self._repeated[index].items()}
+        own = {name: OwnGradient.apply(p, self._take_part) for name, p in self._repeated[index].items()}
         return functional_call(layer, own, (x,))
 
     def _take_part(self, parameter: ShardedParameter, gradient: Tensor) -> None:
@@ -283,42 +290,6 @@ class DataParallel:
             for segment in bucket.segments:
                 master = nn.Parameter(bucket.master[segment.place].detach(), requires_grad=False)
                 yield OwnedSegment(spec=specs[segment.name], segment=segment, bucket=bucket, master=master)
-
-
-class _WhenBackward(torch.autograd.Function):
-    """The identity of several tensors; calls back once when their gradients pass."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.call()
-        return None, *grads
-
-
-def _when_backward(value: Any, call: Callable[[], None]) -> Any:
-    """A tensor or a tuple of tensors, whose gradients, if there are any, let `call` happen as they pass."""
-    if isinstance(value, Tensor):
-        return _WhenBackward.apply(call, value)[0] if value.requires_grad else value
-    needing = iter(_WhenBackward.apply(call, *found) if (found := [t for t in value if t.requires_grad]) else ())
-    return tuple(next(needing) if tensor.requires_grad else tensor for tensor in value)
-
-
-class _OwnGradient(torch.autograd.Function):
-    """The identity; hands its gradient to `take` instead of passing it on."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, take: Callable[[Tensor, Tensor], None]) -> Tensor:
-        ctx.parameter, ctx.take = parameter, take
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        ctx.take(ctx.parameter, grad)
-        return None, None
 
 
 def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:

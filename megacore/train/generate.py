@@ -71,7 +71,9 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     """Draw one token id from logits [V]."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
-    values, ids = (logits / sampling.temperature).sort(descending=True, stable=True)
+    # Below the largest logit, so that a tiny temperature overflows towards probability 0, and in double precision.
+    below = logits.double() - logits.max().double()
+    values, ids = torch.where(below == 0.0, 0.0, below / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k:
         values, ids = values[: sampling.top_k], ids[: sampling.top_k]
     probabilities = values.softmax(0)

@@ -117,6 +117,19 @@ NONSENSE: dict[str, tuple[str, str, str]] = {
         "--input {tmp}/t/tokenizer_config.json --vocab-size 300 --output {tmp}/t",
         "tokenizer_config.json would be overwritten, but is one of the inputs",
     ),
+    "tokenizer over another": (
+        "train_tokenizer",
+        "--input {tmp}/a.txt --vocab-size 300 --output {tmp}/other",
+        "other holds another tokenizer: give another directory, or replace it with --overwrite",
+    ),
+    "lowercase bpe": ("train_tokenizer", "{in} --vocab-size 300 --output {tmp}/t2 --lowercase", "has no effect with"),
+    "only empty documents": (
+        "train_tokenizer",
+        "--input {tmp}/hollow.jsonl --vocab-size 300 --output {tmp}/t2",
+        "the input files hold no text to train on",
+    ),
+    "no output prefix": ("preprocess_data", "{in} {tok} --output-prefix=", "--output-prefix is empty"),
+    "merge to nowhere": ("merge_datasets", "--input {tmp}/u16 --output-prefix=", "--output-prefix is empty"),
     "merge nothing": ("merge_datasets", "--input {tmp}/nowhere {out}", "nowhere.idx: No such file"),
     "merge empty files": ("merge_datasets", "--input {tmp}/void {out}", "void.idx: 0 bytes are too few"),
     "merge two dtypes": ("merge_datasets", "--input {tmp}/u16 {tmp}/i32 {out}", "i32.idx holds int32 tokens but"),
@@ -130,6 +143,8 @@ def test_nonsense_gets_one_clear_line_and_status_2(
     (tmp_path / "bad.jsonl").write_text("hello\n")
     (tmp_path / "bad.gz").write_text("hello\n")
     (tmp_path / "a.txt").write_text("hello\n")
+    (tmp_path / "hollow.jsonl").write_text('{"text": ""}\n' * 3)
+    shutil.copytree(folder / "tokenizer", tmp_path / "other")
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "tokenizer_config.json").write_text('{"text": "hello"}\n')
     for empty in ("empty.txt", "void.idx", "void.bin"):
@@ -152,6 +167,15 @@ def test_nonsense_gets_one_clear_line_and_status_2(
     assert errors.startswith(f"{tool}.py: error: ")
     assert expected in errors
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_same_tokenizer_may_be_trained_again_and_another_with_overwrite(folder: Path, tmp_path: Path) -> None:
+    train = TOOLS["train_tokenizer"]
+    common = flags(input=folder / "corpus.jsonl", output=tmp_path / "t")
+    assert [train([*common, *flags(vocab_size=size)]) for size in (300, 300, 400)] == [0, 0, 2]
+    assert load_tokenizer(tmp_path / "t").vocab_size == 300
+    assert train([*common, *flags(vocab_size=400), "--overwrite"]) == 0
+    assert load_tokenizer(tmp_path / "t").vocab_size == 400
 
 
 def test_bad_lines_are_reported_and_the_rest_is_used(

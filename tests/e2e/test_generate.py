@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megacore.checkpoint.manifest import describe
 from megacore.data.tokenizer import JsonTokenizer
+from megacore.train.generate import Sampling, choose
 from tests.e2e.launching import alone, small_run, words
 from tools.generate import main as generate
 
@@ -22,8 +23,7 @@ from tools.generate import main as generate
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of a short run, with its tokenizer."""
     folder = tmp_path_factory.mktemp("generate")
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{k}": k for k in range(60)}, "word0"))
-    JsonTokenizer(backend).save(folder / "tokenizer")
+    save_tokenizer(folder / "tokenizer", "word", 60)
     done = alone(*small_run(folder / "run", tokenizer=folder / "tokenizer", train_iters=1), timeout=120)
     assert done.returncode == 0, done.stderr
     return folder / "run" / "step_00000001"
@@ -61,6 +61,41 @@ def test_a_wrong_flag_is_one_line(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, object], expected: str
 ) -> None:
     assert expected in refusal(capsys, **{"checkpoint": checkpoint, **flags})
+
+
+@pytest.mark.parametrize("size", [60, 61, 600])
+def test_another_tokenizer_is_told(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    save_tokenizer(tmp_path / "other", "other", size)
+    said = refusal(capsys, checkpoint=checkpoint, tokenizer=tmp_path / "other", prompt="other3")
+    assert "is not the one that" in said
+    save_tokenizer(tmp_path / "same", "word", 60)
+    assert generate(words(checkpoint=checkpoint, tokenizer=tmp_path / "same", prompt="word3", max_new_tokens=2)) == 0
+
+
+def test_a_tokenizer_larger_than_the_model_is_told(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = changed(checkpoint, tmp_path, lambda shard: None)
+    (bare / "tokenizer").unlink()
+    save_tokenizer(tmp_path / "large", "word", 600)
+    said = refusal(capsys, checkpoint=bare, tokenizer=tmp_path / "large", prompt="word599")
+    assert "has a vocabulary of 600, but the model of" in said
+
+
+def save_tokenizer(folder: Path, stem: str, size: int) -> None:
+    """A tokenizer with the given number of words."""
+    vocabulary = {f"{stem}{k}": k for k in range(size)}
+    JsonTokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, f"{stem}0"))).save(folder)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-40])
+def test_a_tiny_temperature_takes_the_likeliest_token(temperature: float) -> None:
+    logits = torch.tensor([1.0, 3.0, 2.999999, -1e30])
+    generator = torch.Generator().manual_seed(0)
+    chosen = {choose(logits, Sampling(temperature=temperature, top_p=0.9), generator) for _ in range(20)}
+    assert chosen == {1}
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])

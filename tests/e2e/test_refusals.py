@@ -166,6 +166,16 @@ def loads(**changes: object) -> Break:
     return lambda inputs: {"load": inputs / "trained", **changes}
 
 
+def another_tokenizer(inputs: Path) -> dict[str, object]:
+    """Continue from a run with a tokenizer of the same size as its own, and of other words."""
+    names: list[list[str]] = [[f"{stem}{k}" for k in range(64)] for stem in ("word", "other")]
+    stored = next(inputs.glob("trained/step_*")) / "tokenizer"
+    for folder, words in zip((stored, inputs / "other"), names, strict=True):
+        model = tokenizers.models.WordLevel({word: k for k, word in enumerate(words)}, words[0])
+        JsonTokenizer(tokenizers.Tokenizer(model)).save(folder)
+    return {"load": inputs / "trained", "tokenizer": inputs / "other", "train_iters": 6}
+
+
 def no_checkpoint(inputs: Path) -> dict[str, object]:
     """A --load that holds something else."""
     return {"load": inputs / "tokenizer"}
@@ -257,6 +267,7 @@ BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
     "damaged manifest": (damaged_manifest, "manifest.json cannot be read as a manifest"),
     "manifest of another structure": (manifest_without_sections, "manifest.json cannot be read as a manifest"),
     "manifest of no optimizer": (manifest_without_optimizer, "does not say which model and optimizer it is of"),
+    "another tokenizer": (another_tokenizer, "is not the one that"),
     "lost shard": (lost_shard, "the checkpoint is incomplete"),
     "shorter shard": (shorter_shard, "bytes, but its manifest says"),
     "flipped bit": (flipped_bit, "does not have the SHA-256 of its manifest"),

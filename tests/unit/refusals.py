@@ -18,7 +18,7 @@ Refuse = Callable[..., str]
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process, and no waiting for a launcher."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cli, "GRACE_SECONDS", 0.0)
 

@@ -199,7 +199,8 @@ def test_control_characters_do_not_reach_the_terminal(refuse: Refuse) -> None:
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int, world_size: int) -> None:
-    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size)):
+    place = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
+    for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
 
 
@@ -237,7 +238,11 @@ def test_the_launcher_is_told_the_cause(refuse: Refuse, monkeypatch: pytest.Monk
     assert problems(refuse(*GOOD, "--tp", "3"))
 
 
-@pytest.mark.parametrize("name, value", [("RANK", "x"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "-4"), ("RANK", "7")])
+BROKEN_PLACES = [("RANK", "x"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "-4"), ("RANK", "7")]
+BROKEN_MEETINGS = [("MASTER_ADDR", ""), ("MASTER_PORT", ""), ("MASTER_PORT", "x"), ("MASTER_PORT", "70000")]
+
+
+@pytest.mark.parametrize("name, value", BROKEN_PLACES + BROKEN_MEETINGS)
 def test_a_broken_environment_is_named(name: str, value: str, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     as_rank(monkeypatch, 0, 0, 4)
     monkeypatch.setenv(name, value)

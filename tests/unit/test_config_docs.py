@@ -9,6 +9,7 @@ import pytest
 
 from megacore import megatron_flags
 from megacore.cli import flag_names
+from megacore.config import SECTIONS
 from tools import flag_reference
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,13 @@ def test_an_old_reference_is_found_and_renewed(tmp_path: Path, capsys: pytest.Ca
     assert flag_reference.main(["--check", str(file)]) == 0
     assert file.read_text().startswith("before\n")
     assert file.read_text().endswith("\nafter\n")
+
+
+def test_the_documentation_names_every_table_of_a_file() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    sentence = re.search(r"A file has the tables ([^:]*), and its keys", page)
+    assert sentence is not None
+    assert re.findall(r"`\[(\w+)\]`", sentence[1]) == list(SECTIONS)
 
 
 def test_the_page_for_megatron_users_covers_every_flag() -> None:

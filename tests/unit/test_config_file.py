@@ -72,6 +72,13 @@ def test_what_could_be_read_for_ever_is_refused_at_once(flag: str, kind: str, re
     assert (" bytes, more than" if kind == "giant" else " no" if flag == "--tokenizer" else " is not a") in problem
 
 
+@pytest.mark.parametrize("flag", ["--load", "--tokenizer", "--schedule-csv", "--data-path", "--output-dir"])
+def test_an_empty_path_is_one_problem(flag: str, refuse: Refuse) -> None:
+    given = [word for word in GOOD if flag != "--data-path" or word != "--mock-data"]
+    (problem,) = problems(refuse(*given, flag, ""))
+    assert f"{flag} is empty" in problem
+
+
 def test_flags_mend_what_a_file_gets_wrong_only_by_name(refuse: Refuse, tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("[training]\ntrain_iter = 5\n[data]\nmock_data = true\n[model]\nvocab_size = 5\n")

@@ -292,7 +292,7 @@ def test_an_input_is_never_written_over(name: str, through: str, tokenizer: Toke
     given = tmp_path / name
     given.write_text("one\n" if name.endswith(("bin", "partial")) else '{"text": "one"}\n')
     content = given.read_bytes()
-    path = {"its name": given, "a link": tmp_path / "link.json", "another path": tmp_path / "." / ".." / tmp_path.name}
+    path = {"its name": given, "a link": tmp_path / "link.json", "another path": tmp_path / ".." / tmp_path.name}
     if through == "a link":
         path[through].symlink_to(given)
     elif through == "another path":

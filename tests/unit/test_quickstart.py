@@ -47,7 +47,8 @@ def test_the_configuration_accepts_every_layout(gpus: int) -> None:
     for name in ("--data-path", "--tokenizer"):  # files that are not there yet
         del flags[flags.index(name) : flags.index(name) + 2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", str(layout.processes))
+        for name, value in (("WORLD_SIZE", layout.processes), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 29500)):
+            patch.setenv(name, str(value))
         patch.chdir(ROOT)
         config = parse_config([*flags, "--mock-data", "--vocab-size", "4096"], prog="x", description="x")
     assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (layout.tp, layout.pp, layout.dp)
