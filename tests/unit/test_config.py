@@ -15,7 +15,6 @@ from megacore.cli import load_toml, parse_config, save_toml
 from megacore.command_line import all_fields
 from megacore.config import SECTIONS, Config, resolve, validate
 from megacore.fields import FieldInfo, field_docs, field_infos
-from megacore.missing_files import missing_files
 from megacore.presets import PRESETS
 from megacore.wording import divisors, nearest_multiples
 
@@ -181,51 +180,6 @@ def test_blends_and_splits_are_read() -> None:
     assert make(data_path=("2024",)).data.blend() == (("2024",), None)
     assert make(split="3, 1").data.split_shares() == (0.75, 0.25, 0.0)
     assert sum(make(split="949,50,1").data.split_shares()) == pytest.approx(1.0, abs=1e-15)
-
-
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "half.idx").touch()
-    (tmp_path / "corpus_text_document.idx").touch()
-    (tmp_path / "corpus_text_document.bin").touch()
-    prefixes = tuple(str(tmp_path / name) for name in ("half", "none", "corpus", "corpus_text_document.bin"))
-    file = tmp_path / "half.idx"
-    config = make(data_path=prefixes, tokenizer=str(tmp_path / "tok"), load=str(file), output_dir=str(file / "out"))
-    problems = "\n".join(missing_files(config))
-    for words in (
-        f"--tokenizer {tmp_path}/tok does not exist",
-        f"--load {file} is not a directory",
-        f"{tmp_path}/half.bin not found",
-        f"{tmp_path}/none.bin and {tmp_path}/none.idx not found",
-        f"use {tmp_path}/corpus_text_document",
-        "without the ending",
-        f"--output-dir {file}/out cannot be made: {file} is not a directory",
-    ):
-        assert words in problems
-    assert missing_files(make(data_path=(prefixes[2] + "_text_document",), output_dir=str(tmp_path / "a/b"))) == []
-    assert len(missing_files(make(tokenizer="x" * 5000, load="x" * 5000, data_path=("x" * 5000,)))) == 3
-
-
-@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "latest"])
-def test_a_directory_in_the_way_of_a_file_of_the_run_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    (problem,) = missing_files(make(output_dir=str(tmp_path)))
-    assert problem.startswith(f"--output-dir {tmp_path}: its {name} is a directory")
-    assert problem.endswith("choose another --output-dir, or move it away")
-
-
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that nobody, root included, can write")
-def test_an_output_directory_that_nobody_can_write_is_named() -> None:
-    for directory in ("/proc", "/proc/here"):
-        (problem,) = missing_files(make(output_dir=directory))
-        assert problem.startswith(f"--output-dir {directory} cannot be written: /proc: ")
-
-
-def test_looking_at_the_output_directory_leaves_nothing_there(tmp_path: Path) -> None:
-    assert missing_files(make(output_dir=str(tmp_path))) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-# ---- round trip ------------------------------------------------------------------------------------------------------
 
 
 def random_value(info: FieldInfo, rng: random.Random) -> Any:
