@@ -40,7 +40,8 @@ class Stage(nn.Module):
         self.tied_copies: dict[str, ShardedParameter] = {}
         for spec in layers:
             layer = spec.build()
-            self._tie(layer, spec, {**(earlier or {}), **self.by_name()})
+            if spec.tied:
+                self._tie(layer, spec, {**(earlier or {}), **self.by_name()})
             for local_name, parameter in layer.named_parameters():
                 assert isinstance(parameter, ShardedParameter), f"{spec.name}.{local_name} has no ShardSpec"
                 parameter.named(f"{spec.name}.{local_name}")
