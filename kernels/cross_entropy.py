@@ -89,9 +89,10 @@ def statistics(
     found = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     if tokens:
         block = min(_CHUNK, block_of(width))
+        # With smoothing, 16 warps leave ptxas (of Triton 3.9) so few registers that it spills one.
         _forward[(tokens,)](
             logits, targets, found, tokens, width, columns, start, ignore_index, *weights,
-            SMOOTHING=weights[1] != 0.0, BLOCK=block, num_warps=warps_of(block, 512),
+            SMOOTHING=weights[1] != 0.0, BLOCK=block, num_warps=warps_of(block, 1024 if weights[1] else 512),
         )  # fmt: skip
     return found
 
