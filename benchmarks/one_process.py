@@ -10,74 +10,23 @@ others use too, the second is the steadier.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
-from megacore.data.mock import MockDataset
-from megacore.layers.context import BuildContext
-from megacore.models.gpt import GPTLoss, gpt_layers
+from benchmarks.workload import PlainGPT, Step, add_sizes, configuration, dataset, megacore_step, megacore_trainer
+from megacore.config import Config, ParallelConfig
 from megacore.parallel.mesh import Mesh
-from megacore.parallel.random import RandomStreams
-from megacore.train.parallelize import Task
-from megacore.train.trainer import Trainer
 
 
-class PlainBlock(nn.Module):
-    """A GPT-2 block as one writes it without any framework."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:  # [b, s, h]
-        b, s, h = x.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).split(h, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h)
-        x = x + self.proj(y)
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class PlainGPT(nn.Module):
-    """GPT-2 in one file."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        m = config.model
-        assert m.vocab_size is not None
-        self.tokens = nn.Embedding(m.vocab_size, m.hidden_size)
-        self.positions = nn.Embedding(config.data.seq_length, m.hidden_size)
-        self.blocks = nn.ModuleList(PlainBlock(m.hidden_size, m.num_attention_heads) for _ in range(m.num_layers))
-        self.norm = nn.LayerNorm(m.hidden_size)
-        self.head = nn.Linear(m.hidden_size, m.vocab_size, bias=False)
-        for p in self.parameters():
-            if p.dim() > 1:
-                nn.init.normal_(p, std=0.02 / math.sqrt(2))
-        if not m.untie_embeddings_and_output_weights:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
-
-
-def plain_step(config: Config) -> Callable[[], None]:
+def plain_step(config: Config) -> Step:
     """One training step of the plain model, gradients accumulated over the same microbatches."""
     training, o = config.training, config.optimizer
     assert training.global_batch_size is not None
@@ -105,61 +54,25 @@ def plain_step(config: Config) -> Callable[[], None]:
     return step
 
 
-def megacore_step(config: Config) -> Callable[[], None]:
-    """One training step of megacore's trainer on one process."""
-    mesh = Mesh(device=torch.device("cpu"))
-    streams = RandomStreams(1, mesh.device)
-    layers = gpt_layers(config.model, BuildContext(device=mesh.device, streams=streams))
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
-    trainer = Trainer(config, mesh, task, dataset(config), None)
-    return lambda: trainer.train_step(next(trainer.batches)) and None
-
-
-def dataset(config: Config) -> MockDataset:
-    assert config.model.vocab_size is not None
-    return MockDataset(config.model.vocab_size, config.data.seq_length, 10_000_000, seed=1)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (
-        ("layers", 4),
-        ("hidden", 256),
-        ("heads", 4),
-        ("seq", 256),
-        ("vocab", 8192),
-        ("batch", 8),
-        ("micro-batch", 8),
-        ("rounds", 8),
-        ("steps", 3),
-        ("threads", 2),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_sizes(parser, micro_batch=8, rounds=8, steps=3, threads=2)
     parser.add_argument("--tied", action="store_true")
     a = parser.parse_args(argv)
     torch.set_num_threads(a.threads)
     with tempfile.TemporaryDirectory() as directory:
-        config = resolve(
-            Config(
-                model=ModelConfig(
-                    num_layers=a.layers,
-                    hidden_size=a.hidden,
-                    num_attention_heads=a.heads,
-                    vocab_size=a.vocab,
-                    hidden_dropout=0.0,
-                    attention_dropout=0.0,
-                    untie_embeddings_and_output_weights=not a.tied,
-                ),
-                parallel=ParallelConfig(device="cpu"),
-                data=DataConfig(seq_length=a.seq, mock_data=True),
-                optimizer=OptimizerConfig(lr=1e-3, adam_beta2=0.95, weight_decay=0.1),
-                training=TrainingConfig(
-                    micro_batch_size=a.micro_batch, global_batch_size=a.batch, train_iters=100_000, output_dir=directory
-                ),
-            ),
-            1,
+        config = configuration(
+            a,
+            directory,
+            parallel=ParallelConfig(device="cpu"),
+            micro_batch=a.micro_batch,
+            tied=a.tied,
+            clip_grad=1.0,
         )
-        steps = {"megacore": megacore_step(config), "plain torch": plain_step(config)}
+        steps = {
+            "megacore": megacore_step(megacore_trainer(config, Mesh(device=torch.device("cpu")))),
+            "plain torch": plain_step(config),
+        }
         wall: dict[str, list[float]] = {name: [] for name in steps}
         cpu: dict[str, list[float]] = {name: [] for name in steps}
         for step in steps.values():

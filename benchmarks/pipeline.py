@@ -28,10 +28,16 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
-from benchmarks.one_process import PlainBlock, dataset
-from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
-from megacore.layers.context import BuildContext
-from megacore.models.gpt import GPTLoss, gpt_layers
+from benchmarks.workload import (
+    PlainBlock,
+    Step,
+    add_sizes,
+    configuration,
+    dataset,
+    megacore_step,
+    megacore_trainer,
+)
+from megacore.config import Config, ParallelConfig
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh, leave, world_size
 from megacore.parallel.random import RandomStreams
@@ -41,10 +47,7 @@ from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import Transport
 from megacore.train.ending import exit_with
-from megacore.train.parallelize import Task
-from megacore.train.trainer import Trainer
 
-Step = Callable[[], None]
 OURS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 1}  # schedule -> stages a rank
 THEIRS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 2}
 
@@ -70,44 +73,6 @@ class PlainStage(nn.Module):
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x
-
-
-def configuration(arguments: argparse.Namespace, schedule: str, directory: str) -> Config:
-    """The common workload under one of our schedules."""
-    return resolve(
-        Config(
-            model=ModelConfig(
-                num_layers=arguments.layers,
-                hidden_size=arguments.hidden,
-                num_attention_heads=arguments.heads,
-                vocab_size=arguments.vocab,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                untie_embeddings_and_output_weights=True,
-            ),
-            parallel=ParallelConfig(
-                pp=world_size(), schedule=schedule, virtual_stages=OURS[schedule], pipeline_balance="flops"
-            ),
-            data=DataConfig(seq_length=arguments.seq, mock_data=True),
-            optimizer=OptimizerConfig(lr=1e-3, adam_beta2=0.95, weight_decay=0.1, clip_grad=0.0),
-            training=TrainingConfig(
-                micro_batch_size=arguments.batch // arguments.microbatches,
-                global_batch_size=arguments.batch,
-                train_iters=100_000,
-                output_dir=directory,
-            ),
-        ),
-        world_size(),
-    )
-
-
-def ours(config: Config, mesh: Mesh) -> tuple[Step, Trainer]:
-    """A step of megacore's trainer."""
-    streams = RandomStreams(1, mesh.device)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
-    trainer = Trainer(config, mesh, task, dataset(config), None)
-    return lambda: trainer.train_step(next(trainer.batches)) and None, trainer
 
 
 def theirs(config: Config, mesh: Mesh, name: str, stages: list[range]) -> Step:
@@ -215,19 +180,27 @@ def overhead_microseconds(count: int = 200) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"layers": 8, "hidden": 256, "heads": 4, "seq": 256, "vocab": 8192, "batch": 8, "microbatches": 4}
-    for name, default in {**sizes, "rounds": 8, "steps": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_sizes(parser, layers=8, microbatches=4, rounds=8, steps=2)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        configs = {name: configuration(arguments, name, directory) for name in OURS}
+        configs = {
+            name: configuration(
+                arguments,
+                directory,
+                parallel=ParallelConfig(
+                    pp=world_size(), schedule=name, virtual_stages=virtual, pipeline_balance="flops"
+                ),
+                micro_batch=arguments.batch // arguments.microbatches,
+            )
+            for name, virtual in OURS.items()
+        }
         mesh = build_mesh(configs["1f1b"].parallel)
-        trainers = {name: ours(config, mesh) for name, config in configs.items()}
-        steps = {name: step for name, (step, _) in trainers.items()}
+        trainers = {name: megacore_trainer(config, mesh) for name, config in configs.items()}
+        steps = {name: megacore_step(trainer) for name, trainer in trainers.items()}
         for name, virtual in THEIRS.items():
             like = next(ours for ours, stages in OURS.items() if stages == virtual)
-            steps[f"torch {name}"] = theirs(configs[name], mesh, name, trainers[like][1].model.stages)
+            steps[f"torch {name}"] = theirs(configs[name], mesh, name, trainers[like].model.stages)
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for step in steps.values():
             step()

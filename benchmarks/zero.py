@@ -24,7 +24,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,56 +35,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.one_process import PlainGPT, dataset
-from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
-from megacore.layers.context import BuildContext
-from megacore.models.gpt import GPTLoss, gpt_layers
+from benchmarks.workload import PlainGPT, Step, add_sizes, configuration, dataset, megacore_step, megacore_trainer
+from megacore.config import Config, ParallelConfig
 from megacore.parallel.mesh import Mesh, build_mesh, leave, world_size
-from megacore.parallel.random import RandomStreams
 from megacore.train.ending import exit_with
-from megacore.train.parallelize import Task
-from megacore.train.trainer import Trainer
 
-Step = Callable[[], None]
 PEERS = {"stage 0": "DDP", "stage 1": "ZeroRedundancyOptimizer", "stage 2": "FSDP2, kept", "stage 3": "FSDP2"}
-
-
-def configuration(arguments: argparse.Namespace, stage: int, directory: str) -> Config:
-    """The common workload, on `stage`."""
-    model = ModelConfig(
-        num_layers=arguments.layers,
-        hidden_size=arguments.hidden,
-        num_attention_heads=arguments.heads,
-        vocab_size=arguments.vocab,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        untie_embeddings_and_output_weights=True,
-    )
-    training = TrainingConfig(
-        micro_batch_size=arguments.micro_batch or arguments.batch // world_size(),
-        global_batch_size=arguments.batch,
-        train_iters=100_000,
-        output_dir=directory,
-    )
-    return resolve(
-        Config(
-            model=model,
-            parallel=ParallelConfig(dp=world_size(), zero_stage=stage),
-            data=DataConfig(seq_length=arguments.seq, mock_data=True),
-            optimizer=OptimizerConfig(lr=1e-3, adam_beta2=0.95, weight_decay=0.1, clip_grad=0.0),
-            training=training,
-        ),
-        world_size(),
-    )
-
-
-def ours(config: Config, mesh: Mesh) -> Step:
-    """A step of megacore's trainer."""
-    streams = RandomStreams(1, mesh.device)
-    layers = gpt_layers(config.model, BuildContext(device=mesh.device, streams=streams))
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
-    trainer = Trainer(config, mesh, task, dataset(config), None)
-    return lambda: trainer.train_step(next(trainer.batches)) and None
 
 
 def theirs(config: Config, mesh: Mesh, name: str) -> Step:
@@ -167,20 +122,29 @@ def report(seconds: dict[str, list[float]], tokens: int, ranks: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"layers": 4, "hidden": 256, "heads": 4, "seq": 256, "vocab": 8192, "batch": 8, "rounds": 10, "steps": 2}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    add_sizes(parser, rounds=10, steps=2)
     parser.add_argument("--micro-batch", type=int, help="default: a rank's share of the batch at once")
     parser.add_argument("--only", choices=["none", *PEERS, *PEERS.values()], help="this one alone, and its peak memory")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        configs = {f"stage {stage}": configuration(arguments, stage, directory) for stage in range(4)}
+        micro_batch = arguments.micro_batch or arguments.batch // world_size()
+        configs = {
+            f"stage {stage}": configuration(
+                arguments,
+                directory,
+                parallel=ParallelConfig(dp=world_size(), zero_stage=stage),
+                micro_batch=micro_batch,
+            )
+            for stage in range(4)
+        }
         mesh = build_mesh(configs["stage 0"].parallel)
         base = _peak_mib(mesh.device)
         wanted = [name for name in (*PEERS, *PEERS.values()) if arguments.only in (None, name)]
         steps = {
-            name: ours(configs[name], mesh) if name in PEERS else theirs(configs["stage 0"], mesh, name)
+            name: megacore_step(megacore_trainer(configs[name], mesh))
+            if name in PEERS
+            else theirs(configs["stage 0"], mesh, name)
             for name in wanted
         }
         seconds = measure(steps, arguments.rounds, arguments.steps, mesh.device)
