@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megacore.optim.exact import LARGEST_SUM, UNIT, from_units, to_units
-from megacore.optim.flat import FlatLayout, Segment
+from megacore.optim.flat import FlatLayout, Segment, runs
 from megacore.parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter
@@ -94,7 +94,7 @@ class Bucket:
         self._reducing: tuple[Pending, Tensor, Tensor] | None = None  # under way: result, and its source kept alive
         self._written: set[str] = set()  # parameters that have a value in `_gradients`
         self._missing: set[str] = set()  # parameters whose gradient this backward still owes
-        self._local_norms: Tensor | None = None
+        self._marks: Tensor | None = None  # a number a parameter: its own gradient was finite as it is
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
         self._host_gradients = self._on_host(torch.zeros(self.layout.shard_size)) if options.offload else None
         self._on_the_way: list[str] = []  # to the host: gradients of these parameters
@@ -158,7 +158,7 @@ class Bucket:
 
     def begin_step(self, loss_scale: float) -> None:
         """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
-        self._own_gradients, self._local_norms = None, None
+        self._own_gradients, self._marks = None, None
         self._unit = UNIT * loss_scale
         self._written.clear()
         for parameter in self.parameters:
@@ -189,10 +189,10 @@ class Bucket:
     def _in_units(self, name: str, gradient: Tensor) -> Tensor:
         """A gradient as integers; that it was too large for them, or not finite, is noted, as integers cannot say."""
         units, largest = to_units(gradient, self._unit)
-        if self._local_norms is None:
-            self._local_norms = torch.zeros(len(self._by_name), dtype=torch.float64, device=self._device)
+        if self._marks is None:
+            self._marks = torch.zeros(len(self._by_name), dtype=torch.float64, device=self._device)
         held = largest * UNIT <= self.options.largest_exact  # False for NaN
-        self._local_norms[self._order[name]] += torch.where(held, 0.0, torch.inf)
+        self._marks[self._order[name]] += torch.where(held, 0.0, torch.inf)
         return units
 
     def reduce(self) -> None:
@@ -246,9 +246,9 @@ class Bucket:
     @property
     def overflow(self) -> Tensor:
         """0 if what this rank added was finite, else not finite; a scalar, and only noted of exact sums."""
-        if self._local_norms is None or not self.options.exact_terms:
+        if self._marks is None or not self.options.exact_terms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return self._local_norms.sum()
+        return self._marks.sum()
 
     def gradient(self, segment: Segment) -> Tensor | None:
         """The reduced gradient of a segment, flat; None where the parameter took no part in any loss."""
@@ -256,6 +256,14 @@ class Bucket:
             gradient = self._by_name[segment.name].grad
             return None if gradient is None else gradient.view(-1)
         return None if self._own_gradients is None else self._own_gradients[segment.place]
+
+    def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """The reduced gradients of several segments, in the shard's order; neighbours come as one flat tensor, with the
+        zeros between them."""
+        if self._in_place:
+            return [gradient for segment in segments if (gradient := self.gradient(segment)) is not None]
+        own = self._own_gradients
+        return [] if own is None else [own[place] for place in runs(segments)]
 
     def begin_download(self) -> None:
         """Begin to copy the own reduced gradients into host memory."""
@@ -280,9 +288,9 @@ class Bucket:
         """Parameters whose gradient was not finite on this rank before any reduction."""
         if self._in_place:
             return [name for name, p in self._by_name.items() if p.grad is not None and not p.grad.isfinite().all()]
-        if self._local_norms is None:
+        if self._marks is None:
             return []
-        finite = self._local_norms.isfinite().tolist()
+        finite = self._marks.isfinite().tolist()
         return [name for name, good in zip(self._by_name, finite, strict=True) if not good]
 
     def _view(self, name: str) -> Tensor:
@@ -294,7 +302,7 @@ class Bucket:
     def _note_norms(self) -> None:
         """Remember each parameter's own gradient norm, so that a bad sum can be traced to its source afterwards."""
         norms = torch.stack(torch._foreach_norm([self._view(name) for name in self._by_name]))
-        self._local_norms = norms if self._local_norms is None else self._local_norms + norms
+        self._marks = norms if self._marks is None else self._marks + norms
 
     # ---- for reports and checkpoints
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -55,7 +56,9 @@ def totals(
         overflow: not finite if this rank knows of a gradient that is not.
         exact: sum so that the bits depend neither on the order nor on the layout.
     """
-    gradients = _counted_here(segments, mesh, frozenset(tied_copies)) if sharded or mesh.dp.is_first else ()
+    gradients = _counted_here(segments, mesh, frozenset(tied_copies))
+    if not sharded:  # each data-parallel rank sums up its part of what all of them hold
+        gradients = (gradient.tensor_split(mesh.dp.size)[mesh.dp.rank] for gradient in gradients)
     sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # squares, loss, 0 or what is not finite
     sums[1] = loss if mesh.tp.is_first else 0.0
     sums[2] = overflow
@@ -73,10 +76,13 @@ def totals(
 
 
 def _counted_here(segments: Iterable[OwnedSegment], mesh: Mesh, elsewhere: frozenset[str]) -> Iterator[Tensor]:
-    for owned in segments:
-        once = owned.spec.dim is not None or mesh.tp.is_first
-        if once and owned.spec.name not in elsewhere and (gradient := owned.gradient) is not None:
-            yield gradient
+    counted = (
+        owned
+        for owned in segments
+        if (owned.spec.dim is not None or mesh.tp.is_first) and owned.spec.name not in elsewhere
+    )
+    for bucket, members in groupby(counted, key=lambda owned: owned.bucket):
+        yield from bucket.gradients([owned.segment for owned in members])
 
 
 def _sum_over_all(sums: Tensor, mesh: Mesh) -> None:

@@ -7,7 +7,7 @@ the offset in the parameter, which makes sharded state independent of the shardi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megacore.parallel.sharding import ShardedParameter
@@ -75,6 +75,16 @@ class FlatLayout:
             if first < last:
                 found.append(Segment(name=name, start=first - offset, stop=last - offset, offset=first - begin))
         return found
+
+
+def runs(segments: Iterable[Segment]) -> list[slice]:
+    """The segments' places in their shard, in order; those that only padding separates as one place."""
+    found: list[slice] = []
+    for place in (segment.place for segment in segments):
+        if found and _aligned(found[-1].stop) == place.start:
+            place = slice(found.pop().start, place.stop)
+        found.append(place)
+    return found
 
 
 def assign_buckets(
