@@ -136,15 +136,21 @@ def statistics_reference(
     found[0].fill_(_LOWEST)
     if columns == 0:
         return found
-    local, elsewhere = _local(targets, start, columns, ignore_index)
+    peaks, totals, linear = found
     for rows in _pieces(logits):
         own = logits[rows, :columns].float()
-        peak = own.amax(-1).clamp_(min=_LOWEST)
-        shifted = own - peak[:, None]
-        linear = shifted.gather(-1, local[rows, None])[:, 0].masked_fill_(elsewhere[rows], 0.0).mul_(weights[0])
+        relative = torch.log_softmax(own, -1)  # whose largest is minus the logarithm of the sum
+        torch.amax(own, -1, out=peaks[rows])
+        torch.amax(relative, -1, out=totals[rows])
         if weights[1]:
-            linear += weights[1] * shifted.sum(-1)
-        found[0, rows], found[1, rows], found[2, rows] = peak, shifted.exp_().sum(-1), linear
+            torch.sum(relative, -1, out=linear[rows])
+    if weights[1]:
+        linear.sub_(totals * columns).mul_(weights[1])
+    totals.neg_().exp_().masked_fill_(peaks < _LOWEST, 0.0)
+    peaks.clamp_(min=_LOWEST)
+    local, elsewhere = _local(targets, start, columns, ignore_index)
+    hit = logits.gather(-1, local[:, None])[:, 0].float().sub_(peaks).masked_fill_(elsewhere, 0.0)
+    linear.add_(hit, alpha=weights[0])
     return found
 
 
