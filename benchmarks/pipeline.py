@@ -1,22 +1,27 @@
-"""Tokens per second of the pipeline schedules beside torch.distributed.pipelining's, on one model and one batch.
+"""Tokens per second of the pipeline schedules beside torch.distributed.pipelining's, on one model and one batch, and
+beside DeepSpeed's PipelineModule where that is installed.
 
     torchrun --nproc-per-node 2 benchmarks/pipeline.py
     torchrun --nproc-per-node 4 benchmarks/pipeline.py --rounds 6
 
-All train the same GPT (4 layers by default, hidden 256, sequence 256, vocabulary 8192, untied head; AdamW, no clipping)
-on 4 microbatches of 2 sequences, on gloo with one thread a rank. Rounds alternate between all of them. Each of ours is
-compared, round by round, with torch's schedule of the same name and with the fastest of torch's. The last line is what
-the runtime itself costs an action: the time of a stage that does next to nothing, less that of autograd alone on it.
+All train the same GPT (8 layers by default, hidden 256, sequence 256, vocabulary 8192, untied head; AdamW, no clipping)
+on 4 microbatches of 2 sequences, on gloo with one thread a rank, the stages cut alike. Rounds alternate between all of
+them, and the first step after a change is not counted. Each of ours is compared, round by round, with torch's schedule
+of the same name, with DeepSpeed (1F1B) and with the fastest of torch's. The last line is what the runtime itself costs
+an action: the time of a stage that does next to nothing, less that of autograd alone on it.
+
+DeepSpeed on a CPU wants DS_ACCELERATOR=cpu in the environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,6 +54,7 @@ from megacore.pipeline.transport import Transport
 from megacore.train.ending import exit_with
 
 OURS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 1}  # schedule -> stages a rank
+DEEPSPEED = "DeepSpeed"
 THEIRS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 2}
 
 
@@ -75,23 +81,28 @@ class PlainStage(nn.Module):
         return x
 
 
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def blocks_of(config: Config, stage: range) -> int:
+    """How many of a stage's layers are blocks; layer 0 is the embedding and the last one the head."""
+    return sum(0 < number <= config.model.num_layers for number in stage)
+
+
 def theirs(config: Config, mesh: Mesh, name: str, stages: list[range]) -> Step:
     """A step under torch's schedule of this name, the stages cut as ours are."""
     training, virtual, last = config.training, THEIRS[name], len(stages) - 1
     assert training.global_batch_size is not None
     own = []
     for index in range(mesh.pp.rank, len(stages), mesh.pp.size):
-        blocks = sum(0 < number <= config.model.num_layers for number in stages[index])
-        module = PlainStage(config, blocks, first=index == 0, last=index == last)
+        module = PlainStage(config, blocks_of(config, stages[index]), first=index == 0, last=index == last)
         own.append(PipelineStage(module, index, len(stages), mesh.device, group=mesh.pp.handle))
     count = training.global_batch_size // training.micro_batch_size
 
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
     kinds = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
     many = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
-    schedule = kinds[name](own[0], count, loss) if virtual == 1 else many[name](own, count, loss)  # type: ignore[abstract]
+    schedule = kinds[name](own[0], count, cross_entropy) if virtual == 1 else many[name](own, count, cross_entropy)  # type: ignore[abstract]
     o = config.optimizer
     parameters = [p for stage in own for p in stage.submod.parameters()]
     adamw = torch.optim.AdamW(
@@ -113,16 +124,66 @@ def theirs(config: Config, mesh: Mesh, name: str, stages: list[range]) -> Step:
     return step
 
 
+def deepspeeds(config: Config, mesh: Mesh, stages: list[range]) -> Step:
+    """A step under DeepSpeed's PipelineModule (1F1B), the stages cut as ours are."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec as Layer
+    from deepspeed.pipe import PipelineModule
+
+    training, o, last = config.training, config.optimizer, len(stages) - 1
+    assert training.global_batch_size is not None
+    layers = [
+        Layer(PlainStage, config, blocks_of(config, stage), first=index == 0, last=index == last)
+        for index, stage in enumerate(stages)
+    ]
+    deepspeed.init_distributed(dist_backend=dist.get_backend())
+    engine, *_ = deepspeed.initialize(
+        model=PipelineModule(layers, num_stages=mesh.pp.size, loss_fn=cross_entropy, partition_method="uniform"),
+        config={
+            "train_batch_size": training.global_batch_size,
+            "train_micro_batch_size_per_gpu": training.micro_batch_size,
+            "gradient_clipping": 0.0,
+            "steps_per_print": 1 << 30,
+            "optimizer": {
+                "type": "AdamW",
+                "params": {
+                    "lr": o.lr,
+                    "betas": [o.adam_beta1, o.adam_beta2],
+                    "weight_decay": o.weight_decay,
+                    "torch_adam": True,
+                },
+            },
+        },
+    )
+    samples = microbatches(config)
+    return lambda: engine.train_batch(data_iter=samples) and None
+
+
+def microbatches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and labels without end."""
+    data, size, position = dataset(config), config.training.micro_batch_size, 0
+    while True:
+        samples = [data[position + i] for i in range(size)]
+        position += size
+        tokens, labels = (torch.stack([torch.as_tensor(s[k]) for s in samples]) for k in ("tokens", "labels"))
+        yield tokens, labels
+
+
 def report(seconds: dict[str, list[float]], tokens: int, ranks: int) -> None:
     """A Markdown table of all, and of ours against theirs."""
     print(f"\n{ranks} ranks, {tokens:,} tokens a step, torch {torch.__version__}\n")
     rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
     fastest = max((name for name in rates if name.startswith("torch ")), key=rates.__getitem__)
-    print(f"| schedule | here, tokens/s | torch, tokens/s | ratio | against {fastest} |\n|---|---|---|---|---|")
+    others = [DEEPSPEED] if DEEPSPEED in rates else []
+    heads = ["schedule", "tokens/s", "/ torch's of that name", f"/ {fastest}", *(f"/ {other}" for other in others)]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for name in OURS:
-        mine, same, best = (seconds[key] for key in (name, f"torch {name}", fastest))
-        ratios = [statistics.median(b / a for a, b in zip(mine, other, strict=True)) for other in (same, best)]
-        print(f"| {name} | {rates[name]:,.0f} | {rates[f'torch {name}']:,.0f} | {ratios[0]:.3f} | {ratios[1]:.3f} |")
+        ratios = [
+            statistics.median(b / a for a, b in zip(seconds[name], seconds[other], strict=True))
+            for other in (f"torch {name}", fastest, *others)
+        ]
+        print(f"| {name} | {rates[name]:,.0f} | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} |")
+    print("\nTheirs, tokens/s:", ", ".join(f"{name} {rates[name]:,.0f}" for name in rates if name not in OURS))
 
 
 class _Nothing(nn.Module):
@@ -154,7 +215,7 @@ def overhead_microseconds(count: int = 200) -> float:
         [stage],
         ALONE,
         transport=Transport(ALONE, device),
-        forms=[None],
+        forms=lambda _: [None],
         schedule=lambda microbatches: build_schedule("1f1b", 1, microbatches),
         streams=RandomStreams(0, device),
         first_input=lambda microbatch: microbatch.values,
@@ -201,11 +262,14 @@ def main(argv: list[str] | None = None) -> int:
         for name, virtual in THEIRS.items():
             like = next(ours for ours, stages in OURS.items() if stages == virtual)
             steps[f"torch {name}"] = theirs(configs[name], mesh, name, trainers[like].model.stages)
+        if importlib.util.find_spec("deepspeed") is not None:
+            steps[DEEPSPEED] = deepspeeds(configs["1f1b"], mesh, trainers["1f1b"].model.stages)
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for step in steps.values():
             step()
         for _ in range(arguments.rounds):
             for name, step in steps.items():
+                step()
                 dist.barrier()
                 start = time.perf_counter()
                 for _ in range(arguments.steps):

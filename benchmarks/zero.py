@@ -11,14 +11,17 @@
 | stage 3 | fully_shard(reshard_after_forward=True) |
 
 All train the same GPT (4 layers, hidden 256, sequence 256, vocabulary 8192, untied head; AdamW, no clipping) on the
-same number of sequences, on gloo with one thread a rank, or on NCCL where there are GPUs. Rounds alternate between
-them; ratios are taken round by round, and their median is reported. Peak memory is the process's own (VmHWM), which
-only a run of one mode alone can tell apart: run "none" for what is there before any model.
+same number of sequences, on gloo with one thread a rank, or on NCCL where there are GPUs. A stage and its peer are in
+memory together, no others: what models leave in the allocator decides how often the next ones ask the system for
+memory, up to a tenth of a step. Rounds alternate between the two; ratios are taken round by round, and their median is
+reported. Peak memory is the process's own (VmHWM), which only a run of one mode alone can tell apart: run "none" for
+what is there before any model.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import resource
 import statistics
 import sys
@@ -92,8 +95,7 @@ def _synchronize_last(model: nn.Module, *, last: bool) -> None:
 def measure(steps: dict[str, Step], rounds: int, count: int, device: torch.device) -> dict[str, list[float]]:
     """Seconds per step of each, round by round; every rank waits for the slowest.
 
-    What ran before leaves the allocator in another state than a mode's own steps do, so that the first step after a
-    change is not counted: it could take a tenth longer, or less, by whose turn it was before.
+    The first step after a change is not counted: it runs on what the other left in the allocator and in the caches.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
@@ -144,14 +146,18 @@ def main(argv: list[str] | None = None) -> int:
         }
         mesh = build_mesh(configs["stage 0"].parallel)
         base = _peak_mib(mesh.device)
-        wanted = [name for pair in PEERS.items() for name in pair if arguments.only in (None, name)]
-        steps = {
-            name: megacore_step(megacore_trainer(configs[name], mesh))
-            if name in PEERS
-            else theirs(configs["stage 0"], mesh, name)
-            for name in wanted
-        }
-        seconds = measure(steps, arguments.rounds, arguments.steps, mesh.device)
+        seconds: dict[str, list[float]] = {}
+        for pair in PEERS.items():
+            steps = {
+                name: megacore_step(megacore_trainer(configs[name], mesh))
+                if name in PEERS
+                else theirs(configs["stage 0"], mesh, name)
+                for name in pair
+                if arguments.only in (None, name)
+            }
+            seconds |= measure(steps, arguments.rounds, arguments.steps, mesh.device)
+            del steps
+            gc.collect()
         if mesh.world.rank == 0 and arguments.only is None:
             report(seconds, arguments.batch * arguments.seq, mesh.world.size)
         elif mesh.world.rank == 0:
