@@ -22,6 +22,7 @@ pytestmark = needs_proc
 PATIENCE = 120.0
 STEPS = 40
 OPTIONS: dict[str, object] = {"train_iters": STEPS, "global_batch_size": 4, "load": "auto", "save_interval": 3}
+OPTIONS |= {"reproducible": True}  # so that two ranks give the bits of one
 
 
 def losses(directory: Path) -> list[tuple[Any, ...]]:
@@ -77,9 +78,9 @@ exit_with(pretrain_gpt.main(sys.argv[1:]))
 """
 
 
-def test_the_launcher_restarts_a_run_and_it_goes_on_by_itself(tmp_path: Path) -> None:
+def test_the_launcher_restarts_a_run_and_it_goes_on_by_itself(straight: Path, tmp_path: Path) -> None:
     (tmp_path / "dying.py").write_text(DYING)
-    options = {**OPTIONS, "train_iters": 10, "dp": 2, "zero_stage": 1, "num_workers": 1}
+    options = {**OPTIONS, "exit_interval": 10, "dp": 2, "zero_stage": 1, "num_workers": 1}
     with under_torchrun(
         tmp_path / "a", 2, tmp_path / "dying.py", *small_run(tmp_path / "run", **options), max_restarts=1
     ) as job:
@@ -87,15 +88,11 @@ def test_the_launcher_restarts_a_run_and_it_goes_on_by_itself(tmp_path: Path) ->
         said = job.said()
     assert status == 0
     assert "has died; stopping the others" in said
-    with under_torchrun(tmp_path / "b", 2, PROGRAM, *small_run(tmp_path / "whole", **options)) as job:
-        status, _ = job.ends(PATIENCE)
-        assert (status, job.said()) == (0, "")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == losses(straight)[:10]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_signal_to_one_rank_saves_on_all_and_ends_with_status_0(tmp_path: Path, num_workers: int) -> None:
-    options = {**OPTIONS, "train_iters": 1_000_000, "save_interval": None, "num_workers": num_workers}
+def test_a_signal_to_one_rank_saves_on_all_and_ends_with_status_0(tmp_path: Path) -> None:
+    options = {**OPTIONS, "train_iters": 1_000_000, "save_interval": None, "num_workers": 2}
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *small_run(tmp_path / "out", tp=2, **options)) as job:
         until(lambda: "step 3/" in job.said("stdout"), PATIENCE, "no step 3")
         for _ in range(2):
