@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from megacore.checkpoint_section import CheckpointConfig
 from megacore.fields import Section
 from megacore.pipeline_layout import parse_layout
 from megacore.sections import DataConfig, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 __all__ = [
     "SECTIONS",
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "LoggingConfig",
@@ -47,6 +49,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
@@ -57,6 +60,7 @@ SECTIONS: dict[str, type[Section]] = {
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "training": TrainingConfig,
+    "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
 }
 

@@ -16,10 +16,13 @@ REPLACED = {
     "--bias-dropout-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--bias-gelu-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--ckpt-format": "leave it out: checkpoints are safetensors",
+    "--ckpt-step": "use --load OUTPUT_DIR/step_NNNNNNNN",
     "--dataloader-type": "leave it out: samples come in one order that every layout shares",
     "--ddp-bucket-size": "use --bucket-size-mb, which counts MiB instead of elements",
     "--deterministic-mode": "leave it out: two runs with the same seed are bitwise equal",
     "--distributed-backend": "use --device: cuda communicates through NCCL, cpu through gloo",
+    "--exit-on-missing-checkpoint": "leave it out: --load DIR needs a checkpoint, and --load auto starts afresh",
+    "--exit-signal-handler": "leave it out: SIGTERM and SIGINT always save and end the run",
     "--fp16": "use --precision fp16",
     "--log-memory-to-tensorboard": "leave it out: memory is always in metrics.jsonl",
     "--log-throughput": "leave it out: throughput is always logged",
@@ -29,6 +32,8 @@ REPLACED = {
     "--merge-file": "use --tokenizer DIR, with a tokenizer.json in it",
     "--no-check-for-nan-in-loss-and-grad": "leave it out: the check is part of the norm; see --max-bad-steps",
     "--no-gradient-accumulation-fusion": "leave it out: there is no such fusion",
+    "--no-load-rng": "leave it out: no generator has a state that could be loaded",
+    "--no-save-rng": "leave it out: no generator has a state that could be saved",
     "--position-embedding-type": "leave it out: positions are learned (learned_absolute)",
     "--recompute-activations": "use --recompute selective",
     "--recompute-granularity": "use --recompute selective or --recompute full",
@@ -44,19 +49,17 @@ REPLACED = {
 """Flags that have another name here, or that nothing needs."""
 
 _NOT_YET = """
-    --add-qkv-bias --apply-layernorm-1p --async-save --bert-no-binary-head --calculate-per-token-loss
-    --check-for-large-grads --check-for-spiky-loss --ckpt-step --context-parallel-size --disable-bias-linear
-    --dist-ckpt-optim-fully-reshardable --dist-ckpt-strictness --end-weight-decay --exit-duration-in-mins
-    --exit-interval --exit-on-missing-checkpoint --exit-signal-handler --expert-model-parallel-size --finetune
-    --group-query-attention --iterations-to-skip --kv-channels --log-num-zeros-in-grad --log-params-norm
-    --manual-gc --manual-gc-interval --no-load-optim --no-load-rng --no-save-optim --no-save-rng --normalization
-    --num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
-    --openai-gelu --pipeline-model-parallel-layout --pretrained-checkpoint --profile --profile-ranks
-    --profile-step-end --profile-step-start --qk-layernorm --recompute-modules --rotary-base --rotary-interleaved
-    --rotary-percent --skip-train --squared-relu --start-weight-decay --step-batch-size-schedule --swiglu
-    --tensorboard-dir --tensorboard-log-interval --timing-log-level --timing-log-option --tp-comm-overlap
-    --use-checkpoint-args --use-flash-attn --use-rope-scaling --use-tp-pp-dp-mapping --wandb-entity
-    --wandb-exp-name --wandb-project --wandb-save-dir --weight-decay-incr-style --window-size
+    --add-qkv-bias --apply-layernorm-1p --bert-no-binary-head --calculate-per-token-loss --check-for-large-grads
+    --check-for-spiky-loss --context-parallel-size --disable-bias-linear --dist-ckpt-optim-fully-reshardable
+    --dist-ckpt-strictness --end-weight-decay --expert-model-parallel-size --finetune --group-query-attention
+    --iterations-to-skip --kv-channels --log-num-zeros-in-grad --log-params-norm --manual-gc --manual-gc-interval
+    --no-load-optim --no-save-optim --normalization --num-layers-per-virtual-pipeline-stage --num-query-groups
+    --num-virtual-stages-per-pipeline-rank --openai-gelu --pipeline-model-parallel-layout --pretrained-checkpoint
+    --profile --profile-ranks --profile-step-end --profile-step-start --qk-layernorm --recompute-modules --rotary-base
+    --rotary-interleaved --rotary-percent --skip-train --squared-relu --start-weight-decay --step-batch-size-schedule
+    --swiglu --tensorboard-dir --tensorboard-log-interval --timing-log-level --timing-log-option --tp-comm-overlap
+    --use-checkpoint-args --use-flash-attn --use-rope-scaling --use-tp-pp-dp-mapping --wandb-entity --wandb-exp-name
+    --wandb-project --wandb-save-dir --weight-decay-incr-style --window-size
 """
 NOT_YET = frozenset(_NOT_YET.split())
 """Flags of features that megacore does not have yet."""

@@ -7,18 +7,21 @@ import tempfile
 from pathlib import Path
 from typing import TypeGuard
 
+from megacore.checkpoint_section import AUTO
 from megacore.config import Config
 from megacore.config_file import unsuitable
 
 # What a run writes into its output directory beside the checkpoints' own directories.
-_OUTPUT_FILES = ("config.toml", "metrics.jsonl", "trace.json", "latest")
-_ROOM_FOR_FILES = 100  # bytes of a path below it: step_00000100.tmp/momentum_buffer-pp100-tp100.safetensors
+_OUTPUT_FILES = ("config.toml", "metrics.jsonl", "trace.json", "latest", "writer.lock")
+_ROOM_FOR_FILES = (
+    100  # bytes of a path below it: step_00000100.2.tmp-0123abcd/momentum_buffer-pp100-tp100-dp100.safetensors
+)
 
 
 def missing_files(config: Config) -> list[str]:
     """Names the input files that do not exist on this machine, and an output directory that cannot be one."""
     # os.path, because pathlib raises for a name that is too long.
-    data, training = config.data, config.training
+    data = config.data
     found = []
     if _given(data.tokenizer) and not (os.path.isfile(data.tokenizer) or os.path.isdir(data.tokenizer)):
         wrong = "is no file or directory" if os.path.exists(data.tokenizer) else "does not exist"
@@ -26,8 +29,9 @@ def missing_files(config: Config) -> list[str]:
             f"--tokenizer {data.tokenizer} {wrong}: give a tokenizer.json, a directory that holds one, "
             "or a SentencePiece .model"
         )
-    if _given(training.load) and not os.path.isdir(training.load):
-        found.append(f"--load {training.load} is not a directory: give a checkpoint directory, or leave --load out")
+    load = config.checkpoint.load
+    if _given(load) and load != AUTO and not os.path.isdir(load):
+        found.append(f"--load {load} is not a directory: give a checkpoint directory, or leave --load out")
     own = config.parallel.schedule_csv
     if _given(own) and not os.path.isfile(own):
         found.append(
@@ -40,7 +44,7 @@ def missing_files(config: Config) -> list[str]:
     except ValueError:  # validate reports it
         prefixes = ()
     found += [problem for prefix in prefixes if _given(prefix) and (problem := _missing_dataset(prefix))]
-    return found + _output_problem(Path(training.output_dir))
+    return found + _output_problem(Path(config.training.output_dir))
 
 
 def _given(path: str | None) -> TypeGuard[str]:

@@ -1,4 +1,5 @@
-"""The sections of a run's configuration: model, parallel, data, training and logging; update_sections.py has the rest.
+"""The sections of a run's configuration: model, parallel, data, training and logging; update_sections.py and
+checkpoint_section.py have the rest.
 
 A field is a flag (`num_layers` is `--num-layers`), the string under it is its help text, and its annotation holds its
 range and its other names. Each section checks itself in `constraints()`; what must hold between sections stands in
@@ -218,10 +219,6 @@ class TrainingConfig(Section):
     """Global batches of one evaluation. To turn evaluation off, use --eval-interval 0."""
     output_dir: Annotated[str, Flag(("--save",), metavar="DIR")] = "output"
     """Directory for checkpoints, metrics.jsonl and the resolved config.toml; made where it does not exist."""
-    load: Annotated[str | None, Flag(metavar="DIR")] = None
-    """Checkpoint directory to start from."""
-    save_interval: Annotated[int | None, Range(1)] = None
-    """Steps between checkpoints. None: at the end only."""
     max_bad_steps: Annotated[int, Range(1)] = 10
     """Steps in a row with a loss or gradient that is not finite after which the run stops. Each of them leaves the
     weights as they were."""

@@ -4,67 +4,105 @@ within a second, once, instead of by every rank after the model is built.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+from megacore.checkpoint.directory import MANIFEST_NAME, published
 from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, Manifest, find_checkpoint, read_manifest, verify
+from megacore.checkpoint_section import AUTO
 from megacore.config import Config, known
 from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError
-from megacore.fields import flag
+from megacore.fields import field_infos, flag
 
 # Files are compared with their SHA-256 at the start up to this many bytes; the rest as it is read.
 _READ_BYTES = 1 << 30
-# The settings of the model that decide what its parameters are and mean.
-_ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "ffn_hidden_size",
-    "max_position_embeddings",
-    "vocab_size",
-    "untie_embeddings_and_output_weights",
-)
+# The settings of the model that a checkpoint does not bind: how weights begin, how they are padded, what is dropped.
+_FREE = frozenset(("preset", "make_vocab_size_divisible_by", "init_method_std", "hidden_dropout", "attention_dropout"))
+# The settings whose change is no news: where results go, what is reported, when the run saves and ends.
+_UNREPORTED = frozenset(("checkpoint", "logging"))
 
 
 def check_load(config: Config) -> None:
     """Check the checkpoint that the run continues from, if any.
 
+    Of several that it may be, only the settings are looked at here: which of them are whole is seen at the start.
+
     Raises:
         CheckpointError: it is missing, incomplete, or of another model.
     """
-    if config.training.load is None:
+    load = config.checkpoint.load
+    if load is None:
         return
-    directory = find_checkpoint(Path(config.training.load))
-    manifest = read_manifest(directory)
+    run = Path(config.training.output_dir if load == AUTO else load)
+    if (run / MANIFEST_NAME).is_file():
+        check_settings(config, run, read_manifest(run))
+        _check_files(run)
+        return
+    candidates = published(run)
+    if not candidates and load != AUTO:
+        find_checkpoint(run)
+    for directory in candidates:
+        try:
+            manifest = read_manifest(directory)
+        except CheckpointError:
+            continue
+        check_settings(config, directory, manifest)
+        return
+
+
+def check_settings(config: Config, directory: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint that this run cannot continue from: of another model, optimizer or tokenizer, or finished.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    load = f"--load {config.checkpoint.load}"
     trained_with = manifest.config.get("optimizer", {}).get("optimizer")
     if not isinstance(trained_with, str) or "model" not in manifest.config:
         raise CheckpointError(
-            f"--load {config.training.load}: the manifest of {directory} does not say which model and optimizer it is "
+            f"{load}: the manifest of {directory} does not say which model and optimizer it is "
             "of: it is damaged: use another step's directory"
         )
     if trained_with != config.optimizer.optimizer:
         raise CheckpointError(
-            f"--load {config.training.load}: {directory} holds the state of --optimizer {trained_with}, "
+            f"{load}: {directory} holds the state of --optimizer {trained_with}, "
             f"not of {config.optimizer.optimizer}: use --optimizer {trained_with}"
         )
-    budget = _READ_BYTES
-    for name, entry in manifest.files.items():
-        whole = entry.bytes <= budget
-        verify(directory / name, entry, content=whole)
-        budget -= entry.bytes if whole else 0
     if differences := list(_differences(manifest, config)):
         raise CheckpointError(
-            f"--load {config.training.load}: {directory} is of another model: {', '.join(differences)}: "
+            f"{load}: {directory} is of another model: {', '.join(differences)}: "
             "use the flags that it was made with, or leave --load out"
         )
     if config.data.tokenizer is not None:
         refuse_other_tokenizer(directory, config.data.tokenizer, way_out="leave --load out")
-    if manifest.step >= config.training.train_iters:
+    if manifest.step > config.training.train_iters or (
+        manifest.step == config.training.train_iters and config.checkpoint.load != AUTO
+    ):
         raise CheckpointError(
-            f"--load {config.training.load}: {directory} is at step {manifest.step} already: "
-            f"use --train-iters {manifest.step + 1} or more"
+            f"{load}: {directory} is at step {manifest.step} already: use --train-iters {manifest.step + 1} or more"
         )
+
+
+def changed_settings(config: Config, manifest: Manifest) -> list[str]:
+    """What is set otherwise than in the run that wrote a checkpoint, and changes what follows: a line for the log."""
+    changes = []
+    for section, values in dataclasses.asdict(config).items():
+        there = manifest.config.get(section, {})
+        for name, here in values.items():
+            here = list(here) if isinstance(here, tuple) else here
+            if section not in _UNREPORTED and name in there and there[name] != here and name != "output_dir":
+                changes.append(f"{flag(name)} {there[name]} -> {here}")
+    return changes
+
+
+def _check_files(directory: Path) -> None:
+    budget, manifest = _READ_BYTES, read_manifest(directory)
+    for name, entry in manifest.files.items():
+        whole = entry.bytes <= budget
+        verify(directory / name, entry, content=whole)
+        budget -= entry.bytes if whole else 0
 
 
 def refuse_other_tokenizer(directory: Path, tokenizer: str, *, way_out: str) -> None:
@@ -89,17 +127,19 @@ def refuse_other_tokenizer(directory: Path, tokenizer: str, *, way_out: str) -> 
 
 def samples_of_run(config: Config) -> int:
     """Training samples from the first to the last that a run reads, those before its checkpoint included."""
-    batch, training = known(config.training.global_batch_size), config.training
-    if training.load is None:
+    batch, training, load = known(config.training.global_batch_size), config.training, config.checkpoint.load
+    if load is None:
         return training.train_iters * batch
-    manifest = read_manifest(find_checkpoint(Path(training.load)))
+    manifest = read_manifest(find_checkpoint(Path(load)))
     return manifest.consumed_samples + (training.train_iters - manifest.step) * batch
 
 
 def _differences(manifest: Manifest, config: Config) -> Iterator[str]:
-    there = manifest.config.get("model", {})
-    for name in _ARCHITECTURE:
-        here = getattr(config.model, name)
+    there = manifest.config["model"]
+    defaults = {name: info.default for name, info in field_infos(type(config.model)).items()}
+    for name in (name for name in defaults if name not in _FREE):
+        here, theirs = getattr(config.model, name), there.get(name, defaults[name])
+        here = list(here) if isinstance(here, tuple) else here
         # None: the vocabulary of a tokenizer that cannot be read, which is reported by itself.
-        if here is not None and there.get(name) != here:
-            yield f"{flag(name)} {there.get(name)} there, {here} here"
+        if theirs != here and not (name == "vocab_size" and here is None):
+            yield f"{flag(name)} {theirs} there, {here} here"

@@ -1,27 +1,37 @@
 """Loading: every rank reads the bytes of its own slices, whatever layout wrote them, from files whose content is
-checked."""
+checked: each by one of the ranks, so that together they read the checkpoint once for it."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, find_checkpoint, read_manifest, verify
-from megacore.checkpoint.state import MODEL, TrainingState
+from megacore.checkpoint.state import MODEL, Slices, TrainingState
+from megacore.checkpoint.storage import DTYPES
 from megacore.errors import CheckpointError
-from megacore.parallel.sharding import ShardedParameter, ShardSpec
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import ALONE, Group
+from megacore.parallel.sharding import ShardedParameter
+
+_HEADER_BYTES = 1 << 10  # that a tensor takes in the head of a file, with room for a long name
+_OPEN_FILES = 32  # of a reader, at most
 
 
-def load_checkpoint(path: Path, state: TrainingState) -> Manifest:
+def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> Manifest:
     """Fill this rank's weights and optimizer state, bit for bit.
 
     Args:
         path: a checkpoint, or a run's output directory, of which the newest is taken.
         state: where to.
+        world: the ranks that load together, and share the checking of files.
 
     Returns:
         The checkpoint's manifest: step, position in the data, counters.
@@ -39,8 +49,74 @@ def load_checkpoint(path: Path, state: TrainingState) -> Manifest:
             f"{directory} has no {' and no '.join(missing)} of the optimizer, after {updates} updates: "
             "its manifest is damaged: use an earlier step"
         )
-    state.fill(_Reader(directory, manifest).read, () if missing else state.kinds, updates)
+    kinds = () if missing else state.kinds
+    if problem := verified_together(directory, manifest, world, kinds=(MODEL, *kinds)):
+        raise CheckpointError(problem)
+    state.fill(Reader(directory, manifest).read, kinds, updates)
     return manifest
+
+
+def verified_together(
+    directory: Path, manifest: Manifest, world: Group, *, kinds: Iterable[str] | None = None
+) -> str | None:
+    """Check a checkpoint's files against its manifest, each on one of the ranks.
+
+    Args:
+        directory: the checkpoint.
+        manifest: its.
+        world: the ranks that call this together.
+        kinds: of tensors whose files are checked; None: every file.
+
+    Returns:
+        What is wrong, the same on every rank; None where all is well.
+    """
+    kinds = None if kinds is None else tuple(kinds)
+    tables = manifest.tensors.values() if kinds is None else [manifest.tensors.get(kind, {}) for kind in kinds]
+    used = {piece.file for table in tables for entry in table.values() for piece in entry.pieces}
+    names = manifest.files if kinds is None else used
+    by_size = sorted(names, key=lambda name: (-manifest.files[name].bytes, name))
+    problem = None
+    try:
+        for name in by_size[world.rank :: world.size]:
+            verify(directory / name, manifest.files[name])
+        for name in sorted(used)[world.rank :: world.size]:
+            check_header(directory / name, manifest)
+    except CheckpointError as error:
+        problem = str(error)
+    return next((text for text in all_gather_objects(problem, world) if text is not None), None)
+
+
+def check_header(path: Path, manifest: Manifest) -> None:
+    """Refuse a shard whose own table is not what the manifest says, before anything believes it.
+
+    Raises:
+        CheckpointError: its table is larger than its tensors need, or differs.
+    """
+    expected: dict[str, tuple[str, list[int]]] = {}
+    for table in manifest.tensors.values():
+        for name, entry in table.items():
+            for piece in entry.pieces:
+                if piece.file == path.name:
+                    shape = [stop - start for start, stop in zip(piece.start, piece.stop, strict=True)]
+                    expected[name] = (DTYPES.get(entry.dtype, "none"), shape)
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _HEADER_BYTES * (len(expected) + 1) or length + 8 > os.fstat(file.fileno()).st_size:
+                raise CheckpointError(
+                    f"{path} has a table of {length:,} bytes for {len(expected)} tensors: the file is damaged"
+                )
+            header = json.loads(file.read(length))
+        found = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} has a table that cannot be read: the file is damaged") from None
+    if found != expected:
+        name = next(name for name in (*expected, *found) if expected.get(name) != found.get(name))
+        raise CheckpointError(f"{path} does not hold {name} as its manifest says: the file is of another checkpoint")
 
 
 def _never_kept(manifest: Manifest) -> tuple[str, ...]:
@@ -57,10 +133,12 @@ def load_parameters(path: Path, parameters: Iterable[ShardedParameter]) -> Manif
     directory = find_checkpoint(path)
     manifest = read_manifest(directory)
     _require_same_model(manifest, parameters, directory)
-    reader = _Reader(directory, manifest)
+    if problem := verified_together(directory, manifest, ALONE, kinds=[MODEL]):
+        raise CheckpointError(problem)
+    reader = Reader(directory, manifest)
     for parameter in parameters:
         parameter.zero_()
-        parameter.spec.own(parameter).copy_(reader.read(MODEL, parameter.spec))
+        parameter.spec.own(parameter).copy_(reader.read(MODEL, parameter.spec.name, parameter.spec.slices))
     return manifest
 
 
@@ -80,19 +158,32 @@ def _require_same_model(manifest: Manifest, parameters: Iterable[ShardedParamete
         )
 
 
-class _Reader:
-    """Reads slices of global tensors; each file is verified once, before its first use."""
+class Reader:
+    """Reads slices of global tensors out of the shards that hold them, and no byte more.
+
+    Args:
+        directory: a checkpoint whose files are verified.
+        manifest: its.
+    """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
-        self._verified: set[str] = set()
+        self._open: dict[str, Any] = {}
 
-    def read(self, kind: str, spec: ShardSpec) -> Tensor:
-        """The slice `spec` of a global tensor, assembled from the pieces that overlap it."""
-        entry = self._manifest.tensors[kind].get(spec.name)
+    def read(self, kind: str, name: str, wanted: Slices) -> Tensor:
+        """A slice of a global tensor, assembled from the pieces that overlap it.
+
+        Args:
+            kind: `model`, or the optimizer's.
+            name: global.
+            wanted: [start, stop) of every dimension.
+
+        Raises:
+            CheckpointError: the tensor is not there, or a file cannot be read.
+        """
+        entry = self._manifest.tensors[kind].get(name)
         if entry is None:
-            raise CheckpointError(f"{self._directory} has no {kind} of {spec.name}")
-        wanted = spec.slices
+            raise CheckpointError(f"{self._directory} has no {kind} of {name}")
         result = torch.empty([b - a for a, b in wanted], dtype=_dtype(entry))
         filled = 0
         for piece in entry.pieces:
@@ -100,33 +191,35 @@ class _Reader:
             if all(a < b for a, b in shared):
                 there = tuple(slice(a - c, b - c) for (a, b), c in zip(shared, piece.start, strict=True))
                 here = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, wanted, strict=True))
-                values = self._slice(piece, spec.name, there)
+                values = self._slice(piece, name, there)
                 result[here] = values
                 filled += values.numel()
         if filled != result.numel():
-            raise CheckpointError(f"{self._directory}: the pieces of {kind} {spec.name} do not cover it")
+            raise CheckpointError(f"{self._directory}: the pieces of {kind} {name} do not cover it")
         return result
 
     def _slice(self, piece: Piece, name: str, where: tuple[slice, ...]) -> Tensor:
         path = self._directory / piece.file
-        if piece.file not in self._verified:
-            if piece.file not in self._manifest.files:
-                raise CheckpointError(f"{path} is not among the files of its manifest")
-            verify(path, self._manifest.files[piece.file])
-            self._verified.add(piece.file)
         try:
-            with safe_open(path, framework="pt") as file:
-                stored = file.get_slice(name)
-                if stored.get_shape() != [b - a for a, b in zip(piece.start, piece.stop, strict=True)]:
-                    raise CheckpointError(f"{path}: {name} is not of the size that the manifest says")
-                values: Tensor = stored[where]
-                return values
+            stored = self._file(path).get_slice(name)
+            if stored.get_shape() != [b - a for a, b in zip(piece.start, piece.stop, strict=True)]:
+                raise CheckpointError(f"{path}: {name} is not of the size that the manifest says")
+            values: Tensor = stored[where] if where else self._file(path).get_tensor(name)
+            return values
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
 
+    def _file(self, path: Path) -> Any:
+        """The open file: slices that follow one another mostly come from a few."""
+        if path.name not in self._open:
+            if len(self._open) >= _OPEN_FILES:
+                del self._open[next(iter(self._open))]
+            self._open[path.name] = safe_open(path, framework="pt")
+        return self._open[path.name]
+
 
 def _dtype(entry: TensorEntry) -> torch.dtype:
-    dtype = getattr(torch, entry.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    if entry.dtype not in DTYPES:
         raise CheckpointError(f"unknown dtype {entry.dtype!r} in the manifest")
+    dtype: torch.dtype = getattr(torch, entry.dtype)
     return dtype

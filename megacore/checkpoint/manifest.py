@@ -1,6 +1,8 @@
 """The manifest: what a checkpoint directory contains, down to each file's size and SHA-256 and each tensor's pieces.
 
-Plain JSON, read without torch: a checkpoint that cannot be used is refused before torch is loaded.
+Plain JSON, read without torch: a checkpoint that cannot be used is refused before torch is loaded. Its first line is
+the SHA-256 of all that follows, so that no bit of it changes unnoticed either. What it names is looked for in its own
+directory alone, and it is parsed only if its size is in proportion.
 """
 
 from __future__ import annotations
@@ -8,17 +10,43 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacore.checkpoint.directory import (
+    HEAD,
+    MANIFEST_NAME,
+    MOST_MANIFEST_BYTES,
+    POINTER_NAME,
+    is_sealed,
+    published,
+)
+from megacore.checkpoint.files import TOKENIZER_DIRECTORY, FileEntry, describe, open_regular, verify
 from megacore.errors import CheckpointError
 
-SCHEMA = 1
-MANIFEST_NAME = "manifest.json"
-POINTER_NAME = "latest"
-TOKENIZER_DIRECTORY = "tokenizer"
-_CHUNK = 1 << 22
+__all__ = [
+    "MANIFEST_NAME",
+    "POINTER_NAME",
+    "TOKENIZER_DIRECTORY",
+    "FileEntry",
+    "Manifest",
+    "Piece",
+    "TensorEntry",
+    "describe",
+    "find_checkpoint",
+    "read_manifest",
+    "sealed",
+    "verify",
+]
+
+SCHEMA = 2
+RANDOM = (
+    "no generator has a state to keep: initial weights, dropout masks and the order of samples are functions of "
+    "config.training.seed, of names and of positions in the run"
+)
+_MOST_VALUES = 2_000_000  # of a manifest; 100,000 pieces of tensors take about half of them
 _LARGEST = 1 << 48  # of samples, bytes, rows: more would overflow what is computed with it
 
 
@@ -41,67 +69,71 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileEntry:
-    """A file's size in bytes and its SHA-256 in hexadecimal."""
-
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything a reader needs to know before it opens a shard.
 
     Attributes:
+        serial: number of the checkpoint in its run's directory, in the order of their publication.
         schema: version of this format.
         step: updates done.
-        consumed_samples: position in the data.
-        counters: further numbers of the trainer: updates done, loss scale.
+        consumed_samples: position in the data, all of it: every other property of the order stands in `config`.
+        counters: further numbers of the trainer: updates done, loss scale, learning rate of the last step.
         topology: tp, pp and dp of the run that wrote it; a reader's may differ.
+        random: what there is to say of random numbers.
+        tokenizer: fingerprint of the tokenizer, whose files are under `tokenizer/`; None where the run had none.
         config: the full resolved configuration, section by section.
         files: every other file of the directory.
         tensors: kind (`model`, `exp_avg`, ...) -> global name -> entry.
     """
 
+    serial: int = 1
     schema: int = SCHEMA
     step: int
     consumed_samples: int
     counters: dict[str, float] = field(default_factory=dict)
     topology: dict[str, int]
+    random: str = RANDOM
+    tokenizer: str | None = None
     config: dict[str, dict[str, Any]]
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        """The manifest's text, with its digest."""
+        return sealed(asdict(self))
+
+
+def sealed(raw: Mapping[str, Any]) -> str:
+    """A manifest's text from its content: the digest of all that follows, then a line for each file and tensor."""
+    inner = sorted(raw.keys() - {"serial", "manifest_sha256"})
+    rest = [f' "serial": {json.dumps(raw.get("serial"))}']
+    rest += [f" {json.dumps(key)}: {_lines(raw[key], 3)}" for key in inner]
+    body = ",\n".join(rest) + "\n}\n"
+    return f'{{\n "manifest_sha256": "{hashlib.sha256(body.encode()).hexdigest()}",\n{body}'
+
+
+def _lines(value: Any, depth: int, indent: str = "  ") -> str:
+    if not isinstance(value, dict) or not value or not depth:
+        return json.dumps(value, sort_keys=True)
+    inner = [f"{indent}{json.dumps(key)}: {_lines(value[key], depth - 1, indent + ' ')}" for key in sorted(value)]
+    return "{\n" + ",\n".join(inner) + "\n" + indent[:-1] + "}"
 
 
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint directory that `path` means: itself, or the last that was published in a run's output directory.
 
-    The pointer says which was last: a later run in the same directory may have ended at an earlier step. Without a
-    usable pointer it is the newest step.
+    Its manifest decides which was last, not its step: a later run in the same directory may have ended at an earlier
+    one. Whether it is whole is not looked at.
 
     Raises:
         CheckpointError: there is none.
     """
     if (path / MANIFEST_NAME).is_file():
         return path
-    if (pointed := _pointed_to(path)) is not None:
-        return pointed
-    steps = sorted(d for d in path.glob("step_*") if d.name[5:].isdigit() and (d / MANIFEST_NAME).is_file())
-    if not steps:
+    found = published(path)
+    if not found:
         raise CheckpointError(f"{path} holds no checkpoint: give a step_NNNNNNNN directory or a run's output directory")
-    return steps[-1]
-
-
-def _pointed_to(run: Path) -> Path | None:
-    try:
-        name = (run / POINTER_NAME).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return None
-    is_step = name.startswith("step_") and name[5:].isdigit()
-    return run / name if is_step and (run / name / MANIFEST_NAME).is_file() else None
+    return found[0]
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -112,25 +144,57 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(_unsealed(path))
         schema = _take(raw, "schema", int)
         if schema != SCHEMA:
             raise CheckpointError(f"{path}: schema {schema}, but this version reads schema {SCHEMA}")
-        return Manifest(
+        manifest = Manifest(
+            serial=_count(raw, "serial"),
+            random=_take(raw, "random", str),
+            tokenizer=None if raw.get("tokenizer") is None else _take(raw, "tokenizer", str),
             step=_count(raw, "step"),
             consumed_samples=_count(raw, "consumed_samples"),
             counters={name: _number(raw, "counters", name) for name in _take(raw, "counters", dict)},
             topology={name: _count(raw["topology"], name, "topology.") for name in _take(raw, "topology", dict)},
             config={name: _take(raw["config"], name, dict, "config.") for name in _take(raw, "config", dict)},
-            files={_plain_name(name): _file_entry(raw["files"], name) for name in _take(raw, "files", dict)},
+            files={_own_name(name): _file_entry(raw["files"], name) for name in _take(raw, "files", dict)},
             tensors={kind: _table(raw["tensors"], kind) for kind in _take(raw, "tensors", dict)},
         )
+        _require_files(manifest)
+        return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{directory} is not a checkpoint: it has no {MANIFEST_NAME}") from None
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path} cannot be read as a manifest: {error}") from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise CheckpointError(f"{path} cannot be read as a manifest: {reason}") from None
+
+
+def _unsealed(path: Path) -> bytes:
+    """The text of a manifest that is as it was written, and not too large to parse."""
+    size = path.stat().st_size
+    if size > MOST_MANIFEST_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and a manifest has at most {MOST_MANIFEST_BYTES:,}")
+    text = _read(path)
+    head = HEAD.match(text)
+    if head is None:
+        try:
+            schema = json.loads(text)["schema"] if len(text) < 1 << 20 else None
+        except (ValueError, TypeError, KeyError, RecursionError):
+            schema = None
+        older = "it is of schema 1, which this version does not read" if schema == 1 else "its first line is damaged"
+        raise ValueError(older)
+    if not is_sealed(text):
+        raise ValueError("its text does not have the SHA-256 of its first line: the file is damaged")
+    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > _MOST_VALUES:
+        raise ValueError(f"it has more than {_MOST_VALUES:,} values")
+    return text
+
+
+def _read(path: Path) -> bytes:
+    with open(open_regular(path), "rb") as file:
+        return file.read(MOST_MANIFEST_BYTES + 1)
 
 
 _KINDS = {dict: "an object", list: "a list", int: "a whole number", str: "a text"}
@@ -203,41 +267,33 @@ def _piece(raw: Any, dimensions: int, where: str) -> Piece:
     return piece
 
 
-def _plain_name(name: str) -> str:
-    """A file name that stays inside the directory."""
-    if "/" in name or "\\" in name or name in ("", ".", ".."):
+def _own_name(name: str) -> str:
+    """A file name that stays inside the directory, or inside its tokenizer's."""
+    last = name.removeprefix(f"{TOKENIZER_DIRECTORY}/")
+    if "/" in last or "\\" in last or "\0" in last or last in ("", ".", "..", MANIFEST_NAME):
         raise ValueError(f"it names a file outside its directory: {name!r}")
     return name
 
 
-def describe(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file as it is on the disk now."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return FileEntry(bytes=path.stat().st_size, sha256=digest.hexdigest())
+def _require_files(manifest: Manifest) -> None:
+    """Every piece lies in a file that there is, and the pieces of a tensor tile it."""
+    for kind, table in manifest.tensors.items():
+        for name, entry in table.items():
+            for piece in entry.pieces:
+                if piece.file not in manifest.files or "/" in piece.file:
+                    raise ValueError(f"tensors.{kind}.{name} is in {piece.file!r}, which is not among its files")
+            if not _tiled(entry):
+                raise ValueError(f"the pieces of tensors.{kind}.{name} do not tile it")
 
 
-def verify(path: Path, expected: FileEntry, *, content: bool = True) -> None:
-    """Refuse a file that is not what the manifest says.
-
-    Args:
-        path: the file.
-        expected: what the manifest says.
-        content: whether to read the file, or to compare only its size.
-
-    Raises:
-        CheckpointError: it is missing, or its size or content differs.
-    """
-    try:
-        size = path.stat().st_size
-        found = describe(path) if content and size == expected.bytes else None
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; the checkpoint is incomplete") from None
-    if size != expected.bytes:
-        raise CheckpointError(
-            f"{path} has {size:,} bytes, but its manifest says {expected.bytes:,}: the file is damaged"
-        )
-    if content and found != expected:
-        raise CheckpointError(f"{path} does not have the SHA-256 of its manifest: the file is damaged")
+def _tiled(entry: TensorEntry) -> bool:
+    """Whether the pieces, one after the other along at most one dimension, are the whole tensor and no more."""
+    pieces = sorted(entry.pieces, key=lambda piece: piece.start)
+    if not pieces:
+        return False
+    cut = [d for d, size in enumerate(entry.shape) if any((p.start[d], p.stop[d]) != (0, size) for p in pieces)]
+    if not cut:
+        return len(pieces) == 1
+    edges = [0, *(piece.stop[cut[0]] for piece in pieces)]
+    follows = all(piece.start[cut[0]] == edge < piece.stop[cut[0]] for piece, edge in zip(pieces, edges, strict=False))
+    return len(cut) == 1 and follows and edges[-1] == entry.shape[cut[0]]

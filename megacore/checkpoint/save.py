@@ -1,132 +1,298 @@
-"""Saving: every rank writes its own slices once, the first rank adds the manifest and publishes the directory."""
+"""Saving: every rank writes its own slices once, the first rank adds the manifest and publishes the directory.
+
+A save is a few pieces of work, each done by every rank on its own, with an agreement of all ranks after it: make the
+directory, copy the state, write the shards, publish. With --async-save the last two run in a thread, which talks to
+nobody: the ranks agree in their main threads, where they meet anyway, so that a slow or failing disk holds up no
+collective. A directory is complete under its name or does not exist, and no existing one is touched.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from megacore.checkpoint import storage
+from megacore.checkpoint.directory import expired, free_name, next_serial, pointed_to, sweep, temporary_name
 from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY, FileEntry, Manifest, Piece, TensorEntry
 from megacore.checkpoint.state import MODEL, TrainingState
-from megacore.checkpoint.storage import point_to, publish, write_tensors, write_text
+from megacore.checkpoint.storage import (
+    discard,
+    point_to,
+    publish,
+    retire,
+    seal,
+    sync_directory,
+    write_tensors,
+    write_text,
+)
 from megacore.config import Config
 from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import DataError, StorageError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 
-T = TypeVar("T")
 _Shards = dict[str, dict[str, Tensor]]  # file -> tensors by name
 _Tables = dict[str, dict[str, TensorEntry]]  # kind -> entries by name
-_Contribution = tuple[dict[str, FileEntry], _Tables]
 
 
-def save_checkpoint(output_dir: Path, state: TrainingState, config: Config, mesh: Mesh) -> Path:
-    """Write `output_dir/step_NNNNNNNN/`; every rank calls it at the same step.
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A published checkpoint.
 
-    The directory is complete under its name or does not exist: everything is written and flushed under a temporary
-    name that a reader ignores. Replicated and tied tensors are written once.
+    Attributes:
+        step: of the run.
+        path: its directory.
+        notes: what went wrong after it was published, and does not concern it.
+    """
+
+    step: int
+    path: Path
+    notes: tuple[str, ...] = ()
+
+
+class _Work:
+    """Something that this rank does on its own, now or in a thread; what it raises is kept for the agreement."""
+
+    def __init__(self, do: Callable[[], Any] | None, place: Path, *, background: bool) -> None:
+        self.result: Any = None
+        self.problem: str | None = None
+        self._do, self._place = do, place
+        self._thread: threading.Thread | None = None
+        if do is None:
+            return
+        if background:
+            self._thread = threading.Thread(target=self._run_in_thread, name="save", daemon=True)
+            self._thread.start()
+        else:
+            self._run()
+
+    @property
+    def is_done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        assert self._do is not None
+        try:
+            self.result = self._do()
+        except (OSError, DataError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            self.problem = f"{getattr(error, 'filename', None) or self._place}: {reason}"
+        finally:
+            self._do = None  # and with it the state that it holds
+
+    def _run_in_thread(self) -> None:
+        try:
+            self._run()
+        except Exception as error:  # nobody else would hear of it
+            self.problem = f"{self._place}: {type(error).__name__}: {error}"
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """A save under way; the same on every rank, but for `work`."""
+
+    draft: Manifest
+    temporary: Path
+    final: Path
+    work: _Work
+    is_publishing: bool = False
+
+
+class CheckpointSaver:
+    """Saves a run's state into its output directory; all ranks call each method together.
 
     Args:
-        output_dir: the run's directory.
-        state: this rank's view of the run.
-        config: the resolved configuration, stored in the manifest.
+        config: resolved; stored in every manifest.
         mesh: this rank's place.
-
-    Returns:
-        The published directory.
-
-    Raises:
-        StorageError: on every rank, where one could not write; nothing is left of the checkpoint then.
+        loaded: the checkpoint that the run continues from, which is never deleted.
     """
-    final = output_dir / f"step_{state.step:08d}"
-    temporary = output_dir / f"{final.name}.tmp"
 
-    def begin() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    def __init__(self, config: Config, mesh: Mesh, *, loaded: Path | None = None) -> None:
+        self._run, self._config, self._mesh = Path(config.training.output_dir), config, mesh
+        self._background = config.checkpoint.async_save
+        self._protected = () if loaded is None else (loaded,)
+        self._staging: dict[tuple[str, str], Tensor] = {}
+        self._job: _Job | None = None
 
-    def finish() -> None:
-        if config.data.tokenizer is not None:
-            load_tokenizer(config.data.tokenizer).save(temporary / TOKENIZER_DIRECTORY)
-        manifest = _merge(contributions, state, config)
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way; the same on every rank."""
+        return self._job is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank's part of the next agreement is still to be done."""
+        return self._job is not None and not self._job.work.is_done
+
+    def begin(self, state: TrainingState) -> None:
+        """Start to save the state as it is now; `finish` or `advance` end it.
+
+        Replicated and tied tensors are written once, and what data-parallel ranks hold in common is divided among them.
+
+        Args:
+            state: this rank's view of the run. With --async-save it may change once this returns.
+
+        Raises:
+            StorageError: on every rank, where the directory cannot be made.
+        """
+        assert self._job is None
+        first = self._mesh.world.is_first
+        make = _Work((lambda: self._make_directory(state.step)) if first else None, self._run, background=False)
+        temporary, final = (self._run / name for name in self._agreed(make)[0])
+        shards, tables = self._stage(state)
+        storage.passing("staged")
+        work = _Work(lambda: _write(temporary, shards, tables), temporary, background=self._background)
+        self._job = _Job(draft=self._draft(state), temporary=temporary, final=final, work=work)
+
+    def advance(self) -> Saved | None:
+        """Agree on what is done and go on to what follows; only where no rank is waiting.
+
+        Returns:
+            The checkpoint, once it is published.
+
+        Raises:
+            StorageError: on every rank, where one could not write; nothing is left of the checkpoint then.
+        """
+        assert self._job is not None
+        job, self._job = self._job, None
+        try:
+            results = self._agreed(job.work)
+        except StorageError:
+            if self._mesh.world.is_first:
+                discard(job.temporary)
+            raise
+        if job.is_publishing:
+            return Saved(step=job.draft.step, path=job.final, notes=results[0])
+        do = (lambda: self._publish(job, results)) if self._mesh.world.is_first else None
+        job.work, job.is_publishing = _Work(do, job.temporary, background=self._background), True
+        self._job = job
+        return None
+
+    def finish(self) -> Saved | None:
+        """Wait for the save under way, if there is one; returns and raises what `advance` does."""
+        saved = None
+        while self._job is not None:
+            self._job.work.join()
+            saved = self.advance()
+        return saved
+
+    def _agreed(self, work: _Work) -> list[Any]:
+        """Every rank's result, or what the first rank with a problem says, on all of them."""
+        outcomes = all_gather_objects((work.problem, work.result), self._mesh.world)
+        problems = [problem for problem, _ in outcomes if problem is not None]
+        if problems:
+            raise StorageError(f"the checkpoint cannot be written: {problems[0]}")
+        return [result for _, result in outcomes]
+
+    def _make_directory(self, step: int) -> tuple[str, str]:
+        """The names of a new temporary directory and of what it is to become."""
+        self._run.mkdir(parents=True, exist_ok=True)
+        sweep(self._run)
+        final = free_name(self._run, step)
+        temporary = temporary_name(final)
+        (self._run / temporary).mkdir()
+        storage.passing("begun")
+        return temporary, final
+
+    def _stage(self, state: TrainingState) -> tuple[_Shards, _Tables]:
+        """What this rank writes: tensors in host memory, which training does not change before they are written."""
+        mesh, shards, tables = self._mesh, _Shards(), _Tables()
+        load = [0] * mesh.dp.size  # elements that each data-parallel rank writes
+        for kind, spec, tensor in state.entries():  # all data-parallel ranks take part
+            held_elsewhere = spec.name in state.tied_copies or (spec.dim is None and not mesh.tp.is_first)
+            if held_elsewhere or tensor.numel() == 0:
+                continue
+            writer = load.index(min(load))
+            load[writer] += tensor.numel()
+            if writer != mesh.dp.rank:
+                continue
+            replica = f"-dp{writer}" if writer else ""
+            file = f"{kind}-pp{mesh.pp.rank}-tp{mesh.tp.rank}{replica}.safetensors"
+            shards.setdefault(file, {})[spec.name] = self._kept(kind, spec.name, tensor.detach())
+            starts, stops = zip(*spec.slices, strict=True) if spec.slices else ((), ())
+            piece = Piece(file=file, start=list(starts), stop=list(stops))
+            entry = TensorEntry(shape=list(spec.shape), dtype=str(tensor.dtype).removeprefix("torch."), pieces=[piece])
+            tables.setdefault(kind, {})[spec.name] = entry
+        return shards, tables
+
+    def _kept(self, kind: str, name: str, tensor: Tensor) -> Tensor:
+        """The tensor in host memory; in the background a copy, in memory that is taken from the system once."""
+        if not self._background:
+            shared = tensor.untyped_storage().nbytes() > 2 * tensor.nbytes
+            return tensor.clone() if shared and self._mesh.dp.size > 1 else tensor.cpu()
+        buffer = self._staging.get((kind, name))
+        if buffer is None or buffer.shape != tensor.shape:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+            self._staging[kind, name] = buffer
+        return buffer.copy_(tensor)
+
+    def _draft(self, state: TrainingState) -> Manifest:
+        parallel = self._config.parallel
+        return Manifest(
+            step=state.step,
+            consumed_samples=state.consumed_samples,
+            counters=state.counters,
+            topology={"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1},
+            config=dataclasses.asdict(self._config),
+        )
+
+    def _publish(self, job: _Job, contributions: list[tuple[dict[str, FileEntry], _Tables]]) -> tuple[str, ...]:
+        """Complete the directory and give it its name; what goes wrong after that is returned."""
+        run, temporary = self._run, job.temporary
+        files, tensors = _merged(contributions)
+        fingerprint = None
+        if self._config.data.tokenizer is not None:
+            tokenizer = load_tokenizer(self._config.data.tokenizer)
+            tokenizer.save(temporary / TOKENIZER_DIRECTORY)
+            fingerprint = tokenizer.fingerprint
+            own = sorted(path for path in (temporary / TOKENIZER_DIRECTORY).iterdir() if path.is_file())
+            files |= {f"{TOKENIZER_DIRECTORY}/{path.name}": seal(path) for path in own}
+            sync_directory(temporary / TOKENIZER_DIRECTORY)
+        manifest = dataclasses.replace(
+            job.draft, serial=next_serial(run), files=files, tensors=tensors, tokenizer=fingerprint
+        )
         write_text(temporary / MANIFEST_NAME, manifest.to_json())
-        publish(temporary, final)
-        point_to(final)
+        storage.passing("manifest written")
+        publish(temporary, job.final)
+        notes = []
+        try:
+            point_to(job.final)
+            self._retire(job.final)
+        except OSError as error:
+            notes.append(f"{error.filename or run}: {error.strerror}")
+        storage.passing("done")
+        return tuple(notes)
 
-    first = mesh.world.rank == 0
-    _together(begin if first else None, temporary, mesh)
-    shards, tables = _own_slices(state, mesh)
-    files = _together(
-        lambda: {file: write_tensors(temporary / file, tensors) for file, tensors in shards.items()}, temporary, mesh
-    )
-    assert files is not None
-    contributions: list[_Contribution] = all_gather_objects((files, tables), mesh.world)
-    _together(finish if first else None, temporary, mesh)
-    return final
-
-
-def _together(write: Callable[[], T] | None, temporary: Path, mesh: Mesh) -> T | None:
-    """Write, where this rank has something to write, and wait for all. Where one fails, all do, with its reason.
-
-    Args:
-        write: writes below `temporary`.
-        temporary: the unfinished checkpoint, which is removed after a failure: it would take a full disk's last space.
-        mesh: all of its ranks take part.
-
-    Raises:
-        StorageError: a rank could not write.
-    """
-    result, problem = None, None
-    try:
-        result = None if write is None else write()
-    except (OSError, DataError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        problem = f"{getattr(error, 'filename', None) or temporary}: {reason}"
-    problems = [text for text in all_gather_objects(problem, mesh.world) if text is not None]
-    if problems:
-        if mesh.world.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise StorageError(f"the checkpoint cannot be written: {problems[0]}")
-    return result
+    def _retire(self, newest: Path) -> None:
+        options, pointed = self._config.checkpoint, pointed_to(self._run)
+        protected = [newest, *self._protected, *([] if pointed is None else [pointed])]
+        old = expired(self._run, keep_last=options.keep_last, keep_every=options.keep_every, protected=protected)
+        for directory in old:
+            retire(directory)
 
 
-def _own_slices(state: TrainingState, mesh: Mesh) -> tuple[_Shards, _Tables]:
-    shards: _Shards = {}
-    tables: _Tables = {}
-    for kind, spec, tensor in state.entries():  # all data-parallel ranks take part, the first writes
-        held_elsewhere = spec.name in state.tied_copies or (spec.dim is None and not mesh.tp.is_first)
-        if not mesh.dp.is_first or held_elsewhere or tensor.numel() == 0:
-            continue
-        file = f"{kind}-pp{mesh.pp.rank}-tp{mesh.tp.rank}.safetensors"
-        shards.setdefault(file, {})[spec.name] = tensor.cpu()
-        starts, stops = zip(*spec.slices, strict=True)
-        piece = Piece(file=file, start=list(starts), stop=list(stops))
-        entry = TensorEntry(shape=list(spec.shape), dtype=str(tensor.dtype).removeprefix("torch."), pieces=[piece])
-        tables.setdefault(kind, {})[spec.name] = entry
-    return shards, tables
+def _write(temporary: Path, shards: _Shards, tables: _Tables) -> tuple[dict[str, FileEntry], _Tables]:
+    return {file: write_tensors(temporary / file, tensors) for file, tensors in shards.items()}, tables
 
 
-def _merge(contributions: list[_Contribution], state: TrainingState, config: Config) -> Manifest:
+def _merged(contributions: list[tuple[dict[str, FileEntry], _Tables]]) -> tuple[dict[str, FileEntry], _Tables]:
     files: dict[str, FileEntry] = {}
-    tensors: dict[str, dict[str, TensorEntry]] = {MODEL: {}}
+    tensors: _Tables = {MODEL: {}}
     for own_files, own_tables in contributions:
         files |= own_files
         for kind, table in own_tables.items():
             for name, entry in table.items():
                 known = tensors.setdefault(kind, {}).setdefault(name, dataclasses.replace(entry, pieces=[]))
                 known.pieces.extend(entry.pieces)
-    parallel = config.parallel
-    return Manifest(
-        step=state.step,
-        consumed_samples=state.consumed_samples,
-        counters=state.counters,
-        topology={"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1},
-        config=dataclasses.asdict(config),
-        files=files,
-        tensors=tensors,
-    )
+    return files, tensors

@@ -8,6 +8,7 @@ nothing written depends on the layout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from megacore.optim.bucket import Bucket
 from megacore.optim.data_parallel import DataParallel, OwnedSegment
+from megacore.optim.flat import Segment
 from megacore.parallel.sharding import ShardSpec
 
 MODEL = "model"
+Slices = tuple[tuple[int, int], ...]  # [start, stop) of every dimension
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,33 +47,45 @@ class TrainingState:
     counters: dict[str, float] = field(default_factory=dict)
 
     def entries(self) -> Iterator[tuple[str, ShardSpec, Tensor]]:
-        """(kind, slice, fp32 tensor without padding) of the stage; all data-parallel ranks go through them together."""
+        """(kind, slice, fp32 tensor without padding) of the stage; all data-parallel ranks go through them together.
+
+        A tensor may be the live one: who keeps it while training goes on must copy it.
+        """
         for bucket in self.data_parallel.buckets:
             specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
             for kind in (MODEL, *self.kinds):
-                shard = bucket.master if kind == MODEL else self._optimizer_shard(bucket, kind)
-                for name, whole in bucket.whole(shard).items():
-                    yield kind, specs[name], specs[name].own(whole)
+                if self.data_parallel.options.stage == 0:  # every rank has the whole
+                    whole = self._live(bucket, kind)
+                else:
+                    whole = bucket.whole(bucket.master if kind == MODEL else self._optimizer_shard(bucket, kind))
+                for name, tensor in whole.items():
+                    yield kind, specs[name], specs[name].own(tensor)
 
-    def fill(self, read: Callable[[str, ShardSpec], Tensor], kinds: tuple[str, ...], updates: int) -> None:
+    def fill(self, read: Callable[[str, str, Slices], Tensor], kinds: tuple[str, ...], updates: int) -> None:
         """Set everything that this rank owns, and publish the weights.
 
+        One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank owns.
+
         Args:
-            read: (kind, slice) -> that slice of the global tensor.
+            read: (kind, global name, [start, stop) of every dimension) -> that part of the global tensor.
             kinds: the optimizer state that there is to read.
             updates: updates that the optimizer has done, which its bias correction counts.
         """
         for parameter in self.data_parallel.parameters:
-            for kind in (MODEL, *kinds):
-                whole = torch.zeros(parameter.shape)
-                parameter.spec.own(whole).copy_(read(kind, parameter.spec))
-                for owned in self.data_parallel.segments_of(parameter.spec.name):
-                    self._fill_segment(owned, kind, whole.reshape(-1), updates)
+            for owned in self.data_parallel.segments_of(parameter.spec.name):
+                for kind in (MODEL, *kinds):
+                    rows, width = _rows(owned.segment, parameter.shape)
+                    part = torch.zeros(len(rows), *parameter.shape[1:]) if parameter.dim() else torch.zeros(())
+                    if wanted := _wanted(parameter.spec, rows):
+                        here = tuple(slice(0, stop - start) for start, stop in wanted)
+                        part[here] = read(kind, parameter.spec.name, wanted)
+                    first = owned.segment.start - rows.start * width
+                    values = part.reshape(-1)[first : first + owned.segment.stop - owned.segment.start]
+                    self._fill_segment(owned, kind, values, updates)
         self.data_parallel.publish()
 
     @torch.no_grad()
-    def _fill_segment(self, owned: OwnedSegment, kind: str, whole: Tensor, updates: int) -> None:
-        values = whole[owned.segment.start : owned.segment.stop]
+    def _fill_segment(self, owned: OwnedSegment, kind: str, values: Tensor, updates: int) -> None:
         if kind == MODEL:
             owned.master.copy_(values)
             return
@@ -80,11 +95,41 @@ class TrainingState:
         if isinstance(self.optimizer, torch.optim.AdamW):
             state["step"] = torch.tensor(float(updates), device=owned.master.device)
 
+    def _live(self, bucket: Bucket, kind: str) -> dict[str, Tensor]:
+        """Whole local tensors by name, where this rank owns all of every parameter."""
+        shapes = {parameter.spec.name: parameter.shape for parameter in bucket.parameters}
+        found = {}
+        for owned in self.data_parallel.segments:
+            if owned.bucket is bucket:
+                flat = owned.master.detach() if kind == MODEL else self._of_optimizer(owned, kind)
+                flat = torch.zeros_like(owned.master.detach()) if flat is None else flat
+                found[owned.spec.name] = flat.view(shapes[owned.spec.name])
+        return found
+
+    def _of_optimizer(self, owned: OwnedSegment, kind: str) -> Tensor | None:
+        if self.optimizer is None:
+            return None
+        state: Tensor | None = self.optimizer.state.get(owned.master, {}).get(kind)
+        return state
+
     def _optimizer_shard(self, bucket: Bucket, kind: str) -> Tensor:
         shard = torch.zeros_like(bucket.master)
         for owned in self.data_parallel.segments:
-            if owned.bucket is bucket and self.optimizer is not None:
-                state = self.optimizer.state.get(owned.master, {}).get(kind)
-                if state is not None:
-                    shard[owned.segment.place] = state
+            if owned.bucket is bucket and (state := self._of_optimizer(owned, kind)) is not None:
+                shard[owned.segment.place] = state
         return shard
+
+
+def _rows(segment: Segment, shape: torch.Size) -> tuple[range, int]:
+    """The rows of a local tensor that a segment touches, and the elements of a row."""
+    width = math.prod(shape[1:])
+    return range(segment.start // width, -(-segment.stop // width)), width
+
+
+def _wanted(spec: ShardSpec, rows: range) -> Slices | None:
+    """What some rows of the local tensor are of the global one; None where they are padding alone."""
+    slices = list(spec.slices)
+    if slices:
+        first = spec.start if spec.dim == 0 else 0
+        slices[0] = (first + rows.start, min(first + rows.stop, slices[0][1]))
+    return None if any(start >= stop for start, stop in slices) else tuple(slices)

@@ -1,36 +1,113 @@
-"""Files of a checkpoint: written durably, and published as a directory in one step."""
+"""Files of a checkpoint: written durably, and published as a directory in one step.
+
+A shard is written and digested in one pass, each piece of it by two threads at once. `passing` names the points at
+which a save may be cut off: the tests end the process at each of them, and the next run must find its way.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
-from megacore.checkpoint.manifest import POINTER_NAME, FileEntry, describe
+from megacore.checkpoint.directory import POINTER_NAME, temporary_name
+from megacore.checkpoint.manifest import FileEntry, describe
+
+POINTS = (
+    "begun",
+    "staged",
+    "shard opened",
+    "shard half written",
+    "shard written",
+    "shard synced",
+    "manifest written",
+    "before the rename",
+    "renamed",
+    "pointer written",
+    "pointer replaced",
+    "retiring",
+    "half retired",
+    "done",
+)
+"""The points of a save, in order; the last pointer and retention are the first rank's alone, as is all after shards."""
+
+DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32"}
+"""torch's names of number formats -> those of safetensors."""
+_CHUNK = 1 << 24
+
+
+def passing(point: str) -> None:
+    """A save gets to one of POINTS. Nothing happens here; tests put something in its place."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Write one safetensors file and make it durable.
 
+    Args:
+        path: of the new file.
+        tensors: in host memory.
+
     Raises:
-        OSError: it cannot be written; safetensors has an error of its own for that.
+        OSError: it cannot be written.
     """
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:
-        raise OSError(None, str(error), str(path)) from error
-    return seal(path)
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest, written = hashlib.sha256(), 0
+    with _naming(path), path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as digester:
+        head = memoryview(len(text).to_bytes(8, "little") + text)
+        chunks = [head, *(chunk for tensor in tensors.values() for chunk in _chunks(tensor))]
+        for number, chunk in enumerate(chunks):
+            digested = digester.submit(digest.update, chunk)
+            _write(file.fileno(), chunk)
+            digested.result()
+            written += len(chunk)
+            if number < 2:
+                passing(("shard opened", "shard half written")[number])
+        passing("shard written")
+        os.fsync(file.fileno())
+    passing("shard synced")
+    return FileEntry(bytes=written, sha256=digest.hexdigest())
+
+
+def _chunks(tensor: Tensor) -> list[memoryview]:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return [memoryview(part.numpy()) for part in flat.split(_CHUNK)]
+
+
+def _write(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def write_text(path: Path, text: str) -> FileEntry:
     """Write one text file and make it durable."""
-    path.write_text(text, encoding="utf-8")
-    return seal(path)
+    with _naming(path):
+        path.write_text(text, encoding="utf-8")
+        return seal(path)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What fails in here is of this file: a full disk is met without a name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
 
 
 def seal(path: Path) -> FileEntry:
@@ -41,34 +118,53 @@ def seal(path: Path) -> FileEntry:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a finished directory its name. An older one of that name is moved away first and deleted last."""
-    _sync_directory(temporary)
-    replaced = final.with_name(f"{final.name}.replaced-{os.getpid()}")
-    if final.exists():
-        final.rename(replaced)
-    try:
-        temporary.rename(final)
-    except OSError:
-        if replaced.exists():
-            replaced.rename(final)
-        raise
-    _sync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    """Give a finished directory its name, which nothing has yet, in one step that survives a power failure.
+
+    Raises:
+        OSError: it cannot be renamed, or the name is taken.
+    """
+    sync_directory(temporary)
+    passing("before the rename")
+    if os.path.lexists(final):
+        raise FileExistsError(None, "is there already, and a checkpoint is never overwritten", str(final))
+    temporary.rename(final)
+    sync_directory(final.parent)
+    passing("renamed")
 
 
 def point_to(directory: Path) -> None:
     """Make the run's pointer name this checkpoint, in one step."""
     pointer = directory.parent / POINTER_NAME
-    temporary = pointer.with_name(f"{POINTER_NAME}.tmp-{os.getpid()}")
+    temporary = pointer.with_name(temporary_name(POINTER_NAME))
     try:
         write_text(temporary, f"{directory.name}\n")
+        passing("pointer written")
         os.replace(temporary, pointer)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_directory(directory.parent)
+    sync_directory(directory.parent)
+    passing("pointer replaced")
 
 
-def _sync_directory(path: Path) -> None:
+def retire(directory: Path) -> None:
+    """Delete a checkpoint. It loses its name first, so that half of it is never taken for a whole one."""
+    doomed = directory.with_name(temporary_name(directory.name))
+    directory.rename(doomed)
+    passing("retiring")
+    for path in sorted(doomed.glob("*.safetensors"))[:1]:
+        path.unlink()
+    passing("half retired")
+    shutil.rmtree(doomed)
+
+
+def discard(temporary: Path) -> None:
+    """Remove an unfinished checkpoint, as far as that is possible: it would take a full disk's last space."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -207,9 +207,11 @@ class _Readers:
 
 
 def _belong_to_the_rank(worker: int) -> None:
-    """A worker is forked with its rank's handlers: an interrupt of the terminal is the rank's to answer. It ends with
-    its rank, however that ends: DataLoader's own look after the rank comes every five seconds only."""
+    """A worker is forked with its rank's handlers: what ends the job is the rank's to answer, which still needs its
+    workers for the step that it is in. A worker ends with its rank, however that ends: DataLoader's own look after the
+    rank comes every five seconds only."""
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -136,9 +136,14 @@ def build_mesh(config: ParallelConfig) -> Mesh:
     if world_size() == 1:
         return Mesh(device=device)
     if not dist.is_initialized():
+        timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        store = _launchers_store(timeout)
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
-            timeout=timedelta(minutes=config.distributed_timeout_minutes),
+            timeout=timeout,
+            store=store,
+            rank=-1 if store is None else int(os.environ["RANK"]),
+            world_size=-1 if store is None else world_size(),
             device_id=device if device.type != "cpu" else None,
         )
     grid = init_device_mesh(device.type, (config.pp, known(config.dp), config.tp), mesh_dim_names=("pp", "dp", "tp"))
@@ -149,6 +154,15 @@ def build_mesh(config: ParallelConfig) -> Mesh:
         dp=_dimension(grid, "dp"),
         pp=_dimension(grid, "pp"),
     )
+
+
+def _launchers_store(timeout: timedelta) -> dist.Store | None:
+    """torchrun's store, with names of this attempt alone: after a restart (--max-restarts) it may still hold where the
+    ranks of the last one listened. None: the process group finds its store by itself."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+    return dist.PrefixStore(f"megacore/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def is_first_of_job(event: str, *, otherwise: bool) -> bool:

@@ -18,6 +18,7 @@ from megacore.errors import EXIT_REFUSED, ConfigError, TrainingStopped, UserErro
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave
 from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
+from megacore.train.output import output_directory
 from megacore.train.peers import PeerWatch
 
 __all__ = ["exit_with", "launch"]
@@ -46,7 +47,8 @@ def launch(config: Config, body: Callable[[Config, Mesh], None]) -> int:
         mesh = build_mesh(config.parallel)
         _choose_kernels(config.training.kernels, mesh.device)
         watch = PeerWatch(mesh)
-        body(config, mesh)
+        with output_directory(config, mesh) as run_config:
+            body(run_config, mesh)
         watch.stop()
         leave(mesh)
         return 0

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from types import FrameType
 from typing import NoReturn
 
 from megacore.parallel.collectives import all_gather_objects
@@ -62,7 +63,8 @@ class PeerWatch:
         """From here on other ranks may end: this one is done with them."""
         self._stopped.set()
         for number in self._handled:
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) is _arrives:  # what has taken it over keeps it
+                signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         os.close(self._wakeup)  # which the other end takes for readable
         self._thread.join()
@@ -104,7 +106,7 @@ class PeerWatch:
             if gone := self.dead(0.0):  # before the signals: a launcher sends them to the survivors
                 self.give_up(gone)
             for number in os.read(self._arrived, 64) if arrived else b"":
-                if number in self._handled:
+                if number in self._handled and signal.getsignal(number) is _arrives:
                     report_cause(f"stopped by {signal.Signals(number).name}", otherwise=self.me.rank == 0)
                     exit_with(128 + number)
 
@@ -115,8 +117,13 @@ def _catch(numbers: list[signal.Signals]) -> tuple[int, int]:
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     for number in numbers:
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, _arrives)
     return arrived, wakeup
+
+
+def _arrives(number: int, frame: FrameType | None) -> None:
+    """In place of what a signal does by default: its number goes through the pipe. Where training has put a handler of
+    its own in this one's place (stopping.py), the signal is that one's to answer."""
 
 
 def _open(pid: int) -> int | None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.check import changed_settings
 from megacore.checkpoint.load import load_checkpoint
-from megacore.checkpoint.save import save_checkpoint
+from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
-from megacore.cli import save_toml
 from megacore.config import Config, known
 from megacore.data.loader import BatchLoader, Microbatch
 from megacore.models.flops import CONVENTION, flops_per_sequence, peak_tflops
@@ -32,7 +32,9 @@ from megacore.parallel.mesh import Mesh
 from megacore.pipeline.simulate import Costs, simulate
 from megacore.train.metrics import device_name, log_line, peak_memory_bytes, synchronize
 from megacore.train.parallelize import Task, parallelize
+from megacore.train.saving import Saving
 from megacore.train.sinks import Report
+from megacore.train.stopping import StopRequests
 from megacore.train.summary import launch_summary
 from megacore.train.tracing import Tracer
 
@@ -62,8 +64,8 @@ class Trainer:
         self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
         self.step = 0
         self.consumed_samples = 0
-        if config.training.load is not None:
-            self._restore(Path(config.training.load))
+        self.stop_requests = StopRequests(config.checkpoint, mesh)
+        self.loaded = None if config.checkpoint.load is None else self._restore(Path(config.checkpoint.load))
         self.tracer = Tracer(config, mesh, self.model.runtime, self.step)
         self.batches = self._loader(train_data, self.consumed_samples)
         self._first_log = True
@@ -76,14 +78,26 @@ class Trainer:
             first_step=self.step,
             quiet=mesh.world.rank != 0,
         )
+        load = config.checkpoint.load
+        self.saving = Saving(config, mesh, self.report, loaded=None if load is None else Path(load))
 
     def run(self) -> None:
-        """Train until train_iters, evaluating, logging and saving as configured; leave the result in the output
-        directory."""
-        training, logging = self.config.training, self.config.logging
+        """Train until train_iters or until something asks for an end, evaluating, logging and saving as configured;
+        leave the result in the output directory."""
         self._announce()
-        clock = _Clock(self.mesh.device, self.step)
-        while self.step < training.train_iters:
+        with self.stop_requests:
+            stopped = self._loop(_Clock(self.mesh.device, self.step))
+        training = self.config.training
+        skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
+        samples = f"{self.consumed_samples:,} samples"
+        ended = f"stopped by {stopped}: {self.step} of {training.train_iters}" if stopped else f"done: {self.step}"
+        self.report.say(f"{ended} steps{skipped}, {samples}; everything lies in {training.output_dir}")
+        self.report.close()
+
+    def _loop(self, clock: _Clock) -> str | None:
+        """Steps, until the last or until all ranks agree to end; returns why they ended early."""
+        training, logging, stopped = self.config.training, self.config.logging, None
+        while self.step < training.train_iters and stopped is None:
             loss, norm, rate = self.train_step(next(self.batches))
             self.report.step_done(self.step)
             if _due(self.step, logging.log_interval, training.train_iters):
@@ -95,13 +109,13 @@ class Trainer:
             if self._evaluates and _due(self.step, training.eval_interval, training.train_iters):
                 with clock.paused():
                     self.evaluate()
-            if _due(self.step, training.save_interval or 0, training.train_iters):
-                with clock.paused():
-                    self.save()
-        skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
-        samples = f"{self.consumed_samples:,} samples"
-        self.report.say(f"done: {self.step} steps{skipped}, {samples}; everything lies in {training.output_dir}")
-        self.report.close()
+            stopped, some_wait = self.stop_requests.agreed(self.step, waiting=lambda: self.saving.is_waiting)
+            with clock.paused():
+                self.saving.go_on(some_wait=some_wait)
+                last = stopped is not None or self.step == training.train_iters
+                if last or _due(self.step, self.config.checkpoint.save_interval or 0, training.train_iters):
+                    self.saving.save(self._state(), is_last=last)
+        return stopped if self.step < training.train_iters else None
 
     def train_step(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor, float]:
         """One update of the weights.
@@ -157,16 +171,17 @@ class Trainer:
         return loss
 
     def save(self) -> None:
-        """Publish a checkpoint of the current step."""
-        path = save_checkpoint(Path(self.config.training.output_dir), self._state(), self.config, self.mesh)
-        self.report.say(f"step {self.step}/{self.config.training.train_iters} | saved {path}")
+        """Publish a checkpoint of the current step, and wait for it."""
+        self.saving.save(self._state(), is_last=True)
 
-    def _restore(self, directory: Path) -> None:
-        manifest = load_checkpoint(directory, self._state())
+    def _restore(self, directory: Path) -> Manifest:
+        manifest = load_checkpoint(directory, self._state(), self.mesh.world)
         self.step, self.consumed_samples = manifest.step, manifest.consumed_samples
         self.update.load_counters(manifest.counters)
+        return manifest
 
     def _state(self) -> TrainingState:
+        rate = learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
         return TrainingState(
             step=self.step,
             consumed_samples=self.consumed_samples,
@@ -174,7 +189,7 @@ class Trainer:
             optimizer=self.update.optimizer,
             kinds=state_kinds(self.config.optimizer),
             tied_copies=self.model.tied_copies,
-            counters=self.update.counters(),
+            counters=self.update.counters() | {"learning_rate": rate},
         )
 
     def _loader(self, dataset: Any, consumed_samples: int) -> BatchLoader:
@@ -205,8 +220,9 @@ class Trainer:
         )
         self.report.say(f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}")
         self.report.say(f"  {'memory':<10}MiB of state on the fullest rank, by formula: {_mib(self.memory_predicted)}")
-        if self.mesh.world.rank == 0:
-            save_toml(self.config, Path(self.config.training.output_dir) / "config.toml")
+        if self.loaded is not None:
+            changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
+            self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
 
     def _log(self, loss: Tensor, norm: Tensor, rate: float, step_seconds: float) -> None:
         config, training = self.config, self.config.training

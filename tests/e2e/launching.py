@@ -67,10 +67,11 @@ class Job:
 
 
 @contextlib.contextmanager
-def under_torchrun(logs: Path, processes: int, *command: object) -> Iterator[Job]:
+def under_torchrun(logs: Path, processes: int, *command: object, max_restarts: int = 0) -> Iterator[Job]:
     """Start `command` (a script and its flags) on several processes; nothing of it outlives the block."""
     mark = uuid.uuid4().hex
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    start += ["--max-restarts", str(max_restarts)]
     start += ["--redirects", "3", "--log-dir", str(logs), *map(str, command)]
     pipe = subprocess.PIPE
     with subprocess.Popen(start, env=_environment(mark), stdout=pipe, stderr=pipe, text=True) as torchrun:

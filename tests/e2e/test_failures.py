@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megacore.checkpoint.manifest import find_checkpoint
 from tests.e2e.launching import PROGRAM, Job, needs_proc, small_run, under_torchrun, until
 
 pytestmark = needs_proc
@@ -148,7 +149,7 @@ def test_an_output_that_nobody_reads_ends_the_run_quietly(tmp_path: Path, closed
 
 
 @pytest.mark.parametrize(("number", "num_workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 2)])
-def test_a_signal_to_the_launcher_ends_everything_quietly(
+def test_a_signal_to_the_launcher_saves_and_ends_everything_quietly(
     tmp_path: Path, number: signal.Signals, num_workers: int
 ) -> None:
     flags = small_run(tmp_path / "out", pp=2, num_workers=num_workers, **ENDLESS)
@@ -156,8 +157,10 @@ def test_a_signal_to_the_launcher_ends_everything_quietly(
         wait_for_step(job, 3)
         job.torchrun.send_signal(number)
         job.ends(END)
-        said = job.said()
-    assert said.strip() == f"megacore: stopped by {number.name}"
+        errors, said = job.said(), job.said("stdout")
+    assert errors.strip() == ""
+    step = int(re.findall(rf"^stopped by {number.name}: (\d+) of 1000000 steps", said, re.MULTILINE)[0])
+    assert find_checkpoint(tmp_path / "out") == tmp_path / "out" / f"step_{step:08d}"
 
 
 def test_a_signal_before_the_first_step_ends_everything_quietly(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
-from megacore.checkpoint.manifest import describe
+from megacore.checkpoint.manifest import describe, sealed
 from megacore.data.tokenizer import JsonTokenizer
 from megacore.train.generate import Sampling, choose
 from tests.e2e.launching import alone, small_run, words
@@ -118,7 +118,7 @@ def test_a_model_of_the_wrong_kind_is_told(
     manifest = json.loads((broken / "manifest.json").read_text())
     for wrong in ("64", -1, None):
         manifest["config"]["model"]["hidden_size"] = wrong
-        (broken / "manifest.json").write_text(json.dumps(manifest))
+        (broken / "manifest.json").write_text(sealed(manifest))
         assert "does not describe a model" in refusal(capsys, checkpoint=broken)
 
 
@@ -134,5 +134,5 @@ def changed(checkpoint: Path, folder: Path, change: Callable[[Path], None]) -> P
     change(shard)
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["files"][shard.name] = asdict(describe(shard))
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    (copy / "manifest.json").write_text(sealed(manifest))
     return copy

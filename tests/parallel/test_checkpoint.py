@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megacore.checkpoint.manifest import find_checkpoint
+from megacore.checkpoint.manifest import find_checkpoint, sealed
 from megacore.errors import CheckpointError, StorageError
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
@@ -165,23 +165,29 @@ def test_a_damaged_manifest_is_refused(checkpoint: Path, text: str) -> None:
         one_process(checkpoint.parent, load=str(checkpoint))
 
 
+def rewrite(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    """Write a changed manifest as if a run had."""
+    manifest.pop("manifest_sha256", None)
+    (checkpoint / "manifest.json").write_text(sealed(manifest))
+
+
 @pytest.mark.parametrize("kinds", [["exp_avg"], ["exp_avg", "exp_avg_sq"]])
 def test_missing_optimizer_state_is_refused_by_name(checkpoint: Path, kinds: list[str]) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     for kind in kinds:
         del manifest["tensors"][kind]
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    rewrite(checkpoint, manifest)
     with pytest.raises(CheckpointError, match=f"has no {' and no '.join(kinds)} of the optimizer, after 1 updates"):
         one_process(checkpoint.parent, load=str(checkpoint))
     manifest["counters"]["updates"] = 0  # every step was skipped: there is no state yet
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    rewrite(checkpoint, manifest)
     one_process(checkpoint.parent, load=str(checkpoint))
 
 
 def test_a_name_outside_the_directory_is_refused(checkpoint: Path) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"]["../evil.safetensors"] = {"bytes": 1, "sha256": "0"}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    rewrite(checkpoint, manifest)
     with pytest.raises(CheckpointError, match=r"outside its directory: '\.\./evil"):
         one_process(checkpoint.parent, load=str(checkpoint))
 
@@ -208,25 +214,29 @@ def fail_to_save(rank: int, world_size: int, directory: str) -> str:
 
 def test_a_save_that_fails_says_where_on_every_rank_and_leaves_nothing(tmp_path: Path) -> None:
     told = run_distributed(fail_to_save, 2, str(tmp_path))
-    file = re.escape(str(tmp_path / "step_00000000.tmp" / "model-pp0-tp1.safetensors"))
-    assert re.match(rf"the checkpoint cannot be written: {file}: .*File too large", told[0])
+    file = re.escape(str(tmp_path / "step_00000000.tmp-")) + "[0-9a-f]{8}/model-pp0-tp1.safetensors"
+    assert re.match(rf"the checkpoint cannot be written: {file}: File too large", told[0])
     assert told[1] == told[0]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_saving_again_replaces_the_step_whole(checkpoint: Path) -> None:
+def test_a_step_that_is_there_already_is_kept_and_the_new_one_published_beside_it(checkpoint: Path) -> None:
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     trainer = one_process(checkpoint.parent, load=str(checkpoint))
     trainer.save()
-    assert {path.name for path in checkpoint.parent.iterdir() if path.is_dir()} == {"step_00000001"}
+    beside = checkpoint.with_name("step_00000001.2")
+    assert {path.name for path in checkpoint.parent.iterdir() if path.is_dir()} == {checkpoint.name, beside.name}
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+    assert find_checkpoint(checkpoint.parent) == beside
 
 
-def test_the_pointer_names_the_last_run_in_a_directory(checkpoint: Path) -> None:
-    """A second, shorter run in the same directory: the newest step is the old run's, the pointer knows better."""
+def test_the_last_that_was_published_is_taken_whatever_its_step(checkpoint: Path) -> None:
+    """A second, shorter run in the same directory: the newest step is the old run's."""
     old = checkpoint.parent / "step_00000004"
     checkpoint.rename(old)
     trainer = one_process(checkpoint.parent)
     trainer.train_step(next(trainer.batches))
     trainer.save()
     assert find_checkpoint(checkpoint.parent) == checkpoint
-    (checkpoint.parent / "latest").write_text("../somewhere")
-    assert find_checkpoint(checkpoint.parent) == old
+    (checkpoint.parent / "latest").write_text("../somewhere")  # the pointer is for people
+    assert find_checkpoint(checkpoint.parent) == checkpoint

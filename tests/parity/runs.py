@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import (
+    CheckpointConfig,
     Config,
     DataConfig,
     LoggingConfig,
@@ -125,6 +126,7 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Confi
             eval_interval=0,
             output_dir=str(output_dir),
         ),
+        "checkpoint": CheckpointConfig(),
         "logging": LoggingConfig(),
     }
     for field, value in changes.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megacore.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, read_manifest
+from megacore.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, read_manifest, sealed
 from megacore.errors import CheckpointError
 
 WRITTEN = Manifest(
@@ -53,7 +53,8 @@ def read_with(directory: Path, place: Place, change: Any) -> Manifest:
         del inner[place[-1]]
     else:
         inner[place[-1]] = copy.deepcopy(change)
-    (directory / "manifest.json").write_text(json.dumps(raw))
+    raw.pop("manifest_sha256", None)
+    (directory / "manifest.json").write_text(sealed(raw))
     return read_manifest(directory)
 
 

@@ -1,0 +1,82 @@
+"""Which checkpoint a run continues from: the one that was named, or the last published one that is whole.
+
+A pointer may be behind, a directory damaged: every file of a candidate is checked, by all ranks together, and what is
+refused on the way is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacore.checkpoint.check import check_settings
+from megacore.checkpoint.directory import MANIFEST_NAME, published
+from megacore.checkpoint.load import verified_together
+from megacore.checkpoint.manifest import read_manifest
+from megacore.checkpoint_section import AUTO
+from megacore.config import Config
+from megacore.errors import CheckpointError
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a run continues from.
+
+    Attributes:
+        directory: the checkpoint; None for a fresh start.
+        refused: newer ones that were passed over, each with the reason.
+    """
+
+    directory: Path | None
+    refused: tuple[str, ...] = ()
+
+
+def choose_checkpoint(config: Config, world: Group) -> Choice:
+    """Find what `--load` means; all ranks call this together and get the same.
+
+    Args:
+        config: resolved.
+        world: all ranks.
+
+    Raises:
+        CheckpointError: there is nothing to continue from, or what there is belongs to another model.
+    """
+    load = config.checkpoint.load
+    if load is None:
+        return Choice(directory=None)
+    run = Path(config.training.output_dir if load == AUTO else load)
+    if load != AUTO and (run / MANIFEST_NAME).is_file():
+        return Choice(directory=run)  # loading checks it
+    candidates: list[Path] = all_gather_objects(published(run), world)[0]  # as the first rank sees them
+    refused: list[str] = []
+    for directory in candidates:
+        if (problem := whole(directory, world)) is None:
+            check_settings(config, directory, read_manifest(directory))
+            return Choice(directory=directory, refused=tuple(refused))
+        refused.append(problem)
+    if load == AUTO and not candidates:
+        return Choice(directory=None)
+    if not refused:
+        raise CheckpointError(
+            f"--load {load} holds no checkpoint: give a step_NNNNNNNN directory or a run's output directory"
+        )
+    listed = "; ".join(refused)
+    raise CheckpointError(
+        f"--load {load}: none of the {len(refused)} checkpoints of {run} is whole: {listed}: "
+        "bring one back from a copy, or leave --load out to start afresh"
+    )
+
+
+def whole(directory: Path, world: Group) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank; None where its manifest and all of its files verify."""
+    manifest, problem = None, None
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [text for text in all_gather_objects(problem, world) if text is not None]
+    if problems or manifest is None:
+        return problems[0]
+    return verified_together(directory, manifest, world)

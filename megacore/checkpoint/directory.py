@@ -1,0 +1,130 @@
+"""A run's directory: which checkpoints it holds, in which order they were published, and which may go.
+
+Names alone decide what counts: `step_00001000`, or `step_00001000.2` where the step was there already, as a published
+directory is never written again. A serial number in the manifest says which came last, whatever the steps and clocks.
+All that is unfinished, or on its way out, has `.tmp-` in its name, and is swept away by the next writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from megacore.checkpoint.files import open_regular
+
+MANIFEST_NAME = "manifest.json"
+POINTER_NAME = "latest"
+# The manifest's first lines: its own digest over all that follows, and the serial number.
+HEAD = re.compile(rb'\{\n "manifest_sha256": "([0-9a-f]{64})",\n')
+MOST_MANIFEST_BYTES = 1 << 26
+_SERIAL = re.compile(rb' "serial": (\d{1,15}),\n')
+_STEP = re.compile(r"step_(\d{8,15})(?:\.(\d{1,6}))?")
+_UNFINISHED = re.compile(r"(step_\d{8,15}(\.\d{1,6})?|latest)\.tmp(-.*)?")
+
+
+def step_of(directory: Path) -> int | None:
+    """The step in a checkpoint's name; None for any other name."""
+    found = _STEP.fullmatch(directory.name)
+    return int(found[1]) if found else None
+
+
+def published(run: Path) -> list[Path]:
+    """The run's checkpoints, the last published first; before them any whose manifest is damaged, as nobody knows."""
+    try:
+        entries = [entry for entry in run.iterdir() if step_of(entry) is not None]
+    except OSError:
+        return []
+    found = [entry for entry in entries if not entry.is_symlink() and (entry / MANIFEST_NAME).is_file()]
+    serials = {entry: _serial(entry) for entry in found}
+    return sorted(
+        found, key=lambda entry: (serials[entry] is None, serials[entry] or 0, step_of(entry), entry.name), reverse=True
+    )
+
+
+def next_serial(run: Path) -> int:
+    """The serial number of the next checkpoint."""
+    return 1 + max((_serial(directory) or 0 for directory in published(run)), default=0)
+
+
+def free_name(run: Path, step: int) -> str:
+    """The name of a checkpoint of this step that nothing has yet."""
+    name, number = f"step_{step:08d}", 1
+    while os.path.lexists(run / name):
+        number += 1
+        name = f"step_{step:08d}.{number}"
+    return name
+
+
+def temporary_name(name: str) -> str:
+    """A name that marks what is unfinished, and that no other writer has."""
+    return f"{name}.tmp-{uuid.uuid4().hex[:8]}"
+
+
+def sweep(run: Path) -> list[str]:
+    """Remove what a killed writer has left; only the run's one writer may call it.
+
+    Returns:
+        The names of what was there.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        left = sorted(entry for entry in run.iterdir() if _UNFINISHED.fullmatch(entry.name))
+        for entry in left:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
+        return [entry.name for entry in left]
+    return []
+
+
+def expired(run: Path, *, keep_last: int | None, keep_every: int | None, protected: Iterable[Path]) -> list[Path]:
+    """The checkpoints that need not be kept, the oldest first; a damaged manifest's is neither counted nor named.
+
+    Args:
+        run: the run's directory.
+        keep_last: how many of the last published are kept; None keeps all.
+        keep_every: steps of which multiples are kept.
+        protected: checkpoints that are kept in any case.
+    """
+    if keep_last is None:
+        return []
+    kept = {path.resolve() for path in protected}
+    known = [path for path in published(run) if _serial(path) is not None]
+    old = [path for path in known[keep_last:] if path.resolve() not in kept]
+    return [path for path in reversed(old) if not (keep_every and (step_of(path) or 0) % keep_every == 0)]
+
+
+def pointed_to(run: Path) -> Path | None:
+    """The checkpoint that the run's pointer names, if there is one."""
+    try:
+        name = (run / POINTER_NAME).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    is_one = _STEP.fullmatch(name) and (run / name / MANIFEST_NAME).is_file()
+    return run / name if is_one else None
+
+
+def _serial(directory: Path) -> int | None:
+    """The serial number in a checkpoint's manifest; None where the manifest is damaged."""
+    try:
+        with open(open_regular(directory / MANIFEST_NAME), "rb") as file:
+            text = file.read(MOST_MANIFEST_BYTES)
+    except OSError:
+        return None
+    head = HEAD.match(text)
+    found = _SERIAL.match(text, head.end()) if head else None
+    if head is None or found is None or not is_sealed(text):
+        return None
+    return int(found[1])
+
+
+def is_sealed(text: bytes) -> bool:
+    """Whether a manifest's text begins with the digest of all that follows."""
+    head = HEAD.match(text)
+    return head is not None and hashlib.sha256(memoryview(text)[head.end() :]).hexdigest().encode() == head[1]

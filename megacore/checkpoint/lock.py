@@ -1,0 +1,82 @@
+"""One writer for each output directory: a lock that the system takes back from a process that ends, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from megacore.errors import UserError
+
+LOCK_NAME = "writer.lock"
+# A killed run's data workers hold its files open for a moment longer, and a launcher restarts at once.
+_PATIENCE_SECONDS = 5.0
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class WriterLock:
+    """Holds a run's output directory from its making to `release`.
+
+    The file says who holds it, and stays behind: it is the lock on it that counts, not its presence, so that nothing
+    a dead process leaves is in the way.
+
+    Args:
+        output_dir: is made where it does not exist.
+
+    Attributes:
+        warning: why the directory is not locked, where its file system knows no locks; else None.
+
+    Raises:
+        UserError: another process writes there.
+        OSError: the directory cannot be written.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self.path, self.warning = output_dir / LOCK_NAME, None
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor: int | None = os.open(self.path, flags, 0o644)
+        try:
+            self._take(self._descriptor)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                self.release()
+                raise
+            self.warning = f"{output_dir} is not locked ({error.strerror}): let no other run write there"
+        except UserError:
+            self.release()
+            raise
+
+    def _take(self, descriptor: int) -> None:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"--output-dir {self.path.parent} is being written by another run ({self._holder()}): "
+                        "use another --output-dir, or end that run first"
+                    ) from None
+                time.sleep(0.1)
+        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+
+    def _holder(self) -> str:
+        try:
+            said = json.loads(self.path.read_text(encoding="utf-8"))
+            return f"pid {int(said['pid'])} on {said['host']!s:.64}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "it does not say which"
+
+    def release(self) -> None:
+        """Let others write there."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,0 +1,69 @@
+"""A run's hold on its output directory: one writer, what it continues from, and its configuration on record."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megacore.checkpoint.choose import choose_checkpoint
+from megacore.checkpoint.directory import sweep
+from megacore.checkpoint.lock import WriterLock
+from megacore.cli import save_toml
+from megacore.config import Config
+from megacore.errors import StorageError, UserError
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Mesh
+
+
+@contextlib.contextmanager
+def output_directory(config: Config, mesh: Mesh) -> Iterator[Config]:
+    """Hold the output directory while the run goes on; all ranks enter together.
+
+    Yields:
+        The configuration with the very checkpoint that the run continues from as --load, or without one.
+
+    Raises:
+        UserError: another run writes there, or there is nothing to continue from; on every rank.
+        StorageError: the directory cannot be written.
+    """
+    lock = _claim(config, mesh)
+    try:
+        choice = choose_checkpoint(config, mesh.world)
+        if mesh.world.is_first:
+            for problem in choice.refused:
+                _warn(f"passed over a checkpoint: {problem}")
+            save_toml(config, Path(config.training.output_dir) / "config.toml")
+        load = None if choice.directory is None else str(choice.directory)
+        yield dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=load))
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _claim(config: Config, mesh: Mesh) -> WriterLock | None:
+    """The first rank's lock; where it does not get it, every rank fails with its reason."""
+    lock: WriterLock | None = None
+    problem: Exception | None = None
+    run = Path(config.training.output_dir)
+    if mesh.world.is_first:
+        try:
+            lock = WriterLock(run)
+            if lock.warning is not None:
+                _warn(lock.warning)
+            if left := sweep(run):
+                _warn(f"removed what an interrupted save had left in {run}: {', '.join(left)}")
+        except UserError as error:
+            problem = UserError(str(error))
+        except OSError as error:
+            problem = StorageError(f"{error.filename or run}: {error.strerror}")
+    told: Exception | None = all_gather_objects(problem, mesh.world)[0]
+    if told is not None:
+        raise told
+    return lock
+
+
+def _warn(text: str) -> None:
+    print(f"megacore: warning: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,144 @@
+"""The real program is killed, interrupted, restarted by its launcher, and started twice: it goes on by itself as if
+nothing had happened, or says what is in the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.checkpoint.directory import published, step_of
+from megacore.checkpoint.lock import WriterLock
+from tests.e2e.launching import PROGRAM, ROOT, alone, needs_proc, small_run, under_torchrun, until
+
+pytestmark = needs_proc
+PATIENCE = 120.0
+STEPS = 40
+OPTIONS: dict[str, object] = {"train_iters": STEPS, "global_batch_size": 4, "load": "auto", "save_interval": 3}
+OPTIONS |= {"reproducible": True}  # so that two ranks give the bits of one
+
+
+def losses(directory: Path) -> list[tuple[Any, ...]]:
+    """What a run has logged, without times."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [(r["step"], r["train/loss"], r["train/grad_norm"], r["consumed_samples"]) for r in map(json.loads, lines)]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of the run that nothing happens to, in one process."""
+    directory = tmp_path_factory.mktemp("straight")
+    done = alone(*small_run(directory, **OPTIONS), timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
+    return directory
+
+
+def test_a_run_that_is_killed_again_and_again_is_the_uninterrupted_one(straight: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(PROGRAM), *small_run(tmp_path, **OPTIONS, num_workers=2, async_save=True)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for least in (5, 17):
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as run:
+            until(lambda: newest(tmp_path) >= least or run.poll() is not None, PATIENCE, "no checkpoint")  # noqa: B023
+            run.send_signal(signal.SIGKILL)
+    assert 17 <= newest(tmp_path) < STEPS
+    done = alone(*small_run(tmp_path, **OPTIONS), timeout=PATIENCE)
+    assert done.returncode == 0
+    assert f"step {newest(tmp_path)}/{STEPS} | saved" in done.stdout
+    assert losses(tmp_path) == losses(straight)
+    again = alone(*small_run(tmp_path, **OPTIONS), timeout=PATIENCE)  # there is nothing left to do
+    assert (again.returncode, again.stderr) == (0, "")
+    assert losses(tmp_path) == losses(straight)
+
+
+def newest(directory: Path) -> int:
+    return max((step_of(path) or 0 for path in published(directory)), default=0)
+
+
+# The training script, of which a rank dies in its seventh step of the first attempt.
+DYING = """
+import os, signal, sys
+import pretrain_gpt
+from megacore.train.launch import exit_with
+from megacore.train.trainer import Trainer
+
+step = Trainer.train_step
+def dying(self, batch):
+    if self.step == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, batch)
+Trainer.train_step = dying
+exit_with(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
+def test_the_launcher_restarts_a_run_and_it_goes_on_by_itself(straight: Path, tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    options = {**OPTIONS, "exit_interval": 10, "dp": 2, "zero_stage": 1, "num_workers": 1}
+    with under_torchrun(
+        tmp_path / "a", 2, tmp_path / "dying.py", *small_run(tmp_path / "run", **options), max_restarts=1
+    ) as job:
+        status, _ = job.ends(PATIENCE)
+        said = job.said()
+    assert status == 0
+    assert "has died; stopping the others" in said
+    assert losses(tmp_path / "run") == losses(straight)[:10]
+
+
+def test_a_signal_to_one_rank_saves_on_all_and_ends_with_status_0(tmp_path: Path) -> None:
+    options = {**OPTIONS, "train_iters": 1_000_000, "save_interval": None, "num_workers": 2}
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *small_run(tmp_path / "out", tp=2, **options)) as job:
+        until(lambda: "step 3/" in job.said("stdout"), PATIENCE, "no step 3")
+        for _ in range(2):
+            os.kill(job.pid_of(1), signal.SIGTERM)
+        status, _ = job.ends(PATIENCE)
+        said, errors = job.said("stdout"), job.said()
+    assert (status, errors) == (0, "")
+    step = newest(tmp_path / "out")
+    assert f"stopped by SIGTERM: {step} of 1000000 steps" in said
+    assert losses(tmp_path / "out")[-1][0] == step
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    lock = WriterLock(tmp_path)
+    (tmp_path / "config.toml").write_text("the first run's")
+    done = alone(*small_run(tmp_path, **OPTIONS), timeout=PATIENCE)
+    lock.release()
+    assert done.returncode == 2
+    assert f"is being written by another run (pid {os.getpid()} on " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "config.toml").read_text() == "the first run's"
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_settings_may_change(
+    straight: Path, tmp_path: Path
+) -> None:
+    first = alone(*small_run(tmp_path, **{**OPTIONS, "exit_interval": 8}), timeout=PATIENCE)
+    assert first.returncode == 0
+    assert [step_of(path) for path in published(tmp_path)] == [8, 6, 3]
+    file = tmp_path / "step_00000008" / "model-pp0-tp0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (tmp_path / "step_00000009.tmp-0123abcd").mkdir()
+    changed = {**OPTIONS, "train_iters": 12, "lr": 1e-5, "lr_decay_iters": STEPS}
+    done = alone(*small_run(tmp_path, **changed), timeout=PATIENCE)
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith(
+        "removed what an interrupted save had left in " + f"{tmp_path}: step_00000009.tmp-0123abcd"
+    )
+    assert lines[1].startswith(f"megacore: warning: passed over a checkpoint: {file} does not have the SHA-256")
+    expected = f"continues {tmp_path}/step_00000006, step 6; changed: --lr 0.0003 -> 1e-05, --train-iters 40 -> 12"
+    assert expected in done.stdout
+    assert losses(tmp_path)[:6] == losses(straight)[:6]
+    refused = alone(*small_run(tmp_path, **{**OPTIONS, "optimizer": "sgd", "num_layers": 3}), timeout=PATIENCE)
+    assert refused.returncode == 2
+    assert "holds the state of --optimizer adamw, not of sgd" in refused.stderr

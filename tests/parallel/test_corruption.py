@@ -1,0 +1,305 @@
+"""Whatever is changed in a checkpoint is refused by file name, in no time, and `--load auto` takes the one before.
+
+A hostile checkpoint, whose digests are right, is refused as well: it reads and writes nothing outside, executes
+nothing, and takes no memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from megacore.checkpoint.choose import choose_checkpoint, whole
+from megacore.checkpoint.manifest import find_checkpoint, sealed
+from megacore.errors import CheckpointError
+from megacore.parallel.mesh import ALONE, Mesh
+from tests.parity.runs import VOCAB, make_config, make_trainer
+
+FLIPS = 200
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run with two checkpoints, each with a tokenizer."""
+    directory = tmp_path_factory.mktemp("run")
+    words = {f"w{i}": i for i in range(VOCAB)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    config = make_config((1, 1, 1), directory / "out", tokenizer=str(directory / "tokenizer.json"))
+    trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
+    for _ in range(2):
+        trainer.train_step(next(trainer.batches))
+        trainer.save()
+    return directory / "out"
+
+
+@pytest.fixture
+def newest(run: Path, tmp_path: Path) -> Path:
+    """The newest checkpoint of a copy of the run."""
+    shutil.copytree(run, tmp_path / "copy")
+    return tmp_path / "copy" / "step_00000002"
+
+
+def files_of(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def refused(directory: Path, file: Path) -> None:
+    """The damaged file is named, within seconds, and the checkpoint before is taken."""
+    start = time.monotonic()
+    problem = whole(directory, ALONE)
+    assert problem is not None
+    assert str(file) in problem
+    choice = choose_checkpoint(make_config((1, 1, 1), directory.parent, load="auto"), ALONE)
+    assert choice.directory == directory.with_name("step_00000001")
+    assert choice.refused == (problem,)
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_whole_checkpoint_is_taken(newest: Path) -> None:
+    assert {path.name for path in files_of(newest)} >= {"manifest.json", "model-pp0-tp0.safetensors", "tokenizer.json"}
+    assert whole(newest, ALONE) is None
+    choice = choose_checkpoint(make_config((1, 1, 1), newest.parent, load="auto"), ALONE)
+    assert (choice.directory, choice.refused) == (newest, ())
+
+
+def test_every_flipped_bit_is_refused_by_file_name(newest: Path) -> None:
+    generator = random.Random(7)
+    files = files_of(newest)
+    for number in range(FLIPS):
+        file = files[number % len(files)]
+        content = bytearray(file.read_bytes())
+        bit = generator.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        good = file.read_bytes()
+        file.write_bytes(content)
+        refused(newest, file)
+        file.write_bytes(good)
+    assert whole(newest, ALONE) is None
+
+
+def test_every_bit_of_a_manifests_head_counts(newest: Path) -> None:
+    file = newest / "manifest.json"
+    good = file.read_bytes()
+    for bit in range(8 * 120):
+        content = bytearray(good)
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+        problem = whole(newest, ALONE)
+        assert problem is not None
+        assert str(file) in problem
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_every_truncated_file_is_refused_by_name(newest: Path, share: float) -> None:
+    for file in files_of(newest):
+        good = file.read_bytes()
+        for size in {int(share * (len(good) - 1)), min(1, int(share * len(good)))}:
+            file.write_bytes(good[:size])
+            refused(newest, file)
+        file.write_bytes(good)
+
+
+def test_every_missing_file_is_refused_by_name(newest: Path) -> None:
+    for file in files_of(newest):
+        if file.name != "manifest.json":  # without it there is no checkpoint
+            file.rename(newest.parent / "aside")
+            refused(newest, file)
+            (newest.parent / "aside").rename(file)
+
+
+def test_a_shard_of_another_step_is_refused_by_name(newest: Path) -> None:
+    for file in files_of(newest):
+        other = newest.with_name("step_00000001") / file.relative_to(newest)
+        if file.suffix == ".safetensors":
+            good = file.read_bytes()
+            assert len(good) == other.stat().st_size
+            shutil.copyfile(other, file)
+            refused(newest, file)
+            file.write_bytes(good)
+
+
+def test_a_run_with_nothing_whole_is_refused_and_never_started_afresh(newest: Path) -> None:
+    older = newest.with_name("step_00000001")
+    for directory in (newest, older):
+        (directory / "model-pp0-tp0.safetensors").write_bytes(b"")
+    for load in ("auto", str(newest.parent)):
+        with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* is whole: .*step_00000002/model.*"):
+            choose_checkpoint(make_config((1, 1, 1), newest.parent, load=load), ALONE)
+
+
+def test_auto_without_a_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
+    assert choose_checkpoint(make_config((1, 1, 1), tmp_path / "none", load="auto"), ALONE).directory is None
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        choose_checkpoint(make_config((1, 1, 1), tmp_path, load=str(tmp_path)), ALONE)
+
+
+# ---- hostile checkpoints: whoever made them has made their digests too
+
+
+def rewritten(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest, and seal it as its writer would."""
+    raw = json.loads((directory / "manifest.json").read_text())
+    del raw["manifest_sha256"]
+    change(raw)
+    (directory / "manifest.json").write_text(sealed(raw))
+
+
+def replaced(directory: Path, file: str, content: bytes) -> None:
+    """Replace a file, with its size and digest in the manifest."""
+    (directory / file).write_bytes(content)
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    rewritten(directory, lambda raw: raw["files"].update({file: entry}))
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """The test fails where the process grows by more than 50 MB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
+
+
+NAMES = ["../outside", "/etc/passwd", "a/../../outside", "tokenizer/../../outside", "tokenizer/", "..", ".", "", "a\\b"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "tokenizer/a/b", "a\0b", "manifest.json"])
+@pytest.mark.usefixtures("little_memory")
+def test_a_name_outside_the_directory_is_refused(newest: Path, name: str) -> None:
+    (newest.parent / "outside").write_text("secret")
+    entry = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+    rewritten(newest, lambda raw: raw["files"].update({name: entry}))
+    assert "names a file outside its directory" in str(whole(newest, ALONE))
+
+
+def test_pieces_in_files_outside_the_list_are_refused(newest: Path) -> None:
+    for name in ("../outside", "tokenizer/tokenizer.json", "other.safetensors"):
+        rewritten(newest, lambda raw: raw["tensors"]["model"]["embedding.positions"]["pieces"][0].update(file=name))  # noqa: B023
+        assert "is not among its files" in str(whole(newest, ALONE))
+
+
+@pytest.mark.parametrize("what", ["file", "directory", "pipe"])
+def test_links_and_pipes_are_refused_and_not_opened(newest: Path, what: str) -> None:
+    file = newest / ("tokenizer" if what == "directory" else "model-pp0-tp0.safetensors")
+    aside = newest.parent / "aside"
+    file.rename(aside)
+    if what == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(aside)
+    assert str(file) in str(whole(newest, ALONE))
+
+
+BOMBS = {
+    "deep": lambda: b"[" * 1_000_000,
+    "wide": lambda: b"[" + b"0," * 10_000_000 + b"0]",
+    "many lists": lambda: b"[" + b"[]," * 3_000_000 + b"0]",
+    "long": lambda: b" " * (1 << 26) + b"{}",
+    "number": lambda: b"1" * 1_000_000,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_json_bomb_is_refused(newest: Path, bomb: str, is_sealed: bool) -> None:
+    content = BOMBS[bomb]()
+    if is_sealed:
+        body = b' "serial": 9,\n "x": ' + content + b"}\n"
+        content = b'{\n "manifest_sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
+    (newest / "manifest.json").write_bytes(content)
+    del content
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    refused(newest, newest / "manifest.json")
+    assert time.monotonic() - start < 2.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def tables() -> dict[str, bytes]:
+    """Files with wrong tables."""
+
+    def shard(header: dict[str, Any] | bytes, data: bytes = b"\0" * 64) -> bytes:
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + data
+
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    return {
+        "giant": struct.pack("<Q", 10**18) + b"{}",
+        "beyond the file": struct.pack("<Q", 1000) + b"{}",
+        "large": shard(b" " * 10_000_000),
+        "deep": shard(b"[" * 20_000),
+        "no object": shard(b"[]"),
+        "text": shard(b"\xff\xfe"),
+        "overlapping": shard({"a": entry, "b": entry}),
+        "empty": b"",
+        "pickle": pickle.dumps(Payload()),
+        "zip": b"PK\3\4" + b"\0" * 100,
+    }
+
+
+class Payload:
+    """What a pickle would execute."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /tmp/megacore-executed",)
+
+
+@pytest.mark.parametrize("table", tables())
+@pytest.mark.usefixtures("little_memory")
+def test_a_shard_whose_table_lies_is_refused(newest: Path, table: str) -> None:
+    replaced(newest, "model-pp0-tp0.safetensors", tables()[table])
+    refused(newest, newest / "model-pp0-tp0.safetensors")
+    assert not Path("/tmp/megacore-executed").exists()
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_a_table_with_overlapping_tensors_is_refused_when_it_is_read(newest: Path) -> None:
+    """The names and shapes are those of the manifest; where the bytes lie is not."""
+    file = newest / "model-pp0-tp0.safetensors"
+    content = file.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    header["blocks.1.mlp.up.weight"] = header["blocks.0.mlp.up.weight"]
+    text = json.dumps(header).encode().ljust(length)
+    replaced(newest, file.name, struct.pack("<Q", len(text)) + text + content[8 + length :])
+    with pytest.raises(CheckpointError, match=file.name):
+        make_trainer(make_config((1, 1, 1), newest.parent, load=str(newest)), Mesh(device=torch.device("cpu")))
+
+
+def test_pieces_that_overlap_or_leave_a_gap_are_refused(newest: Path) -> None:
+    def pieces(*cuts: tuple[int, int]) -> Callable[[dict[str, Any]], None]:
+        def change(raw: dict[str, Any]) -> None:
+            entry = raw["tensors"]["model"]["embedding.positions"]
+            file, (_, width) = entry["pieces"][0]["file"], entry["shape"]
+            entry["pieces"] = [{"file": file, "start": [a, 0], "stop": [b, width]} for a, b in cuts]
+
+        return change
+
+    for cuts in [(0, 8)], [(0, 8), (7, 15)], [(0, 8), (9, 16)], [(0, 8), (0, 8)], [(0, 16), (0, 16)], []:
+        rewritten(newest, pieces(*cuts))
+        assert "do not tile it" in str(whole(newest, ALONE)), cuts
+
+
+def test_the_manifest_says_what_made_the_checkpoint(newest: Path) -> None:
+    manifest = json.loads((find_checkpoint(newest.parent) / "manifest.json").read_text())
+    assert manifest["step"] == 2
+    assert manifest["serial"] == 2
+    assert manifest["consumed_samples"] == 2 * manifest["config"]["training"]["global_batch_size"]
+    assert manifest["counters"].keys() >= {"updates", "skipped_steps", "learning_rate"}
+    assert manifest["topology"] == {"tp": 1, "pp": 1, "dp": 1}
+    assert manifest["tokenizer"]
+    assert "no generator has a state" in manifest["random"]
+    assert {"tokenizer/tokenizer.json", "exp_avg-pp0-tp0.safetensors"} <= manifest["files"].keys()

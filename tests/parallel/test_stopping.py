@@ -1,0 +1,259 @@
+"""A run ends early on all ranks together, saved: on a signal to any of them, at a step, after a time; and goes on as if
+it had not. A save in the background ends no run without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.checkpoint import save as save_module
+from megacore.checkpoint import storage
+from megacore.checkpoint.choose import whole
+from megacore.checkpoint.directory import published, step_of
+from megacore.checkpoint.load import Reader
+from megacore.checkpoint.manifest import read_manifest
+from megacore.errors import StorageError
+from megacore.parallel.mesh import ALONE, Mesh, build_mesh
+from megacore.train.trainer import Trainer
+from tests.distributed import run_distributed
+from tests.parity.runs import BATCH, RaggedData, make_config, make_trainer
+
+ALONE_MESH = Mesh(device=torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Calling:
+    """Samples, of which one does something when it is read."""
+
+    samples: Any
+    at: int
+    call: Callable[[], object]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, number: int) -> Any:
+        if number == self.at:
+            self.call()
+        return self.samples[number]
+
+
+def stored(directory: Path, kind: str = "model") -> dict[str, Tensor]:
+    """Whole tensors of a checkpoint."""
+    manifest = read_manifest(directory)
+    reader = Reader(directory, manifest)
+    table = manifest.tensors[kind]
+    return {name: reader.read(kind, name, tuple((0, n) for n in entry.shape)) for name, entry in table.items()}
+
+
+def losses_of(directory: Path) -> list[tuple[int, float, float]]:
+    """What a run has logged."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in map(json.loads, lines)]
+
+
+def signalled(rank: int, world_size: int, directory: str, victim: int, options: dict[str, Any]) -> int:
+    """Run on four ranks, of which one gets two signals in its third step; returns the steps done."""
+    config = make_config((1, 2, 2), directory, train_iters=6, log_interval=1, **options)
+    mesh = build_mesh(config.parallel)
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    samples = RaggedData(BATCH * 6)
+    own = Calling(samples, 2 * BATCH + 2 * mesh.dp.rank, twice) if rank == victim else samples
+    trainer = make_trainer(config, mesh, own)
+    trainer.run()
+    os.kill(os.getpid(), signal.SIGTERM) if rank == victim else None  # and a third when it is over
+    return trainer.step
+
+
+@pytest.mark.parametrize(("victim", "options"), [(0, {}), (3, {"async_save": True, "save_interval": 1})])
+def test_a_signal_to_one_rank_ends_all_at_the_same_step_saved(
+    tmp_path: Path, victim: int, options: dict[str, Any]
+) -> None:
+    steps = run_distributed(signalled, 4, str(tmp_path / "a"), victim, options)
+    assert steps == [3] * 4
+    newest = published(tmp_path / "a")[0]
+    assert step_of(newest) == 3
+    assert whole(newest, ALONE) is None
+    assert run_distributed(signalled, 4, str(tmp_path / "a"), -1, {"load": str(newest), **options}) == [6] * 4
+    assert run_distributed(signalled, 4, str(tmp_path / "b"), -1, {}) == [6] * 4
+    assert losses_of(tmp_path / "a") == losses_of(tmp_path / "b")
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        resumed, straight = (stored(published(tmp_path / name)[0], kind) for name in "ab")
+        assert resumed.keys() == straight.keys()
+        assert all(torch.equal(resumed[name], value) for name, value in straight.items())
+
+
+def one_process(directory: Path, data: Any = None, **options: Any) -> Trainer:
+    return make_trainer(make_config((1, 1, 1), directory, log_interval=1, **options), ALONE_MESH, data)
+
+
+def test_the_run_ends_at_a_multiple_of_a_step_and_after_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = one_process(tmp_path, train_iters=7, exit_interval=3)
+    trainer.run()
+    assert trainer.step == 3
+    assert (
+        f"step 3/7 | saved {tmp_path}/step_00000003\nstopped by --exit-interval 3: 3 of 7 steps"
+        in capsys.readouterr().out
+    )
+    trainer = one_process(tmp_path, train_iters=7, load=str(tmp_path), exit_duration_minutes=1e-6)
+    trainer.run()
+    assert trainer.step == 4
+    assert "stopped by --exit-duration-minutes 1e-06: 4 of 7 steps" in capsys.readouterr().out
+    trainer = one_process(tmp_path, train_iters=7, load=str(tmp_path), exit_interval=7)
+    trainer.run()
+    assert "done: 7 steps" in capsys.readouterr().out
+    one_process(tmp_path / "straight", train_iters=7).run()
+    assert losses_of(tmp_path) == losses_of(tmp_path / "straight")
+
+
+def test_signals_do_again_what_they_did_after_a_run(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    one_process(tmp_path, train_iters=1).run()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_several_deaths_within_an_epoch_change_nothing(tmp_path: Path, num_workers: int) -> None:
+    """The run is abandoned after a save and made anew from it, five times; some steps are done twice."""
+    options = {"train_iters": 12, "num_workers": num_workers, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    one_process(tmp_path / "straight", **options).run()
+    load: str | None = None
+    for saved, beyond in ((1, 0), (2, 1), (5, 0), (6, 2), (9, 1)):
+        trainer = one_process(tmp_path / "run", load=load, save_interval=saved, **options)
+        while trainer.step < saved + beyond:
+            loss, norm, rate = trainer.train_step(next(trainer.batches))
+            trainer._log(loss, norm, rate, 1.0)
+            if trainer.step == saved:
+                trainer.save()
+        load = str(published(tmp_path / "run")[0])
+    one_process(tmp_path / "run", load=load, **options).run()
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "straight")
+    resumed, straight = (stored(published(tmp_path / name)[0]) for name in ("run", "straight"))
+    assert all(torch.equal(resumed[name], value) for name, value in straight.items())
+
+
+# ---- saves in the background
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread begins to write only after the weights and moments have been overwritten."""
+    trainer = one_process(tmp_path, async_save=True, train_iters=100)
+    write = save_module.write_tensors
+    for number in range(1, 6):
+        trainer.train_step(next(trainer.batches))
+        ready = threading.Event()
+        monkeypatch.setattr(save_module, "write_tensors", lambda *given: (ready.wait(10), write(*given))[1])  # noqa: B023
+        entries = list(trainer._state().entries())
+        expected = {(kind, spec.name): tensor.clone() for kind, spec, tensor in entries}
+        trainer.saving.save(trainer._state())
+        with torch.no_grad():
+            for _, _, tensor in entries:
+                tensor.fill_(torch.nan)
+        ready.set()
+        trainer.save()
+        with torch.no_grad():
+            for kind, spec, tensor in entries:
+                tensor.copy_(expected[kind, spec.name])
+        for kind in ("model", "exp_avg", "exp_avg_sq"):
+            found = stored(tmp_path / f"step_{number:08d}", kind)
+            assert found.keys() == {name for k, name in expected if k == kind}
+            assert all(torch.equal(value, expected[kind, name]) for name, value in found.items())
+
+
+def full_disk(rank: int, world_size: int, directory: str, options: dict[str, Any]) -> tuple[int, str | None, float]:
+    """A run on whose third save rank 1 has no room for shards; steps, how it ended, and seconds."""
+    config = make_config((1, 1, 2), directory, train_iters=6, save_interval=1, keep_last=2, **options)
+    mesh = build_mesh(config.parallel)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def shrink() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+
+    def grow() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    samples: Any = RaggedData(BATCH * 6)
+    if rank == 1:
+        samples = Calling(Calling(samples, 2 * BATCH + 2, shrink), 4 * BATCH + 2, grow)
+    trainer = make_trainer(config, mesh, samples)
+    start, ended = time.monotonic(), None
+    try:
+        trainer.run()
+    except StorageError as error:
+        ended = str(error)
+    return trainer.step, ended, time.monotonic() - start
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_stops_all_ranks_or_none_as_the_run_is_set(tmp_path: Path, async_save: bool) -> None:
+    told = run_distributed(full_disk, 2, str(tmp_path / "stop"), {"async_save": async_save})
+    assert told[0][:2] == told[1][:2]
+    steps, ended, _ = told[0]
+    assert 3 <= steps <= 5
+    assert ended is not None
+    assert "File too large" in ended
+    newest = published(tmp_path / "stop")[0]
+    assert step_of(newest) in ((1, 2) if async_save else (2,))  # the second may still have been under way
+    assert whole(newest, ALONE) is None
+    assert not list((tmp_path / "stop").glob("*.tmp-*"))
+    told = run_distributed(full_disk, 2, str(tmp_path / "warn"), {"async_save": async_save, "on_save_error": "warn"})
+    assert [t[:2] for t in told] == [(6, None)] * 2
+    assert step_of(published(tmp_path / "warn")[0]) == 6
+    assert all(whole(path, ALONE) is None for path in published(tmp_path / "warn"))
+    assert max(t[2] for t in told) < 30.0
+
+
+def test_the_last_save_is_never_only_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device", "there")
+
+    monkeypatch.setattr(save_module, "write_tensors", fail)
+    for async_save in (False, True):
+        trainer = one_process(tmp_path, train_iters=2, save_interval=1, on_save_error="warn", async_save=async_save)
+        with pytest.raises(StorageError, match="there: No space left on device"):
+            trainer.run()
+        assert trainer.step == 2
+
+
+def test_a_pointer_that_cannot_be_written_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(122, "Disk quota exceeded", "latest")
+
+    monkeypatch.setattr(storage.os, "replace", fail)
+    trainer = one_process(tmp_path, train_iters=2, save_interval=1, keep_last=1)
+    trainer.run()
+    assert "warning: latest: Disk quota exceeded; the checkpoint itself is whole" in capsys.readouterr().out
+    assert [step_of(path) for path in published(tmp_path)] == [2, 1]  # nothing is deleted on a disk like that
+
+
+def test_two_saves_in_the_background_and_one_that_is_kept(tmp_path: Path) -> None:
+    """Retention waits for the newer one, and the one that was loaded stays."""
+    one_process(tmp_path, train_iters=3).run()
+    loaded = published(tmp_path)[0]
+    options = {"train_iters": 9, "save_interval": 1, "keep_last": 1, "async_save": True}
+    one_process(tmp_path, load=str(loaded), **options).run()
+    assert [step_of(path) for path in published(tmp_path)] == [9, 3]
+    one_process(tmp_path, load=str(published(tmp_path)[0]), **{**options, "train_iters": 12, "keep_every": 5}).run()
+    assert [step_of(path) for path in published(tmp_path)] == [12, 10, 9]

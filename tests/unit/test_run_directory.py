@@ -1,0 +1,142 @@
+"""A run's directory: names, order of publication, leftovers, retention, and the lock of its one writer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacore.checkpoint import lock as lock_module
+from megacore.checkpoint.directory import (
+    expired,
+    free_name,
+    next_serial,
+    pointed_to,
+    published,
+    step_of,
+    sweep,
+    temporary_name,
+)
+from megacore.checkpoint.lock import WriterLock
+from megacore.checkpoint.manifest import Manifest
+from megacore.checkpoint.storage import point_to, publish, retire
+from megacore.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def checkpoint(run: Path, name: str, serial: int) -> Path:
+    """A published checkpoint without tensors."""
+    directory = run / name
+    directory.mkdir(parents=True)
+    manifest = Manifest(serial=serial, step=0, consumed_samples=0, topology={}, config={})
+    (directory / "manifest.json").write_text(manifest.to_json())
+    return directory
+
+
+def test_the_order_is_that_of_publication_and_not_of_steps(tmp_path: Path) -> None:
+    names = {"step_00000004": 1, "step_00000008": 2, "step_00000002": 3, "step_00000004.2": 4, "step_100000000": 5}
+    for name, serial in names.items():
+        checkpoint(tmp_path, name, serial)
+    (tmp_path / "step_00000009").mkdir()  # no manifest
+    (tmp_path / "step_00000010.tmp-0123abcd").mkdir()
+    (tmp_path / "step_00000011").symlink_to(tmp_path / "step_00000004")
+    assert [path.name for path in published(tmp_path)] == list(reversed(names))
+    assert next_serial(tmp_path) == 6
+    assert next_serial(tmp_path / "nowhere") == 1
+    assert step_of(tmp_path / "step_00000004.2") == 4
+    assert step_of(tmp_path / "step_4") is None
+
+
+def test_a_name_that_is_taken_is_never_given_again(tmp_path: Path) -> None:
+    assert free_name(tmp_path, 4) == "step_00000004"
+    final = checkpoint(tmp_path, "step_00000004", 1)
+    assert free_name(tmp_path, 4) == "step_00000004.2"
+    temporary = checkpoint(tmp_path, temporary_name(final.name), 2)
+    before = (final / "manifest.json").read_bytes()
+    with pytest.raises(FileExistsError):
+        publish(temporary, final)
+    assert (final / "manifest.json").read_bytes() == before
+    publish(temporary, final.with_name("step_00000004.2"))
+    assert free_name(tmp_path, 4) == "step_00000004.3"
+
+
+def test_leftovers_are_swept_away_and_nothing_else(tmp_path: Path) -> None:
+    kept = [checkpoint(tmp_path, "step_00000001", 1).name, "metrics.jsonl", "my.tmp-notes", "step_00000002.tmpx"]
+    for name in kept[1:]:
+        (tmp_path / name).touch()
+    left = ["latest.tmp-01234567", "step_00000002.2.tmp-0123abcd", "step_00000002.tmp-0123abcd", "step_00000003.tmp"]
+    (tmp_path / left[0]).touch()
+    for name in left[1:]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    assert sweep(tmp_path) == left
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    assert sweep(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "protected", "gone"),
+    [
+        (None, None, [], []),
+        (1, None, [], [10, 20, 30, 40]),
+        (2, None, [], [10, 20, 30]),
+        (2, 20, [], [10, 30]),
+        (1, None, [10], [20, 30, 40]),
+        (9, None, [], []),
+    ],
+)
+def test_retention(tmp_path: Path, last: int | None, every: int | None, protected: list[int], gone: list[int]) -> None:
+    paths = {step: checkpoint(tmp_path, f"step_{step:08d}", step) for step in (10, 20, 30, 40, 50)}
+    kept = [paths[step] for step in protected]
+    found = expired(tmp_path, keep_last=last, keep_every=every, protected=kept)
+    assert [step_of(path) for path in found] == gone
+    for path in found:
+        retire(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        {p.name for p in paths.values()} - {p.name for p in found}
+    )
+
+
+def test_a_pointer_names_the_last_and_is_believed_only_where_it_can_be(tmp_path: Path) -> None:
+    assert pointed_to(tmp_path) is None
+    point_to(checkpoint(tmp_path, "step_00000001", 1))
+    assert pointed_to(tmp_path) == tmp_path / "step_00000001"
+    for text in ("../elsewhere", "step_00000002", "/etc", ""):
+        (tmp_path / "latest").write_text(text)
+        assert pointed_to(tmp_path) is None
+
+
+HOLD = "import sys, time; from pathlib import Path; from megacore.checkpoint.lock import WriterLock; "
+HOLD += "lock = WriterLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+
+
+def test_one_writer_and_no_lock_outlives_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "_PATIENCE_SECONDS", 0.2)
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"written by another run \(pid {holder.pid} on .*\): use another"):
+            WriterLock(tmp_path / "run")
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    monkeypatch.setattr(lock_module, "_PATIENCE_SECONDS", 5.0)
+    lock = WriterLock(tmp_path / "run")
+    assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+    lock.release()
+    WriterLock(tmp_path / "run").release()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / "writer.lock").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match=r"writer\.lock"):
+        WriterLock(tmp_path)
+    assert (tmp_path / "target").read_text() == "precious"

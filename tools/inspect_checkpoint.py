@@ -1,0 +1,190 @@
+"""Look at checkpoints: list those of a run, or what one holds; verify every byte; compare two bit for bit.
+
+    python tools/inspect_checkpoint.py output                           # the run's checkpoints
+    python tools/inspect_checkpoint.py output/step_00001000             # what this one holds
+    python tools/inspect_checkpoint.py output --verify                  # all of them, every file
+    python tools/inspect_checkpoint.py --diff output/step_00001000 other/step_00001000
+
+The exit status is 0 for whole or equal, 1 for damaged or different, 2 for what cannot be looked at. Layouts do not
+matter to a comparison: it is of global tensors, one at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.checkpoint.choose import whole
+from megacore.checkpoint.directory import MANIFEST_NAME, pointed_to, published
+from megacore.checkpoint.load import Reader
+from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
+from megacore.checkpoint.state import MODEL
+from megacore.data.command import ToolParser, run_tool
+from megacore.errors import CheckpointError
+from megacore.parallel.mesh import ALONE
+
+EXIT_DIFFERENT = 1
+_MOST_SHOWN = 40  # tensors that differ
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit status is 0 whole or equal, 1 damaged or different, 2 refused."""
+    parser = ToolParser(prog="inspect_checkpoint.py", description="List, verify and compare checkpoints.")
+    parser.add_argument("checkpoint", nargs="?", metavar="DIR", help="a step's directory, or a run's")
+    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256")
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, tensor by tensor")
+    found: list[str] = []
+    status = run_tool(parser, argv, lambda args: found.extend(_inspect(parser, args)))
+    return status or (EXIT_DIFFERENT if found else 0)
+
+
+def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
+    """Do what is asked; returns what was found to be wrong, which is printed by then."""
+    if (args.diff is None) == (args.checkpoint is None):
+        parser.error("give either DIR or --diff A B")
+    if args.diff is not None:
+        return list(_compare(*(find_checkpoint(Path(name)) for name in args.diff)))
+    path = Path(args.checkpoint)
+    if not (path / MANIFEST_NAME).is_file():
+        find_checkpoint(path)  # refuses a directory without any
+        return _list(path, verify=args.verify)
+    problem = whole(path, ALONE) if args.verify else None
+    if problem is not None:
+        print(f"damaged: {problem}")
+        return [problem]
+    _show(path, read_manifest(path))
+    if args.verify:
+        print("every file has the size and SHA-256 of the manifest")
+    return []
+
+
+# ---- listing
+
+
+def _list(run: Path, *, verify: bool) -> list[str]:
+    pointed, rows, problems = pointed_to(run), [], []
+    for directory in published(run):
+        problem = _problem(directory, verify=verify)
+        if problem is not None:
+            problems.append(problem)
+            rows.append([directory.name, "", "", "", "", "damaged"])
+            continue
+        manifest = read_manifest(directory)
+        state = "whole" if verify else "not verified"
+        mark = ", latest" if directory == pointed else ""
+        size = sum(entry.bytes for entry in manifest.files.values())
+        layout = "x".join(str(manifest.topology.get(name, "?")) for name in ("tp", "pp", "dp"))
+        rows.append(
+            [directory.name, f"{manifest.step:,}", f"{manifest.serial}", f"{size / 1e6:,.1f}", layout, state + mark]
+        )
+    _table(["checkpoint", "step", "serial", "MB", "tp x pp x dp", "state"], rows)
+    for problem in problems:
+        print(f"damaged: {problem}")
+    return problems
+
+
+def _problem(directory: Path, *, verify: bool) -> str | None:
+    try:
+        read_manifest(directory)
+    except CheckpointError as error:
+        return str(error)
+    return whole(directory, ALONE) if verify else None
+
+
+def _show(directory: Path, manifest: Manifest) -> None:
+    training, model = manifest.config.get("training", {}), manifest.config.get("model", {})
+    layout = ", ".join(f"{name} {manifest.topology.get(name, '?')}" for name in ("tp", "pp", "dp"))
+    print(f"{directory}: step {manifest.step:,}, {manifest.consumed_samples:,} samples, schema {manifest.schema}")
+    print(f"  written on  {layout}")
+    print(f"  model       {model.get('num_layers')} blocks of {model.get('hidden_size')}, seed {training.get('seed')}")
+    print(f"  counters    {', '.join(f'{name} {value:g}' for name, value in sorted(manifest.counters.items()))}")
+    print(f"  tokenizer   {manifest.tokenizer or 'none'}")
+    print(f"  random      {manifest.random}")
+    _table(
+        ["file", "bytes", "SHA-256"],
+        [[name, f"{entry.bytes:,}", entry.sha256[:16]] for name, entry in sorted(manifest.files.items())],
+    )
+    kinds = sorted(manifest.tensors, key=lambda kind: (kind != MODEL, kind))
+    names = manifest.tensors.get(MODEL, {})
+    rows = []
+    for name, entry in names.items():
+        held = [kind for kind in kinds if name in manifest.tensors[kind]]
+        pieces = {len(manifest.tensors[kind][name].pieces) for kind in held}
+        rows.append([name, "x".join(map(str, entry.shape)), entry.dtype, "/".join(map(str, pieces)), " ".join(held)])
+    _table(["tensor", "shape", "dtype", "pieces", "kinds"], rows)
+
+
+def _table(heads: list[str], rows: Iterable[list[str]]) -> None:
+    rows = [heads, *rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    for row in rows:
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+# ---- comparing
+
+
+def _compare(first: Path, second: Path) -> Iterator[str]:
+    """Prints and yields what differs."""
+    for directory in (first, second):
+        if (problem := whole(directory, ALONE)) is not None:
+            raise CheckpointError(problem)
+    manifests = read_manifest(first), read_manifest(second)
+    readers = Reader(first, manifests[0]), Reader(second, manifests[1])
+    kinds = sorted(
+        {kind for manifest in manifests for kind in manifest.tensors}, key=lambda kind: (kind != MODEL, kind)
+    )
+    equal, different = 0, 0
+    for kind in kinds:
+        tables = [manifest.tensors.get(kind, {}) for manifest in manifests]
+        for name in sorted(tables[0].keys() | tables[1].keys()):
+            entries = [table.get(name) for table in tables]
+            shapes = [None if entry is None else (entry.dtype, tuple(entry.shape)) for entry in entries]
+            if shapes[0] != shapes[1] or shapes[0] is None:
+                problem = " and ".join(_describe(shape) for shape in shapes)
+            else:
+                slices = tuple((0, size) for size in shapes[0][1])
+                problem = _difference(*(reader.read(kind, name, slices) for reader in readers))
+            if not problem:
+                equal += 1
+                continue
+            different += 1
+            if different <= _MOST_SHOWN:
+                print(f"  {kind} {name}: {problem}")
+            yield f"{kind} {name}"
+    if different > _MOST_SHOWN:
+        print(f"  and {different - _MOST_SHOWN} more")
+    for name in ("step", "consumed_samples", "counters", "tokenizer"):
+        here, there = (getattr(manifest, name) for manifest in manifests)
+        if here != there:
+            print(f"  {name}: {here} and {there}")
+            yield name
+    print(f"{equal} tensors are equal bit for bit, {different} differ")
+
+
+def _describe(shape: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if shape is None else f"{shape[0]} {list(shape[1])}"
+
+
+def _difference(here: Tensor, there: Tensor) -> str:
+    """How two tensors of one shape differ; empty where they have the same bits."""
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (here, there)]
+    if torch.equal(bits[0], bits[1]):
+        return ""
+    size = here.element_size()
+    count = int((bits[0] != bits[1]).view(-1, size).any(dim=1).sum())
+    largest = float((here.double() - there.double()).abs().max())
+    return f"{count:,} of {here.numel():,} elements differ, by up to {largest:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
