@@ -11,8 +11,10 @@ LATE_IMPORTS = {
     ("pretrain_gpt.py", "megacore.parallel.random"): START_UP,
     ("pretrain_gpt.py", "megacore.train.parallelize"): START_UP,
     ("pretrain_gpt.py", "megacore.train.trainer"): START_UP,
+    ("megacore/convert/start.py", "megacore.convert.from_hf"): START_UP,
     ("megacore/help_text.py", "tyro"): "only --help needs it, and it is slow to load on every rank",
     ("megacore/pipeline/canvas.py", "matplotlib"): "optional, and only PNG needs it",
+    ("megacore/convert/check.py", "transformers"): "optional, and only a conversion's check needs it",
     ("megacore/data/tokenizer.py", "transformers"): "optional, and only directories without a tokenizer.json need it",
 }
 # Operators load their kernel when they first run it.

@@ -32,13 +32,14 @@ ORDER = (
     {"models"},
     {"data", "pipeline", "optim"},
     {"checkpoint"},
+    {"convert"},
     {"plan"},
     {"train"},
     {"scripts", "tools"},
     {"tests"},
 )
 LEVEL = {group: level for level, groups in enumerate(ORDER) for group in groups}
-PACKAGES = {"kernels", "parallel", "layers", "models", "data", "pipeline", "optim", "checkpoint", "plan", "train"}
+PACKAGES = {name for groups in ORDER for name in groups} - {"config", "ops", "scripts", "tools", "tests"}
 
 POINT_TO_POINT = {
     "send",
