@@ -40,6 +40,7 @@ def parse_config(
     *,
     prog: str,
     description: str,
+    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     complete: Callable[[Config], Config] | None = None,
     checks: Sequence[Callable[[Config], object]] = (),
 ) -> Config:
@@ -49,6 +50,8 @@ def parse_config(
         argv: the command line without the program's name.
         prog: the program's name, for the help text.
         description: the help text's first paragraph.
+        shape: further defaults that follow from given values, such as a model's shape from a file that is named. Every
+            rank calls it; what it refuses is reported with the rest.
         complete: fills what only the input files know (the vocabulary's size). Every rank calls it: it must be cheap.
         checks: look at the input files as closely as they like, even where `complete` or one another failed, so that
             all problems come together. Only the first rank of each machine calls them: where one refuses, that rank
@@ -62,7 +65,7 @@ def parse_config(
         if process.rank == 0:
             print_help(prog, description)
         raise SystemExit(0)
-    reading = _read(argv, process)
+    reading = _read(argv, process, shape)
     if reading.shared or reading.here:
         _refuse(prog, process, reading)
     config = resolve(reading.config, process.world_size)
@@ -140,12 +143,15 @@ class _Reading:
     source: str | None  # the configuration file
 
 
-def _read(argv: Sequence[str], process: _Process) -> _Reading:
+def _read(
+    argv: Sequence[str], process: _Process, shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+) -> _Reading:
     flags = read_flags(argv)
     path = flags.values.pop("config", None)
     file = Given() if path is None else read_toml(path)
     given = {**file.values, **flags.values}
-    config = _build({**_preset_values(given), **given})
+    shaped, unshaped = _shaped(shape, given)
+    config = _build({**_preset_values(given), **shaped, **given})
     file_unread = set(all_fields()) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     shared = flags.problems
@@ -153,8 +159,18 @@ def _read(argv: Sequence[str], process: _Process) -> _Reading:
         shared = shared + validate(config, process.world_size, unread=unread)
     # The first rank of a machine looks at the disk for all of them.
     on_disk = missing_files(config) if process.local_rank == 0 else []
-    here = [*process.problems, *file.problems, *on_disk]
+    here = [*process.problems, *file.problems, *on_disk, *unshaped]
     return _Reading(config, shared, here, _overridden_preset(flags, file, path), path)
+
+
+def _shaped(
+    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None, given: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """What `shape` makes of the given values, and why it does not."""
+    try:
+        return ({} if shape is None else shape(given)), []
+    except UserError as error:
+        return {}, [str(error)]
 
 
 def _preset_values(given: Mapping[str, Any]) -> dict[str, Any]:

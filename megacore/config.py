@@ -260,6 +260,15 @@ def _schedule(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("preset", "init_from_hf", "load")
+def _start_of_weights(config: Config, world_size: int) -> Iterator[str]:
+    source, load, preset = config.training.init_from_hf, config.training.load, config.model.preset
+    if source is not None and load not in (None, "auto"):
+        yield f"--init-from-hf {source} and --load {load} exclude each other: leave one of them out"
+    if source is not None and preset is not None:
+        yield f"--preset {preset} has no effect with --init-from-hf {source}, which has its own shape: leave it out"
+
+
 @_about("trace", "trace_steps")
 def _trace(config: Config, world_size: int) -> Iterator[str]:
     if config.logging.trace_steps is not None and not config.logging.trace:

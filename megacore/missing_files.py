@@ -28,6 +28,10 @@ def missing_files(config: Config) -> list[str]:
         )
     if _given(training.load) and not os.path.isdir(training.load):
         found.append(f"--load {training.load} is not a directory: give a checkpoint directory, or leave --load out")
+    if _given(training.init_from_hf) and not os.path.isdir(training.init_from_hf):
+        found.append(
+            f"--init-from-hf {training.init_from_hf} is not a directory: give one with config.json and safetensors"
+        )
     own = config.parallel.schedule_csv
     if _given(own) and not os.path.isfile(own):
         found.append(

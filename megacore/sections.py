@@ -220,6 +220,9 @@ class TrainingConfig(Section):
     """Directory for checkpoints, metrics.jsonl and the resolved config.toml; made where it does not exist."""
     load: Annotated[str | None, Flag(metavar="DIR")] = None
     """Checkpoint directory to start from."""
+    init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
+    """A directory of Hugging Face transformers whose weights the run starts from. The model's shape is read from its
+    config.json; a flag that contradicts it is refused."""
     save_interval: Annotated[int | None, Range(1)] = None
     """Steps between checkpoints. None: at the end only."""
     max_bad_steps: Annotated[int, Range(1)] = 10
