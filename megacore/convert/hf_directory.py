@@ -128,13 +128,14 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise CheckpointError(f"{path / INDEX} has no weight_map from names to files")
+        count = len(set(weight_map.values()))
+        if not 0 < count <= _MOST_FILES:
+            raise CheckpointError(f"{path / INDEX} names {count} files, and should name 1 to {_MOST_FILES}")
         files: dict[str, set[str] | None] = {}
         for name, file in weight_map.items():
             listed = files.setdefault(file, set())
             assert listed is not None
             listed.add(name)
-        if not files or len(files) > _MOST_FILES:
-            raise CheckpointError(f"{path / INDEX} names {len(files)} files, and should name 1 to {_MOST_FILES}")
         for file in files:
             if not file.endswith(".safetensors"):
                 raise CheckpointError(f"{path / INDEX} names {file[:80]!r}, which is not a .safetensors file")
