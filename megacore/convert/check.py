@@ -152,7 +152,8 @@ def _their_logits(model: HFModel, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype | None) -> Tensor:
     config = tensors.config
-    stage = Stage(model_layers(config, torch.device("meta"))).eval()
+    with _parameters_on_meta():
+        stage = Stage(model_layers(config, torch.device("cpu"))).eval()
 
     def read(_: str, parameter: nn.Parameter) -> Tensor:
         assert isinstance(parameter, ShardedParameter)
@@ -207,6 +208,8 @@ def _parameters_on_meta() -> Iterator[None]:
     """Parameters that are made in the block have no memory; buffers are as they should be."""
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if isinstance(parameter, ShardedParameter):
+            return ShardedParameter(parameter.detach().to("meta"), parameter.spec)
         return None if parameter is None else nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
     handle = nn.modules.module.register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]

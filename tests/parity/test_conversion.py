@@ -15,19 +15,23 @@ from torch import Tensor, nn
 from megacore.checkpoint.load import load_parameters
 from megacore.config import known
 from megacore.convert.check import Agreement, check_tokens, compare
+from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import open_model
 from megacore.convert.plan import make_plan
 from megacore.convert.tensor_file import read_tensor
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.hf import family
+from megacore.models.hf.family import same_model
 from megacore.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import Group, build_mesh
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
+from tests.distributed import run_distributed
 from tests.e2e.launching import words
 from tests.parity.hf_models import CONFIGS, PLAIN, VOCAB, make_model, save_model, tokens
+from tests.parity.runs import Layout, make_config, make_trainer
 from tools.convert_checkpoint import main as convert
 
 CPU = torch.device("cpu")
@@ -189,6 +193,57 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert convert(flags) == 2
     assert "out exists" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
+
+
+def trained(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
+    """Two steps of a run on a layout, saved."""
+    config = make_config(layout, directory, **changes)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    for _ in range(2):
+        trainer.train_step(next(trainer.batches))
+    trainer.save()
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "architecture"),
+    [
+        ((2, 2, 1), {"zero_stage": 1}, "GPT2LMHeadModel"),
+        pytest.param(
+            (4, 1, 1),
+            {
+                "position_embedding_type": "rope",
+                "normalization": "RMSNorm",
+                "activation": "swiglu",
+                "disable_bias_linear": True,
+                "num_query_groups": 2,
+            },
+            "LlamaForCausalLM",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_a_run_of_any_layout_is_exported(
+    layout: Layout, changes: dict[str, Any], architecture: str, tmp_path: Path
+) -> None:
+    """Its config.json is made anew, and transformers computes the loss that the run's weights have."""
+    tp, pp, dp = layout
+    run_distributed(trained, tp * pp * dp, layout, str(tmp_path / "run"), changes, timeout=120)
+    to_hf(tmp_path / "run", tmp_path / "hf")
+    twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    assert type(twin).__name__ == architecture
+    tensors = CheckpointTensors(tmp_path / "run")
+    stage = Stage(gpt_layers(tensors.config, BuildContext(device=CPU, streams=RandomStreams(0, CPU)))).eval()
+    load_parameters(tmp_path / "run", stage.by_name().values())
+    batch = tokens()[:, : known(tensors.config.max_position_embeddings)]
+    logits = stage(batch)[..., : known(tensors.config.vocab_size)]
+    assert (logits - twin(batch).logits).abs().max() <= 1e-5
+    to_megacore(tmp_path / "hf", tmp_path / "again")
+    again = CheckpointTensors(tmp_path / "again")
+    assert same_model(again.config, tensors.config)
+    require_same(
+        {name: again.read(name) for name in again.shapes}, {name: tensors.read(name) for name in tensors.shapes}
+    )
 
 
 def test_the_check_sees_a_small_difference(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class ConfigReader:
         name, value = found[0]
         if any(other != value for _, other in found[1:]):
             self.problem(name, f"is {value!r}, but {found[1][0]} is {found[1][1]!r}")
-        if value is None and (info.optional and default is None):
+        if value is None and info.optional:
             return None
         kinds = (int, float) if info.kind is float else (info.kind,)
         if type(value) not in kinds:

@@ -7,11 +7,17 @@ from typing import Any
 
 from megacore.config import ModelConfig
 from megacore.errors import CheckpointError
+from megacore.models.hf.bloom import BLOOM
 from megacore.models.hf.family import Family
 from megacore.models.hf.gpt2 import GPT2
+from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from megacore.models.hf.neox import NEOX
 from megacore.wording import did_you_mean, one_of
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2,)}
+# In this order a model without a config.json of its own is looked for.
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM)
+}
 
 
 def family_of(values: Mapping[str, Any], where: str) -> Family:

@@ -125,9 +125,11 @@ class Family:
         reader.finish(self.ignored)
         config = ModelConfig(**ours)
         problems = reader.problems or [f"{where}: {problem}" for problem in config.problems()]
+        if not problems and None in (config.vocab_size, config.max_position_embeddings):
+            problems = [f"{where}: the size of the vocabulary or of the context is null"]
         if problems:
             raise CheckpointError(refusal(where, problems))
-        return with_sizes(config)
+        return config.filled(known(config.max_position_embeddings))
 
     def from_model(self, config: ModelConfig) -> dict[str, Any] | None:
         """The config.json of a model, or None where this family cannot represent it exactly."""
@@ -160,6 +162,8 @@ _NOT_THE_MODEL = frozenset(
 def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
     """Fields in which two resolved configurations are different models."""
     names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _NOT_THE_MODEL]
+    if "learned" not in (one.position_embedding_type, other.position_embedding_type):
+        names.remove("max_position_embeddings")  # a limit of use, not a size of a table
     return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 
@@ -168,26 +172,26 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
     return not differing(one, other)
 
 
-def with_sizes(config: ModelConfig) -> ModelConfig:
-    """The configuration with the sizes that follow from others."""
-    return dataclasses.replace(config, ffn_hidden_size=config.ffn_hidden_size or 4 * config.hidden_size)
+def read_tied(reader: ConfigReader, *, default: bool) -> dict[str, Any]:
+    """Whether the output layer is the embedding, as the file has it."""
+    tied = reader.get("tie_word_embeddings", default)
+    if type(tied) is not bool:
+        reader.problem("tie_word_embeddings", f"is {tied!r}, not true or false")
+    return {"untie_embeddings_and_output_weights": not tied}
+
+
+def write_tied(config: ModelConfig) -> dict[str, Any]:
+    """The same for the file."""
+    return {"tie_word_embeddings": not config.untie_embeddings_and_output_weights}
 
 
 # ---- orders of rows --------------------------------------------------------------------------------------------------
 
 
-def _head_size(config: ModelConfig) -> int:
-    return config.hidden_size // config.num_attention_heads
-
-
-def _groups(config: ModelConfig) -> int:
-    return config.num_attention_heads
-
-
 def stacked_q_k_v(config: ModelConfig) -> list[Run]:
     """One source, [q of all heads, k of all groups, v of all groups][d]."""
-    query = config.num_attention_heads * _head_size(config)
-    offsets = (0, query, query + _groups(config) * _head_size(config))
+    query = config.num_attention_heads * config.head_size
+    offsets = (0, query, query + config.query_groups * config.head_size)
     return [
         Run(source=0, start=run.start + offsets[run.source], stop=run.stop + offsets[run.source])
         for run in q_k_v(config)
@@ -196,7 +200,7 @@ def stacked_q_k_v(config: ModelConfig) -> list[Run]:
 
 def q_k_v(config: ModelConfig) -> list[Run]:
     """Three sources, q [n][d], k [g][d] and v [g][d]."""
-    d, groups = _head_size(config), _groups(config)
+    d, groups = config.head_size, config.query_groups
     each = config.num_attention_heads // groups * d  # query rows of a group
     return [
         run
@@ -207,8 +211,3 @@ def q_k_v(config: ModelConfig) -> list[Run]:
             Run(source=2, start=g * d, stop=(g + 1) * d),
         )
     ]
-
-
-def vocabulary(config: ModelConfig) -> int:
-    """Rows of the token embedding."""
-    return known(config.vocab_size)

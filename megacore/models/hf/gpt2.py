@@ -6,7 +6,7 @@ from typing import Any
 
 from megacore.config import ModelConfig
 from megacore.models.hf.config_reader import ConfigReader
-from megacore.models.hf.family import Family, Layout, Same, TensorRule, stacked_q_k_v
+from megacore.models.hf.family import Family, Layout, Same, TensorRule, read_tied, stacked_q_k_v, write_tied
 
 _IGNORED = """
     reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
@@ -19,18 +19,11 @@ def _read(reader: ConfigReader) -> dict[str, Any]:
     if type(residual) not in (int, float) or residual != embedded:
         reader.problem("embd_pdrop", f"is {embedded!r} and resid_pdrop {residual!r}, but megacore has one for both")
         residual = 0.0
-    tied = reader.get("tie_word_embeddings", True)
-    if type(tied) is not bool:
-        reader.problem("tie_word_embeddings", f"is {tied!r}, not true or false")
-    return {"hidden_dropout": float(residual), "untie_embeddings_and_output_weights": not tied}
+    return {"hidden_dropout": float(residual)} | read_tied(reader, default=True)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "resid_pdrop": config.hidden_dropout,
-        "embd_pdrop": config.hidden_dropout,
-        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-    }
+    return {"resid_pdrop": config.hidden_dropout, "embd_pdrop": config.hidden_dropout} | write_tied(config)
 
 
 def _both(ours: str, theirs: str, *, layout: Layout | None = None, transposed: bool = True) -> tuple[TensorRule, ...]:
