@@ -37,5 +37,7 @@ CUDA_NAMES = {
     **dict.fromkeys(("megacore/sections.py", "tools/generate.py"), "the value that --device takes"),
     "tools/kernel_report.py": "the compiler's name for what it compiles to",
 }
+# Who may load a pickle, with torch's restricted loader (weights_only=True) alone.
+PICKLE_READERS = {"megacore/convert/megatron_files.py"}
 # Functions whose parameters are not for a caller to write down: a kernel's, and an operator's schema.
 SCHEMAS = ("triton.jit", "torch.library.custom_op", "register_fake")

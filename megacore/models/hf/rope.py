@@ -43,7 +43,7 @@ def read_rope(reader: ConfigReader, positions: int, *, base: str = "rope_theta",
     if not isinstance(kind, str) or kind not in _KEYS:
         reader.problem(f"{name}.rope_type", f"is {str(kind)[:40]!r}, but megacore has {one_of(list(_KEYS))}")
         return {}
-    fields = {"position_embedding_type": "rope", "rope_scaling": "none" if kind == "default" else kind}
+    fields: dict[str, Any] = {"position_embedding_type": "rope", "rope_scaling": "none" if kind == "default" else kind}
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS[kind]}
     if kind == "dynamic":
         known.add("original_max_position_embeddings")  # which transformers does not look at
