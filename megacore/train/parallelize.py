@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megacore.config import Config, ParallelConfig, known
 from megacore.models.initialize import initialize
-from megacore.models.spec import LayerSpec
+from megacore.models.spec import LayerSpec, Terms
 from megacore.optim.bucket import ZeroOptions
 from megacore.optim.data_parallel import DataParallel
 from megacore.optim.precision import DTYPES
@@ -48,8 +48,10 @@ class Task:
     Attributes:
         layers: the whole model, described.
         first_input: microbatch -> input of the first layer.
-        loss: (output of the last layer, microbatch) -> loss summed over the microbatch's tokens.
+        loss: (output of the last layer, microbatch) -> loss summed over the microbatch's tokens, or several sums.
+        terms: what the loss consists of: its sums' names and counts.
         eval_loss: what evaluations report instead; None: `loss`.
+        eval_terms: what `eval_loss` consists of; None: `terms`. Those with a name of `terms` make up the reported loss.
         streams: where the layers' dropout masks come from.
         initialize: gives a rank's parameters their values; None: by global name, as the configuration says.
         forms: microbatch -> what every stage receives; None: hidden states of the configured shape.
@@ -59,7 +61,9 @@ class Task:
     first_input: Callable[[Any], Any]
     loss: Callable[[Any, Any], Tensor]
     streams: RandomStreams
+    terms: Terms = field(default_factory=Terms)
     eval_loss: Callable[[Any, Any], Tensor] | None = None
+    eval_terms: Terms | None = None
     initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
     forms: Callable[[Any], Forms] | None = None
 
@@ -195,7 +199,9 @@ def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) ->
         streams=task.streams,
         first_input=task.first_input,
         loss=task.loss,
+        loss_shape=task.terms.shape,
         eval_loss=task.eval_loss,
+        eval_shape=(task.eval_terms or task.terms).shape,
     )
 
 
