@@ -2,8 +2,8 @@
 
 `validate` names every violated constraint at once, with the nearest values that would do; `resolve` then fills the
 fields that follow from others. What the disk has to say is in missing_files.py, the way from the command line and from
-a TOML file to a `Config` in cli.py. Nothing here imports torch: a wrong configuration is refused before anything is
-loaded.
+a TOML file to a `Config` in cli.py. An entry point with settings of its own has a subclass of `Config` with a section
+more (bert_section.py). Nothing here imports torch: a wrong configuration is refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, get_type_hints
 
 from megacore.fields import Section
 from megacore.pipeline_layout import parse_layout
@@ -33,13 +33,14 @@ __all__ = [
     "PrecisionConfig",
     "TrainingConfig",
     "resolve",
+    "sections_of",
     "validate",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that defines a run."""
+    """Everything that defines a run; pretrain_gpt.py's, and the base of every other entry point's."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -49,16 +50,28 @@ class Config:
     training: TrainingConfig
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        """Yields what is wrong between the sections of this kind of configuration alone, leaving aside the fields that
+        are `wrong` on their own."""
+        yield from ()
 
-SECTIONS: dict[str, type[Section]] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "precision": PrecisionConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "training": TrainingConfig,
-    "logging": LoggingConfig,
-}
+
+C = TypeVar("C", bound=Config)
+
+
+def sections_of(kind: type[Config]) -> dict[str, type[Section]]:
+    """The sections of a kind of configuration by name, in order."""
+    if kind not in _SECTIONS_OF:  # evaluating annotations takes a while
+        hints = get_type_hints(kind)
+        _SECTIONS_OF[kind] = {section.name: hints[section.name] for section in dataclasses.fields(kind)}
+    return _SECTIONS_OF[kind]
+
+
+_SECTIONS_OF: dict[type[Config], dict[str, type[Section]]] = {}
+
+
+SECTIONS = sections_of(Config)
+"""The sections that every entry point has."""
 
 
 def known(value: T | None) -> T:
@@ -67,7 +80,7 @@ def known(value: T | None) -> T:
     return value
 
 
-def resolve(config: Config, world_size: int) -> Config:
+def resolve(config: C, world_size: int) -> C:
     """Fills the fields that follow from others, once `validate` has found nothing. The vocabulary's size is not among
     them: only the tokenizer knows it.
 
@@ -75,6 +88,7 @@ def resolve(config: Config, world_size: int) -> Config:
         config: a valid configuration.
         world_size: the number of processes of the run.
     """
+    config = dataclasses.replace(config, **{name: getattr(config, name).filled() for name in sections_of(type(config))})
     model, parallel, training = config.model, config.parallel, config.training
     dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
     replace = dataclasses.replace
@@ -104,7 +118,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
     """
     found: list[str] = []
     wrong = unread
-    for name in SECTIONS:
+    for name in sections_of(type(config)):
         section: Section = getattr(config, name)
         impossible = section.wrong_fields()
         wrong |= frozenset(impossible)
@@ -113,7 +127,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
     for names, constraint in _CONSTRAINTS:
         if not names & wrong:
             found += constraint(config, world_size)
-    return found
+    return [*found, *config.constraints(wrong)]
 
 
 # ---- constraints between sections ------------------------------------------------------------------------------------

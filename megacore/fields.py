@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from megacore.wording import did_you_mean, number, one_of
 
@@ -158,6 +158,10 @@ class Section:
             value = getattr(self, name)
             if name not in wrong and value != infos[name].default:
                 yield f"{flag(name)} {number(value)} has no effect with {beside}: leave it out, or use {needs}"
+
+    def filled(self) -> Self:
+        """This section with the fields that follow from others of it."""
+        return self
 
     def problems(self) -> list[str]:
         """Every violated constraint that this section can see by itself."""

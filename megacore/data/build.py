@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from megacore.errors import DataError
 
 # Tokens are compared with the vocabulary at the start up to this many bytes; the rest as it is read.
 _SCAN_BYTES = 1 << 30
+
+C = TypeVar("C", bound=Config)
 
 
 class InputErrors(DataError):
@@ -84,7 +86,7 @@ def vocabulary_size(config: Config) -> int:
     return _vocab_size(config, _tokenizer(config))
 
 
-def complete_config(config: Config) -> Config:
+def complete_config(config: C) -> C:
     """The configuration with the vocabulary's size, which only the tokenizer knows.
 
     Raises:

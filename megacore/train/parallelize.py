@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, ParallelConfig, known
+from megacore.data.batch import Batch
+from megacore.data.loader import Microbatch
 from megacore.models.initialize import initialize
 from megacore.models.spec import LayerSpec, Terms
 from megacore.optim.bucket import ZeroOptions
@@ -55,6 +57,7 @@ class Task:
         streams: where the layers' dropout masks come from.
         initialize: gives a rank's parameters their values; None: by global name, as the configuration says.
         forms: microbatch -> what every stage receives; None: hidden states of the configured shape.
+        batch_type: what a microbatch is.
     """
 
     layers: Sequence[LayerSpec]
@@ -66,6 +69,7 @@ class Task:
     eval_terms: Terms | None = None
     initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
     forms: Callable[[Any], Forms] | None = None
+    batch_type: type[Batch] = Microbatch
 
 
 @dataclass(frozen=True, kw_only=True)

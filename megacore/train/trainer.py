@@ -186,10 +186,11 @@ class Trainer:
             counters=self.update.counters(),
         )
 
-    def _loader(self, dataset: Any, consumed_samples: int) -> BatchLoader:
+    def _loader(self, dataset: Any, consumed_samples: int) -> BatchLoader[Any]:
         training = self.config.training
         return BatchLoader(
             dataset,
+            self.task.batch_type,
             micro_batch_size=training.micro_batch_size,
             global_batch_size=known(training.global_batch_size),
             dp_rank=self.mesh.dp.rank,

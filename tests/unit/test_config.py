@@ -218,7 +218,7 @@ def test_saved_configurations_read_back_equal(tmp_path: Path) -> None:
 def _read_without_checks(path: Path) -> Config:
     given = config_file.read_toml(path)
     assert given.problems == []
-    return cli._build(given.values)
+    return cli._build(Config, given.values)
 
 
 @pytest.mark.parametrize("preset", [None, *PRESETS])
