@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar, get_type_hints
 
 from megacore.fields import Section
+from megacore.model_section import ModelConfig
 from megacore.pipeline_layout import parse_layout
-from megacore.sections import DataConfig, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megacore.sections import DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megacore.update_sections import OptimizerConfig, PrecisionConfig
 from megacore.wording import counted, divisors, nearest_multiples, one_of
 
@@ -94,11 +95,7 @@ def resolve(config: C, world_size: int) -> C:
     replace = dataclasses.replace
     return replace(
         config,
-        model=replace(
-            model,
-            ffn_hidden_size=_ffn_hidden_size(model),
-            max_position_embeddings=model.max_position_embeddings or config.data.seq_length,
-        ),
+        model=model.with_sizes(config.data.seq_length),
         parallel=replace(parallel, dp=dp),
         optimizer=replace(config.optimizer, lr_decay_iters=_lr_decay_iters(config)),
         training=replace(training, global_batch_size=training.global_batch_size or training.micro_batch_size * dp),
@@ -164,9 +161,27 @@ def _heads(config: Config, world_size: int) -> Iterator[str]:
         yield f"--tp {tp} must divide --num-attention-heads {heads}: use {one_of(divisors(heads, near=tp))}"
 
 
+@_about("tp", "num_attention_heads", "num_query_groups", "kv_channels", "hidden_size")
+def _groups(config: Config, world_size: int) -> Iterator[str]:
+    tp, groups, model = config.parallel.tp, config.model.query_groups, config.model
+    if model.num_query_groups is None or model.num_attention_heads % groups or model.num_attention_heads % tp:
+        return  # nothing to say, or said elsewhere
+    if groups % tp and tp % groups:
+        good = [d for d in divisors(model.num_attention_heads, near=tp) if groups % d == 0 or d % groups == 0]
+        yield (
+            f"--tp {tp} must divide --num-query-groups {groups} or be a multiple of it, so that ranks hold whole "
+            f"groups or equal parts of one: use --tp {one_of(good)}"
+        )
+    elif tp > groups and 2 * model.head_size % (tp // groups):
+        yield (
+            f"--tp {tp} splits each of --num-query-groups {groups} over {tp // groups} ranks, which must divide the "
+            f"{2 * model.head_size} rows of its key and value: use --tp {groups} or less"
+        )
+
+
 @_about("tp", "hidden_size", "ffn_hidden_size")
 def _ffn(config: Config, world_size: int) -> Iterator[str]:
-    tp, ffn = config.parallel.tp, _ffn_hidden_size(config.model)
+    tp, ffn = config.parallel.tp, config.model.inner_size
     if ffn % tp:
         derived = "" if config.model.ffn_hidden_size else " (4 x --hidden-size)"
         yield (
@@ -292,10 +307,6 @@ def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
 
 
 # ---- derived values --------------------------------------------------------------------------------------------------
-
-
-def _ffn_hidden_size(model: ModelConfig) -> int:
-    return model.ffn_hidden_size or 4 * model.hidden_size
 
 
 def _lr_decay_iters(config: Config) -> int:

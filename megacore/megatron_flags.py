@@ -21,7 +21,9 @@ REPLACED = {
     "--ddp-bucket-size": "use --bucket-size-mb, which counts MiB instead of elements",
     "--deterministic-mode": "leave it out: two runs with the same seed are bitwise equal",
     "--distributed-backend": "use --device: cuda communicates through NCCL, cpu through gloo",
+    "--embed-layernorm": "use --embedding-layernorm",
     "--fp16": "use --precision fp16",
+    "--group-query-attention": "leave it out: --num-query-groups alone says so",
     "--log-memory-to-tensorboard": "leave it out: memory is always in metrics.jsonl",
     "--log-throughput": "leave it out: throughput is always logged",
     "--lr-decay-samples": "use --lr-decay-iters, which counts steps",
@@ -30,34 +32,37 @@ REPLACED = {
     "--merge-file": "use --tokenizer DIR, with a tokenizer.json in it",
     "--no-check-for-nan-in-loss-and-grad": "leave it out: the check is part of the norm; see --max-bad-steps",
     "--no-gradient-accumulation-fusion": "leave it out: there is no such fusion",
-    "--position-embedding-type": "leave it out: positions are learned (learned_absolute)",
+    "--openai-gelu": "leave it out: --activation gelu is its tanh form",
     "--recompute-activations": "use --recompute selective",
     "--recompute-granularity": "use --recompute selective or --recompute full",
     "--recompute-method": "leave it out: --recompute-num-layers counts a stage's first blocks (block)",
+    "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear and --rope-scaling-factor",
+    "--swiglu": "use --activation swiglu",
     "--tokenizer-type": "leave it out: --tokenizer PATH tells its own type",
     "--train-samples": "use --train-iters, which counts steps of --global-batch-size samples",
     "--transformer-impl": "leave it out: the fastest available implementation is chosen and reported",
     "--use-cpu-initialization": "leave it out: initial weights are the same on every device and layout",
     "--use-distributed-optimizer": "use --zero-stage 1",
     "--use-mcore-models": "leave it out: there is one kind of model",
+    "--use-rope-scaling": "use --rope-scaling llama3, with --rope-scaling-factor and --rope-original-max-positions",
+    "--use-rotary-position-embeddings": "use --position-embedding-type rope",
     "--vocab-file": "use --tokenizer PATH (a tokenizer.json, a directory that holds one, or a SentencePiece model)",
 }
 """Flags that have another name here, or that nothing needs."""
 
 _NOT_YET = """
-    --add-qkv-bias --apply-layernorm-1p --async-save --calculate-per-token-loss
-    --check-for-large-grads --check-for-spiky-loss --ckpt-step --context-parallel-size --disable-bias-linear
-    --dist-ckpt-optim-fully-reshardable --dist-ckpt-strictness --end-weight-decay --exit-duration-in-mins
-    --exit-interval --exit-on-missing-checkpoint --exit-signal-handler --expert-model-parallel-size --finetune
-    --group-query-attention --iterations-to-skip --kv-channels --log-num-zeros-in-grad --log-params-norm
-    --manual-gc --manual-gc-interval --no-load-optim --no-load-rng --no-save-optim --no-save-rng --normalization
-    --num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
-    --openai-gelu --pipeline-model-parallel-layout --pretrained-checkpoint --profile --profile-ranks
-    --profile-step-end --profile-step-start --qk-layernorm --recompute-modules --rotary-base --rotary-interleaved
-    --rotary-percent --skip-train --squared-relu --start-weight-decay --step-batch-size-schedule --swiglu
-    --tensorboard-dir --tensorboard-log-interval --timing-log-level --timing-log-option --tp-comm-overlap
-    --use-checkpoint-args --use-flash-attn --use-rope-scaling --use-tp-pp-dp-mapping --wandb-entity
-    --wandb-exp-name --wandb-project --wandb-save-dir --weight-decay-incr-style --window-size
+    --apply-layernorm-1p --async-save --calculate-per-token-loss --check-for-large-grads
+    --check-for-spiky-loss --ckpt-step --context-parallel-size --dist-ckpt-optim-fully-reshardable
+    --dist-ckpt-strictness --end-weight-decay --exit-duration-in-mins --exit-interval
+    --exit-on-missing-checkpoint --exit-signal-handler --expert-model-parallel-size --finetune
+    --iterations-to-skip --log-num-zeros-in-grad --log-params-norm --manual-gc --manual-gc-interval
+    --no-load-optim --no-load-rng --no-save-optim --no-save-rng --num-layers-per-virtual-pipeline-stage
+    --num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-layout --pretrained-checkpoint --profile
+    --profile-ranks --profile-step-end --profile-step-start --recompute-modules --rotary-interleaved
+    --skip-train --squared-relu --start-weight-decay --step-batch-size-schedule --tensorboard-dir
+    --tensorboard-log-interval --timing-log-level --timing-log-option --tp-comm-overlap --use-checkpoint-args
+    --use-flash-attn --use-tp-pp-dp-mapping --wandb-entity --wandb-exp-name --wandb-project --wandb-save-dir
+    --weight-decay-incr-style
 """
 NOT_YET = frozenset(_NOT_YET.split())
 """Flags of features that megacore does not have yet."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from megacore.ops.activation import bias_gelu, gelu, swiglu
+from megacore.ops.activation import bias_gelu, geglu, gelu, swiglu
 from megacore.ops.adamw import adamw_
-from megacore.ops.attention import Attention, causal_attention, resolved
+from megacore.ops.attention import Alibi, Attention, alibi_slopes, attention, resolved
 from megacore.ops.dispatch import Choice, choose_kernels, described, kernels_chosen, uses_triton, why_not
 from megacore.ops.dropout import bias_dropout_add, dropout_mask
 from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy
@@ -21,6 +21,7 @@ from megacore.ops.position import rotary
 from megacore.ops.softmax import fused_softmax
 
 __all__ = [
+    "Alibi",
     "Attention",
     "Choice",
     "CrossEntropyOptions",
@@ -28,13 +29,15 @@ __all__ = [
     "adamw_",
     "add_layer_norm",
     "add_rms_norm",
+    "alibi_slopes",
+    "attention",
     "bias_dropout_add",
     "bias_gelu",
-    "causal_attention",
     "choose_kernels",
     "cross_entropy",
     "dropout_mask",
     "fused_softmax",
+    "geglu",
     "gelu",
     "implementations",
     "kernels_chosen",
