@@ -79,6 +79,13 @@ class BertConfig(Config):
                 "--eod-mask-loss is for a model that predicts the next token, which BERT does not: leave it out "
                 "(BERT never predicts a special token)"
             )
+        if not wrong & {"data_path", "mock_data", "tokenizer"} and self.data.data_path and self.data.tokenizer is None:
+            yield (
+                "--data-path needs the tokenizer that made it, whose [MASK] and other special tokens pretrain_bert.py "
+                "puts in: give --tokenizer PATH"
+            )
+        if self.bert.whole_word_masking and self.data.mock_data and not wrong & {"whole_word_masking", "mock_data"}:
+            yield "--whole-word-masking has no effect with --mock-data, which has no words: leave it out"
         if not wrong & {"seq_length", "sentence_task", "bert_style"}:
             yield from self._room()
 

@@ -32,7 +32,7 @@ def parse_bert(*argv: str) -> BertConfig:
 def found(*, data: dict[str, Any] | None = None, **bert: Any) -> list[str]:
     """What is wrong with a configuration."""
     config = BertConfig(
-        data=DataConfig(mock_data=True, **(data or {})),
+        data=DataConfig(**{"mock_data": True, **(data or {})}),
         training=TrainingConfig(train_iters=2),
         bert=BertSection(**bert),
     )
@@ -41,8 +41,8 @@ def found(*, data: dict[str, Any] | None = None, **bert: Any) -> list[str]:
 
 def test_the_flags_are_those_of_every_run_and_berts() -> None:
     assert flag_names(BertConfig).keys() == flag_names().keys() | set(BERT_FLAGS)
-    bert = parse_bert("--mask-prob", "0.2", "--whole-word-masking", "--max-ngram", "3", "--lr", "1e-4")
-    assert (bert.bert.mask_prob, bert.bert.whole_word_masking, bert.bert.max_ngram) == (0.2, True, 3)
+    bert = parse_bert("--mask-prob", "0.2", "--no-whole-word-masking", "--max-ngram", "3", "--lr", "1e-4")
+    assert (bert.bert.mask_prob, bert.bert.whole_word_masking, bert.bert.max_ngram) == (0.2, False, 3)
     assert bert.optimizer.lr == 1e-4
 
 
