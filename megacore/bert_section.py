@@ -8,16 +8,33 @@ default depends on the style are filled by `filled`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
+from megacore.bert_presets import BERT_PRESETS
 from megacore.config import Config
 from megacore.fields import Flag, Range, Section
+from megacore.presets import GPT_PRESETS
+from megacore.wording import one_of
 
 SentenceTask = Literal["nsp", "sop", "none"]
 _MASK_PROB = {"classic": 0.15, "modern": 0.30}
 _SENTENCE_TASK: dict[str, SentenceTask] = {"classic": "nsp", "modern": "none"}
+# What the layers are made of, by style: defaults of [model] in the place of GPT-2's.
+_LAYERS: dict[str, dict[str, Any]] = {
+    "classic": {"activation": "gelu-exact", "norm_epsilon": 1e-12},
+    "modern": {
+        "activation": "geglu-exact",
+        "norm_bias": False,
+        "disable_bias_linear": True,
+        "position_embedding_type": "rope",
+        "rotary_base": 160_000.0,
+        "window_size": 128,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +59,11 @@ class BertSection(Section):
     max_ngram: Annotated[int, Range(1, 64)] = 1
     """Most tokens in a row, or words with --whole-word-masking, that are chosen together; n of them with a weight of
     1/n. 1: each by itself."""
+    global_attention_interval: Annotated[int, Range(1, 10_000), Flag(("--global-attn-every-n-layers",))] = 3
+    """With --bert-style modern: one block in so many, the first of them, attends to the whole document, and the others
+    to positions up to half of --window-size away."""
+    local_rotary_base: Annotated[float, Range(above=1)] = 10_000.0
+    """Base of the rotary frequencies in those other blocks; --rotary-base is that of the first."""
 
     def filled(self) -> Self:
         """This section with the style's defaults."""
@@ -57,7 +79,11 @@ class BertSection(Section):
         return self.bert_style == "modern"
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if "bert_style" in wrong or not self.packed:
+        if "bert_style" in wrong:
+            return
+        if not self.packed:
+            names = ("global_attention_interval", "local_rotary_base")
+            yield from self.without_effect(names, wrong, "--bert-style classic", "--bert-style modern")
             return
         if "sentence_task" not in wrong and self.sentence_task in ("nsp", "sop"):
             yield (
@@ -73,7 +99,14 @@ class BertConfig(Config):
 
     bert: BertSection = field(default_factory=BertSection)
 
+    @classmethod
+    def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers of the style that is given, or of the classic one."""
+        return dict(_LAYERS.get(given.get("bert_style", "classic"), {}))
+
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.model.preset in GPT_PRESETS and "preset" not in wrong:
+            yield f"--preset {self.model.preset} is GPT's: use {one_of(list(BERT_PRESETS))}, or start pretrain_gpt.py"
         if self.data.eod_mask_loss and "eod_mask_loss" not in wrong:
             yield (
                 "--eod-mask-loss is for a model that predicts the next token, which BERT does not: leave it out "
@@ -88,6 +121,21 @@ class BertConfig(Config):
             yield "--whole-word-masking has no effect with --mock-data, which has no words: leave it out"
         if not wrong & {"seq_length", "sentence_task", "bert_style"}:
             yield from self._room()
+        if "bert_style" not in wrong:
+            yield from self._layers(wrong)
+
+    def _layers(self, wrong: frozenset[str]) -> Iterator[str]:
+        """What the style's blocks do not have."""
+        model, style = self.model, f"--bert-style {self.bert.bert_style}"
+        positions = "rope" if self.bert.packed else "learned"
+        if model.position_embedding_type != positions and "position_embedding_type" not in wrong:
+            yield (
+                f"--position-embedding-type {model.position_embedding_type} is not that of {style}: use {positions}, "
+                "or leave it out"
+            )
+        yield from model.without_effect(("parallel_residual", "embedding_layernorm"), wrong, style, "pretrain_gpt.py")
+        if not self.bert.packed:
+            yield from model.without_effect(("window_size",), wrong, style, "--bert-style modern")
 
     def _room(self) -> Iterator[str]:
         task, length = self.bert.filled().sentence_task, self.data.seq_length

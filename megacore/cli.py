@@ -111,7 +111,7 @@ def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[as
         ConfigError: everything in the file that cannot be read, or is impossible whatever the number of processes.
     """
     given = read_toml(path, kind)
-    config = _build(kind, {**_preset_values(given.values), **given.values})
+    config = _build(kind, _with_defaults(kind, given.values))
     own = [problem for name in sections_of(kind) for problem in getattr(config, name).problems()]
     if given.problems or own:
         raise ConfigError(given.problems or [f"{path}: {problem}" for problem in own])
@@ -172,7 +172,7 @@ def _read(argv: Sequence[str], process: _Process, kind: type[C]) -> _Reading[C]:
     path = flags.values.pop("config", None)
     file = Given() if path is None else read_toml(path, kind)
     given = {**file.values, **flags.values}
-    config = _build(kind, {**_preset_values(given), **given})
+    config = _build(kind, _with_defaults(kind, given))
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     shared = flags.problems
@@ -184,11 +184,13 @@ def _read(argv: Sequence[str], process: _Process, kind: type[C]) -> _Reading[C]:
     return _Reading(config, shared, here, _overridden_preset(flags, file, path), path)
 
 
-def _preset_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = dict(PRESETS.get(given.get("preset") or "", {}))
+def _with_defaults(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, over what the preset says, over the entry point's own defaults."""
+    preset: dict[str, Any] = dict(PRESETS.get(given.get("preset") or "", {}))
     if given.get("tokenizer") is not None:
-        values.pop("vocab_size", None)
-    return values
+        preset.pop("vocab_size", None)
+    values = {**preset, **given}
+    return {**kind.defaults(values), **values}
 
 
 def _overridden_preset(flags: Given, file: Given, path: str | None) -> list[str]:

@@ -9,13 +9,14 @@ more (bert_section.py). Nothing here imports torch: a wrong configuration is ref
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from megacore.fields import Section
 from megacore.model_section import ModelConfig
 from megacore.pipeline_layout import parse_layout
+from megacore.presets import BERT_PRESETS, GPT_PRESETS
 from megacore.sections import DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megacore.update_sections import OptimizerConfig, PrecisionConfig
 from megacore.wording import counted, divisors, nearest_multiples, one_of
@@ -51,10 +52,19 @@ class Config:
     training: TrainingConfig
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    @classmethod
+    def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by field that take the place of the sections' defaults, which may depend on what is given."""
+        return {}
+
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         """Yields what is wrong between the sections of this kind of configuration alone, leaving aside the fields that
         are `wrong` on their own."""
-        yield from ()
+        if self.model.preset in BERT_PRESETS and "preset" not in wrong:
+            yield (
+                f"--preset {self.model.preset} is BERT's: use {one_of(list(GPT_PRESETS))}, or start pretrain_bert.py "
+                "instead"
+            )
 
 
 C = TypeVar("C", bound=Config)

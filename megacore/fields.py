@@ -157,8 +157,8 @@ class Section:
         for name in names:
             value = getattr(self, name)
             if name not in wrong and value != infos[name].default:
-                given = value if isinstance(value, str) else number(value)
-                yield f"{flag(name)} {given} has no effect with {beside}: leave it out, or use {needs}"
+                given = "" if value is True else f" {value if isinstance(value, str) else number(value)}"
+                yield f"{flag(name)}{given} has no effect with {beside}: leave it out, or use {needs}"
 
     def filled(self) -> Self:
         """This section with the fields that follow from others of it."""

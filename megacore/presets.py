@@ -7,8 +7,10 @@ stronger. `vocab_size` is taken only where no tokenizer is given, because a toke
 
 from __future__ import annotations
 
+from megacore.bert_presets import BERT_PRESETS, Value
 
-def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int) -> dict[str, int | float | bool]:
+
+def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int) -> dict[str, Value]:
     return {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
@@ -19,10 +21,12 @@ def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int) -> dict[s
     }
 
 
-PRESETS: dict[str, dict[str, int | float | bool]] = {
+GPT_PRESETS: dict[str, dict[str, Value]] = {
     "gpt2-tiny": {**_gpt2(2, 64, 4), "seq_length": 64, "max_position_embeddings": 64, "vocab_size": 512},  # for tests
     "gpt2-small": _gpt2(12, 768, 12),  # 124M
     "gpt2-medium": _gpt2(24, 1024, 16),  # 355M
     "gpt2-large": _gpt2(36, 1280, 20),  # 774M
     "gpt2-xl": _gpt2(48, 1600, 25),  # 1.56B
 }
+
+PRESETS = {**GPT_PRESETS, **BERT_PRESETS}

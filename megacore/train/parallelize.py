@@ -58,6 +58,7 @@ class Task:
         initialize: gives a rank's parameters their values; None: by global name, as the configuration says.
         forms: microbatch -> what every stage receives; None: hidden states of the configured shape.
         batch_type: what a microbatch is.
+        carries_documents: whether document numbers, int64 [b, s], travel beside the hidden states.
     """
 
     layers: Sequence[LayerSpec]
@@ -70,6 +71,7 @@ class Task:
     initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
     forms: Callable[[Any], Forms] | None = None
     batch_type: type[Batch] = Microbatch
+    carries_documents: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,12 +195,13 @@ def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
 
 def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) -> PipelineRuntime:
     parallel = config.parallel
-    hidden_states = [None, *[_hidden_states(config)] * (mesh.pp.size * len(chunks) - 1)]
+    between = _between_stages(config, documents=task.carries_documents)
+    forms: Forms = [None, *[between] * (mesh.pp.size * len(chunks) - 1)]
     return PipelineRuntime(
         chunks,
         mesh.pp,
         transport=Transport(mesh.pp, mesh.device),
-        forms=task.forms or (lambda _: hidden_states),
+        forms=task.forms or (lambda _: forms),
         schedule=lambda microbatches: _schedule(parallel, microbatches),
         streams=task.streams,
         first_input=task.first_input,
@@ -209,11 +212,12 @@ def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) ->
     )
 
 
-def _hidden_states(config: Config) -> tuple[TensorForm, ...]:
+def _between_stages(config: Config, *, documents: bool) -> tuple[TensorForm, ...]:
     """What a block of the configured shape takes and gives."""
-    positions = config.data.seq_length // (config.parallel.tp if config.parallel.sequence_parallel else 1)
-    shape = (config.training.micro_batch_size, positions, config.model.hidden_size)
-    return (TensorForm(shape, DTYPES[config.precision.precision]),)
+    batch, length = config.training.micro_batch_size, config.data.seq_length
+    positions = length // (config.parallel.tp if config.parallel.sequence_parallel else 1)
+    hidden = TensorForm((batch, positions, config.model.hidden_size), DTYPES[config.precision.precision])
+    return (hidden, TensorForm((batch, length), torch.int64)) if documents else (hidden,)
 
 
 def _schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:

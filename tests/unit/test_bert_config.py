@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from megacore.bert_presets import BERT_PRESETS
 from megacore.bert_section import BertConfig, BertSection
 from megacore.cli import flag_names, load_toml, parse_config, save_toml
-from megacore.config import Config, DataConfig, TrainingConfig, resolve, validate
+from megacore.command_line import all_fields
+from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, resolve, validate
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse
 
@@ -21,6 +23,8 @@ BERT_FLAGS = (
     "--short-seq-prob",
     "--whole-word-masking",
     "--max-ngram",
+    "--global-attention-interval",
+    "--local-rotary-base",
 )
 
 
@@ -32,6 +36,7 @@ def parse_bert(*argv: str) -> BertConfig:
 def found(*, data: dict[str, Any] | None = None, **bert: Any) -> list[str]:
     """What is wrong with a configuration."""
     config = BertConfig(
+        model=ModelConfig(**BertConfig.defaults(bert)),
         data=DataConfig(**{"mock_data": True, **(data or {})}),
         training=TrainingConfig(train_iters=2),
         bert=BertSection(**bert),
@@ -94,6 +99,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "--seq-length 4 leaves no room for text in [CLS] A [SEP] B [SEP] (--sentence-task nsp)",
     ),
     ({"data": {"seq_length": 2}, "sentence_task": "none"}, "--seq-length 2 leaves no room for text in [CLS] A [SEP] ("),
+    ({"local_rotary_base": 5e3}, "--local-rotary-base 5000 has no effect with --bert-style classic"),
+    ({"global_attention_interval": 2}, "--global-attention-interval 2 has no effect with --bert-style classic"),
     ({"mask_prob": 0.0}, "--mask-prob 0 must be above 0 and below 1"),
     ({"mask_prob": 1.0}, "--mask-prob 1 must be above 0 and below 1"),
     ({"max_ngram": 0}, "--max-ngram 0 must be at least 1"),
@@ -107,6 +114,55 @@ def test_what_cannot_be_is_refused_by_name_with_the_way_out(values: dict[str, An
     (problem,) = found(**values)
     assert problem.startswith(message), problem
     assert ": " in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--preset", "gpt2-small"],
+            "--preset gpt2-small is GPT's: use bert-tiny, bert-base, bert-large or modernbert",
+        ),
+        (["--position-embedding-type", "rope"], "--position-embedding-type rope is not that of --bert-style classic"),
+        (
+            ["--window-size", "8"],
+            "--window-size 8 has no effect with --bert-style classic: leave it out, or use --bert",
+        ),
+        (["--embedding-layernorm"], "--embedding-layernorm has no effect with --bert-style classic"),
+        (["--bert-style", "modern", "--parallel-residual"], "--parallel-residual has no effect with --bert-style"),
+        (
+            ["--bert-style", "modern", "--position-embedding-type", "learned"],
+            "--position-embedding-type learned is not",
+        ),
+    ],
+)
+def test_layers_that_a_style_does_not_have_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse_bert(*flags)
+    assert message in capsys.readouterr().err
+
+
+def test_a_preset_of_berts_is_refused_for_a_gpt(refuse: Refuse) -> None:
+    assert "--preset bert-base is BERT's" in refuse(*GOOD, "--preset", "bert-base")
+
+
+def test_the_style_decides_what_layers_are_made_of_unless_a_flag_does() -> None:
+    classic, modern = parse_bert().model, parse_bert("--preset", "modernbert-base").model
+    assert (classic.activation, classic.position_embedding_type, classic.norm_bias) == ("gelu-exact", "learned", True)
+    assert (modern.activation, modern.position_embedding_type, modern.norm_bias) == ("geglu-exact", "rope", False)
+    assert (modern.window_size, modern.ffn_hidden_size, modern.hidden_dropout) == (128, 1152, 0.0)
+    assert parse_bert("--bert-style", "modern", "--window-size", "64").model.window_size == 64
+    assert parse_bert("--activation", "gelu").model.activation == "gelu"
+
+
+@pytest.mark.parametrize("preset", BERT_PRESETS)
+def test_presets_read_back_equal(preset: str, tmp_path: Path) -> None:
+    first = parse_bert("--preset", preset)
+    save_toml(first, tmp_path / "config.toml")
+    assert load_toml(tmp_path / "config.toml", BertConfig) == first
+    assert BERT_PRESETS[preset].keys() <= all_fields(BertConfig).keys()
 
 
 def test_what_can_be_is_not_refused() -> None:
