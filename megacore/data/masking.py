@@ -9,6 +9,8 @@ that keeps the mean. Special tokens are never chosen, and no unit reaches over o
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +22,7 @@ from megacore.errors import DataError
 Bools = NDArray[np.bool_]
 _MASKED, _REPLACED = 0.8, 0.1
 _TRIES = 16  # for a place where n units in a row are free, before one unit fewer is looked for
+_LOTS = 256
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 
 
@@ -130,42 +133,45 @@ def draw_spans(
     Returns:
         (first unit, one after the last) of each span.
     """
-    count = len(sizes)
     longest = min(max_ngram, int(np.bincount(runs).max()))
-    weights = 1 / np.arange(1, longest + 1)
-    # A span has a token at least, so that so many draws suffice; all at once, because a draw by itself takes a while.
-    lengths = (np.searchsorted(np.cumsum(weights / weights.sum()), rng.random(budget), side="right") + 1).tolist()
+    up_to = np.cumsum(1 / np.arange(1, longest + 1))
+    shares, lots = (up_to / up_to[-1]).tolist(), _lots(rng)
     ends, run_of = np.concatenate(([0], np.cumsum(sizes))).tolist(), runs.tolist()
-    taken = bytearray(count)
+    taken = bytearray(len(sizes))
     spans: list[tuple[int, int]] = []
-    for length in lengths:
-        place = _free_place(taken, run_of, min(length, longest), rng)
+    while budget > 0:
+        place = _free_place(taken, run_of, bisect_right(shares, next(lots)) + 1, lots)
         if place is None:
             break
         start, stop = place
         size = ends[stop] - ends[start]
-        if size > budget and rng.random() * size >= budget:
+        if size > budget and next(lots) * size >= budget:
             break
-        spans.append((start, stop))
+        spans.append(place)
         taken[start:stop] = b"\1" * (stop - start)
         budget -= size
-        if budget <= 0:
-            break
     return spans
 
 
-def _free_place(taken: bytearray, run_of: list[int], length: int, rng: np.random.Generator) -> tuple[int, int] | None:
+def _free_place(taken: bytearray, run_of: Sequence[int], length: int, lots: Iterator[float]) -> tuple[int, int] | None:
     """A random place where so many units of one run are free; one unit fewer at a time where none is found."""
     for wanted in range(length, 0, -1):
-        last = len(taken) - wanted
-        for start in rng.integers(last + 1, size=_TRIES).tolist():
+        places = len(taken) - wanted + 1
+        for _ in range(_TRIES):
+            start = int(next(lots) * places)
             if run_of[start] == run_of[start + wanted - 1] and not any(taken[start : start + wanted]):
                 return start, start + wanted
     free = [unit for unit, is_taken in enumerate(taken) if not is_taken]
     if not free:
         return None
-    unit = free[int(rng.integers(len(free)))]
+    unit = free[int(next(lots) * len(free))]
     return unit, unit + 1
+
+
+def _lots(rng: np.random.Generator) -> Iterator[float]:
+    """Numbers in [0, 1) without end; many at once, because drawing one by itself takes as long."""
+    while True:
+        yield from rng.random(_LOTS).tolist()
 
 
 def special_tokens(tokenizer: Tokenizer, source: str) -> SpecialTokens:
