@@ -6,10 +6,10 @@ modernbert-base Warner et al. (arXiv 2412.13663, table 4).
 
 from __future__ import annotations
 
-Value = int | float | bool | str
+Shape = dict[str, int | float | bool | str]
 
 
-def _classic(num_layers: int, hidden_size: int, num_attention_heads: int) -> dict[str, Value]:
+def _classic(num_layers: int, hidden_size: int, num_attention_heads: int) -> Shape:
     return {
         "bert_style": "classic",
         "num_layers": num_layers,
@@ -21,7 +21,7 @@ def _classic(num_layers: int, hidden_size: int, num_attention_heads: int) -> dic
     }
 
 
-BERT_PRESETS: dict[str, dict[str, Value]] = {
+BERT_PRESETS: dict[str, Shape] = {
     "bert-tiny": {
         **_classic(2, 64, 4),
         "seq_length": 64,

@@ -176,16 +176,16 @@ def _groups(config: Config, world_size: int) -> Iterator[str]:
     tp, groups, model = config.parallel.tp, config.model.query_groups, config.model
     if model.num_query_groups is None or model.num_attention_heads % groups or model.num_attention_heads % tp:
         return  # nothing to say, or said elsewhere
-    if groups % tp and tp % groups:
-        good = [d for d in divisors(model.num_attention_heads, near=tp) if groups % d == 0 or d % groups == 0]
+    rows = 2 * model.head_size  # of a group's key and value
+
+    def fits(ranks: int) -> bool:
+        return groups % ranks == 0 or (ranks % groups == 0 and rows % (ranks // groups) == 0)
+
+    if not fits(tp):
+        good = [ranks for ranks in divisors(model.num_attention_heads, near=tp) if fits(ranks)]
         yield (
-            f"--tp {tp} must divide --num-query-groups {groups} or be a multiple of it, so that ranks hold whole "
-            f"groups or equal parts of one: use --tp {one_of(good)}"
-        )
-    elif tp > groups and 2 * model.head_size % (tp // groups):
-        yield (
-            f"--tp {tp} splits each of --num-query-groups {groups} over {tp // groups} ranks, which must divide the "
-            f"{2 * model.head_size} rows of its key and value: use --tp {groups} or less"
+            f"--tp {tp} must divide --num-query-groups {groups}, or be a multiple of it that divides each group's key "
+            f"and value of {rows} rows: use --tp {one_of(good)}"
         )
 
 

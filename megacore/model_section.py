@@ -25,9 +25,9 @@ class ModelConfig(Section):
     """The transformer's shape, layers, initialisation and dropout."""
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
-    """A named model shape (gpt2-small, gpt2-medium, gpt2-large, gpt2-xl; gpt2-tiny for tests). It replaces the
-    defaults of the shape, of --seq-length and, without a tokenizer, of --vocab-size; a configuration file and flags
-    are stronger."""
+    """A named model: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl, llama-3.2-1b, llama-3-8b, qwen3-0.6b, mistral-7b,
+    pythia-160m, bloom-176b; gpt2-tiny for tests. It replaces the defaults of the shape, of --seq-length and, without a
+    tokenizer, of --vocab-size; a configuration file and flags are stronger."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Transformer blocks in the whole model. --pp need not divide it."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768

@@ -14,13 +14,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megacore.bert_presets import BERT_PRESETS
 from megacore.bert_section import BertConfig
 from megacore.command_line import CONFIG_DOC, CONFIG_INFO
 from megacore.config import SECTIONS, sections_of
-from megacore.fields import FieldInfo, field_docs, field_infos
+from megacore.fields import FieldInfo, field_docs, field_infos, flag
 from megacore.help_text import default_text
-from megacore.presets import GPT_PRESETS
+from megacore.presets import PRESETS
 
 BEGIN = "<!-- flags: begin (written by tools/flag_reference.py) -->"
 END = "<!-- flags: end -->"
@@ -82,13 +81,11 @@ def _value(info: FieldInfo) -> str:
 
 
 def _preset_table() -> Iterator[str]:
-    for presets in (GPT_PRESETS, BERT_PRESETS):
-        keys = list(dict.fromkeys(key for values in presets.values() for key in values))
-        yield "| preset | " + " | ".join(f"`{key}`" for key in keys) + " |"
-        yield "|---" * (len(keys) + 1) + "|"
-        for name, values in presets.items():
-            yield f"| `{name}` | " + " | ".join(str(values.get(key, "")) for key in keys) + " |"
-        yield ""
+    yield "| preset | stands for |"
+    yield "|---|---|"
+    for name, values in PRESETS.items():
+        given = (flag(key) if value is True else f"{flag(key)} {value}" for key, value in values.items())
+        yield f"| `{name}` | `{' '.join(given)}` |"
 
 
 if __name__ == "__main__":
