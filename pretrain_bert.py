@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 def train(config: BertConfig, mesh: Mesh) -> None:
     """Supply what BERT pretraining consists of, and run it on this rank's place of the mesh."""
     from megacore.layers.context import BuildContext
-    from megacore.models.bert import bert_input, bert_layers
+    from megacore.models.bert import bert_flops, bert_input, bert_layers
     from megacore.models.bert_loss import BertLoss
     from megacore.parallel.random import RandomStreams
     from megacore.train.parallelize import Task
@@ -61,6 +61,7 @@ def train(config: BertConfig, mesh: Mesh) -> None:
         eval_terms=loss.eval_terms,
         streams=streams,
         batch_type=BertBatch,
+        flops=bert_flops(config),
         carries_documents=True,
     )
     train_data, valid_data = build_bert_datasets(config, train_samples=samples_of_run(config))

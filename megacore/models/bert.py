@@ -153,12 +153,10 @@ def bert_layers(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
 
 def _blocks(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
     model, modern = config.model, config.bert.packed
-    everywhere = dataclasses.replace(model, window_size=None)
     turns = [Rotary(model.rotary_dimensions, base=base) for base in (model.rotary_base, config.bert.local_rotary_base)]
     found = []
     for i in range(model.num_layers):
-        is_local = modern and i % config.bert.global_attention_interval > 0
-        own, name = model if is_local else everywhere, f"blocks.{i}"
+        own, name = _model_of_block(config, i), f"blocks.{i}"
         build: Callable[[], nn.Module] = partial(PostNormBlock, own, context, name)
         norm = 0
         if modern:
@@ -169,7 +167,7 @@ def _blocks(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
                 name,
                 causal=False,
                 window=own.window_size,
-                rotary=turns[is_local],
+                rotary=turns[own.window_size is not None],
                 attention_norm=i > 0,  # the first block reads what the embedding has normed already
             )
             norm = 0 if i else _norm_parameters(model)
@@ -178,6 +176,19 @@ def _blocks(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
             LayerSpec(name=name, build=build, parameters=block_parameters(own) - norm, flops=flops, is_block=True)
         )
     return found
+
+
+def _model_of_block(config: BertConfig, number: int) -> ModelConfig:
+    """The configuration with the window of a block: None where it sees the whole document."""
+    is_local = config.bert.packed and number % config.bert.global_attention_interval > 0
+    return config.model if is_local else dataclasses.replace(config.model, window_size=None)
+
+
+def bert_flops(config: BertConfig) -> float:
+    """Forward and backward operations of one sequence, as `flops_per_sequence` counts them for GPT."""
+    model, length = config.model, config.data.seq_length
+    blocks = sum(block_flops(_model_of_block(config, i), length) for i in range(model.num_layers))
+    return 3.0 * length * (blocks + head_flops(model) + 2.0 * model.hidden_size**2)
 
 
 def _norm_parameters(model: ModelConfig) -> int:

@@ -58,6 +58,7 @@ class Task:
         initialize: gives a rank's parameters their values; None: by global name, as the configuration says.
         forms: microbatch -> what every stage receives; None: hidden states of the configured shape.
         batch_type: what a microbatch is.
+        flops: operations of one sequence, forward and backward; None: those of a GPT of the configured shape.
         carries_documents: whether document numbers, int64 [b, s], travel beside the hidden states.
     """
 
@@ -71,6 +72,7 @@ class Task:
     initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
     forms: Callable[[Any], Forms] | None = None
     batch_type: type[Batch] = Microbatch
+    flops: float | None = None
     carries_documents: bool = False
 
 

@@ -223,8 +223,8 @@ class Trainer:
         peak = self._largest({"peak": float(peak_memory_bytes(self.mesh.device))})["peak"]
         memory = self._memory()
         sequences = known(training.global_batch_size)
-        flops = flops_per_sequence(config.model, config.data.seq_length) * sequences
-        tflops = flops / step_seconds / self.mesh.world.size / 1e12
+        flops = self.task.flops or flops_per_sequence(config.model, config.data.seq_length)
+        tflops = flops * sequences / step_seconds / self.mesh.world.size / 1e12
         record = {
             **self._position(),
             "train/loss": float(loss),
