@@ -2,20 +2,21 @@
 
 `validate` names every violated constraint at once, with the nearest values that would do; `resolve` then fills the
 fields that follow from others. What the disk has to say is in missing_files.py, the way from the command line and from
-a TOML file to a `Config` in cli.py. Nothing here imports torch: a wrong configuration is refused before anything is
-loaded.
+a TOML file to a `Config` in cli.py. An entry point with settings of its own has a subclass of `Config` with a section
+more (bert_section.py). Nothing here imports torch: a wrong configuration is refused before anything is loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from megacore.fields import Section
 from megacore.model_section import ModelConfig
 from megacore.pipeline_layout import parse_layout
+from megacore.presets import BERT_PRESETS, GPT_PRESETS
 from megacore.sections import DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megacore.update_sections import OptimizerConfig, PrecisionConfig
 from megacore.wording import counted, divisors, nearest_multiples, one_of
@@ -34,13 +35,14 @@ __all__ = [
     "PrecisionConfig",
     "TrainingConfig",
     "resolve",
+    "sections_of",
     "validate",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that defines a run."""
+    """Everything that defines a run; pretrain_gpt.py's, and the base of every other entry point's."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -50,16 +52,37 @@ class Config:
     training: TrainingConfig
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    @classmethod
+    def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by field that take the place of the sections' defaults, which may depend on what is given."""
+        return {}
 
-SECTIONS: dict[str, type[Section]] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "precision": PrecisionConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "training": TrainingConfig,
-    "logging": LoggingConfig,
-}
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        """Yields what is wrong between the sections of this kind of configuration alone, leaving aside the fields that
+        are `wrong` on their own."""
+        if self.model.preset in BERT_PRESETS and "preset" not in wrong:
+            yield (
+                f"--preset {self.model.preset} is BERT's: use {one_of(list(GPT_PRESETS))}, or start pretrain_bert.py "
+                "instead"
+            )
+
+
+C = TypeVar("C", bound=Config)
+
+
+def sections_of(kind: type[Config]) -> dict[str, type[Section]]:
+    """The sections of a kind of configuration by name, in order."""
+    if kind not in _SECTIONS_OF:  # evaluating annotations takes a while
+        hints = get_type_hints(kind)
+        _SECTIONS_OF[kind] = {section.name: hints[section.name] for section in dataclasses.fields(kind)}
+    return _SECTIONS_OF[kind]
+
+
+_SECTIONS_OF: dict[type[Config], dict[str, type[Section]]] = {}
+
+
+SECTIONS = sections_of(Config)
+"""The sections that every entry point has."""
 
 
 def known(value: T | None) -> T:
@@ -68,7 +91,7 @@ def known(value: T | None) -> T:
     return value
 
 
-def resolve(config: Config, world_size: int) -> Config:
+def resolve(config: C, world_size: int) -> C:
     """Fills the fields that follow from others, once `validate` has found nothing. The vocabulary's size is not among
     them: only the tokenizer knows it.
 
@@ -76,12 +99,13 @@ def resolve(config: Config, world_size: int) -> Config:
         config: a valid configuration.
         world_size: the number of processes of the run.
     """
+    config = dataclasses.replace(config, **{name: getattr(config, name).filled() for name in sections_of(type(config))})
     model, parallel, training = config.model, config.parallel, config.training
     dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
     replace = dataclasses.replace
     return replace(
         config,
-        model=model.filled(config.data.seq_length),
+        model=model.with_sizes(config.data.seq_length),
         parallel=replace(parallel, dp=dp),
         optimizer=replace(config.optimizer, lr_decay_iters=_lr_decay_iters(config)),
         training=replace(training, global_batch_size=training.global_batch_size or training.micro_batch_size * dp),
@@ -101,7 +125,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
     """
     found: list[str] = []
     wrong = unread
-    for name in SECTIONS:
+    for name in sections_of(type(config)):
         section: Section = getattr(config, name)
         impossible = section.wrong_fields()
         wrong |= frozenset(impossible)
@@ -110,7 +134,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
     for names, constraint in _CONSTRAINTS:
         if not names & wrong:
             found += constraint(config, world_size)
-    return found
+    return [*found, *config.constraints(wrong)]
 
 
 # ---- constraints between sections ------------------------------------------------------------------------------------
@@ -152,16 +176,16 @@ def _groups(config: Config, world_size: int) -> Iterator[str]:
     tp, groups, model = config.parallel.tp, config.model.query_groups, config.model
     if model.num_query_groups is None or model.num_attention_heads % groups or model.num_attention_heads % tp:
         return  # nothing to say, or said elsewhere
-    if groups % tp and tp % groups:
-        good = [d for d in divisors(model.num_attention_heads, near=tp) if groups % d == 0 or d % groups == 0]
+    rows = 2 * model.head_size  # of a group's key and value
+
+    def fits(ranks: int) -> bool:
+        return groups % ranks == 0 or (ranks % groups == 0 and rows % (ranks // groups) == 0)
+
+    if not fits(tp):
+        good = [ranks for ranks in divisors(model.num_attention_heads, near=tp) if fits(ranks)]
         yield (
-            f"--tp {tp} must divide --num-query-groups {groups} or be a multiple of it, so that ranks hold whole "
-            f"groups or equal parts of one: use --tp {one_of(good)}"
-        )
-    elif tp > groups and 2 * model.head_size % (tp // groups):
-        yield (
-            f"--tp {tp} splits each of --num-query-groups {groups} over {tp // groups} ranks, which must divide the "
-            f"{2 * model.head_size} rows of its key and value: use --tp {groups} or less"
+            f"--tp {tp} must divide --num-query-groups {groups}, or be a multiple of it that divides each group's key "
+            f"and value of {rows} rows: use --tp {one_of(good)}"
         )
 
 

@@ -12,6 +12,7 @@ REPLACED = {
     "--apply-query-key-layer-scaling": "leave it out: attention's softmax is computed in fp32",
     "--attention-backend": "use --attention sdpa (torch's fused operator, the default) or --attention fused-softmax",
     "--attention-softmax-in-fp32": "leave it out: it always is",
+    "--bert-no-binary-head": "use pretrain_bert.py --sentence-task none",
     "--bf16": "use --precision bf16",
     "--bias-dropout-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--bias-gelu-fusion": "leave it out: the implementation of each operation is chosen and reported",
@@ -50,7 +51,7 @@ REPLACED = {
 """Flags that have another name here, or that nothing needs."""
 
 _NOT_YET = """
-    --apply-layernorm-1p --async-save --bert-no-binary-head --calculate-per-token-loss --check-for-large-grads
+    --apply-layernorm-1p --async-save --calculate-per-token-loss --check-for-large-grads
     --check-for-spiky-loss --ckpt-step --context-parallel-size --dist-ckpt-optim-fully-reshardable
     --dist-ckpt-strictness --end-weight-decay --exit-duration-in-mins --exit-interval
     --exit-on-missing-checkpoint --exit-signal-handler --expert-model-parallel-size --finetune

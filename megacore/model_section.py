@@ -25,9 +25,10 @@ class ModelConfig(Section):
     """The transformer's shape, layers, initialisation and dropout."""
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
-    """A named model shape (gpt2-small, gpt2-medium, gpt2-large, gpt2-xl; gpt2-tiny for tests). It replaces the
-    defaults of the shape, of --seq-length and, without a tokenizer, of --vocab-size; a configuration file and flags
-    are stronger."""
+    """A named model: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl, llama-3.2-1b, llama-3-8b, qwen3-0.6b, mistral-7b,
+    pythia-160m, bloom-176b, and of pretrain_bert.py bert-base, bert-large, modernbert-base; gpt2-tiny and bert-tiny
+    for tests. It replaces the defaults of the shape, of --seq-length and, without a
+    tokenizer, of --vocab-size; a configuration file and flags are stronger."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Transformer blocks in the whole model. --pp need not divide it."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
@@ -128,7 +129,7 @@ class ModelConfig(Section):
         """Whether the query, key and value projection has a bias."""
         return self.add_qkv_bias or not self.disable_bias_linear
 
-    def filled(self, seq_length: int) -> ModelConfig:
+    def with_sizes(self, seq_length: int) -> ModelConfig:
         """With every size that follows from others."""
         return dataclasses.replace(
             self,

@@ -4,7 +4,7 @@ within a second, once, instead of by every rank after the model is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, Manifest, find_checkpoint, read_manifest, verify
@@ -25,6 +25,7 @@ _ARCHITECTURE = (
     "vocab_size",
     "untie_embeddings_and_output_weights",
 )
+_ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
 
 
 def check_load(config: Config) -> None:
@@ -97,9 +98,19 @@ def samples_of_run(config: Config) -> int:
 
 
 def _differences(manifest: Manifest, config: Config) -> Iterator[str]:
-    there = manifest.config.get("model", {})
-    for name in _ARCHITECTURE:
-        here = getattr(config.model, name)
+    if ("bert" in manifest.config) != hasattr(config, "bert"):
+        yield "a BERT there, a GPT here" if "bert" in manifest.config else "a GPT there, a BERT here"
+        return
+    yield from _differences_of(manifest, "model", config.model, _ARCHITECTURE)
+    yield from _differences_of(manifest, "bert", getattr(config, "bert", None), _ARCHITECTURE_OF_BERT)
+
+
+def _differences_of(manifest: Manifest, table: str, section: object, fields: Sequence[str]) -> Iterator[str]:
+    if section is None:
+        return
+    there = manifest.config.get(table, {})
+    for name in fields:
+        here = getattr(section, name)
         # None: the vocabulary of a tokenizer that cannot be read, which is reported by itself.
         if here is not None and there.get(name) != here:
             yield f"{flag(name)} {there.get(name)} there, {here} here"

@@ -50,8 +50,28 @@ __all__ = [
 ]
 
 
-def implementations(device: torch.device, attention: Attention) -> dict[str, str]:
-    """Which implementation each operator runs on a device, in the order of a block."""
+def implementations(
+    device: torch.device,
+    attention: Attention,
+    *,
+    norm: str = "layer_norm",
+    activation: str = "gelu",
+    positions: str = "learned",
+) -> dict[str, str]:
+    """Which implementation each operator of a model runs on a device, in the order of a block.
+
+    Args:
+        device: where the model computes.
+        attention: what was asked for.
+        norm: `layer_norm` or `rms_norm`.
+        activation: of the feed-forward layer, as the configuration names it.
+        positions: likewise.
+    """
     kernels = described(device)
-    mixing = "torch sdpa" if resolved(attention) == "sdpa" else f"fused softmax, {kernels}"
-    return {"layer_norm": kernels, "attention": mixing, "gelu": kernels, "cross_entropy": kernels}
+    softmax = kernels if positions != "alibi" else "torch"
+    found = {norm: kernels}
+    if positions == "rope":
+        found["rotary"] = kernels
+    found["attention"] = "torch sdpa" if resolved(attention) == "sdpa" else f"fused softmax, {softmax}"
+    found[activation] = kernels if activation in ("gelu", "swiglu") else "torch"
+    return {**found, "cross_entropy": kernels}

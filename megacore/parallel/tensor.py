@@ -251,6 +251,16 @@ def vocab_parallel_weight(
     return ShardedParameter(torch.empty(rows, hidden_size, device=device), spec)
 
 
+def vocab_parallel_bias(
+    vocab_size: int, *, group: Group, multiple: int, device: torch.device | None = None
+) -> ShardedParameter:
+    """This rank's uninitialised share of one number for each of V tokens, padded at the end like the weight's rows."""
+    start, stop = split_evenly(vocab_size, group.rank, group.size)
+    rows = padded_rows(vocab_size, group.size, multiple)
+    spec = ShardSpec(shape=(vocab_size,), dim=0, start=start, stop=stop)
+    return ShardedParameter(torch.empty(rows, device=device), spec)
+
+
 def _require_divisible(name: str, features: int, group: Group) -> None:
     if features % group.size:
         raise ValueError(f"{name} {features} does not divide over {group.size} tensor-parallel ranks")

@@ -51,13 +51,17 @@ def smaller(text: str) -> str:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A folder with the repository's files, this environment as its .venv, and a small corpus."""
-    for name in ("pretrain_gpt.py", "megacore", "kernels", "tools", "examples"):
+    for name in ("pretrain_gpt.py", "pretrain_bert.py", "megacore", "kernels", "tools", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "data").mkdir()
     draw = random.Random(0)
     words = ["once", "upon", "a", "time", "there", "was", "model", "that", "learned", "to", "read", "and", "write"]
-    lines = [json.dumps({"text": " ".join(draw.choices(words, k=60))}) for _ in range(400)]
+
+    def sentence() -> str:
+        return " ".join(draw.choices(words, k=12)).capitalize() + "."
+
+    lines = [json.dumps({"text": " ".join(sentence() for _ in range(5))}) for _ in range(400)]
     (tmp_path / "data" / "text.jsonl").write_text("\n".join(lines) + "\n")
     return tmp_path
 

@@ -328,10 +328,15 @@ def undocumented(sources: Iterable[Source]) -> list[str]:
             found.append(f"{source.path} has no docstring")
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                if source.is_ours and not ast.get_docstring(node):
+                if source.is_ours and not ast.get_docstring(node) and not _is_overload(node):
                     found.append(f"{source.path}:{node.lineno} {node.name} has no docstring")
                 found += [f"{source.path}:{line}" for line in _untyped(node)]
     return found
+
+
+def _is_overload(node: ast.ClassDef | ast.FunctionDef) -> bool:
+    """Whether it only states types; the function that follows has the words."""
+    return any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
 
 
 def _untyped(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
