@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.checkpoint.check import check_load, samples_of_run
 from megacore.cli import parse_config
+from megacore.convert.start import check_init_from_hf, shape_from_hf, weights_from_hf
 from megacore.data.build import build_datasets, check_inputs, complete_config
 from megacore.pipeline.own import check_schedule
 
@@ -31,8 +33,9 @@ def main(argv: list[str]) -> int:
         argv,
         prog="pretrain_gpt.py",
         description="Pretrain a GPT with tensor x pipeline x data parallelism.",
+        shape=shape_from_hf,
         complete=complete_config,
-        checks=[check_inputs, check_load, check_schedule],
+        checks=[check_inputs, check_load, check_init_from_hf, check_schedule],
     )
     from megacore.train.launch import launch
 
@@ -50,7 +53,15 @@ def train(config: Config, mesh: Mesh) -> None:
     streams = RandomStreams(config.training.seed, mesh.device)
     layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
     loss = GPTLoss(config, mesh.tp)
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, eval_loss=loss.plain, streams=streams)
+    source = config.checkpoint.init_from_hf
+    task = Task(
+        layers=layers,
+        first_input=lambda batch: batch.tokens,
+        loss=loss,
+        eval_loss=loss.plain,
+        streams=streams,
+        initialize=None if source is None else weights_from_hf(Path(source)),
+    )
     train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
     Trainer(config, mesh, task, train_data, valid_data).run()
 

@@ -24,6 +24,9 @@ class CheckpointConfig(Section):
     load: Annotated[str | None, Flag(metavar="DIR|auto")] = None
     """Where to continue: a checkpoint's directory, a run's output directory (its newest checkpoint that is whole), or
     auto: the newest whole one in --output-dir, and a fresh start where there is none."""
+    init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
+    """A directory of Hugging Face transformers whose weights the run starts from. The model's shape is read from its
+    config.json; a flag that contradicts it is refused."""
     save_interval: Annotated[int | None, Range(1)] = None
     """Steps between checkpoints. None: at the end only."""
     keep_last: Annotated[int | None, Range(1)] = None

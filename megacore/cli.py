@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 from megacore.command_line import Given, all_fields, flag_names, read_flags
-from megacore.config import SECTIONS, Config, resolve, validate
+from megacore.config import Config, resolve, sections_of, validate
 from megacore.config_file import read_toml, save_toml
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.fields import field_infos
@@ -34,21 +34,53 @@ __all__ = ["flag_names", "leave_for_launcher", "load_toml", "parse_config", "sav
 # that reports. It waits this long for the launcher to end it.
 GRACE_SECONDS = 5.0
 
+C = TypeVar("C", bound=Config)
+
+
+@overload
+def parse_config(
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    complete: Callable[[Config], Config] | None = None,
+    checks: Sequence[Callable[[Config], object]] = (),
+) -> Config: ...
+
+
+@overload
+def parse_config(
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    kind: type[C],
+    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    complete: Callable[[C], C] | None = None,
+    checks: Sequence[Callable[[C], object]] = (),
+) -> C: ...
+
 
 def parse_config(
     argv: Sequence[str],
     *,
     prog: str,
     description: str,
-    complete: Callable[[Config], Config] | None = None,
-    checks: Sequence[Callable[[Config], object]] = (),
-) -> Config:
+    kind: type[C] = Config,  # type: ignore[assignment]
+    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    complete: Callable[[C], C] | None = None,
+    checks: Sequence[Callable[[C], object]] = (),
+) -> C:
     """Reads, checks and resolves the configuration of a run, or refuses it and exits.
 
     Args:
         argv: the command line without the program's name.
         prog: the program's name, for the help text.
         description: the help text's first paragraph.
+        shape: further defaults that follow from given values, such as a model's shape from a file that is named. Every
+            rank calls it; what it refuses is reported with the rest.
+        kind: the entry point's kind of configuration, whose sections have its flags.
         complete: fills what only the input files know (the vocabulary's size). Every rank calls it: it must be cheap.
         checks: look at the input files as closely as they like, even where `complete` or one another failed, so that
             all problems come together. Only the first rank of each machine calls them: where one refuses, that rank
@@ -60,9 +92,9 @@ def parse_config(
     process = _Process.of_environment()
     if "--help" in argv or "-h" in argv:
         if process.rank == 0:
-            print_help(prog, description)
+            print_help(prog, description, kind)
         raise SystemExit(0)
-    reading = _read(argv, process)
+    reading = _read(argv, process, kind, shape)
     if reading.shared or reading.here:
         _refuse(prog, process, reading)
     config = resolve(reading.config, process.world_size)
@@ -77,15 +109,15 @@ def parse_config(
     return config if completed is None else completed
 
 
-def load_toml(path: str | Path) -> Config:
+def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[assignment]
     """Reads a configuration from a TOML file alone, as `save_toml` wrote it.
 
     Raises:
         ConfigError: everything in the file that cannot be read, or is impossible whatever the number of processes.
     """
-    given = read_toml(path)
-    config = _build({**_preset_values(given.values), **given.values})
-    own = [problem for name in SECTIONS for problem in getattr(config, name).problems()]
+    given = read_toml(path, kind)
+    config = _build(kind, _with_defaults(kind, given.values))
+    own = [problem for name in sections_of(kind) for problem in getattr(config, name).problems()]
     if given.problems or own:
         raise ConfigError(given.problems or [f"{path}: {problem}" for problem in own])
     return config
@@ -130,38 +162,56 @@ class _Process:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _Reading(Generic[C]):
     """What the sources give together, and what is wrong: the same on every rank, or with this machine's files."""
 
-    config: Config
+    config: C
     shared: list[str]
     here: list[str]
     notes: list[str]
     source: str | None  # the configuration file
 
 
-def _read(argv: Sequence[str], process: _Process) -> _Reading:
-    flags = read_flags(argv)
+def _read(
+    argv: Sequence[str],
+    process: _Process,
+    kind: type[C],
+    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> _Reading[C]:
+    flags = read_flags(argv, kind)
     path = flags.values.pop("config", None)
-    file = Given() if path is None else read_toml(path)
+    file = Given() if path is None else read_toml(path, kind)
     given = {**file.values, **flags.values}
-    config = _build({**_preset_values(given), **given})
-    file_unread = set(all_fields()) if "config" in flags.unread else file.unread
+    shaped, unshaped = _shaped(shape, given)
+    config = _build(kind, _with_defaults(kind, {**shaped, **given}))
+    file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     shared = flags.problems
     if not process.problems:
         shared = shared + validate(config, process.world_size, unread=unread)
     # The first rank of a machine looks at the disk for all of them.
     on_disk = missing_files(config) if process.local_rank == 0 else []
-    here = [*process.problems, *file.problems, *on_disk]
+    here = [*process.problems, *file.problems, *on_disk, *unshaped]
     return _Reading(config, shared, here, _overridden_preset(flags, file, path), path)
 
 
-def _preset_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    values: dict[str, Any] = dict(PRESETS.get(given.get("preset") or "", {}))
+def _shaped(
+    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None, given: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """What `shape` makes of the given values, and why it does not."""
+    try:
+        return ({} if shape is None else shape(given)), []
+    except UserError as error:
+        return {}, [str(error)]
+
+
+def _with_defaults(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, over what the preset says, over the entry point's own defaults."""
+    preset: dict[str, Any] = dict(PRESETS.get(given.get("preset") or "", {}))
     if given.get("tokenizer") is not None:
-        values.pop("vocab_size", None)
-    return values
+        preset.pop("vocab_size", None)
+    values = {**preset, **given}
+    return {**kind.defaults(values), **values}
 
 
 def _overridden_preset(flags: Given, file: Given, path: str | None) -> list[str]:
@@ -174,16 +224,16 @@ def _overridden_preset(flags: Given, file: Given, path: str | None) -> list[str]
     return [f"--config {path} is stronger than --preset {flags.values['preset']}: {', '.join(changed)}"]
 
 
-def _build(values: Mapping[str, Any]) -> Config:
+def _build(kind: type[C], values: Mapping[str, Any]) -> C:
     """A configuration from values by field. A required field without one becomes None, which `validate` reports."""
     sections = {
         name: section(**{k: values.get(k) for k, info in field_infos(section).items() if k in values or info.required})
-        for name, section in SECTIONS.items()
+        for name, section in sections_of(kind).items()
     }
-    return Config(**sections)  # type: ignore[arg-type]
+    return kind(**sections)  # type: ignore[arg-type]
 
 
-def _ask(hook: Callable[[Config], Any] | None, config: Config, reading: _Reading) -> Any:
+def _ask(hook: Callable[[C], Any] | None, config: C, reading: _Reading[C]) -> Any:
     """What a hook makes of the configuration; what it refuses is noted, each problem once."""
     if hook is None:
         return None
@@ -198,7 +248,7 @@ def _ask(hook: Callable[[Config], Any] | None, config: Config, reading: _Reading
 # ---- refusing --------------------------------------------------------------------------------------------------------
 
 
-def _refuse(prog: str, process: _Process, reading: _Reading) -> NoReturn:
+def _refuse(prog: str, process: _Process, reading: _Reading[C]) -> NoReturn:
     """Says once what is wrong, and ends this rank."""
     if process.local_rank != 0:
         time.sleep(GRACE_SECONDS)

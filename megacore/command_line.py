@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megacore import megatron_flags
-from megacore.config import SECTIONS
+from megacore.config import Config, sections_of
 from megacore.fields import FieldInfo, field_infos
 from megacore.wording import nearest_name
 
@@ -34,9 +34,9 @@ class _Word:
     values: list[str]
 
 
-def all_fields() -> dict[str, FieldInfo]:
-    """Every field of every section by its name."""
-    return {name: info for section in SECTIONS.values() for name, info in field_infos(section).items()}
+def all_fields(kind: type[Config] = Config) -> dict[str, FieldInfo]:
+    """Every field of every section of a kind of configuration, by its name."""
+    return {name: info for section in sections_of(kind).values() for name, info in field_infos(section).items()}
 
 
 CONFIG_INFO = FieldInfo(
@@ -54,9 +54,9 @@ CONFIG_DOC = (
 )
 
 
-def read_flags(argv: Sequence[str]) -> Given:
+def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
     """Reads command-line words, without the program's name; the `--config` file is among the values as `config`."""
-    fields = {**all_fields(), "config": CONFIG_INFO}
+    fields = {**all_fields(kind), "config": CONFIG_INFO}
     known = {name: info for info in fields.values() for name in info.flags}
     given = Given()
     texts: dict[str, _Word] = {}
@@ -171,11 +171,11 @@ def _meaning(word: _Word, info: FieldInfo) -> Any:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def flag_names() -> dict[str, tuple[str, ...]]:
+def flag_names(kind: type[Config] = Config) -> dict[str, tuple[str, ...]]:
     """Each flag with its aliases and, for a switch, the form that turns it off."""
     return {
         info.flag: (*info.aliases, *([_negative(info.flag)] if info.kind is bool else []))
-        for info in (CONFIG_INFO, *all_fields().values())
+        for info in (CONFIG_INFO, *all_fields(kind).values())
     }
 
 

@@ -2,21 +2,23 @@
 
 `validate` names every violated constraint at once, with the nearest values that would do; `resolve` then fills the
 fields that follow from others. What the disk has to say is in missing_files.py, the way from the command line and from
-a TOML file to a `Config` in cli.py. Nothing here imports torch: a wrong configuration is refused before anything is
-loaded.
+a TOML file to a `Config` in cli.py. An entry point with settings of its own has a subclass of `Config` with a section
+more (bert_section.py). Nothing here imports torch: a wrong configuration is refused before anything is loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from megacore.checkpoint_section import CheckpointConfig
 from megacore.fields import Section
+from megacore.model_section import ModelConfig
 from megacore.pipeline_layout import parse_layout
-from megacore.sections import DataConfig, LoggingConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megacore.presets import BERT_PRESETS, GPT_PRESETS
+from megacore.sections import DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megacore.update_sections import OptimizerConfig, PrecisionConfig
 from megacore.wording import counted, divisors, nearest_multiples, one_of
 
@@ -35,13 +37,14 @@ __all__ = [
     "PrecisionConfig",
     "TrainingConfig",
     "resolve",
+    "sections_of",
     "validate",
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that defines a run."""
+    """Everything that defines a run; pretrain_gpt.py's, and the base of every other entry point's."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -52,17 +55,37 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    @classmethod
+    def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by field that take the place of the sections' defaults, which may depend on what is given."""
+        return {}
 
-SECTIONS: dict[str, type[Section]] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "precision": PrecisionConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "training": TrainingConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-}
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        """Yields what is wrong between the sections of this kind of configuration alone, leaving aside the fields that
+        are `wrong` on their own."""
+        if self.model.preset in BERT_PRESETS and "preset" not in wrong:
+            yield (
+                f"--preset {self.model.preset} is BERT's: use {one_of(list(GPT_PRESETS))}, or start pretrain_bert.py "
+                "instead"
+            )
+
+
+C = TypeVar("C", bound=Config)
+
+
+def sections_of(kind: type[Config]) -> dict[str, type[Section]]:
+    """The sections of a kind of configuration by name, in order."""
+    if kind not in _SECTIONS_OF:  # evaluating annotations takes a while
+        hints = get_type_hints(kind)
+        _SECTIONS_OF[kind] = {section.name: hints[section.name] for section in dataclasses.fields(kind)}
+    return _SECTIONS_OF[kind]
+
+
+_SECTIONS_OF: dict[type[Config], dict[str, type[Section]]] = {}
+
+
+SECTIONS = sections_of(Config)
+"""The sections that every entry point has."""
 
 
 def known(value: T | None) -> T:
@@ -71,7 +94,7 @@ def known(value: T | None) -> T:
     return value
 
 
-def resolve(config: Config, world_size: int) -> Config:
+def resolve(config: C, world_size: int) -> C:
     """Fills the fields that follow from others, once `validate` has found nothing. The vocabulary's size is not among
     them: only the tokenizer knows it.
 
@@ -79,16 +102,13 @@ def resolve(config: Config, world_size: int) -> Config:
         config: a valid configuration.
         world_size: the number of processes of the run.
     """
+    config = dataclasses.replace(config, **{name: getattr(config, name).filled() for name in sections_of(type(config))})
     model, parallel, training = config.model, config.parallel, config.training
     dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
     replace = dataclasses.replace
     return replace(
         config,
-        model=replace(
-            model,
-            ffn_hidden_size=_ffn_hidden_size(model),
-            max_position_embeddings=model.max_position_embeddings or config.data.seq_length,
-        ),
+        model=model.with_sizes(config.data.seq_length),
         parallel=replace(parallel, dp=dp),
         optimizer=replace(config.optimizer, lr_decay_iters=_lr_decay_iters(config)),
         training=replace(training, global_batch_size=training.global_batch_size or training.micro_batch_size * dp),
@@ -108,7 +128,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
     """
     found: list[str] = []
     wrong = unread
-    for name in SECTIONS:
+    for name in sections_of(type(config)):
         section: Section = getattr(config, name)
         impossible = section.wrong_fields()
         wrong |= frozenset(impossible)
@@ -117,7 +137,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
     for names, constraint in _CONSTRAINTS:
         if not names & wrong:
             found += constraint(config, world_size)
-    return found
+    return [*found, *config.constraints(wrong)]
 
 
 # ---- constraints between sections ------------------------------------------------------------------------------------
@@ -154,9 +174,27 @@ def _heads(config: Config, world_size: int) -> Iterator[str]:
         yield f"--tp {tp} must divide --num-attention-heads {heads}: use {one_of(divisors(heads, near=tp))}"
 
 
+@_about("tp", "num_attention_heads", "num_query_groups", "kv_channels", "hidden_size")
+def _groups(config: Config, world_size: int) -> Iterator[str]:
+    tp, groups, model = config.parallel.tp, config.model.query_groups, config.model
+    if model.num_query_groups is None or model.num_attention_heads % groups or model.num_attention_heads % tp:
+        return  # nothing to say, or said elsewhere
+    rows = 2 * model.head_size  # of a group's key and value
+
+    def fits(ranks: int) -> bool:
+        return groups % ranks == 0 or (ranks % groups == 0 and rows % (ranks // groups) == 0)
+
+    if not fits(tp):
+        good = [ranks for ranks in divisors(model.num_attention_heads, near=tp) if fits(ranks)]
+        yield (
+            f"--tp {tp} must divide --num-query-groups {groups}, or be a multiple of it that divides each group's key "
+            f"and value of {rows} rows: use --tp {one_of(good)}"
+        )
+
+
 @_about("tp", "hidden_size", "ffn_hidden_size")
 def _ffn(config: Config, world_size: int) -> Iterator[str]:
-    tp, ffn = config.parallel.tp, _ffn_hidden_size(config.model)
+    tp, ffn = config.parallel.tp, config.model.inner_size
     if ffn % tp:
         derived = "" if config.model.ffn_hidden_size else " (4 x --hidden-size)"
         yield (
@@ -264,6 +302,15 @@ def _schedule(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("preset", "init_from_hf", "load")
+def _start_of_weights(config: Config, world_size: int) -> Iterator[str]:
+    source, load, preset = config.checkpoint.init_from_hf, config.checkpoint.load, config.model.preset
+    if source is not None and load not in (None, "auto"):
+        yield f"--init-from-hf {source} and --load {load} exclude each other: leave one of them out"
+    if source is not None and preset is not None:
+        yield f"--preset {preset} has no effect with --init-from-hf {source}, which has its own shape: leave it out"
+
+
 @_about("trace", "trace_steps")
 def _trace(config: Config, world_size: int) -> Iterator[str]:
     if config.logging.trace_steps is not None and not config.logging.trace:
@@ -282,10 +329,6 @@ def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
 
 
 # ---- derived values --------------------------------------------------------------------------------------------------
-
-
-def _ffn_hidden_size(model: ModelConfig) -> int:
-    return model.ffn_hidden_size or 4 * model.hidden_size
 
 
 def _lr_decay_iters(config: Config) -> int:

@@ -21,7 +21,7 @@ import tomli_w
 
 import megacore
 from megacore.command_line import Given, all_fields
-from megacore.config import SECTIONS, Config
+from megacore.config import Config, sections_of
 from megacore.fields import FieldInfo, field_infos
 from megacore.wording import did_you_mean, nearest_name, one_of
 
@@ -45,7 +45,7 @@ def save_toml(config: Config, path: str | Path) -> None:
     path = Path(path)
     tables = {
         name: {key: value for key, value in dataclasses.asdict(getattr(config, name)).items() if value is not None}
-        for name in SECTIONS
+        for name in sections_of(type(config))
     }
     text = _HEADER.format(version=megacore.__version__) + tomli_w.dumps(tables)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,9 +64,9 @@ def save_toml(config: Config, path: str | Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def read_toml(path: str | Path) -> Given:
-    """Reads the values of a TOML file by field, with every problem in it."""
-    given = Given(unread=set(all_fields()))  # until the file is read, nobody knows what it meant to give
+def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:
+    """Reads the values of a TOML file of a kind of configuration by field, with every problem in it."""
+    given = Given(unread=set(all_fields(kind)))  # until the file is read, nobody knows what it meant to give
     try:
         if problem := unsuitable(path):
             given.problems.append(f"--config {path} {problem}: give an existing TOML file")
@@ -81,16 +81,18 @@ def read_toml(path: str | Path) -> Given:
         return given
     given.unread = set()
     for name, table in tables.items():
-        if name not in SECTIONS:
-            given.problems.append(f"{_place(path, text, None, name)}: {_unknown_table(name, table)}")
-            given.unread |= {_meant(name)} if not isinstance(table, dict) else set(all_fields()) & table.keys()
+        if name not in sections_of(kind):
+            given.problems.append(f"{_place(path, text, None, name)}: {_unknown_table(kind, name, table)}")
+            given.unread |= (
+                {_meant(kind, name)} if not isinstance(table, dict) else set(all_fields(kind)) & table.keys()
+            )
         elif not isinstance(table, dict):
             given.problems.append(
                 f"{_place(path, text, None, name)}: {name} is a table: write [{name}] on its own line"
             )
         else:
             for key, value in table.items():
-                _read_key(given, partial(_place, path, text, name, key), (name, key), value)
+                _read_key(given, kind, partial(_place, path, text, name, key), (name, key), value)
     return given
 
 
@@ -108,12 +110,12 @@ def unsuitable(path: str | Path) -> str | None:
     return None
 
 
-def _read_key(given: Given, place: Callable[[], str], name: tuple[str, str], value: Any) -> None:
+def _read_key(given: Given, kind: type[Config], place: Callable[[], str], name: tuple[str, str], value: Any) -> None:
     table, key = name
-    info = field_infos(SECTIONS[table]).get(key)
+    info = field_infos(sections_of(kind)[table]).get(key)
     if info is None:
-        given.problems.append(f"{place()}: [{table}] {_unknown_key(key)}")
-        given.unread.add(_meant(key))
+        given.problems.append(f"{place()}: [{table}] {_unknown_key(kind, key)}")
+        given.unread.add(_meant(kind, key))
         return
     try:
         given.values[key] = _converted(value, info)
@@ -138,34 +140,36 @@ def _converted(value: Any, info: FieldInfo) -> Any:
     return value
 
 
-def _unknown_table(name: str, value: Any) -> str:
-    if name in all_fields():
-        return f"{name} belongs under [{_table_of(name)}]"
+def _unknown_table(kind: type[Config], name: str, value: Any) -> str:
+    if name in all_fields(kind):
+        return f"{name} belongs under [{_table_of(kind, name)}]"
     if not isinstance(value, dict):
-        return _unknown_key(name)
-    tables = [f"[{section}]" for section in SECTIONS]
+        return _unknown_key(kind, name)
+    tables = [f"[{section}]" for section in sections_of(kind)]
     return f"[{name}] is not a table: use {one_of(tables)}{did_you_mean(f'[{name}]', tables)}"
 
 
-def _unknown_key(key: str) -> str:
-    meant = _meant(key)
-    if meant not in all_fields():
+def _unknown_key(kind: type[Config], key: str) -> str:
+    meant = _meant(kind, key)
+    if meant not in all_fields(kind):
         return f"{key} is not a key: docs/configuration.md lists them"
     if meant == key:
-        return f"{key} belongs under [{_table_of(key)}]"
-    return f"{key} is not a key: did you mean {meant}, under [{_table_of(meant)}]?"
+        return f"{key} belongs under [{_table_of(kind, key)}]"
+    return f"{key} is not a key: did you mean {meant}, under [{_table_of(kind, meant)}]?"
 
 
-def _meant(key: str) -> str:
+def _meant(kind: type[Config], key: str) -> str:
     """The field that a key with dashes, an alias or a misspelt key stands for; the key itself where none is near."""
-    spellings = {name.removeprefix("--").replace("-", "_"): i.name for i in all_fields().values() for name in i.flags}
+    spellings = {
+        name.removeprefix("--").replace("-", "_"): i.name for i in all_fields(kind).values() for name in i.flags
+    }
     spelled = key.replace("-", "_")
     near = spelled if spelled in spellings else nearest_name(spelled, spellings)
     return spellings[near] if near else key
 
 
-def _table_of(key: str) -> str:
-    return next(name for name, section in SECTIONS.items() if key in field_infos(section))
+def _table_of(kind: type[Config], key: str) -> str:
+    return next(name for name, section in sections_of(kind).items() if key in field_infos(section))
 
 
 def _place(path: str | Path, text: str, table: str | None, key: str) -> str:

@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from megacore.wording import did_you_mean, number, one_of
 
@@ -157,7 +157,12 @@ class Section:
         for name in names:
             value = getattr(self, name)
             if name not in wrong and value != infos[name].default:
-                yield f"{flag(name)} {number(value)} has no effect with {beside}: leave it out, or use {needs}"
+                given = "" if value is True else f" {value if isinstance(value, str) else number(value)}"
+                yield f"{flag(name)}{given} has no effect with {beside}: leave it out, or use {needs}"
+
+    def filled(self) -> Self:
+        """This section with the fields that follow from others of it."""
+        return self
 
     def problems(self) -> list[str]:
         """Every violated constraint that this section can see by itself."""

@@ -7,12 +7,12 @@ import dataclasses
 from typing import Annotated, Any, get_type_hints
 
 from megacore.command_line import CONFIG_DOC, CONFIG_INFO
-from megacore.config import SECTIONS
+from megacore.config import Config, sections_of
 from megacore.fields import FieldInfo, field_docs, field_infos
 from megacore.wording import number
 
 
-def print_help(prog: str, description: str) -> None:
+def print_help(prog: str, description: str, kind: type[Config]) -> None:
     """Prints the help text to stdout, as wide as the terminal."""
     # Only the help needs tyro: loading it on every rank of every launch would cost each 0.2 s.
     import tyro
@@ -39,7 +39,7 @@ def print_help(prog: str, description: str) -> None:
 
     flags = [
         ("config", Annotated[str | None, shown(CONFIG_INFO, CONFIG_DOC)], dataclasses.field(default=None)),
-        *((name, section_class(name, section), dataclasses.field()) for name, section in SECTIONS.items()),
+        *((name, section_class(name, section), dataclasses.field()) for name, section in sections_of(kind).items()),
     ]
     tree = dataclasses.make_dataclass("Flags", flags, kw_only=True)
     with contextlib.suppress(SystemExit):

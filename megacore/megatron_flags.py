@@ -12,6 +12,7 @@ REPLACED = {
     "--apply-query-key-layer-scaling": "leave it out: attention's softmax is computed in fp32",
     "--attention-backend": "use --attention sdpa (torch's fused operator, the default) or --attention fused-softmax",
     "--attention-softmax-in-fp32": "leave it out: it always is",
+    "--bert-no-binary-head": "use pretrain_bert.py --sentence-task none",
     "--bf16": "use --precision bf16",
     "--bias-dropout-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--bias-gelu-fusion": "leave it out: the implementation of each operation is chosen and reported",
@@ -23,7 +24,9 @@ REPLACED = {
     "--distributed-backend": "use --device: cuda communicates through NCCL, cpu through gloo",
     "--exit-on-missing-checkpoint": "leave it out: --load DIR needs a checkpoint, and --load auto starts afresh",
     "--exit-signal-handler": "leave it out: SIGTERM and SIGINT always save and end the run",
+    "--embed-layernorm": "use --embedding-layernorm",
     "--fp16": "use --precision fp16",
+    "--group-query-attention": "leave it out: --num-query-groups alone says so",
     "--log-memory-to-tensorboard": "leave it out: memory is always in metrics.jsonl",
     "--log-throughput": "leave it out: throughput is always logged",
     "--lr-decay-samples": "use --lr-decay-iters, which counts steps",
@@ -34,32 +37,35 @@ REPLACED = {
     "--no-gradient-accumulation-fusion": "leave it out: there is no such fusion",
     "--no-load-rng": "leave it out: no generator has a state that could be loaded",
     "--no-save-rng": "leave it out: no generator has a state that could be saved",
-    "--position-embedding-type": "leave it out: positions are learned (learned_absolute)",
+    "--openai-gelu": "leave it out: --activation gelu is its tanh form",
     "--recompute-activations": "use --recompute selective",
     "--recompute-granularity": "use --recompute selective or --recompute full",
     "--recompute-method": "leave it out: --recompute-num-layers counts a stage's first blocks (block)",
+    "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear and --rope-scaling-factor",
+    "--swiglu": "use --activation swiglu",
     "--tokenizer-type": "leave it out: --tokenizer PATH tells its own type",
     "--train-samples": "use --train-iters, which counts steps of --global-batch-size samples",
     "--transformer-impl": "leave it out: the fastest available implementation is chosen and reported",
     "--use-cpu-initialization": "leave it out: initial weights are the same on every device and layout",
     "--use-distributed-optimizer": "use --zero-stage 1",
     "--use-mcore-models": "leave it out: there is one kind of model",
+    "--use-rope-scaling": "use --rope-scaling llama3, with --rope-scaling-factor and --rope-original-max-positions",
+    "--use-rotary-position-embeddings": "use --position-embedding-type rope",
     "--vocab-file": "use --tokenizer PATH (a tokenizer.json, a directory that holds one, or a SentencePiece model)",
 }
 """Flags that have another name here, or that nothing needs."""
 
 _NOT_YET = """
-    --add-qkv-bias --apply-layernorm-1p --bert-no-binary-head --calculate-per-token-loss --check-for-large-grads
-    --check-for-spiky-loss --context-parallel-size --disable-bias-linear --dist-ckpt-optim-fully-reshardable
-    --dist-ckpt-strictness --end-weight-decay --expert-model-parallel-size --finetune --group-query-attention
-    --iterations-to-skip --kv-channels --log-num-zeros-in-grad --log-params-norm --manual-gc --manual-gc-interval
-    --no-load-optim --no-save-optim --normalization --num-layers-per-virtual-pipeline-stage --num-query-groups
-    --num-virtual-stages-per-pipeline-rank --openai-gelu --pipeline-model-parallel-layout --pretrained-checkpoint
-    --profile --profile-ranks --profile-step-end --profile-step-start --qk-layernorm --recompute-modules --rotary-base
-    --rotary-interleaved --rotary-percent --skip-train --squared-relu --start-weight-decay --step-batch-size-schedule
-    --swiglu --tensorboard-dir --tensorboard-log-interval --timing-log-level --timing-log-option --tp-comm-overlap
-    --use-checkpoint-args --use-flash-attn --use-rope-scaling --use-tp-pp-dp-mapping --wandb-entity --wandb-exp-name
-    --wandb-project --wandb-save-dir --weight-decay-incr-style --window-size
+    --apply-layernorm-1p --calculate-per-token-loss --check-for-large-grads --check-for-spiky-loss
+    --context-parallel-size --dist-ckpt-optim-fully-reshardable --dist-ckpt-strictness --end-weight-decay
+    --expert-model-parallel-size --finetune --iterations-to-skip --log-num-zeros-in-grad --log-params-norm
+    --manual-gc --manual-gc-interval --no-load-optim --no-save-optim --num-layers-per-virtual-pipeline-stage
+    --num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-layout --pretrained-checkpoint --profile
+    --profile-ranks --profile-step-end --profile-step-start --recompute-modules --rotary-interleaved --skip-train
+    --squared-relu --start-weight-decay --step-batch-size-schedule --tensorboard-dir --tensorboard-log-interval
+    --timing-log-level --timing-log-option --tp-comm-overlap --use-checkpoint-args --use-flash-attn
+    --use-tp-pp-dp-mapping --wandb-entity --wandb-exp-name --wandb-project --wandb-save-dir
+    --weight-decay-incr-style
 """
 NOT_YET = frozenset(_NOT_YET.split())
 """Flags of features that megacore does not have yet."""

@@ -29,9 +29,11 @@ def missing_files(config: Config) -> list[str]:
             f"--tokenizer {data.tokenizer} {wrong}: give a tokenizer.json, a directory that holds one, "
             "or a SentencePiece .model"
         )
-    load = config.checkpoint.load
+    load, init = config.checkpoint.load, config.checkpoint.init_from_hf
     if _given(load) and load != AUTO and not os.path.isdir(load):
         found.append(f"--load {load} is not a directory: give a checkpoint directory, or leave --load out")
+    if _given(init) and not os.path.isdir(init):
+        found.append(f"--init-from-hf {init} is not a directory: give one with config.json and safetensors")
     own = config.parallel.schedule_csv
     if _given(own) and not os.path.isfile(own):
         found.append(

@@ -1,4 +1,4 @@
-"""The sections of a run's configuration: model, parallel, data, training and logging; update_sections.py and
+"""The sections of a run's configuration: parallel, data, training and logging; model_section.py, update_sections.py and
 checkpoint_section.py have the rest.
 
 A field is a flag (`num_layers` is `--num-layers`), the string under it is its help text, and its annotation holds its
@@ -15,58 +15,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megacore.fields import Flag, Range, Section
-from megacore.presets import PRESETS
-from megacore.wording import did_you_mean, divisors, nearest_multiples, one_of
 
 MAX_SEED = 2**63 - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(Section):
-    """The transformer's shape, initialisation and dropout."""
-
-    preset: Annotated[str | None, Flag(metavar="NAME")] = None
-    """A named model shape (gpt2-small, gpt2-medium, gpt2-large, gpt2-xl; gpt2-tiny for tests). It replaces the
-    defaults of the shape, of --seq-length and, without a tokenizer, of --vocab-size; a configuration file and flags
-    are stronger."""
-    num_layers: Annotated[int, Range(1, 10_000)] = 12
-    """Transformer blocks in the whole model. --pp need not divide it."""
-    hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
-    """Width of the residual stream; a multiple of --num-attention-heads."""
-    num_attention_heads: Annotated[int, Range(1, 1_000_000)] = 12
-    """Attention heads of each block; a multiple of --tp."""
-    ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None
-    """Inner width of the feed-forward layer; a multiple of --tp. None: 4 x --hidden-size."""
-    max_position_embeddings: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Rows of the learned position table, in tokens; at least --seq-length. None: --seq-length."""
-    vocab_size: Annotated[int | None, Range(1, 100_000_000)] = None
-    """True size of the vocabulary, without padding; at least the tokenizer's. None: the tokenizer's."""
-    make_vocab_size_divisible_by: Annotated[int, Range(1, 1_000_000)] = 128
-    """The vocabulary is padded in memory to a multiple of this times --tp; neither the loss nor a checkpoint sees
-    padding."""
-    norm_epsilon: Annotated[float, Range(above=0), Flag(("--layernorm-epsilon",))] = 1e-5
-    """Added to the variance in LayerNorm."""
-    init_method_std: Annotated[float, Range(above=0)] = 0.02
-    """Standard deviation of the normal distribution that weights are drawn from; layers that write to the residual
-    stream divide it by sqrt(2 x --num-layers)."""
-    hidden_dropout: Annotated[float, Range(0, below=1)] = 0.1
-    """Dropout probability after the embedding and after each layer that writes to the residual stream. 0: off."""
-    attention_dropout: Annotated[float, Range(0, below=1)] = 0.1
-    """Dropout probability of attention weights. 0: off."""
-    untie_embeddings_and_output_weights: bool = False
-    """Gives the output layer its own weights instead of the token embedding's."""
-
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.preset is not None and self.preset not in PRESETS:
-            near = did_you_mean(self.preset, PRESETS)
-            yield f"--preset {self.preset} is not known: use {one_of(list(PRESETS))}{near}"
-        hidden, heads = self.hidden_size, self.num_attention_heads
-        if not wrong & {"hidden_size", "num_attention_heads"} and hidden % heads:
-            yield (
-                f"--hidden-size {hidden} must be a multiple of --num-attention-heads {heads}: "
-                f"use --hidden-size {one_of(nearest_multiples(hidden, heads))}, "
-                f"or --num-attention-heads {one_of(divisors(hidden, near=heads, most=6))}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megacore.bert_section import BertConfig
 from megacore.command_line import CONFIG_DOC, CONFIG_INFO
-from megacore.config import SECTIONS
-from megacore.fields import FieldInfo, field_docs, field_infos
+from megacore.config import SECTIONS, sections_of
+from megacore.fields import FieldInfo, field_docs, field_infos, flag
 from megacore.help_text import default_text
 from megacore.presets import PRESETS
 
@@ -53,10 +54,11 @@ def updated(document: str) -> str:
 
 
 def reference() -> str:
-    """Every flag by section, and every preset."""
+    """Every flag by section, those of one entry point alone after those of all, and every preset."""
     lines = [f"`{CONFIG_INFO.flag} {CONFIG_INFO.metavar}`: {CONFIG_DOC}", ""]
-    for name, section in SECTIONS.items():
-        lines += [f"### [{name}]", "", str(section.__doc__), "", *_section_table(section), ""]
+    for name, section in sections_of(BertConfig).items():
+        whose = "" if name in SECTIONS else ", of pretrain_bert.py alone"
+        lines += [f"### [{name}]{whose}", "", str(section.__doc__), "", *_section_table(section), ""]
     lines += ["### Presets", "", *_preset_table()]
     return "\n".join(lines) + "\n"
 
@@ -79,11 +81,11 @@ def _value(info: FieldInfo) -> str:
 
 
 def _preset_table() -> Iterator[str]:
-    keys = list(next(iter(PRESETS.values())))
-    yield "| preset | " + " | ".join(f"`{key}`" for key in keys) + " |"
-    yield "|---" * (len(keys) + 1) + "|"
+    yield "| preset | stands for |"
+    yield "|---|---|"
     for name, values in PRESETS.items():
-        yield f"| `{name}` | " + " | ".join(str(values[key]) for key in keys) + " |"
+        given = (flag(key) if value is True else f"{flag(key)} {value}" for key, value in values.items())
+        yield f"| `{name}` | `{' '.join(given)}` |"
 
 
 if __name__ == "__main__":

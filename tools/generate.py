@@ -9,27 +9,21 @@ import importlib.util
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, get_args, get_type_hints
-
-import torch
 
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.checkpoint.check import refuse_other_tokenizer
-from megacore.checkpoint.load import load_parameters
-from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, Manifest, find_checkpoint, read_manifest
-from megacore.config import ModelConfig, ParallelConfig, known
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest
+from megacore.checkpoint.trained import model_of, section_of, tokenizer_of
+from megacore.config import ModelConfig, ParallelConfig
 from megacore.data.command import ToolParser, positive, run_tool
-from megacore.data.tokenizer import Tokenizer, load_tokenizer
-from megacore.errors import CheckpointError, UserError
+from megacore.errors import UserError
 from megacore.fields import Range
-from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.mesh import select_device
-from megacore.parallel.random import RandomStreams
-from megacore.pipeline.stage import Stage
 from megacore.sections import MAX_SEED
 from megacore.train.generate import Sampling, generate
 
@@ -44,18 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(args: Namespace) -> None:
     directory = find_checkpoint(Path(args.checkpoint))
-    config = _model_config(read_manifest(directory), directory)
-    tokenizer = _tokenizer(args.tokenizer, directory)
-    if tokenizer.vocab_size > known(config.vocab_size):
-        raise UserError(
-            f"the tokenizer {args.tokenizer or directory / TOKENIZER_DIRECTORY} has a vocabulary of "
-            f"{tokenizer.vocab_size}, but the model of {directory} only {config.vocab_size}: give the tokenizer that "
-            "it was trained with"
-        )
+    manifest = read_manifest(directory)
+    config = section_of(manifest, directory, "model", ModelConfig)
+    if "bert" in manifest.config:
+        raise UserError(f"{directory} holds a BERT, which does not continue a text: use tools/fill_mask.py")
+    tokenizer = tokenizer_of(directory, args.tokenizer, config)
     prompt = tokenizer.encode(_text(args.prompt))
     if not prompt:
         raise UserError("--prompt has no tokens: give at least one character")
-    stage = _load(directory, config, select_device(args.device))
+    stage = model_of(directory, partial(gpt_layers, config), select_device(args.device))
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     print(tokenizer.decode(prompt), end="", flush=True)
     new: list[int] = []
@@ -120,32 +111,6 @@ def _text(prompt: str) -> str:
     except UnicodeEncodeError:
         raise UserError("--prompt is not valid UTF-8 text") from None
     return prompt
-
-
-def _model_config(manifest: Manifest, directory: Path) -> ModelConfig:
-    try:
-        config = ModelConfig(**manifest.config["model"])
-        problems = config.problems()
-    except (KeyError, TypeError) as error:
-        problems = [str(error)]
-    if problems:
-        raise CheckpointError(f"{directory}: its manifest does not describe a model ({'; '.join(problems)})")
-    return config
-
-
-def _tokenizer(path: str | None, directory: Path) -> Tokenizer:
-    stored = directory / TOKENIZER_DIRECTORY
-    if path is None and not stored.is_dir():
-        raise CheckpointError(f"{directory} holds no tokenizer (it was trained without one): give --tokenizer PATH")
-    if path is not None:
-        refuse_other_tokenizer(directory, path, way_out="leave --tokenizer out")
-    return load_tokenizer(path or str(stored))
-
-
-def _load(directory: Path, config: ModelConfig, device: torch.device) -> Stage:
-    stage = Stage(gpt_layers(config, BuildContext(device=device, streams=RandomStreams(0, device))))
-    load_parameters(directory, stage.by_name().values())
-    return stage
 
 
 if __name__ == "__main__":

@@ -54,7 +54,11 @@ def _parser() -> ToolParser:
         help="keys of .jsonl objects, each to its own output (text)",
     )
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    add("--split-sentences", action="store_true", help="make each sentence a sequence: P_text_sentence")
+    add(
+        "--split-sentences",
+        action="store_true",
+        help="make each sentence a sequence of its document, as BERT's sentence pairs need it: writes P_text_sentence",
+    )
     add("--text-unit", choices=get_args(TextUnit), default="line", help="what a document is in plain text (line)")
     add(
         "--workers",

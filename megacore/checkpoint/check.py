@@ -5,7 +5,7 @@ within a second, once, instead of by every rank after the model is built.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megacore.checkpoint.directory import MANIFEST_NAME, published
@@ -14,7 +14,7 @@ from megacore.checkpoint_section import AUTO
 from megacore.config import Config, known
 from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError
-from megacore.fields import field_infos, flag
+from megacore.fields import Section, field_infos, flag
 
 # Files are compared with their SHA-256 at the start up to this many bytes; the rest as it is read.
 _READ_BYTES = 1 << 30
@@ -22,6 +22,7 @@ _READ_BYTES = 1 << 30
 _FREE = frozenset(("preset", "make_vocab_size_divisible_by", "init_method_std", "hidden_dropout", "attention_dropout"))
 # The settings whose change is no news: where results go, what is reported, when the run saves and ends.
 _UNREPORTED = frozenset(("checkpoint", "logging"))
+_ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
 
 
 def check_load(config: Config) -> None:
@@ -135,10 +136,20 @@ def samples_of_run(config: Config) -> int:
 
 
 def _differences(manifest: Manifest, config: Config) -> Iterator[str]:
-    there = manifest.config["model"]
-    defaults = {name: info.default for name, info in field_infos(type(config.model)).items()}
-    for name in (name for name in defaults if name not in _FREE):
-        here, theirs = getattr(config.model, name), there.get(name, defaults[name])
+    if ("bert" in manifest.config) != hasattr(config, "bert"):
+        yield "a BERT there, a GPT here" if "bert" in manifest.config else "a GPT there, a BERT here"
+        return
+    bound = [name for name in field_infos(type(config.model)) if name not in _FREE]
+    yield from _differences_of(manifest, "model", config.model, bound)
+    if isinstance(section := getattr(config, "bert", None), Section):
+        yield from _differences_of(manifest, "bert", section, _ARCHITECTURE_OF_BERT)
+
+
+def _differences_of(manifest: Manifest, table: str, section: Section, fields: Iterable[str]) -> Iterator[str]:
+    there = manifest.config[table]
+    defaults = {name: info.default for name, info in field_infos(type(section)).items()}
+    for name in fields:
+        here, theirs = getattr(section, name), there.get(name, defaults[name])
         here = list(here) if isinstance(here, tuple) else here
         # None: the vocabulary of a tokenizer that cannot be read, which is reported by itself.
         if theirs != here and not (name == "vocab_size" and here is None):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from megacore.errors import DataError
 
 # Tokens are compared with the vocabulary at the start up to this many bytes; the rest as it is read.
 _SCAN_BYTES = 1 << 30
+
+C = TypeVar("C", bound=Config)
 
 
 class InputErrors(DataError):
@@ -56,7 +58,7 @@ def check_inputs(config: Config) -> int:
     problems: list[str] = []
     tokenizer: Tokenizer | None = None
     try:
-        tokenizer = _tokenizer(config)
+        tokenizer = tokenizer_of(config)
         vocab_size: int | None = _vocab_size(config, tokenizer)
     except DataError as error:
         problems.append(str(error))
@@ -81,10 +83,10 @@ def vocabulary_size(config: Config) -> int:
     Raises:
         DataError: There is no tokenizer where one is needed, or `--vocab-size` is smaller than its vocabulary.
     """
-    return _vocab_size(config, _tokenizer(config))
+    return _vocab_size(config, tokenizer_of(config))
 
 
-def complete_config(config: Config) -> Config:
+def complete_config(config: C) -> C:
     """The configuration with the vocabulary's size, which only the tokenizer knows.
 
     Raises:
@@ -107,26 +109,83 @@ def build_datasets(config: Config, *, train_samples: int | None = None) -> Datas
     Raises:
         DataError: An input is unusable.
     """
+    vocab_size = config.model.vocab_size or vocabulary_size(config)
+    eod = None if config.data.mock_data else _masked_eod(config)
+
+    def mock(stream: int, num_samples: int) -> SampleDataset:
+        return MockDataset(vocab_size, config.data.seq_length, num_samples, config.training.seed, stream=stream)
+
+    def dataset(part: Part, num_samples: int) -> SampleDataset:
+        return GPTDataset(
+            part.indexed,
+            part.documents,
+            num_samples=num_samples,
+            seq_length=config.data.seq_length,
+            seed=config.training.seed,
+            cache_dir=cache_dir(config, part.indexed),
+            eod=eod,
+            vocab_size=vocab_size,
+        )
+
+    return datasets_of(config, train_samples, mock, dataset)
+
+
+class Part(NamedTuple):
+    """A dataset's documents that belong to a split.
+
+    Attributes:
+        indexed: The opened dataset.
+        documents: Those of the split.
+        number: The dataset's place in --data-path.
+        stream: 0 for training, 1 for validation.
+    """
+
+    indexed: IndexedDataset
+    documents: range
+    number: int
+    stream: int
+
+
+def datasets_of(
+    config: Config,
+    train_samples: int | None,
+    mock: Callable[[int, int], SampleDataset],
+    dataset: Callable[[Part, int], SampleDataset],
+) -> Datasets:
+    """The datasets of a run, of whatever kind of samples.
+
+    Args:
+        config: A resolved configuration.
+        train_samples: As for `build_datasets`.
+        mock: Makes generated data of a stream (0 training, 1 validation) and a number of samples.
+        dataset: Makes a dataset of a part and a number of samples.
+    """
     training = config.training
     assert training.global_batch_size is not None
+    _loaded.cache_clear()  # the run itself does without the tokenizer
     batch = training.global_batch_size
     evaluated = training.eval_iters * batch if training.eval_interval else 0
     counts = [train_samples or training.train_iters * batch, evaluated]
-    vocab_size = config.model.vocab_size or vocabulary_size(config)
     if config.data.mock_data:
-        made = [_mock(config, vocab_size, stream, count) for stream, count in enumerate(counts)]
+        made = [mock(stream, count) if count else None for stream, count in enumerate(counts)]
     else:
         opened = [IndexedDataset(prefix) for prefix in config.data.blend()[0]]
-        splits = [split_documents(indexed, config.data.split_shares()) for indexed in opened]
-        eod = _masked_eod(config)
-        _loaded.cache_clear()  # the run itself does without it
         made = [
-            _blended(config, opened, [split[number] for split in splits], count, vocab_size=vocab_size, eod=eod)
-            for number, count in enumerate(counts)
+            _blended(config, parts_of(config, opened, stream), count, dataset) for stream, count in enumerate(counts)
         ]
     train, valid = made
     assert train is not None
     return Datasets(train=train, valid=valid)
+
+
+def parts_of(config: Config, opened: Sequence[IndexedDataset], stream: int) -> list[Part]:
+    """The documents of a split (0 training, 1 validation) in every dataset that has some with tokens."""
+    parts = []
+    for number, indexed in enumerate(opened):
+        documents = split_documents(indexed, config.data.split_shares())[stream]
+        if indexed.document_start(documents.stop) > indexed.document_start(documents.start):
+            parts.append(Part(indexed, documents, number, stream))
+    return parts
 
 
 def split_documents(indexed: IndexedDataset, shares: tuple[float, float, float]) -> tuple[range, range, range]:
@@ -148,57 +207,33 @@ def split_documents(indexed: IndexedDataset, shares: tuple[float, float, float])
     return train, valid, test
 
 
-def _mock(config: Config, vocab_size: int, stream: int, count: int) -> SampleDataset | None:
-    if not count:
-        return None
-    return MockDataset(vocab_size, config.data.seq_length, count, config.training.seed, stream=stream)
-
-
 def _blended(
-    config: Config,
-    opened: list[IndexedDataset],
-    documents: list[range],
-    count: int,
-    *,
-    vocab_size: int,
-    eod: int | None,
+    config: Config, parts: Sequence[Part], count: int, dataset: Callable[[Part, int], SampleDataset]
 ) -> SampleDataset | None:
     """One split of all datasets, mixed by --data-path's weights or else by their tokens."""
-    given = config.data.blend()[1]
-    parts = []
-    for number, (indexed, part) in enumerate(zip(opened, documents, strict=True)):
-        tokens = indexed.document_start(part.stop) - indexed.document_start(part.start)
-        if tokens:
-            parts.append((indexed, part, given[number] if given else float(tokens)))
     if not count or not parts:
         return None
-
-    def dataset(indexed: IndexedDataset, part: range, num_samples: int) -> GPTDataset:
-        return GPTDataset(
-            indexed,
-            part,
-            num_samples=num_samples,
-            seq_length=config.data.seq_length,
-            seed=config.training.seed,
-            cache_dir=_cache_dir(config, indexed),
-            eod=eod,
-            vocab_size=vocab_size,
-        )
-
     if len(parts) == 1:
-        return dataset(parts[0][0], parts[0][1], count)
-    index = blend_index([weight for _, _, weight in parts], count, _cache_dir(config, parts[0][0]))
+        return dataset(parts[0], count)
+    given = config.data.blend()[1]
+    weights = [given[part.number] if given else _tokens(part) for part in parts]
+    index = blend_index(weights, count, cache_dir(config, parts[0].indexed))
     supplied = np.bincount(index["dataset"], minlength=len(parts)).tolist()
-    return BlendedDataset([dataset(*part[:2], n) for part, n in zip(parts, supplied, strict=True)], index)
+    return BlendedDataset([dataset(part, n) for part, n in zip(parts, supplied, strict=True)], index)
+
+
+def _tokens(part: Part) -> float:
+    return float(part.indexed.document_start(part.documents.stop) - part.indexed.document_start(part.documents.start))
 
 
 def _masked_eod(config: Config) -> int | None:
     """Id of the token that --eod-mask-loss leaves out of the loss."""
-    tokenizer = _tokenizer(config) if config.data.eod_mask_loss else None
+    tokenizer = tokenizer_of(config) if config.data.eod_mask_loss else None
     return tokenizer.eod if tokenizer is not None else None
 
 
-def _cache_dir(config: Config, indexed: IndexedDataset) -> Path:
+def cache_dir(config: Config, indexed: IndexedDataset) -> Path:
+    """Where a dataset's indices are cached."""
     if config.data.data_cache_path is not None:
         return Path(config.data.data_cache_path)
     return indexed.idx_path.parent / "cache"
@@ -210,7 +245,12 @@ def _loaded(path: str) -> Tokenizer:
     return load_tokenizer(path)
 
 
-def _tokenizer(config: Config) -> Tokenizer | None:
+def tokenizer_of(config: Config) -> Tokenizer | None:
+    """The tokenizer of a configuration, if it has one.
+
+    Raises:
+        DataError: It cannot be read, or has no end of document where one is needed.
+    """
     path = config.data.tokenizer
     if path is None:
         return None

@@ -26,13 +26,11 @@ from numpy.typing import NDArray
 
 from megacore.data.index_cache import Arrays, cached_arrays
 from megacore.data.indexed import IndexedDataset, token_error
+from megacore.data.shuffling import EPOCHS_DRAWN_ALONE, generator, shuffled_epochs
 from megacore.errors import DataError
 
 _VERSION = 2  # of the order: raise it when the same inputs give other indices
-_DOCUMENTS, _SAMPLES = 0, 1  # the two uses of an epoch's random numbers
-# So many epochs have a generator each. The later ones, of which a small dataset may have millions, are drawn together,
-# one after the other from one generator, because making a generator takes as long as shuffling a thousand numbers.
-_EPOCHS_DRAWN_ALONE = 1024
+_SAMPLES = 1  # this use of an epoch's random numbers; 0 is the order of the documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ def build_indices(
     """
     tokens = int(lengths.sum())
     size = extent(tokens, num_samples, seq_length)
-    order = _document_order(len(documents), size.passes, seed)
+    order = shuffled_epochs(len(documents), size.passes, seed)
     laid_out = lengths[order]
     ends = np.cumsum(laid_out)
     # Windows that start in a document: multiples of seq_length in [start, end). Repeating each place by that number
@@ -97,36 +95,21 @@ def build_indices(
     }
 
 
-def _document_order(count: int, passes: int, seed: int) -> NDArray[np.int64]:
-    """[passes * count]: the places of `count` documents in a random order for every pass."""
-    alone = min(passes, _EPOCHS_DRAWN_ALONE)
-    order = np.tile(np.arange(count), (passes, 1))
-    for epoch in range(alone):
-        order[epoch] = _rng(seed, epoch, _DOCUMENTS).permutation(count)
-    together = order[alone:]
-    _rng(seed, _EPOCHS_DRAWN_ALONE, _DOCUMENTS).permuted(together, axis=1, out=together)
-    return order.reshape(-1)
-
-
 def _shuffle(tokens: int, size: Extent, seq_length: int, seed: int) -> NDArray[np.int64]:
     """Every epoch's windows in a random order, the one that runs over into the next epoch last."""
     shuffle = np.arange(size.windows)
     firsts = -(-np.arange(size.epochs + 1) * tokens // seq_length)  # the first window that starts in each epoch
     counts = np.diff(firsts) - 1  # windows to shuffle; an epoch's differ by one at most
-    alone = min(size.epochs, _EPOCHS_DRAWN_ALONE)
+    alone = min(size.epochs, EPOCHS_DRAWN_ALONE)
     for epoch in range(alone):
         if counts[epoch] > 1:
-            _rng(seed, epoch, _SAMPLES).shuffle(shuffle[firsts[epoch] : firsts[epoch] + counts[epoch]])
+            generator(seed, epoch, _SAMPLES).shuffle(shuffle[firsts[epoch] : firsts[epoch] + counts[epoch]])
     for count in np.unique(counts[alone:]).tolist():
         if count > 1:
             # A generator of its own for each count: so no epoch's order depends on how many epochs there are.
             rows = firsts[alone:-1][counts[alone:] == count][:, None] + np.arange(count)
-            shuffle[rows] = _rng(seed, _EPOCHS_DRAWN_ALONE, _SAMPLES, count).permuted(rows, axis=1)
+            shuffle[rows] = generator(seed, EPOCHS_DRAWN_ALONE, _SAMPLES, count).permuted(rows, axis=1)
     return shuffle
-
-
-def _rng(*key: int) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
 class GPTDataset:

@@ -11,56 +11,46 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megacore.data.batch import Batch
 from megacore.data.blend import SampleDataset
 from megacore.errors import DataError, WorkerDied
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 _SECONDS_FOR_A_WORKER_TO_END = 1.0
 
+B = TypeVar("B", bound=Batch)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Microbatch:
-    """What one forward pass reads.
+class Microbatch(Batch):
+    """What one forward pass of a left-to-right model reads.
 
     Attributes:
         tokens: int64 [b, s].
         labels: int64 [b, s], the next tokens.
         loss_mask: float32 [b, s], 0 where the loss is not counted.
-        index: Global number of the microbatch in the run, the same for every layout.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
-    index: int
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:
-        """The same microbatch on a device."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=non_blocking)
-            for name in ("tokens", "labels", "loss_mask")
-        }
-        return replace(self, **moved)
-
-    def pin_memory(self) -> Microbatch:
-        """The same microbatch in pinned memory."""
-        names = ("tokens", "labels", "loss_mask")
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
 
 
-class BatchLoader:
+class BatchLoader(Generic[B]):
     """Iterates over steps: each gives this rank's microbatches, in order.
 
     Args:
         dataset: Samples by global number; as many as the run takes.
+        batch_type: What the samples are stacked to; its tensors are named as the samples' arrays.
         micro_batch_size: Samples of a microbatch.
         global_batch_size: Samples of a step, over all ranks.
         dp_rank: This rank's number among those that share the samples.
@@ -73,6 +63,7 @@ class BatchLoader:
     def __init__(
         self,
         dataset: SampleDataset,
+        batch_type: type[B],
         *,
         micro_batch_size: int,
         global_batch_size: int,
@@ -90,19 +81,20 @@ class BatchLoader:
         steps = max(0, len(dataset) - consumed_samples) // global_batch_size
         self._view = _RankView(
             dataset=dataset,
+            batch_type=batch_type,
             size=micro_batch_size,
             length=steps * self.num_microbatches,
             consumed=consumed_samples,
             dp_rank=dp_rank,
             dp_size=dp_size,
         )
-        self._readers: _Readers | None = None if num_workers == 0 else _Readers(self._view, num_workers)
+        self._readers: _Readers[B] | None = None if num_workers == 0 else _Readers(self._view, num_workers)
         self._microbatches = self._from_the_start()
 
-    def __iter__(self) -> Iterator[list[Microbatch]]:
+    def __iter__(self) -> Iterator[list[B]]:
         return self
 
-    def __next__(self) -> list[Microbatch]:
+    def __next__(self) -> list[B]:
         """This rank's microbatches of the next step.
 
         Raises:
@@ -124,7 +116,7 @@ class BatchLoader:
         self.consumed_samples = self._first_sample
         self._microbatches = self._from_the_start()
 
-    def _from_the_start(self) -> Iterator[Microbatch | _Unusable]:
+    def _from_the_start(self) -> Iterator[B | _Unusable]:
         if self._readers is None:
             return (self._view[position] for position in range(len(self._view)))
         return self._readers.read()
@@ -138,10 +130,11 @@ class _Unusable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RankView(Dataset[Microbatch | _Unusable]):
+class _RankView(Dataset[B | _Unusable], Generic[B]):
     """The microbatches of one rank from a point on, by position."""
 
     dataset: SampleDataset
+    batch_type: type[B]
     size: int
     length: int
     consumed: int
@@ -151,20 +144,20 @@ class _RankView(Dataset[Microbatch | _Unusable]):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, position: int) -> Microbatch | _Unusable:
+    def __getitem__(self, position: int) -> B | _Unusable:
         first = self.consumed + (position * self.dp_size + self.dp_rank) * self.size
         try:
             samples = [self.dataset[first + i] for i in range(self.size)]
         except DataError as error:
             return _Unusable(message=str(error))
         stacked = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
-        return Microbatch(**stacked, index=first // self.size)
+        return self.batch_type(**stacked, index=first // self.size)
 
 
-class _Readers:
+class _Readers(Generic[B]):
     """The processes that read a view ahead, and the watch over them."""
 
-    def __init__(self, view: _RankView, count: int) -> None:
+    def __init__(self, view: _RankView[B], count: int) -> None:
         self._loader = DataLoader(
             view,
             batch_size=None,
@@ -175,7 +168,7 @@ class _Readers:
         )
         self._processes: list[BaseProcess] = []
 
-    def read(self) -> Iterator[Microbatch | _Unusable]:
+    def read(self) -> Iterator[B | _Unusable]:
         """Begin to read from position 0, at once; the processes are started the first time.
 
         Raises:
@@ -189,7 +182,7 @@ class _Readers:
             signal.signal(signal.SIGCHLD, handler)
         return self._watched(microbatches)
 
-    def _watched(self, microbatches: Iterator[Microbatch | _Unusable]) -> Iterator[Microbatch | _Unusable]:
+    def _watched(self, microbatches: Iterator[B | _Unusable]) -> Iterator[B | _Unusable]:
         try:
             yield from microbatches
         except Exception as error:  # a connection that breaks off fails in many ways, and a sample in any

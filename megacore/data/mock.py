@@ -28,10 +28,7 @@ class MockDataset:
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int, *, stream: int = 0) -> None:
         self.seq_length = seq_length
         self._num_samples, self._seed, self._stream = num_samples, seed, stream
-        states = min(vocab_size, _STATES)
-        # The cycle: `states` ids spread evenly from 0 to vocab_size - 1, in an order of the seed's.
-        spread = np.arange(states) * (vocab_size - 1) // max(states - 1, 1)
-        self._cycle = np.random.Generator(np.random.PCG64(seed)).permutation(spread)
+        self._cycle = cycle(vocab_size, seed)
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -42,11 +39,22 @@ class MockDataset:
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, self._stream, index])))
-        length = self.seq_length + 1
-        jumps = rng.random(length) < _NOISE
-        jumps[0] = True
-        since = np.arange(length)
-        last_jump = np.maximum.accumulate(np.where(jumps, since, 0))
-        start = rng.integers(len(self._cycle), size=length)[last_jump]
-        window = self._cycle[(start + since - last_jump) % len(self._cycle)].astype(np.int64)
+        window = walk(self._cycle, self.seq_length + 1, rng)
         return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self.seq_length, np.float32)}
+
+
+def cycle(vocab_size: int, seed: int) -> NDArray[np.int64]:
+    """At most 64 ids spread evenly from 0 to vocab_size - 1, in an order of the seed's."""
+    states = min(vocab_size, _STATES)
+    spread = np.arange(states) * (vocab_size - 1) // max(states - 1, 1)
+    return np.random.Generator(np.random.PCG64(seed)).permutation(spread)
+
+
+def walk(through: NDArray[np.int64], length: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """int64 [length]: a noisy way through a cycle, from anywhere."""
+    jumps = rng.random(length) < _NOISE
+    jumps[:1] = True
+    since = np.arange(length)
+    last_jump = np.maximum.accumulate(np.where(jumps, since, 0))
+    start = rng.integers(len(through), size=length)[last_jump]
+    return through[(start + since - last_jump) % len(through)].astype(np.int64)

@@ -1,27 +1,65 @@
-"""Splitting English-like text into sentences with one regular expression and a list of abbreviations.
+"""Splitting text into sentences by rules, for text of any language, with a knowledge of English abbreviations.
 
-A sentence ends at `.`, `!` or `?`, closing quotes or brackets included, before white space and something that can begin
-one. That is what the tools in this field do at heart; a trained splitter is better at abbreviations it has seen.
+1. A blank line ends a sentence, and a single line break does not.
+2. The full stops of scripts that need no space after them (。！？ । ۔ ։ ። and others) end one wherever they stand.
+3. `.`, `!`, `?`, `…` and runs of them end one, closing quotes and brackets included, before white space and whatever is
+   not a lower-case letter or punctuation that goes on: letters of scripts without case, digits and symbols too.
+4. A single `.` does not after an abbreviation that asks for more (Dr., e.g.; No. and p. before a number), nor after the
+   number or letter that a list item begins with. After an initial or acronym (J., U.S.), or an abbreviation that may
+   end a sentence (etc., Inc.), it does only before a word that usually begins one (The, He, In).
+
+Nothing is lost but the white space between sentences. A trained splitter is better at abbreviations it has seen.
 """
 
 from __future__ import annotations
 
 import re
 
-_END = re.compile(r"""[.!?…]+["'”’)\]]*(?=\s+["'“‘(\[]*[A-Z0-9À-ÖØ-Þ])|[。！？]+["'”’)\]」』]*|\n\s*\n""")
-_LAST_WORD = re.compile(r"([^\W\d_][\w.]*)\.$")
-_WORDS = """mr mrs ms dr prof rev hon st sr jr gen col lt sgt capt cmdr adm gov sen rep pres supt
-vs etc e.g i.e cf al fig figs eq eqs sec no nos vol vols pp ed eds approx ca dept univ inc ltd co corp
-jan feb mar apr jun jul aug sep sept oct nov dec mon tue wed thu fri sat sun u.s u.k"""
-_ABBREVIATIONS = frozenset(_WORDS.split())
+_CLOSING = r"""["'”’»«›)\]}」』】〉》]"""
+_OPENING = r"""["'“‘«»‹„‚(\[{「『【〈《¿¡*_—–-]"""
+_CANDIDATE = re.compile(
+    # A run is looked at from its first mark only, and never given back: a line of a million dots takes no time.
+    rf"(?<![.!?…‽⁇⁈⁉])(?P<stop>[.!?…‽⁇⁈⁉]++){_CLOSING}*+(?:[ \u00a0\u202f]»(?=\s|\Z))?(?=\s|\Z)"
+    rf"|(?:[。！？｡।॥۔؟։።፧፨။។៕᠃᠉꓿]|．(?!\d))++[.!?…]*+{_CLOSING}*+"
+    r"|\n[^\S\n]*\n"
+)
+_NEXT = re.compile(rf"\s+{_OPENING}*\s?(.)", re.DOTALL)
+_GOES_ON = frozenset(",;:.!?%)]}…")
+_LAST_WORD = re.compile(r"(?:^|[\s\"'“‘«‹„(\[{/—–-])([^\s\"'“‘«‹„(\[{/—–-]+)\.$")
+_ACRONYM = re.compile(r"[^\W\d_](\.[^\W\d_]{1,2})*")
+_ITEM = re.compile(r"\(?(\d{1,3}|[^\W\d_]|[ivxIVX]+)")
+_WORD = re.compile(r"[^\W\d_]+")
+_LONGEST_WORD = 32  # characters before a full stop that are looked at
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ASKS_FOR_MORE = _words("""
+    mr mrs ms messrs mme mlle dr drs prof rev revd fr hon sra srta dra gen col lt maj sgt cpl capt cmdr adm gov sen rep
+    pres supt brig vs v cf e.g i.e eg ie viz approx ca c trans repr bzw hrsg vgl u.a z.b d.h p.ej
+""")
+_BEFORE_A_NUMBER = _words("no nos nr núm fig figs tab eq eqs sec secs ch chap vol vols bd art par pt pp p pág op ver")
+_MAY_END = _words("""
+    etc inc ltd co corp bros plc llc gmbh jr sr esq ph.d al ed eds dept univ st ste mt ft usw
+    jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thur thurs fri sat sun ave blvd rd
+""")
+_BEGINS = _words("""
+    a after all although an and another any as at because before both but by despite during each every few finally first
+    for from he her here his how however i if in instead it its last later many meanwhile more moreover most my
+    nevertheless no not now on once one only or other our over several she since so some such that the their then there
+    therefore these they this those though through thus to today under unlike until we what when where which while who
+    why with yet you your
+""")
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, without the white space between them."""
+    """The sentences of a text, in order, without the white space around them."""
     sentences = []
     start = 0
-    for match in _END.finditer(text):
-        if match.group().startswith(".") and _abbreviated(text, start, match.start() + 1):
+    for match in _CANDIDATE.finditer(text):
+        if match["stop"] and not _ends(text, start, match):
             continue
         sentences.append(text[start : match.end()].strip())
         start = match.end()
@@ -29,7 +67,39 @@ def split_sentences(text: str) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-def _abbreviated(text: str, start: int, stop: int) -> bool:
-    """Whether the word that ends with the full stop at `stop - 1` is an abbreviation or an initial."""
-    word = _LAST_WORD.search(text, max(start, stop - 32), stop)
-    return word is not None and (len(word[1]) == 1 or word[1].lower() in _ABBREVIATIONS)
+def _ends(text: str, start: int, match: re.Match[str]) -> bool:
+    """Whether a sentence that began at `start` ends with the stop that was found."""
+    following = _NEXT.match(text, match.end())
+    if following is None:
+        return True
+    if following[1].islower() or following[1] in _GOES_ON:
+        return False
+    if match["stop"] != ".":
+        return True
+    stop = match.start() + 1
+    before = text[max(start, stop - _LONGEST_WORD) : stop].lstrip()
+    word = _LAST_WORD.search(before)
+    if word is None:
+        return True
+    is_all = stop - start <= _LONGEST_WORD and before == f"{word[1]}."
+    return _ends_after(word[1], text, following.start(1), is_all)
+
+
+def _ends_after(word: str, text: str, following: int, is_all: bool) -> bool:
+    """Whether a single full stop after a word ends a sentence.
+
+    Args:
+        word: The word before it, inner full stops included.
+        text: The whole text.
+        following: Where what comes next begins.
+        is_all: Whether the word is the whole sentence so far.
+    """
+    known = word.casefold()
+    if known in _ASKS_FOR_MORE or (is_all and _ITEM.fullmatch(word)):
+        return False
+    if known in _BEFORE_A_NUMBER:
+        return not text[following].isdigit() and not re.match(r"[IVXLC]+\b", text[following:])
+    if known in _MAY_END or _ACRONYM.fullmatch(word):
+        begins = _WORD.match(text, following)
+        return begins is not None and begins[0].casefold() in _BEGINS
+    return True

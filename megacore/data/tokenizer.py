@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import sentencepiece
 import tokenizers
 
+from megacore.data.word_marks import METASPACE, ROLES, role_tokens, word_starts
 from megacore.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -35,6 +36,14 @@ class Tokenizer(Protocol):
         """Id of the end-of-document token, or None where the tokenizer has none."""
 
     @property
+    def roles(self) -> Mapping[str, int]:
+        """Ids of the tokens that BERT needs and this tokenizer has, by `cls`, `sep`, `mask` and `pad`."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are no text: those of the roles, end of document, unknown, control."""
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of what decides the ids; datasets and checkpoints record it."""
 
@@ -47,6 +56,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens are left out."""
 
+    def word_starts(self) -> list[bool] | None:
+        """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
+
     def save(self, directory: str | Path) -> None:
         """Write files from which `load_tokenizer(directory)` makes the same tokenizer."""
 
@@ -54,7 +66,14 @@ class Tokenizer(Protocol):
 class JsonTokenizer:
     """A tokenizer of the `tokenizers` library (a tokenizer.json, or a transformers fast tokenizer's backend)."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, end_token: str | None = None, source: str = "tokenizer") -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        end_token: str | None = None,
+        source: str = "tokenizer",
+        *,
+        named: Mapping[str, str] | None = None,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -64,6 +83,11 @@ class JsonTokenizer:
             raise DataError(f"{source}: the tokenizer has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod: int | None = vocabulary.get(self._end_token) if self._end_token else None
+        self._role_tokens = role_tokens(vocabulary, named or {})
+        self.roles: Mapping[str, int] = {role: vocabulary[token] for role, token in self._role_tokens.items()}
+        added = backend.get_added_tokens_decoder().items()
+        ends = () if self.eod is None else (self.eod,)
+        self.special_ids = frozenset((*(i for i, token in added if token.special), *self.roles.values(), *ends))
         self.fingerprint = _json_fingerprint(backend.to_str())
 
     def encode(self, text: str) -> list[int]:
@@ -81,6 +105,13 @@ class JsonTokenizer:
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def word_starts(self) -> list[bool] | None:
+        """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
+        pieces = [""] * self.vocab_size
+        for piece, number in self._backend.get_vocab(with_added_tokens=True).items():
+            pieces[number] = piece
+        return word_starts(pieces, json.loads(self._backend.to_str()))
+
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json and a tokenizer_config.json that transformers reads as well."""
         folder = Path(directory)
@@ -89,6 +120,8 @@ class JsonTokenizer:
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         if self._end_token is not None and self.eod is not None:
             config["eos_token"] = self._end_token
+        if len(self._role_tokens) == len(ROLES):
+            config |= {f"{role}_token": token for role, token in self._role_tokens.items()}
         _replace(folder / "tokenizer_config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
@@ -106,6 +139,11 @@ class SentencePieceTokenizer:
         if self.vocab_size < 1:
             raise DataError(f"{source}: the tokenizer has an empty vocabulary")
         self.eod = self._end_id()
+        pieces = {self._processor.id_to_piece(i): i for i in range(self.vocab_size)}
+        self.roles: Mapping[str, int] = {role: pieces[token] for role, token in role_tokens(pieces, {}).items()}
+        control = (i for i in range(self.vocab_size) if self._processor.is_control(i) or self._processor.is_unknown(i))
+        ends = () if self.eod is None else (self.eod,)
+        self.special_ids = frozenset((*control, *self.roles.values(), *ends))
         self.fingerprint = hashlib.sha256(model).hexdigest()
 
     def __reduce__(self) -> tuple[type[SentencePieceTokenizer], tuple[bytes]]:
@@ -130,6 +168,10 @@ class SentencePieceTokenizer:
         """Text of the ids; control tokens are left out."""
         text: str = self._processor.decode([int(index) for index in ids])
         return text
+
+    def word_starts(self) -> list[bool] | None:
+        """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
+        return word_starts([self._processor.id_to_piece(i) for i in range(self.vocab_size)], {"model": METASPACE})
 
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.model."""
@@ -177,7 +219,8 @@ def _load_json(path: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
         raise DataError(f"{path}: not a `tokenizers` JSON file ({_first_line(error)})") from error
-    return JsonTokenizer(backend, _configured_end_token(path.with_name("tokenizer_config.json")), str(path))
+    named = _configured_tokens(path.with_name("tokenizer_config.json"))
+    return JsonTokenizer(backend, named.get("eos"), str(path), named=named)
 
 
 def _load_model(path: Path) -> Tokenizer:
@@ -197,7 +240,8 @@ def _load_transformers(folder: Path) -> Tokenizer:
         raise DataError(
             f"{folder}: this tokenizer has no fast version: convert it to a tokenizer.json with transformers first"
         )
-    return JsonTokenizer(backend, tokenizer.eos_token or tokenizer.sep_token, str(folder))
+    named = {role: token for role in ROLES if (token := getattr(tokenizer, f"{role}_token", None))}
+    return JsonTokenizer(backend, tokenizer.eos_token or tokenizer.sep_token, str(folder), named=named)
 
 
 def refuse_other_kind(directory: str | Path, kind: str) -> None:
@@ -249,18 +293,22 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _configured_end_token(path: Path) -> str | None:
-    """The eos_token that a tokenizer_config.json beside the tokenizer names, if any."""
+def _configured_tokens(path: Path) -> dict[str, str]:
+    """The tokens that a tokenizer_config.json beside the tokenizer names, by what they are for (`eos`, `cls`, ...)."""
     if not path.exists():
-        return None
+        return {}
     try:
         config = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({_first_line(error)})") from error
-    token = config.get("eos_token") if isinstance(config, dict) else None
-    if isinstance(token, dict):  # older transformers wrote an AddedToken's fields
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+    named = {}
+    for use in ("eos", *ROLES):
+        token = config.get(f"{use}_token") if isinstance(config, dict) else None
+        if isinstance(token, dict):  # older transformers wrote an AddedToken's fields
+            token = token.get("content")
+        if isinstance(token, str):
+            named[use] = token
+    return named
 
 
 def _first_known(backend: tokenizers.Tokenizer) -> str | None:

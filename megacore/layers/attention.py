@@ -1,11 +1,17 @@
-"""Multi-head causal self-attention, its heads split over the tensor-parallel group.
+"""Multi-head self-attention, its heads split over the tensor-parallel group.
 
-The fused projection is laid out by head, [head][q, k, v][d], so that a rank's heads are one contiguous slice of it.
+The fused projection is laid out by group of heads that share a key and a value, [group][q..., k, v][d], so that a
+rank's groups are one contiguous slice of it. With more ranks than groups a slice holds less than a group: ranks then
+exchange what they have projected, and each takes the query heads that are its own and the key and value they read.
+Nothing is held twice, so that gradients, checkpoints and the norm need to know nothing of it.
 
-Shape legend: s sequence, b micro-batch, h hidden size, n heads, d = h / n, t tensor-parallel ranks.
+Shape legend: s sequence, b micro-batch, h hidden size, n heads, g groups, q = n / g, d head size, t tensor-parallel
+ranks.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,46 +19,123 @@ from torch import Tensor, nn
 from megacore import ops
 from megacore.config import ModelConfig
 from megacore.layers.context import BuildContext
+from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
+from megacore.layers.rotary import Rotary
+from megacore.parallel.mesh import ALONE
 from megacore.parallel.recompute import recompute
+from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
-class CausalSelfAttention(nn.Module):
+class SelfAttention(nn.Module):
     """Attention as in Vaswani et al. 2017 (arXiv 1706.03762, section 3.2), with dropout on the attention weights.
 
     Args:
-        config: sizes and dropout; the group's size divides the number of heads.
+        config: sizes, biases, norms of queries and keys, dropout; the group's size divides the number of heads, and
+            divides or is a multiple of the number of key and value heads.
         context: where the layer stands.
         name: the layer's global name.
+        causal: no position sees a later one.
+        window: as for `ops.attention`.
+        rotary: turns queries and keys by their positions; None: nothing does.
+        alibi: of this rank's heads; see `own_alibi`.
     """
 
-    def __init__(self, config: ModelConfig, context: BuildContext, name: str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: BuildContext,
+        name: str,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        rotary: Rotary | None = None,
+        alibi: ops.Alibi | None = None,
+    ) -> None:
         super().__init__()
-        h = config.hidden_size
-        self.head_size = h // config.num_attention_heads
+        h, n, d = config.hidden_size, config.num_attention_heads, config.head_size
+        self.head_size, self.groups, self.shared_by = d, config.query_groups, n // config.query_groups
+        self.causal, self.window, self.rotary, self.alibi = causal, window, rotary, alibi
         self.dropout, self.streams = config.attention_dropout, context.streams
-        self.site, self.shard = name, context.tp.rank
+        self.site, self.tp = name, context.tp
         self.recomputes, self.implementation = context.recompute_attention, context.attention
-        self.qkv = ColumnParallelLinear(h, 3 * h, **context.column_arguments)
-        self.output = RowParallelLinear(h, h, **context.parallel_arguments)
+        rows = (n + 2 * self.groups) * d
+        self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.column_arguments)
+        self.query_norm: LayerNorm | RMSNorm | None = None
+        self.key_norm: LayerNorm | RMSNorm | None = None
+        if config.qk_layernorm:  # ranks normalise different heads; sequence parallelism sums such gradients anyway
+            ranks = ALONE if context.sequence_parallel else context.tp
+            self.query_norm = build_norm(config, device=context.device, size=d, group=ranks)
+            self.key_norm = build_norm(config, device=context.device, size=d, group=ranks)
+        bias = not config.disable_bias_linear
+        self.output = RowParallelLinear(n * d, h, bias=bias, **context.parallel_arguments)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> [b, s, h] (or, sequence parallel, [b, s/t, h] -> [b, s/t, h])"""
-        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # [b, s, n/t, 3, d]
-        query, key, value = heads.permute(3, 0, 2, 1, 4).unbind(0)  # [b, n/t, s, d] each, views
+    def forward(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Mix positions that see each other.
+
+        Args:
+            x: [b, s, h], or, sequence parallel, [b, s/t, h].
+            documents: [b, s] whole on every rank, as for `ops.attention`.
+            positions: [b, s] whole on every rank, for the rotation. None: 0 to s - 1.
+
+        Returns:
+            Like x.
+        """
+        query, key, value = self._heads(self.qkv(x))
+        query, key = self._placed(query, key, positions)
+        heads = [heads.transpose(1, 2) for heads in (query, key, value)]  # [b, n/t, s, d]
+        mix = partial(self._mix, documents=documents)
         if self.recomputes and torch.is_grad_enabled():
-            mixed = recompute(self._mix, query, key, value, streams=self.streams)
+            mixed = recompute(mix, *heads, streams=self.streams)
         else:
-            mixed = self._mix(query, key, value)
+            mixed = mix(*heads)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ops.causal_attention(query, key, value, dropout=self._dropout(), implementation=self.implementation)
+    def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d]; views where they can
+        be."""
+        if self.tp.size > self.groups:
+            whole = gather_sequence(projected.transpose(1, 2), self.tp).transpose(1, 2)
+            ranks = self.tp.size // self.groups  # that share a group
+            group = whole.unflatten(-1, (self.groups, -1, self.head_size))[:, :, self.tp.rank // ranks]
+            queries, key, value = group.split([self.shared_by, 1, 1], dim=2)
+            return queries.chunk(ranks, dim=2)[self.tp.rank % ranks], key, value
+        groups = projected.unflatten(-1, (-1, self.shared_by + 2, self.head_size))  # [b, s, g/t, q + 2, d]
+        query, key, value = groups.split([self.shared_by, 1, 1], dim=3)
+        return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+
+    def _placed(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Normalised and turned, where they are."""
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query.contiguous()), self.key_norm(key.contiguous())
+        return (query, key) if self.rotary is None else self.rotary.rotate(query, key, positions)
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        return ops.attention(
+            query,
+            key,
+            value,
+            causal=self.causal,
+            window=self.window,
+            documents=documents,
+            alibi=self.alibi,
+            dropout=self._dropout(),
+            implementation=self.implementation,
+        )
 
     def _dropout(self) -> float:
         """The probability to apply now; seeds the generator that the fused operator draws from, which takes no
         other."""
         if not self.training or self.dropout == 0.0:
             return 0.0
-        torch.manual_seed(self.streams.key(self.site, self.shard))
+        torch.manual_seed(self.streams.key(self.site, self.tp.rank))
         return self.dropout
+
+
+def own_alibi(config: ModelConfig, context: BuildContext) -> ops.Alibi | None:
+    """The bias by distance of this rank's heads, for all layers of a model, where the configuration asks for it."""
+    if config.position_embedding_type != "alibi":
+        return None
+    share = config.num_attention_heads // context.tp.size
+    own = ops.alibi_slopes(config.num_attention_heads)[context.tp.rank * share : (context.tp.rank + 1) * share]
+    return ops.Alibi(torch.tensor(own, dtype=torch.float32, device=context.device))

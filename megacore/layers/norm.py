@@ -6,23 +6,75 @@ import torch
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.parallel.sharding import replicated
+from megacore.config import ModelConfig
+from megacore.parallel.collectives import copy_to_group
+from megacore.parallel.mesh import ALONE, Group
+from megacore.parallel.sharding import ShardedParameter, replicated
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm with weight and bias over the last dimension.
+    """LayerNorm over the last dimension.
 
     Args:
         hidden_size: h.
         epsilon: added to the variance.
+        bias: whether there is one.
+        group: ranks that each normalise vectors of their own, such as heads: parameters' gradients are summed over it.
     """
 
-    def __init__(self, hidden_size: int, epsilon: float, *, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        epsilon: float,
+        *,
+        bias: bool = True,
+        group: Group = ALONE,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
-        self.epsilon = epsilon
+        self.epsilon, self.group = epsilon, group
         self.weight = replicated(hidden_size, device=device)
-        self.bias = replicated(hidden_size, device=device)
+        self.bias: ShardedParameter | None = replicated(hidden_size, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
-        return ops.layer_norm(x, self.weight, self.bias, self.epsilon)
+        bias = None if self.bias is None else copy_to_group(self.bias, self.group)
+        return ops.layer_norm(x, copy_to_group(self.weight, self.group), bias, self.epsilon)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dimension.
+
+    Args:
+        hidden_size: h.
+        epsilon: added to the mean square.
+        group: as for LayerNorm.
+    """
+
+    def __init__(
+        self, hidden_size: int, epsilon: float, *, group: Group = ALONE, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.epsilon, self.group = epsilon, group
+        self.weight = replicated(hidden_size, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]"""
+        return ops.rms_norm(x, copy_to_group(self.weight, self.group), self.epsilon)
+
+
+def build_norm(
+    config: ModelConfig, *, device: torch.device | None, size: int | None = None, group: Group = ALONE
+) -> LayerNorm | RMSNorm:
+    """The norm that the configuration asks for.
+
+    Args:
+        config: which, and its epsilon.
+        device: where its parameters live.
+        size: of the last dimension. None: the hidden size.
+        group: as for LayerNorm.
+    """
+    size = size or config.hidden_size
+    if config.normalization == "RMSNorm":
+        return RMSNorm(size, config.norm_epsilon, group=group, device=device)
+    return LayerNorm(size, config.norm_epsilon, bias=config.norm_bias, group=group, device=device)

@@ -26,9 +26,14 @@ def flops_per_sequence(config: ModelConfig, seq_length: int) -> float:
 
 
 def block_flops(config: ModelConfig, seq_length: int) -> float:
-    """Operations of one block's forward for one token: its products, q k^T and the mix of v."""
-    h = config.hidden_size
-    return 8.0 * h * h + 4.0 * h * known(config.ffn_hidden_size) + 4.0 * seq_length * h
+    """Operations of one block's forward for one token: its products, q k^T and the mix of v.
+
+    With a window no more keys than it holds are counted.
+    """
+    h, d, n = config.hidden_size, config.head_size, config.num_attention_heads
+    projections = 2.0 * h * d * (2 * n + 2 * config.query_groups)
+    mixing = 4.0 * min(seq_length, config.window_size or seq_length) * n * d
+    return projections + mixing + 2.0 * (3 if config.gated else 2) * h * config.inner_size
 
 
 def head_flops(config: ModelConfig) -> float:

@@ -1,5 +1,7 @@
-"""GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, a final norm and an output layer tied to the
-embedding.
+"""A causal language model as a list of layers: embedding, blocks, and a head of a final norm and an output layer.
+
+The defaults are GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, an output layer tied to the embedding.
+The configuration makes it a Llama, Mistral, Qwen, GPT-NeoX or BLOOM (docs/models.md).
 
 Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-parallel ranks.
 """
@@ -12,21 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import Config, ModelConfig, known
+from megacore.layers.attention import own_alibi
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
-from megacore.layers.norm import LayerNorm
+from megacore.layers.norm import build_norm
+from megacore.layers.rotary import Rotary
 from megacore.models.flops import block_flops, head_flops
+from megacore.models.size import block_parameters, embedding_parameters, head_parameters
 from megacore.models.spec import LayerSpec, TokenBatch
 from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import Dropout
 from megacore.parallel.sequence import own_positions
-from megacore.parallel.sharding import replicated
+from megacore.parallel.sharding import ShardedParameter, replicated
 from megacore.parallel.tensor import VocabParallelEmbedding, column_parallel, vocab_parallel_weight
 
 
 class GPTEmbedding(nn.Module):
-    """Token plus position embedding, then dropout."""
+    """Token embedding, with a norm or a position table where the model has them, then dropout."""
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
@@ -36,7 +41,11 @@ class GPTEmbedding(nn.Module):
             multiple=config.make_vocab_size_divisible_by,
             **context.parallel_arguments,
         )
-        self.positions = replicated(known(config.max_position_embeddings), config.hidden_size, device=context.device)
+        self.norm = build_norm(config, device=context.device) if config.embedding_layernorm else None
+        self.positions: ShardedParameter | None = None
+        if config.position_embedding_type == "learned":
+            rows = known(config.max_position_embeddings)
+            self.positions = replicated(rows, config.hidden_size, device=context.device)
         self.dropout = Dropout(
             config.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard
         )
@@ -44,7 +53,13 @@ class GPTEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] int64 -> [b, s, h] (or, sequence parallel, [b, s/t, h])"""
-        return self.dropout(self.tokens(tokens) + self.positions[own_positions(tokens.shape[1], self.split)])
+        x = self.tokens(tokens)
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.positions is not None:
+            x = x + self.positions[own_positions(tokens.shape[1], self.split)]
+        embedded: Tensor = self.dropout(x)
+        return embedded
 
 
 class GPTHead(nn.Module):
@@ -54,7 +69,7 @@ class GPTHead(nn.Module):
         super().__init__()
         self.group, self.sequence_parallel = context.tp, context.sequence_parallel
         self.split_backward = context.split_backward
-        self.norm = LayerNorm(config.hidden_size, config.norm_epsilon, device=context.device)
+        self.norm = build_norm(config, device=context.device)
         self.weight = vocab_parallel_weight(
             known(config.vocab_size),
             config.hidden_size,
@@ -82,20 +97,26 @@ def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
         config: a resolved configuration (vocabulary and positions known).
         context: where the layers will stand.
     """
-    h = config.hidden_size
-    table, positions = known(config.vocab_size) * h, known(config.max_position_embeddings) * h
     tied = {} if config.untie_embeddings_and_output_weights else {"weight": "embedding.tokens.weight"}
+    block = partial(
+        TransformerBlock,
+        config,
+        context,
+        window=config.window_size,
+        rotary=Rotary.of(config),
+        alibi=own_alibi(config, context),
+    )
     return [
         LayerSpec(
             name="embedding",
             build=partial(GPTEmbedding, config, context),
-            parameters=table + positions,
-            flops=2.0 * h,
+            parameters=embedding_parameters(config),
+            flops=2.0 * config.hidden_size,
         ),
         *(
             LayerSpec(
                 name=f"blocks.{i}",
-                build=partial(TransformerBlock, config, context, f"blocks.{i}"),
+                build=partial(block, f"blocks.{i}"),
                 parameters=block_parameters(config),
                 flops=block_flops(config, known(config.max_position_embeddings)),
                 is_block=True,
@@ -105,17 +126,11 @@ def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
         LayerSpec(
             name="head",
             build=partial(GPTHead, config, context),
-            parameters=table + 2 * h,
+            parameters=head_parameters(config),
             flops=head_flops(config),
             tied=tied,
         ),
     ]
-
-
-def block_parameters(config: ModelConfig) -> int:
-    """Parameters of one block: attention 4 h^2 + 4 h, MLP 2 h f + f + h, two norms 4 h."""
-    h, f = config.hidden_size, known(config.ffn_hidden_size)
-    return 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h
 
 
 class GPTLoss:

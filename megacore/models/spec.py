@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -43,3 +44,34 @@ class TokenBatch(Protocol):
     def labels(self) -> Tensor: ...  # [b, s] int64
     @property
     def loss_mask(self) -> Tensor: ...  # [b, s] fp32
+
+
+def counted_tokens(batch: TokenBatch) -> Tensor:
+    """How many tokens of a microbatch a loss is summed over; an fp64 scalar."""
+    return batch.loss_mask.sum(dtype=torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a loss or an evaluation returns of a microbatch: sums, each of which has a count of its own.
+
+    A sum is divided by its count over the whole global batch, wherever its microbatches are computed. What is trained
+    is the sum of the means: a mean over masked tokens plus one over sentence pairs, however the two are spread over
+    microbatches and ranks.
+
+    Attributes:
+        names: of the sums, under which their means are reported; none where there is one sum, a scalar.
+        counts: microbatch -> how many of what every sum is over, fp64, of the sums' shape.
+    """
+
+    names: tuple[str, ...] = ()
+    counts: Callable[[Any], Tensor] = counted_tokens
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the sums and of the counts."""
+        return (len(self.names),) if self.names else ()
+
+    def named(self, means: Tensor) -> dict[str, float]:
+        """The means by name; empty where there is one without a name."""
+        return dict(zip(self.names, means.tolist(), strict=True)) if self.names else {}

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from megacore.ops.activation import bias_gelu, gelu, swiglu
+from megacore.ops.activation import bias_gelu, geglu, gelu, swiglu
 from megacore.ops.adamw import adamw_
-from megacore.ops.attention import Attention, causal_attention, resolved
+from megacore.ops.attention import Alibi, Attention, alibi_slopes, attention, resolved
 from megacore.ops.dispatch import Choice, choose_kernels, described, kernels_chosen, uses_triton, why_not
 from megacore.ops.dropout import bias_dropout_add, dropout_mask
 from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy
@@ -21,6 +21,7 @@ from megacore.ops.position import rotary
 from megacore.ops.softmax import fused_softmax
 
 __all__ = [
+    "Alibi",
     "Attention",
     "Choice",
     "CrossEntropyOptions",
@@ -28,13 +29,15 @@ __all__ = [
     "adamw_",
     "add_layer_norm",
     "add_rms_norm",
+    "alibi_slopes",
+    "attention",
     "bias_dropout_add",
     "bias_gelu",
-    "causal_attention",
     "choose_kernels",
     "cross_entropy",
     "dropout_mask",
     "fused_softmax",
+    "geglu",
     "gelu",
     "implementations",
     "kernels_chosen",
@@ -47,8 +50,28 @@ __all__ = [
 ]
 
 
-def implementations(device: torch.device, attention: Attention) -> dict[str, str]:
-    """Which implementation each operator runs on a device, in the order of a block."""
+def implementations(
+    device: torch.device,
+    attention: Attention,
+    *,
+    norm: str = "layer_norm",
+    activation: str = "gelu",
+    positions: str = "learned",
+) -> dict[str, str]:
+    """Which implementation each operator of a model runs on a device, in the order of a block.
+
+    Args:
+        device: where the model computes.
+        attention: what was asked for.
+        norm: `layer_norm` or `rms_norm`.
+        activation: of the feed-forward layer, as the configuration names it.
+        positions: likewise.
+    """
     kernels = described(device)
-    mixing = "torch sdpa" if resolved(attention) == "sdpa" else f"fused softmax, {kernels}"
-    return {"layer_norm": kernels, "attention": mixing, "gelu": kernels, "cross_entropy": kernels}
+    softmax = kernels if positions != "alibi" else "torch"
+    found = {norm: kernels}
+    if positions == "rope":
+        found["rotary"] = kernels
+    found["attention"] = "torch sdpa" if resolved(attention) == "sdpa" else f"fused softmax, {softmax}"
+    found[activation] = kernels if activation in ("gelu", "swiglu") else "torch"
+    return {**found, "cross_entropy": kernels}

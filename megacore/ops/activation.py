@@ -1,4 +1,4 @@
-"""Activations of the feed-forward layer: GELU, with the bias before it folded in or without, and SwiGLU.
+"""Activations of the feed-forward layer: GELU, with the bias before it folded in or without, SwiGLU and GeGLU.
 
 GELU is the tanh form that GPT-2 uses (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2), SwiGLU that of Shazeer
 2020 (arXiv 2002.05202). Both keep their inputs alone and compute the rest again in backward.
@@ -63,11 +63,12 @@ def _differentiate_gelu(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
 _gelu_forward.register_autograd(_differentiate_gelu, setup_context=_keep_gelu)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form.
+def gelu(x: Tensor, *, exact: bool = False) -> Tensor:
+    """GELU, in its tanh form unless it is to be exact.
 
     Args:
         x: [..., f] contiguous; fp32, fp16 or bf16.
+        exact: with the error function, as BERT has it; in plain torch alone.
 
     Returns:
         Like x.
@@ -77,8 +78,8 @@ def gelu(x: Tensor) -> Tensor:
     """
     require_floats(x=x)
     require_contiguous(x=x)
-    if not uses_triton(x):
-        return F.gelu(x, approximate="tanh")
+    if exact or not uses_triton(x):
+        return F.gelu(x, approximate="none" if exact else "tanh")
     return _gelu_forward(x.view(-1, x.shape[-1]), None).view(x.shape)
 
 
@@ -164,6 +165,26 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     require_floats(gate=gate, up=up)
     require_shape(gate.shape, "like gate", up=up)
     return _swiglu_forward(_rows(gate, "gate"), _rows(up, "up")).view(gate.shape)
+
+
+def geglu(gate: Tensor, up: Tensor, *, exact: bool = False) -> Tensor:
+    """gelu(gate) * up (Shazeer 2020), in plain torch.
+
+    Args:
+        gate: [..., f] contiguous; fp32, fp16 or bf16.
+        up: like gate.
+        exact: as for `gelu`.
+
+    Returns:
+        Like gate.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    require_same_device(gate=gate, up=up)
+    require_floats(gate=gate, up=up)
+    require_shape(gate.shape, "like gate", up=up)
+    return gelu(gate, exact=exact) * up
 
 
 def _rows(tensor: Tensor, name: str) -> Tensor:

@@ -1,8 +1,11 @@
 """Scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1), in two implementations.
 
 `sdpa` is torch's fused operator, which never writes the scores out. `fused-softmax` computes scores, their softmax and
-the mix as three steps one can read; it keeps the weights, b x heads x s x s numbers, and knows masks that sdpa's fast
-forms do not.
+the mix as three steps one can read; it keeps the weights, b x heads x s x s numbers. Both know every restriction on who
+sees whom: causal, a window, documents packed into one sequence, padding. Queries may share key and value heads
+(Ainslie et al. 2023, arXiv 2305.13245), and scores may fall with distance (ALiBi; Press et al. 2022, arXiv 2108.12409).
+
+Shape legend: b micro-batch, n heads, g key and value heads, s positions, d head size.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.ops.checks import require
+from megacore.ops.checks import require, require_integers, require_same_device, require_shape
 from megacore.ops.softmax import fused_softmax
 
 Attention = Literal["auto", "sdpa", "fused-softmax"]
@@ -24,40 +28,158 @@ def resolved(implementation: Attention) -> Attention:
     return "sdpa" if implementation == "auto" else implementation
 
 
-def causal_attention(
+class Alibi:
+    """What ALiBi adds to scores: minus the distance, times a slope of each head's own.
+
+    It remembers the causal bias of the longest sequence so far, n x s x s numbers, so that all layers share one.
+
+    Args:
+        slopes: [n] fp32, of the heads that are computed here.
+    """
+
+    def __init__(self, slopes: Tensor) -> None:
+        self.slopes = slopes
+        self._causal: Tensor | None = None
+
+    def bias(self, like: Tensor, seen: Tensor | None, *, causal: bool) -> Tensor:
+        """[1 or b, n, s, s] in `like`'s dtype, -inf where a key is not seen; `seen` as `visible` gives it, and None
+        where causality alone decides, or nothing."""
+        length = like.shape[-2]
+        if seen is not None or not causal:
+            bias = self._distances(length, like)
+            return bias if seen is None else bias.masked_fill(~seen, -math.inf)
+        if self._causal is None or self._causal.shape[-1] < length or self._causal.dtype != like.dtype:
+            later = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
+            self._causal = self._distances(length, like).masked_fill_(later, -math.inf)
+        return self._causal[..., :length, :length]
+
+    def _distances(self, length: int, like: Tensor) -> Tensor:
+        place = torch.arange(length, device=like.device)
+        distance = (place[:, None] - place).abs()
+        return (-self.slopes.to(like.device)[:, None, None] * distance).to(like.dtype).unsqueeze(0)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slopes of all heads of a layer: a geometric series from 2^(-8/p) to 2^-8 for p heads, p a power of two.
+
+    Of the heads beyond the largest power of two, each takes every second slope of the series for twice as many.
+    """
+    power = 1 << (heads.bit_length() - 1)
+
+    def series(count: int) -> list[float]:
+        return [2.0 ** (-8.0 * (i + 1) / count) for i in range(count)]
+
+    return series(power) + series(2 * power)[::2][: heads - power]
+
+
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
+    causal: bool,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    alibi: Alibi | None = None,
     dropout: float = 0.0,
     implementation: Attention = "auto",
-    window: int | None = None,
-    key_mask: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v where no position sees a later one.
+    """softmax(q k^T / sqrt(d)) v over what each position sees.
 
     Args:
-        query: [b, heads, s, d]; any strides, the last dimension contiguous.
-        key: [b, heads, s, d].
-        value: [b, heads, s, d].
+        query: [b, n, s, d]; any strides, the last dimension contiguous.
+        key: [b, g, s, d]; query head i reads key and value head i g / n.
+        value: [b, g, s, d].
+        causal: no position sees a later one.
+        window: with causal, a position sees its last `window` positions alone, itself included; otherwise those at most
+            window // 2 away on either side (as ModernBERT counts, arXiv 2412.13663).
+        documents: [b, s] int64 or int32: a position sees its own document alone. 0 is padding, which nobody sees, and
+            whose result is 0.
+        alibi: falls off scores with distance.
         dropout: probability on the attention weights; drawn from torch's default generator.
         implementation: which one.
-        window: a position sees its last `window` positions alone; fused-softmax only.
-        key_mask: [b, s] bool, False where a position is padding; fused-softmax only.
 
     Returns:
-        [b, heads, s, d]
+        [b, n, s, d]
 
     Raises:
-        ValueError: sdpa is asked for a mask that it does not have.
+        ValueError: an argument's device, dtype or shape does not fit.
     """
-    if implementation == "auto" and (window is not None or key_mask is not None):
-        implementation = "fused-softmax"
+    _check(query, key, value, window, documents)
+    b, _, s, d = query.shape
+    seen = visible(s, causal=causal, window=window, documents=documents, device=query.device)
     if resolved(implementation) == "sdpa":
-        require(window is None and key_mask is None, "implementation is sdpa: a window or key_mask needs fused-softmax")
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-    weights = fused_softmax(
-        query @ key.transpose(-1, -2), scale=1.0 / math.sqrt(query.shape[-1]), causal=True, window=window,
-        key_mask=key_mask,
-    )  # fmt: skip
-    return F.dropout(weights, dropout) @ value
+        mask = seen if alibi is None else alibi.bias(query, seen, causal=causal)
+        mixed = _sdpa(query, key, value, mask, causal=causal and mask is None, dropout=dropout)
+    else:
+        scores = query @ _repeated(key, query).transpose(-1, -2)
+        if alibi is None and documents is None and (causal or seen is None):
+            weights = fused_softmax(scores, scale=1.0 / math.sqrt(d), causal=causal, window=window if causal else None)
+        else:
+            bias = None if alibi is None else alibi.bias(query, seen, causal=causal)
+            weights = _masked_softmax(scores / math.sqrt(d), seen, bias)
+        mixed = F.dropout(weights, dropout) @ _repeated(value, query)
+    return mixed if documents is None else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
+
+
+def visible(
+    length: int, *, causal: bool, window: int | None, documents: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Which keys a query sees, [1 or b, 1, s, s] bool; None where causality alone decides, or nothing.
+
+    Padding sees padding here, so that no query sees nothing: its result is cleared afterwards.
+    """
+    reach = window if causal or window is None else window // 2 + 1
+    if (reach is None or reach >= length) and documents is None:
+        return None
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if reach is not None:
+        seen &= distance.abs() < reach
+    seen = seen.view(1, 1, length, length)
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    return seen
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, dropout: float) -> Tensor:
+    grouped = key.shape[1] != query.shape[1]
+    if grouped and mask is not None and query.is_cuda:
+        # On CUDA no fused form knows masks and groups at once: torch would fall back to one that writes all weights.
+        key, value, grouped = _repeated(key, query), _repeated(value, query), False
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+    )
+
+
+def _masked_softmax(scores: Tensor, seen: Tensor | None, bias: Tensor | None) -> Tensor:
+    """[b, n, s, s]: softmax of the scores plus the bias, over what is seen; summed in fp32."""
+    wide = scores.float()
+    if bias is not None:  # -inf where a key is not seen
+        wide = wide + bias.float()
+    elif seen is not None:
+        wide = wide.masked_fill(~seen, -math.inf)
+    return torch.softmax(wide, -1).to(scores.dtype)
+
+
+def _repeated(heads: Tensor, query: Tensor) -> Tensor:
+    """[b, g, s, d] -> [b, n, s, d]"""
+    times = query.shape[1] // heads.shape[1]
+    return heads if times == 1 else heads.repeat_interleave(times, 1)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, documents: Tensor | None) -> None:
+    require(query.dim() == 4, f"query has shape {tuple(query.shape)}: it must be [b, heads, s, d]")
+    b, n, s, d = query.shape
+    require(
+        key.dim() == 4 and key.shape[1] > 0 and n % key.shape[1] == 0,
+        f"key has shape {tuple(key.shape)}: it must be [b, groups, s, d], groups dividing query's {n} heads",
+    )
+    require_shape((b, key.shape[1], s, d), "query's but for the heads, of which key and value have as many", key=key)
+    require_shape(key.shape, "like key", value=value)
+    require(window is None or window > 0, f"window is {window}: it must be positive, or None for no limit")
+    if documents is not None:
+        require_same_device(query=query, documents=documents)
+        require_integers(documents=documents)
+        require_shape((b, s), "[b, s] of query", documents=documents)

@@ -123,13 +123,13 @@ def _differentiate(
 _norm_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 1e-5) -> Tensor:
     """LayerNorm over the last dimension.
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
         weight: [h], of x's dtype.
-        bias: [h], of x's dtype.
+        bias: [h], of x's dtype; None: there is none.
         epsilon: added to the variance.
 
     Returns:
@@ -138,7 +138,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5) -
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    _check(x, epsilon, weight=weight, bias=bias)
+    _check(x, epsilon, weight=weight, **({} if bias is None else {"bias": bias}))
     if not uses_triton(x):
         return F.layer_norm(x, weight.shape, weight, bias, epsilon)
     return _norm_forward(_rows(x), None, weight, bias, epsilon, False)[0].view(x.shape)

@@ -23,11 +23,11 @@ _ROW = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Numbers that are equal on every rank, as fp64 scalars.
+    """Numbers that are equal on every rank, in fp64.
 
     Attributes:
         norm: the 2-norm of the whole model's gradient; not finite if any gradient, or the loss, is not.
-        loss: the loss summed over the global batch.
+        loss: the loss summed over the global batch, of the shape that was given.
     """
 
     norm: Tensor
@@ -52,16 +52,17 @@ def totals(
         mesh: whose tp and pp groups together hold the model.
         sharded: whether data-parallel ranks own different segments.
         tied_copies: global names of parameters that are counted on another stage.
-        loss: this rank's share of the summed loss, the same on its tensor-parallel ranks.
+        loss: this rank's share of the summed loss, or of several sums, the same on its tensor-parallel ranks.
         overflow: not finite if this rank knows of a gradient that is not.
         exact: sum so that the bits depend neither on the order nor on the layout.
     """
     gradients = _counted_here(segments, mesh, frozenset(tied_copies))
     if not sharded:  # each data-parallel rank sums up its part of what all of them hold
         gradients = (gradient.tensor_split(mesh.dp.size)[mesh.dp.rank] for gradient in gradients)
-    sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # squares, loss, 0 or what is not finite
-    sums[1] = loss if mesh.tp.is_first else 0.0
-    sums[2] = overflow
+    shares = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device)
+    sums = torch.zeros(2 + shares.numel(), dtype=torch.float64, device=mesh.device)
+    sums[1] = overflow  # 0, or not finite; sums[0] is for the squares
+    sums[2:] = shares.flatten() if mesh.tp.is_first else 0.0
     if exact:
         units = torch.stack([square_sum_units(gradient) for gradient in (*gradients, sums.new_zeros(0))]).sum(0)
         _sum_over_all(units, mesh)
@@ -72,7 +73,7 @@ def totals(
     _sum_over_all(sums, mesh)
     if not exact:
         squares = sums[0]
-    return Totals(norm=squares.sqrt() + 0.0 * sums[1:].sum(), loss=sums[1])
+    return Totals(norm=squares.sqrt() + 0.0 * sums[1:].sum(), loss=sums[2:].view_as(shares))
 
 
 def _counted_here(segments: Iterable[OwnedSegment], mesh: Mesh, elsewhere: frozenset[str]) -> Iterator[Tensor]:

@@ -28,7 +28,7 @@ class Outcome:
     """What became of a step.
 
     Attributes:
-        loss: summed over the global batch; an fp64 scalar, equal on every rank.
+        loss: summed over the global batch, fp64, equal on every rank; a scalar or several sums.
         norm: global gradient norm before clipping, without the loss scale; likewise.
         skipped: why the weights were left as they are, or None.
     """

@@ -1,4 +1,5 @@
-"""Cross-entropy over a vocabulary that is split across tensor-parallel ranks, without ever gathering the logits.
+"""Cross-entropy, and the likeliest token, over a vocabulary that is split across tensor-parallel ranks, without ever
+gathering the logits.
 
 One exchange a call, of three floats a token (largest logit, sum of exponentials, linear part), never of vocabulary
 size: each rank combines the others' statistics in the same order, so that all get the same bits. What is computed on a
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from megacore.ops import CrossEntropyOptions, VocabularyShare, cross_entropy
@@ -16,7 +18,7 @@ from megacore.parallel.collectives import all_gather
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import split_evenly
 
-__all__ = ["CrossEntropyOptions", "vocab_parallel_cross_entropy"]
+__all__ = ["CrossEntropyOptions", "vocab_parallel_argmax", "vocab_parallel_cross_entropy"]
 
 
 def vocab_parallel_cross_entropy(
@@ -45,3 +47,22 @@ def vocab_parallel_cross_entropy(
         exchange=partial(all_gather, group=group),
     )
     return cross_entropy(logits, targets, options=options, share=share)
+
+
+@torch.no_grad()
+def vocab_parallel_argmax(logits: Tensor, *, vocab_size: int, group: Group = ALONE) -> Tensor:
+    """The likeliest token at each position, the same on every rank of the group.
+
+    Args:
+        logits: [..., local columns], as for `vocab_parallel_cross_entropy`.
+        vocab_size: the true vocabulary size.
+        group: the tensor-parallel group.
+
+    Returns:
+        [...] int64, ids in [0, vocab_size).
+    """
+    start, stop = split_evenly(vocab_size, group.rank, group.size)
+    values, places = logits[..., : stop - start].float().max(dim=-1)
+    found = all_gather(torch.stack([values.double(), (places + start).double()]), group)  # [t, 2, ...]
+    best = found[:, 0].argmax(dim=0, keepdim=True)
+    return found[:, 1].gather(0, best).squeeze(0).long()

@@ -14,11 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.parallel.collectives import Pending, start_all_gather, start_reduce_scatter
 from megacore.parallel.mesh import Group
+from megacore.parallel.products import Parameters, input_gradient, parameter_gradients, products
 
 
 class _GatherOfPieces:
@@ -74,20 +74,18 @@ class _Gather(torch.autograd.Function):
 
 class _LinearOfGatheredInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.has_bias = group, bias is not None
-        return F.linear(_GatherOfPieces(x, group).wait(), weight, bias)
+    def forward(ctx: Any, x: Tensor, group: Group, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *parameters[::2])
+        ctx.group, ctx.has_bias = group, [bias is not None for bias in parameters[1::2]]
+        return products(_GatherOfPieces(x, group).wait(), parameters)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
         gathering = _GatherOfPieces(x, ctx.group)
-        scattering = _ScatterOfSum(grad @ weight, ctx.group)
-        rows = grad.flatten(0, -2)
-        grad_weight = rows.t() @ gathering.wait().flatten(0, -2)
-        grad_bias = rows.sum(0) if ctx.has_bias else None
-        return scattering.wait(), grad_weight, grad_bias, None
+        scattering = _ScatterOfSum(input_gradient(grads, weights), ctx.group)
+        found = parameter_gradients(gathering.wait(), grads, ctx.has_bias)
+        return scattering.wait(), None, *found
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
@@ -100,9 +98,13 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _Gather.apply(x, group)
 
 
-def linear_of_gathered_input(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-    """x W^T + b over all positions: [b, s/t, i] of every rank -> [b, s, o/t], `weight` holding this rank's features."""
-    return F.linear(x, weight, bias) if group.size == 1 else _LinearOfGatheredInput.apply(x, weight, bias, group)
+def products_of_gathered_input(x: Tensor, parameters: Parameters, group: Group) -> tuple[Tensor, ...]:
+    """x W^T + b over all positions for each weight and bias: [b, s/t, i] of every rank -> [b, s, o/t], the weights
+    holding this rank's features."""
+    if group.size == 1:
+        return products(x, parameters)
+    found: tuple[Tensor, ...] = _LinearOfGatheredInput.apply(x, group, *parameters)
+    return found
 
 
 def own_positions(length: int, group: Group) -> slice:

@@ -10,6 +10,7 @@ Shape legend: s sequence, b micro-batch, i input features, o output features, h 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,30 +19,29 @@ from torch import Tensor, nn
 
 from megacore.parallel.collectives import copy_to_group, reduce_from_group, start_all_reduce_
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.sequence import gather_sequence, linear_of_gathered_input, reduce_scatter_sequence
+from megacore.parallel.products import Parameters, input_gradient, parameter_gradients, products
+from megacore.parallel.sequence import gather_sequence, products_of_gathered_input, reduce_scatter_sequence
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, split_evenly
 
 
 class _LinearOfCopiedInput(torch.autograd.Function):
-    """x W^T + b for an input that every rank holds: the input gradient's all-reduce runs while the weight gradient
-    is computed."""
+    """Products of an input that every rank holds: the input gradient's all-reduce runs while the weight gradients are
+    computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.has_bias = group, bias is not None
-        return F.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, group: Group, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *parameters[::2])
+        ctx.group, ctx.has_bias = group, [bias is not None for bias in parameters[1::2]]
+        return products(x, parameters)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad @ weight
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        grad_x = input_gradient(grads, weights)
         pending = start_all_reduce_(grad_x, ctx.group)
-        rows = grad.flatten(0, -2)
-        grad_weight = rows.t() @ x.flatten(0, -2)
-        grad_bias = rows.sum(0) if ctx.has_bias else None
+        found = parameter_gradients(x, grads, ctx.has_bias)
         pending.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, None, *found
 
 
 class ColumnParallelLinear(nn.Module):
@@ -197,14 +197,42 @@ def column_parallel(
     With `split_backward` communication and product are operators of their own, so that autograd can compute the input's
     gradient alone; otherwise one operator overlaps the communication of that gradient with the weight's.
     """
+    parameters = (weight, bias)
+    return _products(x, parameters, group, sequence_parallel=sequence_parallel, split_backward=split_backward)[0]
+
+
+def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
+    """What several column-parallel layers give for one input, whose communication is done once for all of them.
+
+    Args:
+        x: [b, s, i] (or [b, s/t, i])
+        layers: on one group, alike but for their output features.
+
+    Returns:
+        [b, s, o/t] of each.
+    """
+    first = layers[0]
+    return _products(
+        x,
+        [parameter for layer in layers for parameter in (layer.weight, layer.bias)],
+        first.group,
+        sequence_parallel=first.sequence_parallel,
+        split_backward=first.split_backward,
+    )
+
+
+def _products(
+    x: Tensor, parameters: Parameters, group: Group, *, sequence_parallel: bool, split_backward: bool
+) -> tuple[Tensor, ...]:
     if group.size == 1:
-        return F.linear(x, weight, bias)
+        return products(x, parameters)
     if split_backward:
         enter = gather_sequence if sequence_parallel else copy_to_group
-        return F.linear(enter(x, group), weight, bias)
+        return products(enter(x, group), parameters)
     if sequence_parallel:
-        return linear_of_gathered_input(x, weight, bias, group)
-    return _LinearOfCopiedInput.apply(x, weight, bias, group)
+        return products_of_gathered_input(x, parameters, group)
+    found: tuple[Tensor, ...] = _LinearOfCopiedInput.apply(x, group, *parameters)
+    return found
 
 
 def padded_rows(vocab_size: int, parts: int, multiple: int) -> int:
@@ -221,6 +249,16 @@ def vocab_parallel_weight(
     rows = padded_rows(vocab_size, group.size, multiple)
     spec = ShardSpec(shape=(vocab_size, hidden_size), dim=0, start=start, stop=stop)
     return ShardedParameter(torch.empty(rows, hidden_size, device=device), spec)
+
+
+def vocab_parallel_bias(
+    vocab_size: int, *, group: Group, multiple: int, device: torch.device | None = None
+) -> ShardedParameter:
+    """This rank's uninitialised share of one number for each of V tokens, padded at the end like the weight's rows."""
+    start, stop = split_evenly(vocab_size, group.rank, group.size)
+    rows = padded_rows(vocab_size, group.size, multiple)
+    spec = ShardSpec(shape=(vocab_size,), dim=0, start=start, stop=stop)
+    return ShardedParameter(torch.empty(rows, device=device), spec)
 
 
 def _require_divisible(name: str, features: int, group: Group) -> None:

@@ -54,8 +54,10 @@ class PipelineRuntime:
         schedule: number of microbatches -> what all ranks do.
         streams: told which microbatch is being computed.
         first_input: microbatch -> input of the model's first layer.
-        loss: (output of the last layer, microbatch) -> summed loss of the microbatch.
+        loss: (output of the last layer, microbatch) -> summed loss of the microbatch, or several sums.
+        loss_shape: of what `loss` returns; () is a scalar.
         eval_loss: the same for `evaluate`; None: `loss`.
+        eval_shape: of what `eval_loss` returns.
     """
 
     def __init__(
@@ -69,11 +71,14 @@ class PipelineRuntime:
         streams: RandomStreams,
         first_input: Callable[[Any], Any],
         loss: Loss,
+        loss_shape: tuple[int, ...] = (),
         eval_loss: Loss | None = None,
+        eval_shape: tuple[int, ...] = (),
     ) -> None:
         self.chunks, self.group, self.transport, self.streams = list(chunks), group, transport, streams
         self.forms, self.last_stage = forms, len(chunks) * group.size - 1
         self.first_input, self.loss, self.eval_loss = first_input, loss, eval_loss or loss
+        self.loss_shape, self.eval_shape = loss_shape, eval_shape
         self.timer = ActionTimer()
         self.training_schedule = cache(lambda microbatches: _proven(schedule(microbatches)))
         self.evaluation_schedule = cache(
@@ -87,8 +92,8 @@ class PipelineRuntime:
 
         Args:
             microbatches: this data-parallel rank's share of the global batch; each has a global `index`.
-            loss_scale: factor of the summed loss before backward (one over the global batch's tokens); asked for as
-                late as possible, so that its reduction overlaps with the first forward.
+            loss_scale: factor of the summed loss before backward (one over the global batch's tokens), or of each of
+                its sums; asked for as late as possible, so that its reduction overlaps with the first forward.
             gradients: told when a microbatch's backward begins and ends.
 
         Returns:
@@ -135,7 +140,8 @@ class _Run:
         self.to_send: dict[tuple[Op, int, int], tuple[Tensor, ...]] = {}
         mine = schedule.computations(runtime.group.rank)
         self.weight_gradients_left = Counter(a.stage for a in mine if a.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
-        self.total_loss = torch.zeros((), dtype=torch.float64, device=runtime.transport.device)
+        shape = runtime.eval_shape if loss_scale is None else runtime.loss_shape
+        self.total_loss = torch.zeros(shape, dtype=torch.float64, device=runtime.transport.device)
 
     def execute(self) -> Tensor:
         does = {
@@ -224,7 +230,7 @@ class _Run:
         if action.stage == self.runtime.last_stage:
             assert self.loss_scale is not None
             scale = torch.as_tensor(self.loss_scale(), dtype=torch.float32, device=self.total_loss.device)
-            gradients: tuple[Tensor, ...] = (scale,)
+            gradients: tuple[Tensor, ...] = (scale.expand(self.runtime.loss_shape),)
         else:
             gradients = self.arrived(Action(Op.RECV_GRAD, action.microbatch, action.stage))
         pairs = [(edge, grad) for edge, grad in zip(outputs, gradients, strict=True) if edge is not None]

@@ -9,6 +9,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -23,12 +24,13 @@ from megacore.train.peers import PeerWatch
 
 __all__ = ["exit_with", "launch"]
 
+C = TypeVar("C", bound=Config)
 EXIT_FAILED = 1
 _SECONDS_FOR_A_PEER_TO_DIE = 1.0
 _SECONDS_FOR_A_PEER_TO_SPEAK = 5.0
 
 
-def launch(config: Config, body: Callable[[Config, Mesh], None]) -> int:
+def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     """Run `body` on this rank's place of the mesh.
 
     Args:

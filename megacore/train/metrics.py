@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-# How a record's keys read in the log line, in order.
+# How a record's keys read in the log line, in order, after the loss and its terms.
 _LINE = (
-    ("train/loss", "loss", "{:.4f}"),
     ("train/lr", "lr", "{:.3e}"),
     ("train/grad_norm", "grad norm", "{:.3f}"),
     ("perf/tokens_per_sec", "tokens/s", "{:,.0f}"),
@@ -22,11 +22,28 @@ _LINE = (
 )
 
 
-def log_line(record: dict[str, Any], train_iters: int) -> str:
-    """One line a logged step: `step 20/300 | loss 5.4321 | lr 3.000e-04 | ...`."""
+def log_line(record: Mapping[str, Any], train_iters: int, *, terms: Sequence[str] = ()) -> str:
+    """One line a logged step: `step 20/300 | loss 5.4321 | lr 3.000e-04 | ...`.
+
+    Args:
+        record: by the keys of metrics.jsonl.
+        train_iters: steps of the run.
+        terms: names of the loss's terms, where it has several.
+    """
+    losses = [f"{_words(name)} {record[f'train/{name}']:.4f}" for name in ("loss", *terms)]
     parts = [f"{label} {form.format(record[key])}" for key, label, form in _LINE if key in record]
     skipped = [f"{record['train/skipped_steps']} skipped"] if record.get("train/skipped_steps") else []
-    return " | ".join([f"step {record['step']}/{train_iters}", *parts, *skipped])
+    return " | ".join([f"step {record['step']}/{train_iters}", *losses, *parts, *skipped])
+
+
+def evaluation_line(step: int, figures: Mapping[str, float], train_iters: int) -> str:
+    """One line an evaluation: `step 20/300 | eval loss 5.4321`, and what else was evaluated."""
+    first, *others = [f"{_words(key.removeprefix('eval/'))} {value:.4f}" for key, value in figures.items()]
+    return " | ".join([f"step {step}/{train_iters}", f"eval {first}", *others])
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

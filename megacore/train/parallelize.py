@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, ParallelConfig, known
+from megacore.data.batch import Batch
+from megacore.data.loader import Microbatch
 from megacore.models.initialize import initialize
-from megacore.models.spec import LayerSpec
+from megacore.models.spec import LayerSpec, Terms
 from megacore.optim.bucket import ZeroOptions
 from megacore.optim.data_parallel import DataParallel
 from megacore.optim.precision import DTYPES
@@ -48,20 +50,30 @@ class Task:
     Attributes:
         layers: the whole model, described.
         first_input: microbatch -> input of the first layer.
-        loss: (output of the last layer, microbatch) -> loss summed over the microbatch's tokens.
+        loss: (output of the last layer, microbatch) -> loss summed over the microbatch's tokens, or several sums.
+        terms: what the loss consists of: its sums' names and counts.
         eval_loss: what evaluations report instead; None: `loss`.
+        eval_terms: what `eval_loss` consists of; None: `terms`. Those with a name of `terms` make up the reported loss.
         streams: where the layers' dropout masks come from.
         initialize: gives a rank's parameters their values; None: by global name, as the configuration says.
         forms: microbatch -> what every stage receives; None: hidden states of the configured shape.
+        batch_type: what a microbatch is.
+        flops: operations of one sequence, forward and backward; None: those of a GPT of the configured shape.
+        carries_documents: whether document numbers, int64 [b, s], travel beside the hidden states.
     """
 
     layers: Sequence[LayerSpec]
     first_input: Callable[[Any], Any]
     loss: Callable[[Any, Any], Tensor]
     streams: RandomStreams
+    terms: Terms = field(default_factory=Terms)
     eval_loss: Callable[[Any, Any], Tensor] | None = None
+    eval_terms: Terms | None = None
     initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
     forms: Callable[[Any], Forms] | None = None
+    batch_type: type[Batch] = Microbatch
+    flops: float | None = None
+    carries_documents: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,25 +197,29 @@ def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
 
 def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) -> PipelineRuntime:
     parallel = config.parallel
-    hidden_states = [None, *[_hidden_states(config)] * (mesh.pp.size * len(chunks) - 1)]
+    between = _between_stages(config, documents=task.carries_documents)
+    forms: Forms = [None, *[between] * (mesh.pp.size * len(chunks) - 1)]
     return PipelineRuntime(
         chunks,
         mesh.pp,
         transport=Transport(mesh.pp, mesh.device),
-        forms=task.forms or (lambda _: hidden_states),
+        forms=task.forms or (lambda _: forms),
         schedule=lambda microbatches: _schedule(parallel, microbatches),
         streams=task.streams,
         first_input=task.first_input,
         loss=task.loss,
+        loss_shape=task.terms.shape,
         eval_loss=task.eval_loss,
+        eval_shape=(task.eval_terms or task.terms).shape,
     )
 
 
-def _hidden_states(config: Config) -> tuple[TensorForm, ...]:
+def _between_stages(config: Config, *, documents: bool) -> tuple[TensorForm, ...]:
     """What a block of the configured shape takes and gives."""
-    positions = config.data.seq_length // (config.parallel.tp if config.parallel.sequence_parallel else 1)
-    shape = (config.training.micro_batch_size, positions, config.model.hidden_size)
-    return (TensorForm(shape, DTYPES[config.precision.precision]),)
+    batch, length = config.training.micro_batch_size, config.data.seq_length
+    positions = length // (config.parallel.tp if config.parallel.sequence_parallel else 1)
+    hidden = TensorForm((batch, positions, config.model.hidden_size), DTYPES[config.precision.precision])
+    return (hidden, TensorForm((batch, length), torch.int64)) if documents else (hidden,)
 
 
 def _schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:

@@ -39,7 +39,6 @@ def launch_summary(
     ]
     virtual = f" of {parallel.virtual_stages} stages a rank" if parallel.virtual_stages > 1 else ""
     bubble = f"{parallel.schedule}{virtual}; by the stages' operations {idle_share:.1%} of a step's time is bubble"
-    operators = ops.implementations(mesh.device, training.attention)
     lines = [
         ("topology", f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {mesh.world.size} ranks"),
         (
@@ -65,10 +64,22 @@ def launch_summary(
             f"{samples[0]:,} training and {samples[1]:,} validation samples"
             + (" (mock)" if config.data.mock_data else ""),
         ),
-        ("operators", ", ".join(f"{name}: {how}" for name, how in operators.items())),
+        ("operators", _operators(config, mesh.device)),
         ("output", training.output_dir),
     ]
     return "\n".join(f"  {label:<10}{text}" for label, text in lines)
+
+
+def _operators(config: Config, device: torch.device) -> str:
+    model = config.model
+    found = ops.implementations(
+        device,
+        config.training.attention,
+        norm="rms_norm" if model.normalization == "RMSNorm" else "layer_norm",
+        activation=model.activation,
+        positions=model.position_embedding_type,
+    )
+    return ", ".join(f"{name}: {how}" for name, how in found.items())
 
 
 def _parameters(model: ModelConfig, layers: list[LayerSpec], stages: list[range]) -> tuple[int, list[int]]:

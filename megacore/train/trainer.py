@@ -2,8 +2,8 @@
 
 One step: every rank runs its microbatches through its stage (pipeline/runtime.py), gradients are summed over
 data-parallel ranks while the last backward runs and over the copies of tied parameters after it, the global norm is
-clipped, the optimizer steps. The loss is divided by the number of tokens of the whole global batch, known before the
-first backward.
+clipped, the optimizer steps. The loss, or each of its terms, is divided by the number of tokens (or of what else it
+sums over) of the whole global batch, known before the first backward.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.simulate import Costs, simulate
-from megacore.train.metrics import device_name, log_line, peak_memory_bytes, synchronize
+from megacore.train.metrics import device_name, evaluation_line, log_line, peak_memory_bytes, synchronize
 from megacore.train.parallelize import Task, parallelize
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report
@@ -48,6 +48,9 @@ class Trainer:
         task: the model's layers and its loss.
         train_data: training samples; at least train_iters x global_batch_size of them.
         valid_data: validation samples, or None for no evaluation.
+
+    Attributes:
+        means: of the last step's loss terms, fp64.
     """
 
     def __init__(self, config: Config, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
@@ -64,6 +67,7 @@ class Trainer:
         self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
         self.step = 0
         self.consumed_samples = 0
+        self.means = torch.zeros(task.terms.shape, dtype=torch.float64)
         self.stop_requests = StopRequests(config.checkpoint, mesh)
         self.loaded = None if config.checkpoint.load is None else self._restore(Path(config.checkpoint.load))
         self.tracer = Tracer(config, mesh, self.model.runtime, self.step)
@@ -124,19 +128,19 @@ class Trainer:
             microbatches: this data-parallel rank's share of the global batch.
 
         Returns:
-            Mean loss per token of the global batch and global gradient norm before clipping, fp64 scalars that are
-            equal on every rank; learning rate.
+            Mean loss of the global batch (the sum of its terms' means) and global gradient norm before clipping, fp64
+            scalars that are equal on every rank; learning rate.
         """
         batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in microbatches]
-        tokens = torch.stack([m.loss_mask.sum(dtype=torch.float64) for m in batch]).sum()
-        counted = start_all_reduce_(tokens, self.mesh.dp)
+        counts = torch.stack([self.task.terms.counts(microbatch) for microbatch in batch]).sum(0)
+        counted = start_all_reduce_(counts, self.mesh.dp)
 
-        def per_token() -> Tensor:
+        def per_count() -> Tensor:
             counted.wait()
-            return 1.0 / tokens.clamp(min=1.0)
+            return 1.0 / counts.clamp(min=1.0)
 
         def loss_scale() -> Tensor:
-            return (per_token() * self.update.scaler.scale).float()
+            return (per_count() * self.update.scaler.scale).float()
 
         traced = self.tracer.begin(self.step + 1)
         self.model.runtime.timer.precise = traced or _due(
@@ -151,23 +155,28 @@ class Trainer:
         outcome = self.update.apply(own_loss, rate)
         if outcome.skipped is not None:
             self.report.say(f"step {self.step}/{self.config.training.train_iters} | skipped: {outcome.skipped}")
-        return outcome.loss * per_token(), outcome.norm, rate
+        self.means = outcome.loss * per_count()
+        return self.means.sum(), outcome.norm, rate
 
     def evaluate(self) -> float:
-        """Mean negative log-likelihood per token over eval_iters global batches of the validation data, the same ones
-        every time."""
+        """Mean loss (without what only training adds to it, such as label smoothing) over eval_iters global batches of
+        the validation data, the same ones every time."""
         assert self.valid_batches is not None
         self.valid_batches.rewind()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)  # loss, tokens
+        terms = self.task.eval_terms or self.task.terms
+        sums = torch.zeros(2, *terms.shape, dtype=torch.float64, device=self.mesh.device)  # what is meant, its count
         for _ in range(self.config.training.eval_iters):
             batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in next(self.valid_batches)]
             sums[0] += self.model.runtime.evaluate(batch)
             if self.mesh.pp.is_last:
-                sums[1] += sum(m.loss_mask.sum(dtype=torch.float64) for m in batch)
+                sums[1] += torch.stack([terms.counts(microbatch) for microbatch in batch]).sum(0)
         all_reduce_(all_reduce_(sums, self.mesh.dp), self.mesh.pp)
-        loss = float(sums[0] / sums[1].clamp(min=1.0))
-        self.report.record({**self._position(), "eval/loss": loss})
-        self.report.say(f"step {self.step}/{self.config.training.train_iters} | eval loss {loss:.4f}")
+        means = sums[0] / sums[1].clamp(min=1.0)
+        named = terms.named(means)
+        loss = sum(named[name] for name in self.task.terms.names) if named else float(means)
+        figures = {"eval/loss": loss, **{f"eval/{name}": mean for name, mean in named.items()}}
+        self.report.record({**self._position(), **figures})
+        self.report.say(evaluation_line(self.step, figures, self.config.training.train_iters))
         return loss
 
     def save(self) -> None:
@@ -192,10 +201,11 @@ class Trainer:
             counters=self.update.counters() | {"learning_rate": rate},
         )
 
-    def _loader(self, dataset: Any, consumed_samples: int) -> BatchLoader:
+    def _loader(self, dataset: Any, consumed_samples: int) -> BatchLoader[Any]:
         training = self.config.training
         return BatchLoader(
             dataset,
+            self.task.batch_type,
             micro_batch_size=training.micro_batch_size,
             global_batch_size=known(training.global_batch_size),
             dp_rank=self.mesh.dp.rank,
@@ -229,11 +239,12 @@ class Trainer:
         peak = self._largest({"peak": float(peak_memory_bytes(self.mesh.device))})["peak"]
         memory = self._memory()
         sequences = known(training.global_batch_size)
-        flops = flops_per_sequence(config.model, config.data.seq_length) * sequences
-        tflops = flops / step_seconds / self.mesh.world.size / 1e12
+        flops = self.task.flops or flops_per_sequence(config.model, config.data.seq_length)
+        tflops = flops * sequences / step_seconds / self.mesh.world.size / 1e12
         record = {
             **self._position(),
             "train/loss": float(loss),
+            **{f"train/{name}": mean for name, mean in self.task.terms.named(self.means).items()},
             "train/grad_norm": float(norm),
             "train/lr": rate,
             "perf/step_time_s": step_seconds,
@@ -251,7 +262,7 @@ class Trainer:
         if device_peak := peak_tflops(device_name(self.mesh.device)):
             record["perf/mfu"] = tflops / device_peak
         self.report.record(record)
-        self.report.say(log_line(record, training.train_iters))
+        self.report.say(log_line(record, training.train_iters, terms=self.task.terms.names))
         if self._first_log:
             self.report.say(f"  {'memory':<10}MiB of state on the fullest rank, counted: {_mib(memory)}")
         self._first_log = False

@@ -21,6 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
+BERT_PROGRAM = ROOT / "pretrain_bert.py"
 MARK = "MEGACORE_TEST_RUN"
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
@@ -83,9 +84,9 @@ def under_torchrun(logs: Path, processes: int, *command: object, max_restarts: i
                     os.kill(pid, signal.SIGKILL)
 
 
-def alone(*flags: object, timeout: float = 10.0) -> subprocess.CompletedProcess[str]:
-    """Run pretrain_gpt.py in one process."""
-    command = [sys.executable, str(PROGRAM), *map(str, flags)]
+def alone(*flags: object, timeout: float = 10.0, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
+    """Run pretrain_gpt.py, or another program, in one process."""
+    command = [sys.executable, str(program), *map(str, flags)]
     environment = _environment(uuid.uuid4().hex)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 

@@ -40,7 +40,7 @@ def test_softmax_is_torchs_where_torch_has_one() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_is_the_same_with_either_implementation(window: int | None) -> None:
     query, key, value = (torch.randn(2, 3, 9, 8, requires_grad=True) for _ in range(3))
-    found = ops.causal_attention(query, key, value, implementation="fused-softmax", window=window)
+    found = ops.attention(query, key, value, causal=True, implementation="fused-softmax", window=window)
     seen = torch.ones(9, 9, dtype=torch.bool).tril()
     seen = seen if window is None else seen & ~torch.ones(9, 9, dtype=torch.bool).tril(-window)
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
@@ -165,10 +165,6 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "step": (lambda: ops.adamw_(*(torch.ones(4) for _ in range(4)), step=0, lr=1e-3), "step is 0: the first step is 1"),
     "flat": (lambda: ops.adamw_(*(torch.ones(2, 4) for _ in range(4)), step=1, lr=1e-3), "parameter has shape"),
-    "sdpa": (
-        lambda: ops.causal_attention(*(torch.ones(1, 1, 2, 4) for _ in range(3)), implementation="sdpa", window=1),
-        "implementation is sdpa",
-    ),
     "choice": (lambda: ops.choose_kernels("cuda"), "choice is 'cuda': it must be one of auto, triton, torch"),  # type: ignore[arg-type]
 }
 

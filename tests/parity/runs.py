@@ -157,7 +157,12 @@ def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: 
 
 def train_on(mesh: Mesh, config: Config) -> Outcome:
     """Run on this rank of a mesh; every rank returns what came out."""
-    trainer = make_trainer(config, mesh)
+    return outcome_of(make_trainer(config, mesh))
+
+
+def outcome_of(trainer: Trainer) -> Outcome:
+    """Run a trainer to its end; every rank returns what came out."""
+    config, mesh = trainer.config, trainer.mesh
     losses, norms, gradients = [], [], {}
     initial = gather(trainer, mesh, lambda owned: owned.master)
     for step in range(config.training.train_iters):

@@ -11,8 +11,17 @@ LATE_IMPORTS = {
     ("pretrain_gpt.py", "megacore.parallel.random"): START_UP,
     ("pretrain_gpt.py", "megacore.train.parallelize"): START_UP,
     ("pretrain_gpt.py", "megacore.train.trainer"): START_UP,
+    ("megacore/convert/start.py", "megacore.convert.from_hf"): START_UP,
+    ("pretrain_bert.py", "megacore.train.launch"): START_UP,
+    ("pretrain_bert.py", "megacore.layers.context"): START_UP,
+    ("pretrain_bert.py", "megacore.models.bert"): START_UP,
+    ("pretrain_bert.py", "megacore.models.bert_loss"): START_UP,
+    ("pretrain_bert.py", "megacore.parallel.random"): START_UP,
+    ("pretrain_bert.py", "megacore.train.parallelize"): START_UP,
+    ("pretrain_bert.py", "megacore.train.trainer"): START_UP,
     ("megacore/help_text.py", "tyro"): "only --help needs it, and it is slow to load on every rank",
     ("megacore/pipeline/canvas.py", "matplotlib"): "optional, and only PNG needs it",
+    ("megacore/convert/check.py", "transformers"): "optional, and only a conversion's check needs it",
     ("megacore/data/tokenizer.py", "transformers"): "optional, and only directories without a tokenizer.json need it",
 }
 # Operators load their kernel when they first run it.
@@ -35,5 +44,7 @@ CUDA_NAMES = {
     **dict.fromkeys(("megacore/sections.py", "tools/generate.py"), "the value that --device takes"),
     "tools/kernel_report.py": "the compiler's name for what it compiles to",
 }
+# Who may load a pickle, with torch's restricted loader (weights_only=True) alone.
+PICKLE_READERS = {"megacore/convert/megatron_files.py"}
 # Functions whose parameters are not for a caller to write down: a kernel's, and an operator's schema.
 SCHEMAS = ("triton.jit", "torch.library.custom_op", "register_fake")

@@ -15,7 +15,7 @@ from megacore.cli import load_toml, parse_config, save_toml
 from megacore.command_line import all_fields
 from megacore.config import SECTIONS, Config, resolve, validate
 from megacore.fields import FieldInfo, field_docs, field_infos
-from megacore.presets import PRESETS
+from megacore.presets import GPT_PRESETS
 from megacore.wording import divisors, nearest_multiples
 
 GOOD: dict[str, Any] = {"train_iters": 100, "mock_data": True, "vocab_size": 64}
@@ -218,10 +218,10 @@ def test_saved_configurations_read_back_equal(tmp_path: Path) -> None:
 def _read_without_checks(path: Path) -> Config:
     given = config_file.read_toml(path)
     assert given.problems == []
-    return cli._build(given.values)
+    return cli._build(Config, given.values)
 
 
-@pytest.mark.parametrize("preset", [None, *PRESETS])
+@pytest.mark.parametrize("preset", [None, *GPT_PRESETS])
 def test_a_resolved_configuration_given_back_is_equal(preset: str | None, tmp_path: Path) -> None:
     rng = random.Random(str(preset))
     for _ in range(10):
@@ -270,14 +270,14 @@ def test_every_number_has_a_range_that_holds_its_default() -> None:
                 assert info.default in info.range, info.name
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", GPT_PRESETS)
 def test_presets_are_valid_whole_shapes(preset: str) -> None:
-    assert PRESETS[preset].keys() <= all_fields().keys()
-    assert validate(make(**{"preset": preset, **PRESETS[preset]}), 1) == []
+    assert GPT_PRESETS[preset].keys() <= all_fields().keys()
+    assert validate(make(**{"preset": preset, **GPT_PRESETS[preset]}), 1) == []
 
 
 def test_the_small_preset_is_the_124m_model() -> None:
-    model = resolve(make(**PRESETS["gpt2-small"]), 1).model
+    model = resolve(make(**GPT_PRESETS["gpt2-small"]), 1).model
     hidden, layers = model.hidden_size, model.num_layers
     assert model.vocab_size is not None
     assert model.max_position_embeddings is not None

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megacore import megatron_flags
+from megacore.bert_section import BertConfig
 from megacore.cli import flag_names
-from megacore.config import SECTIONS
+from megacore.config import sections_of
 from tools import flag_reference
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +35,13 @@ def test_the_documentation_names_every_table_of_a_file() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     sentence = re.search(r"A file has the tables ([^:]*), and its keys", page)
     assert sentence is not None
-    assert re.findall(r"`\[(\w+)\]`", sentence[1]) == list(SECTIONS)
+    assert re.findall(r"`\[(\w+)\]`", sentence[1]) == list(sections_of(BertConfig))
 
 
 def test_the_page_for_megatron_users_covers_every_flag() -> None:
     page = (ROOT / "docs" / "coming-from-megatron.md").read_text()
     named = set(re.findall(r"--[a-z][a-z0-9-]+", page))
-    ours = {name for main, others in flag_names().items() for name in (main, *others)}
+    ours = {name for main, others in flag_names(BertConfig).items() for name in (main, *others)}
     dropped = megatron_flags.REPLACED.keys() | megatron_flags.NOT_YET
     assert dropped <= named
     assert not dropped & ours

@@ -95,7 +95,11 @@ def numbers(loader: BatchLoader, steps: int | None = None) -> list[list[list[int
 def test_samples_of_a_step_do_not_depend_on_the_layout(micro: int, dp: int) -> None:
     batch = 24
     ranks = [
-        numbers(BatchLoader(Numbered(100), micro_batch_size=micro, global_batch_size=batch, dp_rank=d, dp_size=dp))
+        numbers(
+            BatchLoader(
+                Numbered(100), Microbatch, micro_batch_size=micro, global_batch_size=batch, dp_rank=d, dp_size=dp
+            )
+        )
         for d in range(dp)
     ]
     for step in range(100 // batch):
@@ -110,6 +114,7 @@ def test_a_run_resumes_from_the_consumed_samples_alone(num_workers: int) -> None
     def loader(consumed: int) -> BatchLoader:
         return BatchLoader(
             Numbered(80),
+            Microbatch,
             micro_batch_size=2,
             global_batch_size=8,
             dp_rank=1,
@@ -128,7 +133,7 @@ def test_a_run_resumes_from_the_consumed_samples_alone(num_workers: int) -> None
 
 def test_a_microbatch_has_the_shapes_and_the_same_number_everywhere() -> None:
     loader = BatchLoader(
-        Numbered(64), micro_batch_size=2, global_batch_size=16, dp_rank=1, dp_size=2, consumed_samples=16
+        Numbered(64), Microbatch, micro_batch_size=2, global_batch_size=16, dp_rank=1, dp_size=2, consumed_samples=16
     )
     step = next(loader)
     assert [m.index for m in step] == [9, 11, 13, 15]
@@ -143,7 +148,13 @@ def test_a_microbatch_has_the_shapes_and_the_same_number_everywhere() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_unusable_sample_is_one_clear_error(num_workers: int) -> None:
     loader = BatchLoader(
-        Numbered(40, bad=11), micro_batch_size=2, global_batch_size=8, dp_rank=0, dp_size=1, num_workers=num_workers
+        Numbered(40, bad=11),
+        Microbatch,
+        micro_batch_size=2,
+        global_batch_size=8,
+        dp_rank=0,
+        dp_size=1,
+        num_workers=num_workers,
     )
     next(loader)
     with pytest.raises(DataError, match=r"^sample 11 is unusable$"):
@@ -154,6 +165,7 @@ def test_an_unusable_sample_is_one_clear_error(num_workers: int) -> None:
 def test_a_loader_begins_again_with_the_same_processes(num_workers: int) -> None:
     loader = BatchLoader(
         Numbered(40),
+        Microbatch,
         micro_batch_size=2,
         global_batch_size=8,
         dp_rank=1,
@@ -174,7 +186,9 @@ def test_a_loader_begins_again_with_the_same_processes(num_workers: int) -> None
 def test_a_killed_worker_is_one_clear_error() -> None:
     others = multiprocessing.active_children()
     handler = signal.getsignal(signal.SIGCHLD)
-    loader = BatchLoader(Numbered(4000), micro_batch_size=2, global_batch_size=8, dp_rank=0, dp_size=1, num_workers=2)
+    loader = BatchLoader(
+        Numbered(4000), Microbatch, micro_batch_size=2, global_batch_size=8, dp_rank=0, dp_size=1, num_workers=2
+    )
     assert signal.getsignal(signal.SIGCHLD) is handler
     next(loader)
     victim = next(process for process in multiprocessing.active_children() if process not in others)

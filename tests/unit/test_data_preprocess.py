@@ -16,7 +16,6 @@ from megacore.data.corpus import TextUnit, check_files, read_chunks
 from megacore.data.documents import BadLine, parse
 from megacore.data.indexed import IndexedDataset
 from megacore.data.preprocess import Job, Report, preprocess
-from megacore.data.sentences import split_sentences
 from megacore.data.sidecar import read_sidecar
 from megacore.data.tokenizer import Tokenizer
 from megacore.data.tokenizer_training import train_tokenizer
@@ -135,21 +134,6 @@ def test_inputs_are_opened_before_the_work_begins(tmp_path: Path) -> None:
         check_files([str(tmp_path / "nothing.txt")])
     with pytest.raises(DataError, match="is a directory"):
         check_files([str(tmp_path)])
-
-
-def test_sentences() -> None:
-    text = 'Dr. A. Smith, e.g. in Fig. 3, said: "No!" He left at 3.14 p.m. today... Really? Yes.\n\nA heading\n\n'
-    text += "京都。東京。"
-    assert split_sentences(text) == [
-        'Dr. A. Smith, e.g. in Fig. 3, said: "No!"',
-        "He left at 3.14 p.m. today...",
-        "Really?",
-        "Yes.",
-        "A heading",
-        "京都。",
-        "東京。",
-    ]
-    assert split_sentences("  ") == []
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megacore.bert_section import BertConfig
 from megacore.cli import parse_config
+from megacore.config import Config
 from tests.unit.packaging_builds import ROOT
 from tools import quickstart
 from tools.quickstart import Layout, Step
@@ -118,9 +120,11 @@ def test_the_layout_counts_its_processes() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
 def test_every_shipped_configuration_is_accepted(path: Path) -> None:
-    config = parse_config(["--config", str(path), "--mock-data", "--vocab-size", "4096"], prog="x", description="x")
     with path.open("rb") as file:
         given = tomllib.load(file)
+    argv = ["--config", str(path), "--mock-data", "--vocab-size", "4096"]
+    kind = BertConfig if "bert" in given else Config
+    config = parse_config(argv, prog="x", description="x", kind=kind)
     for table, values in given.items():
         for key, value in values.items():
             assert getattr(getattr(config, table), key) == value, f"{table}.{key}"

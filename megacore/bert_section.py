@@ -1,0 +1,153 @@
+"""What pretrain_bert.py's configuration has beyond every run's: the model's style, and what is predicted.
+
+As in sections.py: a field's name is its flag, its annotation what is allowed, its docstring the help. The classic style
+is BERT's (Devlin et al., arXiv 1810.04805), the modern one ModernBERT's (Warner et al., arXiv 2412.13663); fields whose
+default depends on the style are filled by `filled`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+from megacore.bert_presets import BERT_PRESETS
+from megacore.config import Config
+from megacore.fields import Flag, Range, Section
+from megacore.presets import GPT_PRESETS
+from megacore.wording import one_of
+
+SentenceTask = Literal["nsp", "sop", "none"]
+_MASK_PROB = {"classic": 0.15, "modern": 0.30}
+_SENTENCE_TASK: dict[str, SentenceTask] = {"classic": "nsp", "modern": "none"}
+# What the layers are made of, by style: defaults of [model] in the place of GPT-2's.
+_LAYERS: dict[str, dict[str, Any]] = {
+    "classic": {"activation": "gelu-exact", "norm_epsilon": 1e-12},
+    "modern": {
+        "activation": "geglu-exact",
+        "norm_bias": False,
+        "disable_bias_linear": True,
+        "position_embedding_type": "rope",
+        "rotary_base": 160_000.0,
+        "window_size": 128,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertSection(Section):
+    """BERT's style, and what it learns to predict."""
+
+    bert_style: Literal["classic", "modern"] = "classic"
+    """classic: BERT as it was, with learned positions, token types, norms after each sum, and samples of sentence
+    pairs. modern: ModernBERT's choices, with rotary positions, GeGLU, local and global attention, and packed
+    documents."""
+    sentence_task: Literal["nsp", "sop", "none"] | None = None
+    """What is predicted of a pair of segments. nsp: whether the second follows the first, or is another document's.
+    sop: whether the two are in order, or swapped. none: there is no pair. None: nsp, or none with --bert-style
+    modern."""
+    mask_prob: Annotated[float | None, Range(above=0, below=1)] = None
+    """Share of the tokens that are predicted: 80% of them are masked, 10% replaced and 10% kept. None: 0.15, or 0.3
+    with --bert-style modern."""
+    short_seq_prob: Annotated[float, Range(0, 1), Flag()] = 0.1
+    """Share of the samples that are cut to a random length. Packed samples are never cut."""
+    whole_word_masking: bool = False
+    """Masks all tokens of a word or none, as the tokenizer marks its words."""
+    max_ngram: Annotated[int, Range(1, 64)] = 1
+    """Most tokens in a row, or words with --whole-word-masking, that are chosen together; n of them with a weight of
+    1/n. 1: each by itself."""
+    global_attention_interval: Annotated[int, Range(1, 10_000), Flag(("--global-attn-every-n-layers",))] = 3
+    """With --bert-style modern: one block in so many, the first of them, attends to the whole document, and the others
+    to positions up to half of --window-size away."""
+    local_rotary_base: Annotated[float, Range(above=1)] = 10_000.0
+    """Base of the rotary frequencies in those other blocks; --rotary-base is that of the first."""
+
+    def filled(self) -> Self:
+        """This section with the style's defaults."""
+        return dataclasses.replace(
+            self,
+            sentence_task=self.sentence_task or _SENTENCE_TASK[self.bert_style],
+            mask_prob=_MASK_PROB[self.bert_style] if self.mask_prob is None else self.mask_prob,
+        )
+
+    @property
+    def packed(self) -> bool:
+        """Whether a sample is filled with documents one after the other."""
+        return self.bert_style == "modern"
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if "bert_style" in wrong:
+            return
+        if not self.packed:
+            names = ("global_attention_interval", "local_rotary_base")
+            yield from self.without_effect(names, wrong, "--bert-style classic", "--bert-style modern")
+            return
+        if "sentence_task" not in wrong and self.sentence_task in ("nsp", "sop"):
+            yield (
+                f"--sentence-task {self.sentence_task} needs pairs of segments, which --bert-style modern does not "
+                "have: leave it out, or use --bert-style classic"
+            )
+        yield from self.without_effect(("short_seq_prob",), wrong, "--bert-style modern", "--bert-style classic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(Config):
+    """Everything that defines a run of pretrain_bert.py."""
+
+    bert: BertSection = field(default_factory=BertSection)
+
+    @classmethod
+    def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The layers of the style that is given, or of the classic one."""
+        return dict(_LAYERS.get(given.get("bert_style", "classic"), {}))
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.model.preset in GPT_PRESETS and "preset" not in wrong:
+            yield f"--preset {self.model.preset} is GPT's: use {one_of(list(BERT_PRESETS))}, or start pretrain_gpt.py"
+        if self.data.eod_mask_loss and "eod_mask_loss" not in wrong:
+            yield (
+                "--eod-mask-loss is for a model that predicts the next token, which BERT does not: leave it out "
+                "(BERT never predicts a special token)"
+            )
+        if self.checkpoint.init_from_hf is not None and "init_from_hf" not in wrong:
+            yield (
+                f"--init-from-hf {self.checkpoint.init_from_hf} is for pretrain_gpt.py: convert the directory with "
+                "tools/convert_checkpoint.py, and give --load"
+            )
+        if not wrong & {"data_path", "mock_data", "tokenizer"} and self.data.data_path and self.data.tokenizer is None:
+            yield (
+                "--data-path needs the tokenizer that made it, whose [MASK] and other special tokens pretrain_bert.py "
+                "puts in: give --tokenizer PATH"
+            )
+        if self.bert.whole_word_masking and self.data.mock_data and not wrong & {"whole_word_masking", "mock_data"}:
+            yield "--whole-word-masking has no effect with --mock-data, which has no words: leave it out"
+        if not wrong & {"seq_length", "sentence_task", "bert_style"}:
+            yield from self._room()
+        if "bert_style" not in wrong:
+            yield from self._layers(wrong)
+
+    def _layers(self, wrong: frozenset[str]) -> Iterator[str]:
+        """What the style's blocks do not have."""
+        model, style = self.model, f"--bert-style {self.bert.bert_style}"
+        positions = "rope" if self.bert.packed else "learned"
+        if model.position_embedding_type != positions and "position_embedding_type" not in wrong:
+            yield (
+                f"--position-embedding-type {model.position_embedding_type} is not that of {style}: use {positions}, "
+                "or leave it out"
+            )
+        yield from model.without_effect(("parallel_residual", "embedding_layernorm"), wrong, style, "pretrain_gpt.py")
+        if not self.bert.packed:
+            yield from model.without_effect(("window_size",), wrong, style, "--bert-style modern")
+
+    def _room(self) -> Iterator[str]:
+        task, length = self.bert.filled().sentence_task, self.data.seq_length
+        smallest = 3 if task == "none" else 5
+        if length < smallest:
+            layout = "[CLS] A [SEP]" if task == "none" else "[CLS] A [SEP] B [SEP]"
+            yield (
+                f"--seq-length {length} leaves no room for text in {layout} (--sentence-task {task}): "
+                f"use {smallest} or more"
+            )

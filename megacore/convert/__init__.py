@@ -1,0 +1,1 @@
+"""Conversion between megacore's checkpoints, directories of Hugging Face transformers, and Megatron-LM's files."""

@@ -1,0 +1,219 @@
+"""The proof that a conversion is right: transformers' own model and megacore's compute the same logits.
+
+Both models are read back from the disk and run in fp32 on the same tokens. Neither is ever in memory whole: a parameter
+is read when an operator uses it and dropped when the operator is done, so that the largest model is checked in the
+memory of its largest tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from megacore.config import ModelConfig, known
+from megacore.convert.checkpoint_tensors import CheckpointTensors
+from megacore.convert.from_hf import HFModel, open_model
+from megacore.convert.plan import model_layers
+from megacore.convert.tensor_file import read_tensor
+from megacore.data.tokenizer import load_tokenizer
+from megacore.errors import CheckpointError, DataError, UserError
+from megacore.parallel.sharding import ShardedParameter
+from megacore.pipeline.stage import Stage
+
+TEXT = (
+    "The first thing that a traveller sees is the river, and the second is the bridge. In 1874 it had 12 arches; the "
+    "flood of that spring left seven. They built it again, a little higher, and wrote on a stone: count them yourself."
+)
+_MOST_TOKENS = 128
+_FEWEST_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How far two models agree.
+
+    Attributes:
+        tokens: positions that were compared.
+        difference: the largest difference of two logits.
+        largest: the largest logit.
+        same_choice: share of the positions at which both find the same token the likeliest.
+    """
+
+    tokens: int
+    difference: float
+    largest: float
+    same_choice: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens: logits differ by at most {self.difference:.3g}, the largest is {self.largest:.3g}; "
+            f"the likeliest token is the same at {self.same_choice:.1%} of the positions"
+        )
+
+    def require(self, tolerance: float) -> None:
+        """Refuse models that differ.
+
+        Raises:
+            CheckpointError: logits differ by more than the tolerance, relative to the largest one or to 1.
+        """
+        allowed = tolerance * max(1.0, self.largest)
+        if not self.difference <= allowed:  # NaN is not
+            raise CheckpointError(
+                f"the two models do not compute the same: {self}, and at most {allowed:.3g} is allowed "
+                f"(--tolerance {tolerance:g}); nothing was published"
+            )
+
+
+def compare(hf: Path, checkpoint: Path, tokens: Tensor, *, rounded: torch.dtype | None = None) -> Agreement:
+    """Read both sides and run both models.
+
+    Args:
+        hf: a directory of transformers.
+        checkpoint: a checkpoint of megacore.
+        tokens: [1, s] token ids.
+        rounded: the directory's dtype where the checkpoint was rounded to it.
+
+    Raises:
+        CheckpointError: a side cannot be read.
+        UserError: transformers is not installed.
+    """
+    theirs = _their_logits(open_model(hf), tokens)
+    ours = _our_logits(CheckpointTensors(checkpoint), tokens, rounded)
+    return Agreement(
+        tokens=tokens.shape[1],
+        difference=float((theirs - ours).abs().max()),
+        largest=float(theirs.abs().max()),
+        same_choice=float((theirs.argmax(-1) == ours.argmax(-1)).double().mean()),
+    )
+
+
+def check_tokens(config: ModelConfig, tokenizer: Path, file: Path | None) -> Tensor:
+    """Token ids to compare on, [1, s].
+
+    Args:
+        config: the model.
+        tokenizer: a directory that may hold a tokenizer; without one the text's bytes stand in for tokens.
+        file: a text; None: a built-in one.
+
+    Raises:
+        DataError: the text cannot be read, or has too few tokens.
+    """
+    text = TEXT
+    if file is not None:
+        try:
+            text = file.read_bytes()[: 64 * _MOST_TOKENS].decode("utf-8", "ignore")
+        except OSError as error:
+            raise DataError(f"--check-tokens {file} cannot be read: {error.strerror}") from None
+    vocabulary, most = known(config.vocab_size), min(_MOST_TOKENS, known(config.max_position_embeddings))
+    usable = any((tokenizer / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+    ids = load_tokenizer(tokenizer).encode(text) if usable else list(text.encode())
+    ids = [token % vocabulary for token in ids][:most]
+    if file is not None and len(ids) < min(_FEWEST_TOKENS, most):
+        raise DataError(f"--check-tokens {file} has {len(ids)} tokens: give a text of {_FEWEST_TOKENS} or more")
+    return torch.tensor([ids])
+
+
+# ---- the two models --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _their_logits(model: HFModel, tokens: Tensor) -> Tensor:
+    transformers = _transformers()
+    config = transformers.AutoConfig.from_pretrained(
+        str(model.directory.path), local_files_only=True, trust_remote_code=False
+    )
+    config.dtype = torch.float32
+    config.slow_but_exact = False
+    with _parameters_on_meta():
+        twin = transformers.AutoModelForCausalLM.from_config(
+            config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32
+        )
+    tensors = model.found.tensors
+
+    def read(name: str) -> Tensor:
+        name = model.family.embedding if name == model.family.tied and name not in tensors else name
+        if name not in tensors:
+            raise CheckpointError(f"transformers' model has a weight {name}, which megacore does not know")
+        return read_tensor(tensors[name], torch.float32)
+
+    _stream(twin, lambda name, _: read(name))
+    logits: Tensor = twin.eval()(input_ids=tokens, use_cache=False).logits
+    return logits[0].float()
+
+
+@torch.no_grad()
+def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype | None) -> Tensor:
+    config = tensors.config
+    with _parameters_on_meta():
+        stage = Stage(model_layers(config, torch.device("cpu"))).eval()
+
+    def read(_: str, parameter: nn.Parameter) -> Tensor:
+        assert isinstance(parameter, ShardedParameter)
+        return tensors.read(parameter.spec.name, rounded or torch.float32).float()
+
+    _stream(stage, read)
+    logits: Tensor = stage(tokens)
+    return logits[0, :, : known(config.vocab_size)].float()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            "the check compares with transformers' own model: install the package transformers, then convert again"
+        ) from None
+    transformers.utils.logging.set_verbosity_error()
+    return transformers
+
+
+class _OnDisk(Tensor):
+    """A parameter that is read when an operator uses it, and is gone when the operator is done."""
+
+    read: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, read: Callable[[], Tensor]) -> _OnDisk:
+        made: _OnDisk = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+        made.read = read
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(_OnDisk, lambda one: one.read(), (args, kwargs or {}))
+        return operator(*args, **kwargs)
+
+
+def _stream(model: nn.Module, read: Callable[[str, nn.Parameter], Tensor]) -> None:
+    """Leave every parameter on the disk; `read` gives it by its name."""
+    for name, module in model.named_modules():
+        for local, parameter in module._parameters.items():
+            if parameter is not None:
+                full = f"{name}.{local}" if name else local
+                module._parameters[local] = _OnDisk(parameter.shape, partial(read, full, parameter))
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that are made in the block have no memory; buffers are as they should be."""
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if isinstance(parameter, ShardedParameter):
+            return ShardedParameter(parameter.detach().to("meta"), parameter.spec)
+        return None if parameter is None else nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+
+    handle = nn.modules.module.register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,184 @@
+"""The tensors of a megacore checkpoint, whole and one at a time, whatever layout saved it; and the writing of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    Piece,
+    TensorEntry,
+    describe,
+    find_checkpoint,
+    read_manifest,
+    verify,
+)
+from megacore.checkpoint.state import MODEL
+from megacore.config import Config, ModelConfig, TrainingConfig
+from megacore.convert.tensor_file import DTYPES, TensorWriter, read_tensor
+from megacore.convert.tensor_header import StoredTensor, read_header
+from megacore.errors import CheckpointError
+
+Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
+
+
+class CheckpointTensors:
+    """The weights of a checkpoint, whose files are verified before they are read.
+
+    Args:
+        path: a checkpoint, or a run's output directory.
+
+    Attributes:
+        directory: the checkpoint.
+        manifest: what it says.
+        config: the model that it is of, resolved.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the manifest does not describe a model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.directory = find_checkpoint(path)
+        self.manifest = read_manifest(self.directory)
+        self.config = _model_of(self.manifest, self.directory)
+        self._entries = self.manifest.tensors.get(MODEL, {})
+        files = {piece.file for entry in self._entries.values() for piece in entry.pieces}
+        self._stored: dict[str, dict[str, StoredTensor]] = {}
+        for name in sorted(files):
+            if name not in self.manifest.files:
+                raise CheckpointError(f"{self.directory / name} is not among the files of its manifest")
+            verify(self.directory / name, self.manifest.files[name])
+            self._stored[name] = read_header(self.directory / name)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Global name -> global shape of every tensor."""
+        return {name: tuple(entry.shape) for name, entry in self._entries.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a tensor is stored."""
+        dtypes = {DTYPES[stored.dtype] for _, stored in self._pieces(name)}
+        if len(dtypes) != 1:
+            raise CheckpointError(f"{self.directory}: {name} is stored in several dtypes or not at all")
+        return dtypes.pop()
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A whole tensor, assembled from its pieces, in its own or another dtype."""
+        pieces = list(self._pieces(name))
+        shape, wanted = self.shapes[name], dtype or self.dtype(name)
+        if len(pieces) == 1 and pieces[0][1].shape == shape:
+            return read_tensor(pieces[0][1], wanted)
+        whole = torch.empty(shape, dtype=wanted)
+        filled = 0
+        for piece, stored in pieces:
+            whole[tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))] = read_tensor(
+                stored, wanted
+            )
+            filled += torch.Size(stored.shape).numel()
+        if filled != whole.numel():
+            raise CheckpointError(f"{self.directory}: the pieces of {name} do not cover it")
+        return whole
+
+    def _pieces(self, name: str) -> Iterator[tuple[Piece, StoredTensor]]:
+        for piece in self._entries[name].pieces:
+            stored = self._stored[piece.file].get(name)
+            if stored is None or list(stored.shape) != [b - a for a, b in zip(piece.start, piece.stop, strict=True)]:
+                raise CheckpointError(f"{self.directory / piece.file}: {name} is missing, or not as the manifest says")
+            yield piece, stored
+
+
+def _model_of(manifest: Manifest, directory: Path) -> ModelConfig:
+    try:
+        config = ModelConfig(**manifest.config["model"])
+        problems = config.problems()
+        if not problems and (config.vocab_size is None or config.max_position_embeddings is None):
+            problems = ["the sizes of its vocabulary or positions are missing"]
+    except (KeyError, TypeError) as error:
+        problems = [str(error)]
+    if problems:
+        raise CheckpointError(f"{directory}: its manifest does not describe a model ({'; '.join(problems)})")
+    return config
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def shards(forms: Forms, most_bytes: int) -> list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """Deal tensors out to files of at most so many bytes, in order; a larger tensor has a file of its own."""
+    files: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    size = 0
+    for name, (dtype, shape) in forms.items():
+        more = torch.Size(shape).numel() * dtype.itemsize
+        if files[-1] and size + more > most_bytes:
+            files.append({})
+            size = 0
+        files[-1][name] = (dtype, shape)
+        size += more
+    return files
+
+
+def write_shards(
+    directory: Path, stem: str, forms: Forms, tensors: Iterator[tuple[str, Tensor]], *, most_bytes: int
+) -> dict[str, str]:
+    """Write tensors into safetensors files, each as it comes.
+
+    Args:
+        directory: where to.
+        stem: the files' name: `model` gives model.safetensors, or model-00001-of-00003.safetensors.
+        forms: dtype and shape of all tensors, in the order in which they come.
+        tensors: the tensors.
+        most_bytes: of a file.
+
+    Returns:
+        Name of each tensor -> its file.
+    """
+    files = shards(forms, most_bytes)
+    where: dict[str, str] = {}
+    for number, own in enumerate(files, start=1):
+        name = f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+        with TensorWriter(directory / name, own) as writer:
+            for _ in own:
+                writer.write(*next(tensors))
+        where |= dict.fromkeys(own, name)
+    return where
+
+
+def weights_manifest(
+    directory: Path, config: ModelConfig, forms: Forms, where: Mapping[str, str], others: Sequence[str]
+) -> Manifest:
+    """The manifest of a checkpoint of weights alone, at step 0: what a run starts from.
+
+    Args:
+        directory: where the files lie.
+        config: the model.
+        forms: dtype and shape of all tensors.
+        where: their files.
+        others: further files to list.
+    """
+    entries = {
+        name: TensorEntry(
+            shape=list(shape),
+            dtype=str(dtype).removeprefix("torch."),
+            pieces=[Piece(file=where[name], start=[0] * len(shape), stop=list(shape))],
+        )
+        for name, (dtype, shape) in forms.items()
+    }
+    files: dict[str, FileEntry] = {name: describe(directory / name) for name in sorted({*where.values(), *others})}
+    whole = Config(model=config, training=TrainingConfig(train_iters=1))
+    sections: dict[str, dict[str, Any]] = dataclasses.asdict(whole)
+    return Manifest(
+        step=0,
+        consumed_samples=0,
+        counters={"updates": 0},
+        topology={"tp": 1, "pp": 1, "dp": 1},
+        config=sections,
+        files=files,
+        tensors={MODEL: entries},
+    )

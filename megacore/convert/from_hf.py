@@ -1,0 +1,109 @@
+"""From a directory of transformers to a checkpoint of megacore."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY
+from megacore.config import ModelConfig
+from megacore.convert.checkpoint_tensors import weights_manifest, write_shards
+from megacore.convert.hf_directory import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_FILES,
+    HFDirectory,
+    carry,
+    inside,
+    open_directory,
+    present,
+)
+from megacore.convert.plan import Found, Step, find_tensors, make_plan
+from megacore.convert.tensor_file import DTYPES, read_tensor
+from megacore.errors import CheckpointError
+from megacore.models.hf.families import family_of
+from megacore.models.hf.family import Family
+
+# Kept in the checkpoint, so that the way back gives the same files.
+KEPT_CONFIG = "hf_config.json"
+KEPT_GENERATION_CONFIG = "hf_generation_config.json"
+KEPT_SOURCE = "hf_source.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFModel:
+    """A directory of transformers that megacore can represent.
+
+    Attributes:
+        directory: its files.
+        family: its kind.
+        config: the model, resolved.
+        plan: its tensors.
+        found: where they lie.
+    """
+
+    directory: HFDirectory
+    family: Family
+    config: ModelConfig
+    plan: list[Step]
+    found: Found
+
+
+def open_model(path: Path) -> HFModel:
+    """Look at a directory of transformers; no tensor is read, but for a tied one that is stored twice.
+
+    Raises:
+        CheckpointError: what megacore cannot read or represent exactly.
+    """
+    directory = open_directory(path)
+    family = family_of(directory.config, directory.where)
+    config = family.to_model(directory.config, directory.where)
+    if config.num_layers > len(directory.tensors):  # before lists of that length are made
+        raise CheckpointError(
+            f"{path} has {len(directory.tensors)} tensors, too few for the {config.num_layers} layers of {CONFIG}"
+        )
+    present(path, (*TOKENIZER_FILES, GENERATION_CONFIG))
+    plan = make_plan(family, config)
+    found = find_tensors(plan, family, directory.tensors, str(path))
+    return HFModel(directory=directory, family=family, config=config, plan=plan, found=found)
+
+
+def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
+    """Write a checkpoint of the weights, in the dtypes that they have, with the files that belong to the model.
+
+    Args:
+        model: what to write.
+        target: an empty directory.
+        most_bytes: of a file.
+    """
+    tensors = model.found.tensors
+    forms = {step.ours: (DTYPES[tensors[step.theirs[0]].dtype], step.shape) for step in model.plan}
+    where = write_shards(target, "model", forms, _converted(model), most_bytes=most_bytes)
+    kept = _keep(model, target)
+    manifest = weights_manifest(target, model.config, forms, where, kept)
+    (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def _converted(model: HFModel) -> Iterator[tuple[str, Tensor]]:
+    for step in model.plan:
+        yield step.ours, step.assemble(lambda source, step=step: read_tensor(model.found.tensors[step.theirs[source]]))  # type: ignore[misc]
+
+
+def _keep(model: HFModel, target: Path) -> list[str]:
+    """Carry what is no weight; returns the files that the manifest should list."""
+    source = model.directory.path
+    tokenizer = present(source, TOKENIZER_FILES)
+    if tokenizer:
+        carry(tokenizer, target / TOKENIZER_DIRECTORY)
+    (target / KEPT_CONFIG).write_bytes(inside(source, CONFIG).read_bytes())
+    kept = [KEPT_CONFIG, KEPT_SOURCE]
+    if generation := present(source, (GENERATION_CONFIG,)):
+        (target / KEPT_GENERATION_CONFIG).write_bytes(generation[0].read_bytes())
+        kept.append(KEPT_GENERATION_CONFIG)
+    about = {"names": model.found.names, "copies": model.found.copies}
+    (target / KEPT_SOURCE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return kept

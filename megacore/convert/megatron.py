@@ -1,0 +1,239 @@
+"""From a checkpoint of Megatron-LM's torch format to one of megacore: ranks merged, rows put into megacore's order.
+
+Legend: t tensor-parallel ranks; n heads of a rank, of d dimensions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.manifest import MANIFEST_NAME
+from megacore.config import ModelConfig, known
+from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
+from megacore.convert.megatron_config import model_of
+from megacore.convert.megatron_files import RankFile, open_ranks
+from megacore.convert.plan import model_shapes
+from megacore.errors import CheckpointError
+
+# Their name -> ours and how ranks split it: by rows, by columns, or not at all. The first names are Megatron-LM's own
+# model's, the second ones Megatron core's.
+_NAMES = {
+    r"language_model\.embedding\.word_embeddings\.weight": ("embedding.tokens.weight", "rows"),
+    r"language_model\.embedding\.position_embeddings\.weight": ("embedding.positions", "whole"),
+    r"embedding\.word_embeddings\.weight": ("embedding.tokens.weight", "rows"),
+    r"embedding\.position_embeddings\.weight": ("embedding.positions", "whole"),
+    r"(?:language_model\.)?output_layer\.weight": ("head.weight", "rows"),
+    r"language_model\.(?:encoder|transformer)\.final_(?:layer)?norm\.(weight|bias)": ("head.norm.{1}", "whole"),
+    r"decoder\.final_layernorm\.(weight|bias)": ("head.norm.{1}", "whole"),
+}
+_BLOCK = re.compile(r"(?:language_model\.(?:encoder|transformer)|decoder)\.layers\.(\d+)\.(.+)")
+_BLOCK_NAMES = {
+    r"input_(?:layer)?norm\.(weight|bias)": ("attention_norm.{1}", "whole"),
+    r"self_attention\.linear_qkv\.layer_norm_(weight|bias)": ("attention_norm.{1}", "whole"),
+    r"(?:self_)?attention\.query_key_value\.(weight|bias)": ("attention.qkv.{1}", "rows"),
+    r"self_attention\.linear_qkv\.(weight|bias)": ("attention.qkv.{1}", "rows"),
+    r"self_attention\.q_layernorm\.(weight|bias)": ("attention.query_norm.{1}", "whole"),
+    r"self_attention\.k_layernorm\.(weight|bias)": ("attention.key_norm.{1}", "whole"),
+    r"(?:self_)?attention\.dense\.weight": ("attention.output.weight", "columns"),
+    r"(?:self_)?attention\.dense\.bias": ("attention.output.bias", "whole"),
+    r"self_attention\.linear_proj\.weight": ("attention.output.weight", "columns"),
+    r"self_attention\.linear_proj\.bias": ("attention.output.bias", "whole"),
+    r"post_attention_(?:layer)?norm\.(weight|bias)": ("mlp_norm.{1}", "whole"),
+    r"pre_mlp_layernorm\.(weight|bias)": ("mlp_norm.{1}", "whole"),
+    r"mlp\.linear_fc1\.layer_norm_(weight|bias)": ("mlp_norm.{1}", "whole"),
+    r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)": ("mlp.up.{1}", "rows"),
+    r"mlp\.(?:dense_4h_to_h|linear_fc2)\.weight": ("mlp.down.weight", "columns"),
+    r"mlp\.(?:dense_4h_to_h|linear_fc2)\.bias": ("mlp.down.bias", "whole"),
+}
+_CONSTANTS = ("inv_freq", "_extra_state")
+_TIED_COPY = re.compile(r"word_embeddings_for_head\.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Merged:
+    """A tensor of megacore's and its parts on the tensor-parallel ranks."""
+
+    split: str
+    parts: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronModel:
+    """A checkpoint of Megatron-LM's that megacore can represent.
+
+    Attributes:
+        path: where it lies.
+        config: the model, resolved.
+        version: of the order of query, key and value.
+        ranks: tensor-parallel ranks.
+        stages: pipeline ranks.
+        merged: its tensors by megacore's names, a gated MLP's two still as one.
+        shapes: what megacore's model has.
+    """
+
+    path: Path
+    config: ModelConfig
+    version: float
+    ranks: int
+    stages: int
+    merged: dict[str, _Merged]
+    shapes: dict[str, tuple[int, ...]]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model, one at a time.
+
+        Raises:
+            CheckpointError: copies that should be equal differ, or a shape is not the model's.
+        """
+        for name, shape in self.shapes.items():
+            tensor = self._tensor(name)
+            if name in ("embedding.tokens.weight", "head.weight"):
+                tensor = tensor[: shape[0]]  # without the padding of the vocabulary
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(f"{self.path}: {name} is {tuple(tensor.shape)}, but its args make it {shape}")
+            yield name, tensor.contiguous()
+
+    def _tensor(self, name: str) -> Tensor:
+        half = {"gate": 0, "up": 1}.get(name.split(".")[-2]) if self.config.gated and ".mlp." in name else None
+        merged = self.merged[name.replace(".mlp.gate.", ".mlp.up.")]
+        parts = merged.parts
+        if merged.split == "whole":
+            if not all(torch.equal(part, parts[0]) for part in parts):
+                raise CheckpointError(f"{self.path}: the copies of {name} on the tensor-parallel ranks differ")
+            return parts[0]
+        if half is not None:
+            parts = [part.chunk(2)[half] for part in parts]
+        elif ".attention.qkv." in name:
+            parts = [self._by_head(part) for part in parts]
+        return torch.cat(parts, dim=1 if merged.split == "columns" else 0)
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        """A rank's query, key and value rows in megacore's order, [n][q, k, v][d]."""
+        if self.version >= 2.0:
+            return rows
+        d, rest = self.config.head_size, rows.shape[1:]
+        if self.version >= 1.0:  # [n][d][q, k, v]
+            return rows.view(-1, d, 3, *rest).transpose(1, 2).reshape(rows.shape)
+        return rows.view(3, -1, d, *rest).transpose(0, 1).reshape(rows.shape)  # [q, k, v][n][d]
+
+
+def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronModel:
+    """Look at a checkpoint of Megatron-LM's.
+
+    Args:
+        path: an iter_NNNNNNN directory, or the one above it.
+        vocab_size: the vocabulary's true size; None: as its args say, and else with its padding.
+
+    Raises:
+        CheckpointError: what megacore cannot load, or cannot represent exactly.
+    """
+    files = open_ranks(path)
+    first = files[0][0]
+    merged: dict[str, _Merged] = {}
+    copies: list[list[Tensor]] = []
+    for stage in files:
+        _require_alike(stage, first)
+        for rank in stage:
+            _take(rank, files, merged, copies)
+    padded = sum(part.shape[0] for part in merged["embedding.tokens.weight"].parts) if merged else 0
+    config = model_of(first.args, padded, vocab_size, str(path))
+    if first.version < 2.0 and config.query_groups != config.num_attention_heads:
+        raise CheckpointError(f"{path}: checkpoint_version {first.version:g} knows no grouped queries")
+    shapes = model_shapes(config)
+    if "head.weight" not in shapes and "head.weight" in merged:  # the last stage's copy of a tied embedding
+        copies += [[part] for part in merged.pop("head.weight").parts]
+    _require_complete(merged, shapes, path)
+    for parts in copies:
+        own = merged["embedding.tokens.weight"].parts
+        if not any(torch.equal(parts[0], part) for part in own):
+            raise CheckpointError(f"{path}: word_embeddings_for_head differs from the embedding it is tied to")
+    return MegatronModel(
+        path=path,
+        config=config,
+        version=first.version,
+        ranks=len(files[0]),
+        stages=len(files),
+        merged=merged,
+        shapes=shapes,
+    )
+
+
+def _require_alike(stage: list[RankFile], first: RankFile) -> None:
+    for rank in stage:
+        if (rank.version, rank.iteration) != (first.version, first.iteration):
+            raise CheckpointError(f"{rank.path} is of another step or format than {first.path}")
+
+
+def _take(rank: RankFile, files: list[list[RankFile]], merged: dict[str, _Merged], copies: list[list[Tensor]]) -> None:
+    """Note a rank's tensors under megacore's names."""
+    for number, chunk in enumerate(rank.chunks):
+        offset = _layers_before(rank, files, number)
+        for name, tensor in chunk.items():
+            if name.endswith(_CONSTANTS):
+                continue
+            if _TIED_COPY.search(name):
+                copies.append([tensor])
+                continue
+            ours, split = _our_name(name, offset, rank)
+            merged.setdefault(ours, _Merged(split=split)).parts.append(tensor)
+
+
+def _our_name(name: str, offset: int, rank: RankFile) -> tuple[str, str]:
+    block = _BLOCK.fullmatch(name)
+    table, text = (_BLOCK_NAMES, block[2]) if block else (_NAMES, name)
+    prefix = f"blocks.{int(block[1]) + offset}." if block else ""
+    for pattern, (ours, split) in table.items():
+        if match := re.fullmatch(pattern, text):
+            return prefix + ours.replace("{1}", match[1] if match.groups() else ""), split
+    raise CheckpointError(f"{rank.path}: megacore does not know the tensor {name[:120]}")
+
+
+def _layers_before(rank: RankFile, files: list[list[RankFile]], chunk: int) -> int:
+    """Layers that come before a virtual stage: the stages of all ranks go round, chunk after chunk."""
+    counts = [[_layers(one) for one in stage[rank.tp].chunks] for stage in files]
+    earlier = sum(count for stage in counts for count in stage[:chunk])
+    return earlier + sum(stage[chunk] for stage in counts[: rank.pp])
+
+
+def _layers(chunk: dict[str, Tensor]) -> int:
+    return len({match[1] for name in chunk if (match := _BLOCK.fullmatch(name))})
+
+
+def _require_complete(merged: dict[str, _Merged], shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    wanted = {name.replace(".mlp.gate.", ".mlp.up.") for name in shapes}
+    for name in sorted(wanted - merged.keys()):
+        raise CheckpointError(f"{path} lacks {name} (in megacore's words)")
+    for name in sorted(merged.keys() - wanted):
+        raise CheckpointError(f"{path} has {name} (in megacore's words), which the model of its args has not")
+
+
+def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> None:
+    """Write a checkpoint of the weights, and compare what was written with what was read.
+
+    Raises:
+        CheckpointError: they differ, or the files do not fit each other.
+    """
+    dtypes = {name: model.merged[name.replace(".mlp.gate.", ".mlp.up.")].parts[0].dtype for name in model.shapes}
+    forms = {name: (dtypes[name], shape) for name, shape in model.shapes.items()}
+    where = write_shards(target, "model", forms, model.tensors(), most_bytes=most_bytes)
+    manifest = weights_manifest(target, model.config, forms, where, [])
+    (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    written = CheckpointTensors(target)
+    for name, tensor in model.tensors():
+        if not torch.equal(written.read(name).view(torch.uint8), tensor.view(torch.uint8)):
+            raise CheckpointError(f"{target}: {name} was not written as it was read; nothing was published")
+
+
+def describe(model: MegatronModel) -> str:
+    """A line about it."""
+    layers, vocabulary = model.config.num_layers, known(model.config.vocab_size)
+    return (
+        f"{model.path}: Megatron-LM, tp {model.ranks}, pp {model.stages}, checkpoint_version {model.version:g}, "
+        f"{layers} layers, vocabulary {vocabulary}"
+    )

@@ -1,0 +1,117 @@
+"""The model that Megatron-LM's flags describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megacore.config import ModelConfig
+from megacore.errors import CheckpointError
+from megacore.fields import field_infos
+
+# Their flag -> ours, and Megatron-LM's default.
+_SAME: Mapping[str, tuple[tuple[str, ...], Any]] = {
+    "num_layers": (("num_layers", "encoder_num_layers"), None),
+    "hidden_size": (("hidden_size",), None),
+    "num_attention_heads": (("num_attention_heads",), None),
+    "ffn_hidden_size": (("ffn_hidden_size",), None),
+    "kv_channels": (("kv_channels",), None),
+    "max_position_embeddings": (("max_position_embeddings",), None),
+    "norm_epsilon": (("norm_epsilon", "layernorm_epsilon"), 1e-5),
+    "init_method_std": (("init_method_std",), 0.02),
+    "hidden_dropout": (("hidden_dropout",), 0.1),
+    "attention_dropout": (("attention_dropout",), 0.1),
+    "normalization": (("normalization",), "LayerNorm"),
+    "qk_layernorm": (("qk_layernorm",), False),
+    "untie_embeddings_and_output_weights": (("untie_embeddings_and_output_weights",), False),
+}
+# What megacore computes; another value is another model.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "apply_residual_connection_post_layernorm": (False,),
+    "apply_layernorm_1p": (False,),
+    "num_experts": (None, 0),
+    "rotary_interleaved": (False,),
+    "squared_relu": (False,),
+    "multi_latent_attention": (False,),
+    "window_size": (None,),
+    "qk_l2_norm": (False,),
+    "mtp_num_layers": (None, 0),
+    "num_tokentypes": (0,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "quick_geglu": (False,),
+}
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
+
+
+def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> ModelConfig:
+    """The model of a checkpoint, resolved.
+
+    Args:
+        args: its flags.
+        padded: rows of its embedding, with padding.
+        vocab_size: the vocabulary's size if the user gave it.
+        where: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: everything that megacore cannot represent exactly, by flag.
+    """
+    problems = []
+    for name, allowed in _ONLY.items():
+        if name in args and args[name] not in allowed:
+            problems.append(f"{name} is {str(args[name])[:40]!r}, which megacore does not have")
+    fields: dict[str, Any] = {}
+    for ours, (names, default) in _SAME.items():
+        value = next((args[name] for name in names if args.get(name) is not None), default)
+        kind, optional = field_infos(ModelConfig)[ours].kind, field_infos(ModelConfig)[ours].optional
+        if type(value) is not kind and not (kind is float and type(value) is int) and not (optional and value is None):
+            problems.append(f"{names[0]} is {str(value)[:40]!r}, not a {kind.__name__}")
+            continue
+        fields[ours] = value
+    said = args.get("vocab_size")
+    fields["vocab_size"] = vocab_size or (said if type(said) is int and said > 0 else padded)
+    if fields["vocab_size"] > padded:
+        problems.append(f"the embedding has {padded} rows, fewer than the vocabulary of {fields['vocab_size']}")
+    fields |= _layers(args) | _positions(args, problems)
+    if not problems:
+        config = ModelConfig(**fields)
+        problems = config.problems()
+        if not problems and config.max_position_embeddings is not None:
+            return config.filled(config.max_position_embeddings)
+    listed = "".join(f"\n  - {problem}" for problem in problems or ["max_position_embeddings is missing"])
+    raise CheckpointError(f"{where}: its args describe a model that megacore cannot represent exactly:{listed}")
+
+
+def _layers(args: Mapping[str, Any]) -> dict[str, Any]:
+    bias = bool(args.get("add_bias_linear", True))
+    # The fused activation is the tanh form; the plain one is exact.
+    tanh = bool(args.get("openai_gelu", False)) or (bias and bool(args.get("bias_gelu_fusion", True)))
+    grouped = bool(args.get("group_query_attention", False))
+    return {
+        "activation": "swiglu" if args.get("swiglu", False) else "gelu" if tanh else "gelu-exact",
+        "disable_bias_linear": not bias,
+        "add_qkv_bias": not bias and bool(args.get("add_qkv_bias", False)),
+        "num_query_groups": args.get("num_query_groups") if grouped else None,
+    }
+
+
+def _positions(args: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    given = args.get("position_embedding_type", "learned_absolute")
+    if args.get("use_rotary_position_embeddings"):
+        given = "rope"
+    if not isinstance(given, str) or given not in _POSITIONS:
+        problems.append(f"position_embedding_type is {str(given)[:40]!r}, which megacore does not have")
+        return {}
+    fields: dict[str, Any] = {"position_embedding_type": _POSITIONS[given]}
+    if given != "rope":
+        return fields
+    fields |= {
+        "rotary_base": float(args.get("rotary_base") or 10_000.0),
+        "rotary_percent": float(args.get("rotary_percent") or 1.0),
+    }
+    if args.get("use_rope_scaling"):
+        fields |= {
+            "rope_scaling": "llama3",
+            "rope_scaling_factor": float(args.get("rope_scaling_factor") or 8.0),
+            "rope_original_max_positions": 8192,
+        }
+    return fields

@@ -1,0 +1,169 @@
+"""Megatron-LM's checkpoint files, mp_rank_XX[_YYY]/model_optim_rng.pt, which are pickles: read as data alone.
+
+torch's restricted loader takes tensors, numbers, texts and containers, and refuses everything else. Besides it knows
+argparse.Namespace, in which Megatron-LM keeps its flags, and a few names that such files mention and nobody here needs
+(random states, enumerations): an inert class stands in for each, so that nothing of theirs runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.convert.hf_directory import inside
+from megacore.errors import CheckpointError
+
+FILE = "model_optim_rng.pt"
+_RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?")
+_POINTER = "latest_checkpointed_iteration.txt"
+
+
+class _Inert:
+    """Stands in for what is not needed: takes anything, keeps nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Inert:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+_UNNEEDED = (
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "megatron.enums.ModelType",
+    "megatron.model.enums.ModelType",
+    "megatron.core.enums.ModelType",
+    "megatron.core.transformer.enums.AttnBackend",
+    "signal.Signals",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFile:
+    """What one rank wrote.
+
+    Attributes:
+        path: the file.
+        tp: tensor-parallel rank.
+        pp: pipeline rank.
+        args: Megatron-LM's flags.
+        version: of the order of query, key and value.
+        iteration: steps done.
+        chunks: the tensors of each of its virtual stages, by dotted name.
+    """
+
+    path: Path
+    tp: int
+    pp: int
+    args: dict[str, Any]
+    version: float
+    iteration: int
+    chunks: list[dict[str, Tensor]]
+
+
+def open_ranks(path: Path) -> list[list[RankFile]]:
+    """The files of all ranks, [pp][tp].
+
+    Args:
+        path: an iter_NNNNNNN directory, or the directory that holds it and says which is the latest.
+
+    Raises:
+        CheckpointError: files are missing, or hold what megacore does not load.
+    """
+    directory = _iteration(path)
+    found: dict[tuple[int, int], Path] = {}
+    for entry in sorted(directory.iterdir()):
+        if match := _RANK.fullmatch(entry.name):
+            found[int(match[2] or 0), int(match[1])] = _file(entry)
+        elif entry.name.startswith("mp_rank_"):
+            raise CheckpointError(f"{entry}: megacore reads mp_rank_TT and mp_rank_TT_PPP, without further dimensions")
+    if not found:
+        raise CheckpointError(f"{directory} has no mp_rank_TT[_PPP]/{FILE}: it is not in Megatron-LM's torch format")
+    stages, ranks = (max(key[i] for key in found) + 1 for i in (0, 1))
+    for pp in range(stages):
+        for tp in range(ranks):
+            if (pp, tp) not in found:
+                raise CheckpointError(f"{directory} lacks the file of tensor rank {tp}, pipeline rank {pp}")
+    files = [[_load(found[pp, tp], tp, pp) for tp in range(ranks)] for pp in range(stages)]
+    sizes = (("tensor_model_parallel_size", ranks), ("pipeline_model_parallel_size", stages))
+    for name, size in sizes:
+        said = files[0][0].args.get(name, size)
+        if said != size:
+            raise CheckpointError(f"{directory} has files of {size} ranks, but its {name} is {said!r}")
+    return files
+
+
+def _iteration(path: Path) -> Path:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory")
+    pointer = path / _POINTER
+    if not pointer.exists():
+        return path
+    text = inside(path, _POINTER).read_bytes()[:64].decode("ascii", "replace").strip()
+    if text != "release" and not (text.isdecimal() and len(text) < 12):
+        raise CheckpointError(f"{pointer} says {text!r}, not a number or release")
+    directory = path / (text if text == "release" else f"iter_{int(text):07d}")
+    if directory.is_symlink() or not directory.is_dir():
+        raise CheckpointError(f"{pointer} says {text}, but {directory} is no directory")
+    return directory
+
+
+def _file(entry: Path) -> Path:
+    if entry.is_symlink():
+        raise CheckpointError(f"{entry} is a link: give a directory with the files themselves")
+    return inside(entry, FILE)
+
+
+def _load(path: Path, tp: int, pp: int) -> RankFile:
+    allowed: list[Any] = [argparse.Namespace, *((_Inert, name) for name in _UNNEEDED)]
+    try:
+        with torch.serialization.safe_globals(allowed):
+            state = _read(path)
+    except Exception as error:  # damaged bytes raise whatever the loader stumbles over
+        reason = str(error).replace("Please use", "torch would let you use").strip().splitlines() or ["no reason given"]
+        cause = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0])
+        raise CheckpointError(
+            f"{path} holds more than tensors and flags, or is damaged, and was not loaded: {cause.strip()[:200]}"
+        ) from None
+    args = state.get("args") if isinstance(state, dict) else None
+    if not isinstance(state, dict) or not isinstance(args, argparse.Namespace):
+        raise CheckpointError(f"{path} has no args: it is not a checkpoint of Megatron-LM's")
+    version, iteration = state.get("checkpoint_version", 0), state.get("iteration", 0)
+    if type(version) not in (int, float) or type(iteration) is not int:
+        raise CheckpointError(f"{path}: checkpoint_version or iteration is not a number")
+    names = ["model"] if "model" in state else [f"model{i}" for i in range(len(state)) if f"model{i}" in state]
+    if not names:
+        raise CheckpointError(f"{path} has no model")
+    chunks = [dict(_flat(state[name], "")) for name in names]
+    return RankFile(
+        path=path, tp=tp, pp=pp, args=vars(args), version=float(version), iteration=iteration, chunks=chunks
+    )
+
+
+def _read(path: Path) -> Any:
+    """The file's content; only tensors that are used are brought into memory, where the file's form allows it."""
+    with path.open("rb") as file:
+        zipped = file.read(4) == b"PK\x03\x04"
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Nested tables as dotted names; what is no tensor is not a weight."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))

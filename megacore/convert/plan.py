@@ -1,0 +1,251 @@
+"""Which tensors of a family make which of megacore's: the family's rules, spelled out for one model.
+
+The names and shapes of megacore's tensors come from the model itself, built without memory: a rule that is missing, or
+that gives another shape, cannot go unnoticed.
+
+Shape legend: r rows and c columns of megacore's tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.config import ModelConfig
+from megacore.convert.tensor_file import read_block, read_rows
+from megacore.convert.tensor_header import StoredTensor
+from megacore.errors import CheckpointError
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers
+from megacore.models.hf.family import Family, Run, TensorRule
+from megacore.models.spec import LayerSpec
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardSpec
+from megacore.pipeline.stage import Stage
+
+_BLOCK = re.compile(r"^blocks\.(\d+)\.")
+_META = torch.device("meta")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One tensor of megacore's.
+
+    Attributes:
+        ours: its global name.
+        shape: its global shape, [r] or [r, c].
+        theirs: the tensors of the family that it is made of.
+        runs: the order of its rows.
+        transposed: theirs are stored as [c, r].
+    """
+
+    ours: str
+    shape: tuple[int, ...]
+    theirs: tuple[str, ...]
+    runs: tuple[Run, ...]
+    transposed: bool
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether theirs is the same tensor."""
+        return len(self.runs) == 1 and not self.transposed
+
+    def shape_of(self, source: int) -> tuple[int, ...]:
+        """The shape of one of theirs."""
+        rows = max(run.stop for run in self.runs if run.source == source)
+        return (*self.shape[1:], rows) if self.transposed else (rows, *self.shape[1:])
+
+    def assemble(self, read: Callable[[int], Tensor]) -> Tensor:
+        """Megacore's tensor; `read` gives theirs by number, one at a time."""
+        if self.is_copy:
+            return read(0)
+        result: Tensor | None = None
+        for source in range(len(self.theirs)):
+            tensor = read(source)
+            result = torch.empty(self.shape, dtype=tensor.dtype) if result is None else result
+            rows = tensor.t() if self.transposed else tensor
+            for place, run in self._placed(source):
+                result[place : place + run.rows] = rows[run.start : run.stop]
+        assert result is not None
+        return result
+
+    def take_apart(self, whole: Tensor, source: int) -> Tensor:
+        """One of theirs, from megacore's tensor."""
+        if self.is_copy:
+            return whole
+        result = torch.empty(self.shape_of(source), dtype=whole.dtype)
+        rows = result.t() if self.transposed else result
+        for place, run in self._placed(source):
+            rows[run.start : run.stop] = whole[place : place + run.rows]
+        return result
+
+    def slice(self, spec: ShardSpec, stored: Mapping[str, StoredTensor]) -> Tensor:
+        """The slice of megacore's tensor that a rank holds, reading (nearly) nothing else.
+
+        Args:
+            spec: the slice.
+            stored: where theirs lie, by name.
+
+        Returns:
+            fp32.
+        """
+        (first, last), *rest = spec.slices
+        columns = rest[0] if rest else (0, 1)
+        result = torch.empty([stop - start for start, stop in spec.slices], dtype=torch.float32)
+        for source, name in enumerate(self.theirs):
+            for place, run in self._placed(source):
+                start, stop = max(place, first), min(place + run.rows, last)
+                if start < stop:
+                    rows = (run.start + start - place, run.start + stop - place)
+                    result[start - first : stop - first] = _block(stored[name], rows, columns, self.transposed)
+        return result
+
+    def _placed(self, source: int) -> Iterator[tuple[int, Run]]:
+        """The runs of one source, each with the row of megacore's tensor where it begins."""
+        place = 0
+        for run in self.runs:
+            if run.source == source:
+                yield place, run
+            place += run.rows
+
+
+def _block(tensor: StoredTensor, rows: tuple[int, int], columns: tuple[int, int], transposed: bool) -> Tensor:
+    """Rows and columns of a tensor, as megacore counts them."""
+    if len(tensor.shape) == 1:
+        return read_rows(tensor, *rows)
+    if transposed:
+        return read_block(tensor, columns, rows).t()
+    return read_block(tensor, rows, columns)
+
+
+def make_plan(family: Family, config: ModelConfig) -> list[Step]:
+    """Every tensor of a model, in the order in which the model uses them.
+
+    Raises:
+        CheckpointError: the family has no rule for a tensor of the model.
+    """
+    rules = {rule.ours: rule for rule in family.rules}
+    steps = []
+    for name, shape in model_shapes(config).items():
+        found = _BLOCK.match(name)
+        rule = rules.get(_BLOCK.sub("blocks.{i}.", name))
+        if rule is None:
+            raise CheckpointError(f"a {family.model_type} model has no tensor for {name}")
+        steps.append(_step(rule, name, shape, config, number=found[1] if found else ""))
+    return steps
+
+
+def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ModelConfig, *, number: str) -> Step:
+    runs = [Run(source=0, start=0, stop=shape[0])] if rule.layout is None else rule.layout(config)
+    assert sum(run.rows for run in runs) == shape[0], f"the runs of {name} cover its rows"
+    return Step(
+        ours=name,
+        shape=shape,
+        theirs=tuple(theirs.replace("{i}", number) for theirs in rule.theirs),
+        runs=tuple(runs),
+        transposed=rule.transposed,
+    )
+
+
+def model_layers(config: ModelConfig, device: torch.device) -> list[LayerSpec]:
+    """The layers of a model on one rank, its vocabulary without padding."""
+    config = dataclasses.replace(config, make_vocab_size_divisible_by=1)
+    return gpt_layers(config, BuildContext(device=device, streams=RandomStreams(0, torch.device("cpu"))))
+
+
+def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Global name -> global shape of every parameter; nothing is allocated."""
+    return {name: parameter.spec.shape for name, parameter in Stage(model_layers(config, _META)).by_name().items()}
+
+
+# ---- the family's side -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The tensors of a directory, as a plan asks for them.
+
+    Attributes:
+        tensors: name in the family -> where it lies.
+        names: name in the family -> stored name, where they differ.
+        left_out: stored names of constants that are no weights.
+        copies: stored names of a tied tensor that is stored beside the embedding.
+    """
+
+    tensors: dict[str, StoredTensor]
+    names: dict[str, str]
+    left_out: list[str]
+    copies: list[str]
+
+
+def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str) -> Found:
+    """Find every tensor of a plan among the stored ones, and nothing besides.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown, of another shape, or of several dtypes where they become one.
+    """
+    wanted = {name: step.shape_of(number) for step in plan for number, name in enumerate(step.theirs)}
+    found = Found(tensors={}, names={}, left_out=[], copies=[])
+    problems = []
+    for name, tensor in stored.items():
+        canonical = _canonical(name, wanted, family)
+        if canonical in wanted:
+            if canonical in found.tensors:
+                problems.append(f"{canonical} is there twice, as {found.names.get(canonical, canonical)} and as {name}")
+            found.tensors[canonical] = tensor
+            if name != canonical:
+                found.names[canonical] = name
+        elif canonical == family.tied:
+            found.copies.append(name)
+        elif name.endswith(family.buffers):
+            found.left_out.append(name)
+        else:
+            problems.append(f"{name[:80]} is unknown")
+    problems += [f"{name} is missing" for name in wanted if name not in found.tensors]
+    problems += [
+        f"{name} is {list(found.tensors[name].shape)}, but config.json makes it {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found.tensors and found.tensors[name].shape != shape
+    ]
+    problems += list(_mixed(plan, found))
+    if problems:
+        more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
+        raise CheckpointError(f"{where} does not hold what its config.json describes: {'; '.join(problems[:6])}{more}")
+    for name in found.copies:
+        _require_equal(stored[name], found.tensors[family.embedding], where)
+    return found
+
+
+def _canonical(name: str, wanted: Mapping[str, tuple[int, ...]], family: Family) -> str:
+    name = family.aliases.get(name, name)
+    if name not in wanted and family.prefix + name in wanted:
+        return family.prefix + name
+    return name
+
+
+def _mixed(plan: list[Step], found: Found) -> Iterator[str]:
+    for step in plan:
+        tensors = [found.tensors[name] for name in step.theirs if name in found.tensors]
+        if wrong := next((one for one in tensors if one.dtype not in _FLOATS), None):
+            yield f"{wrong.name} is {wrong.dtype}, which no weight is"
+        elif len({tensor.dtype for tensor in tensors}) > 1:
+            yield f"{' and '.join(tensor.name for tensor in tensors)} have different dtypes, and are one tensor here"
+
+
+def _require_equal(copy: StoredTensor, original: StoredTensor, where: str) -> None:
+    same = copy.shape == original.shape and copy.dtype == original.dtype
+    step = 4096  # rows at a time
+    for start in range(0, original.shape[0] if same else 0, step):
+        rows = (start, min(start + step, original.shape[0]))
+        one, other = read_rows(copy, *rows), read_rows(original, *rows)
+        same = same and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    if not same:
+        raise CheckpointError(
+            f"{where}: config.json ties {copy.name} to {original.name}, but they differ: one of both is wrong"
+        )

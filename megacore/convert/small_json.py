@@ -1,0 +1,65 @@
+"""Reads JSON that a stranger may have made: its size is bounded before anything is built from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from megacore.errors import CheckpointError
+
+# Parsed, a file takes several times its size in memory; the largest index in use is a tenth of this.
+LARGEST_JSON = 4 << 20
+
+
+def read_object(path: Path, *, largest: int = LARGEST_JSON) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: it is missing, no regular file, too large or too deep, not JSON, or no object.
+    """
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path} is not a regular file")
+        if status.st_size > largest:
+            raise CheckpointError(f"{path} has {status.st_size:,} bytes, more than the {largest:,} that are read")
+        with path.open("rb") as file:
+            data = file.read(largest)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    return parse_object(data, str(path))
+
+
+def parse_object(data: bytes, where: str) -> dict[str, Any]:
+    """The object that the bytes spell.
+
+    Args:
+        data: UTF-8 text, already of bounded size.
+        where: what it is, for messages.
+
+    Raises:
+        CheckpointError: it is too deep, has a name twice, is not JSON, or no object.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except RecursionError:  # the parser's own limit, long before memory is one
+        raise CheckpointError(f"{where}: its JSON is nested too deep") from None
+    except ValueError as error:
+        raise CheckpointError(f"{where} is not valid JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is not a JSON object")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{name[:80]!r} is there twice")
+            seen.add(name)
+    return values

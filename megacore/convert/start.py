@@ -1,0 +1,81 @@
+"""`--init-from-hf`: a run that starts from a directory of transformers, without a checkpoint between.
+
+The model's shape comes from config.json, before torch is loaded; flags may repeat it, not contradict it. Each rank then
+reads its own slices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megacore.config import Config
+from megacore.convert.hf_directory import CONFIG, open_directory, read_config
+from megacore.errors import ConfigError
+from megacore.fields import flag
+from megacore.models.hf.families import family_of
+from megacore.models.hf.family import differing
+
+if TYPE_CHECKING:
+    from megacore.parallel.sharding import ShardedParameter
+
+
+def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's fields as the directory of `--init-from-hf` has them, where one is given.
+
+    Args:
+        given: values of the configuration's fields, from flags and file.
+
+    Raises:
+        CheckpointError: its config.json cannot be read, or megacore cannot represent it exactly.
+    """
+    path = given.get("init_from_hf")
+    if not isinstance(path, str) or not path.strip():
+        return {}
+    values = read_config(Path(path))
+    where = str(Path(path) / CONFIG)
+    config = family_of(values, where).to_model(values, where)
+    return {name: value for name, value in dataclasses.asdict(config).items() if value is not None and name != "preset"}
+
+
+def check_init_from_hf(config: Config) -> None:
+    """Compare the flags with config.json, and look at the headers of the weight files.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+        ConfigError: every flag that contradicts config.json.
+    """
+    path = config.checkpoint.init_from_hf
+    if path is None:
+        return
+    directory = open_directory(Path(path))
+    there = family_of(directory.config, directory.where).to_model(directory.config, directory.where)
+    problems = [
+        f"{flag(name)} {getattr(config.model, name)} contradicts {directory.where}, which makes it "
+        f"{getattr(there, name)}: leave the flag out, or leave --init-from-hf out"
+        for name in differing(there, config.model)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def weights_from_hf(path: Path) -> Callable[[Iterable[ShardedParameter]], None]:
+    """What gives a rank's parameters their values: see `Task.initialize`.
+
+    Raises:
+        CheckpointError: the directory does not hold what its config.json describes.
+    """
+    from megacore.convert.from_hf import open_model
+
+    model = open_model(path)
+    steps = {step.ours: step for step in model.plan}
+
+    def fill(parameters: Iterable[ShardedParameter]) -> None:
+        for parameter in parameters:
+            values = steps[parameter.spec.name].slice(parameter.spec, model.found.tensors)
+            parameter.data.zero_()
+            parameter.spec.own(parameter.data).copy_(values)
+
+    return fill

@@ -1,0 +1,94 @@
+"""The header of a safetensors file, checked whole before a byte of a tensor is read.
+
+The format (8 bytes of header length, a JSON header, then the tensors' bytes) is simple enough: names, types and shapes
+must be possible, and the tensors must tile the rest of the file. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacore.convert.small_json import parse_object
+from megacore.errors import CheckpointError
+
+# Bytes of an element by the format's names.
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_LARGEST_HEADER = 1 << 20  # bytes: about 8,000 tensors, several times what the largest models have
+_LARGEST = 1 << 48  # bytes of a tensor: more would overflow what is computed with it
+_MOST_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies.
+
+    Attributes:
+        file: the file.
+        name: its name in the file.
+        dtype: of its elements, by the format's name.
+        shape: its shape.
+        start: offset of its first byte in the file.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, by name.
+
+    Raises:
+        CheckpointError: the file is not safetensors, or its header says what cannot be.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+                raise CheckpointError(f"{path} is not safetensors: its header would have {length:,} bytes")
+            data = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    header = parse_object(data, f"the header of {path}")
+    header.pop("__metadata__", None)
+    tensors = {name: _entry(path, name, entry, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for tensor in sorted(tensors.values(), key=lambda one: (one.start, one.bytes)):
+        if tensor.start != end:
+            what = "overlaps another tensor" if tensor.start < end else "leaves a gap before it"
+            raise CheckpointError(f"{path}: {tensor.name[:80]} {what}")
+        end = tensor.start + tensor.bytes
+    if end != size:
+        raise CheckpointError(f"{path} has {size:,} bytes, but its tensors end at {end:,}: it is damaged")
+    return tensors
+
+
+def _entry(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
+    where = f"{path}: {name[:80]}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where} does not have a dtype, a shape and data_offsets")
+    dtype = entry["dtype"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{where} has the dtype {str(dtype)[:20]!r}, which megacore does not read")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not (_counts(shape) and len(shape) <= _MOST_DIMENSIONS and _counts(offsets) and len(offsets) == 2):
+        raise CheckpointError(f"{where} has a shape or data_offsets that are no lists of counts")
+    tensor = StoredTensor(file=path, name=name, dtype=dtype, shape=tuple(shape), start=base + offsets[0])
+    if tensor.bytes > _LARGEST or offsets[1] - offsets[0] != tensor.bytes:
+        raise CheckpointError(f"{where} has data_offsets {offsets}, which do not fit its shape {shape}")
+    return tensor
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _LARGEST for value in values)

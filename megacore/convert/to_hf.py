@@ -1,0 +1,193 @@
+"""From a checkpoint of megacore, of any layout, to a directory of transformers.
+
+A checkpoint that came from such a directory gives it back as it was: config.json where it still describes the model,
+the names under which tensors were stored, and what was carried.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, verify
+from megacore.config import ModelConfig
+from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
+from megacore.convert.from_hf import KEPT_CONFIG, KEPT_GENERATION_CONFIG, KEPT_SOURCE
+from megacore.convert.hf_directory import CONFIG, GENERATION_CONFIG, INDEX, TOKENIZER_FILES, carry, present, read_config
+from megacore.convert.plan import Step, make_plan
+from megacore.convert.small_json import read_object
+from megacore.errors import CheckpointError
+from megacore.models.hf.families import describe_model, family_of
+from megacore.models.hf.family import Family, differing
+
+_DTYPE_FIELDS = ("dtype", "torch_dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What will be written.
+
+    Attributes:
+        tensors: the checkpoint.
+        family: what the model becomes.
+        config: its config.json; None where the kept one is handed back byte for byte.
+        kept: where the kept one, and what goes with it, lies: the checkpoint, or a directory of transformers.
+        plan: its tensors.
+        names: name in the family -> stored name, where they differ.
+        copies: names under which the tied embedding is stored again.
+        dtype: of what is written; None: as stored.
+    """
+
+    tensors: CheckpointTensors
+    family: Family
+    config: dict[str, Any] | None
+    kept: Path | None
+    plan: list[Step]
+    names: dict[str, str]
+    copies: list[str]
+    dtype: torch.dtype | None
+
+
+def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | None = None) -> Export:
+    """Look at a checkpoint and decide what it becomes; no tensor is read.
+
+    Args:
+        path: a checkpoint, or a run's output directory.
+        like: a directory of transformers whose config.json and other files to take over.
+        dtype: of what is written; None: as stored.
+
+    Raises:
+        CheckpointError: it is damaged, or no family represents it exactly, or `like` describes another model.
+    """
+    tensors = CheckpointTensors(path)
+    model = tensors.config
+    source = like or tensors.directory
+    values = _described(tensors, like)
+    names: dict[str, str] = {}
+    copies: list[str] = []
+    if values is not None:
+        family = family_of(values, str(source / CONFIG))
+        there = family.to_model(values, str(source / CONFIG))
+        if different := differing(there, model):
+            if like is not None:
+                raise CheckpointError(_of_another_model(like, there, model, different))
+            values = None
+    if values is None:
+        family, config = describe_model(model)
+        kept = None
+    else:
+        kept, config = source, None
+        if dtype is not None:
+            config = values | dict.fromkeys([n for n in _DTYPE_FIELDS if n in values] or ["dtype"], _name(dtype))
+        if like is None:
+            names, copies = _stored_names(tensors)
+    plan = make_plan(family, model)
+    _require_same_tensors(plan, tensors)
+    return Export(
+        tensors=tensors, family=family, config=config, kept=kept, plan=plan, names=names, copies=copies, dtype=dtype
+    )
+
+
+def _described(tensors: CheckpointTensors, like: Path | None) -> dict[str, Any] | None:
+    if like is not None:
+        return read_config(like)
+    if KEPT_CONFIG not in tensors.manifest.files:
+        return None
+    verify(tensors.directory / KEPT_CONFIG, tensors.manifest.files[KEPT_CONFIG])
+    return read_object(tensors.directory / KEPT_CONFIG)
+
+
+def _stored_names(tensors: CheckpointTensors) -> tuple[dict[str, str], list[str]]:
+    if KEPT_SOURCE not in tensors.manifest.files:
+        return {}, []
+    path = tensors.directory / KEPT_SOURCE
+    verify(path, tensors.manifest.files[KEPT_SOURCE])
+    about = read_object(path)
+    names, copies = about.get("names"), about.get("copies")
+    if not isinstance(names, dict) or not isinstance(copies, list):
+        raise CheckpointError(f"{path} does not say which names the tensors had: the checkpoint is damaged")
+    return {str(name): str(stored) for name, stored in names.items()}, [str(name) for name in copies]
+
+
+def _of_another_model(like: Path, there: ModelConfig, here: ModelConfig, different: list[str]) -> str:
+    shown = ", ".join(f"{name} {getattr(there, name)} there, {getattr(here, name)} here" for name in different)
+    return f"--like {like} is of another model than the checkpoint: {shown}"
+
+
+def _require_same_tensors(plan: list[Step], tensors: CheckpointTensors) -> None:
+    wanted = {step.ours: step.shape for step in plan}
+    for name in sorted(wanted.keys() | tensors.shapes.keys()):
+        if wanted.get(name) != tensors.shapes.get(name):
+            there = tensors.shapes.get(name, "missing")
+            raise CheckpointError(
+                f"{tensors.directory}: {name} is {there}, but the model of its manifest has {wanted.get(name, 'none')}"
+            )
+
+
+def write_directory(export: Export, target: Path, *, most_bytes: int) -> None:
+    """Write a directory that transformers loads.
+
+    Args:
+        export: what to write.
+        target: an empty directory.
+        most_bytes: of a file.
+    """
+    forms = dict(_forms(export))
+    where = write_shards(target, "model", forms, _converted(export), most_bytes=most_bytes)
+    if len(set(where.values())) > 1:
+        size = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in forms.values())
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write_config(export, target)
+
+
+def _forms(export: Export) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    for step in export.plan:
+        dtype = export.dtype or export.tensors.dtype(step.ours)
+        for source, name in enumerate(step.theirs):
+            yield export.names.get(name, name), (dtype, step.shape_of(source))
+            if name == export.family.embedding:
+                yield from ((copy, (dtype, step.shape)) for copy in export.copies)
+
+
+def _converted(export: Export) -> Iterator[tuple[str, Tensor]]:
+    for step in export.plan:
+        whole = export.tensors.read(step.ours, export.dtype)
+        for source, name in enumerate(step.theirs):
+            yield export.names.get(name, name), step.take_apart(whole, source)
+            if name == export.family.embedding:
+                yield from ((copy, whole) for copy in export.copies)
+
+
+def _write_config(export: Export, target: Path) -> None:
+    tensors, kept = export.tensors, export.kept
+    if export.config is not None:
+        config = export.config
+        if kept is None:
+            dtypes = {dtype for dtype, _ in dict(_forms(export)).values()}
+            config = config | {"dtype": _name(dtypes.pop())} if len(dtypes) == 1 else config
+        (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    elif kept == tensors.directory:
+        (target / CONFIG).write_bytes((kept / KEPT_CONFIG).read_bytes())
+    elif kept is not None:
+        carry(present(kept, (CONFIG,)), target)
+    if KEPT_GENERATION_CONFIG in tensors.manifest.files and kept == tensors.directory:
+        verify(tensors.directory / KEPT_GENERATION_CONFIG, tensors.manifest.files[KEPT_GENERATION_CONFIG])
+        (target / GENERATION_CONFIG).write_bytes((tensors.directory / KEPT_GENERATION_CONFIG).read_bytes())
+    elif kept is not None and kept != tensors.directory:
+        carry(present(kept, (GENERATION_CONFIG,)), target)
+    tokenizer = tensors.directory / TOKENIZER_DIRECTORY
+    if kept is not None and kept != tensors.directory:
+        carry(present(kept, TOKENIZER_FILES), target)
+    elif tokenizer.is_dir():
+        carry(present(tokenizer, TOKENIZER_FILES), target)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,27 @@
+"""Random orders that are functions of (seed, epoch) alone, so that asking for more epochs changes none of them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+# So many epochs have a generator each. The later ones, of which a small dataset may have millions, are drawn together,
+# one after the other from one generator, because making a generator takes as long as shuffling a thousand numbers.
+EPOCHS_DRAWN_ALONE = 1024
+_ORDER = 0  # this use of an epoch's random numbers
+
+
+def generator(*key: int) -> np.random.Generator:
+    """A generator of its own for a key."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
+
+
+def shuffled_epochs(count: int, epochs: int, seed: int) -> NDArray[np.int64]:
+    """int64 [epochs * count]: the numbers below `count` in a random order for every epoch."""
+    alone = min(epochs, EPOCHS_DRAWN_ALONE)
+    order = np.tile(np.arange(count), (epochs, 1))
+    for epoch in range(alone):
+        order[epoch] = generator(seed, epoch, _ORDER).permutation(count)
+    together = order[alone:]
+    generator(seed, EPOCHS_DRAWN_ALONE, _ORDER).permuted(together, axis=1, out=together)
+    return order.reshape(-1)

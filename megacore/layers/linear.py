@@ -1,0 +1,33 @@
+"""Linear layers too small to be worth a split over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore.parallel.sharding import ShardedParameter, replicated
+
+
+class ReplicatedLinear(nn.Module):
+    """y = x W^T + b, whole on every tensor-parallel rank.
+
+    Sequence parallel, a rank applies it to its own positions, and the weights' gradients are summed with those of the
+    norms.
+
+    Args:
+        in_features: input features.
+        out_features: output features.
+        bias: whether there is a bias.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = True, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.weight = replicated(out_features, in_features, device=device)
+        self.bias: ShardedParameter | None = replicated(out_features, device=device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., i] -> [..., o]"""
+        return F.linear(x, self.weight, self.bias)

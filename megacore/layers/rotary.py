@@ -1,0 +1,118 @@
+"""Rotary positions (Su et al. 2021, arXiv 2104.09864): which angle each position turns each pair of dimensions by.
+
+One object serves all layers of a model that share its frequencies, and keeps the tables of the longest sequence so far.
+Longer contexts than a model was trained on stretch the frequencies: all alike (linear; Chen et al. 2023, arXiv
+2306.15595), by the length of the sequence (dynamic NTK; Peng et al. 2023, arXiv 2309.00071, appendix B.1), or the low
+ones alone (llama3; Llama team 2024, arXiv 2407.21783).
+
+Shape legend: b micro-batch, s positions, n heads, d head size, r rotated dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megacore import ops
+from megacore.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How frequencies are stretched.
+
+    Attributes:
+        kind: by which rule.
+        factor: how many times longer the context becomes.
+        original: context in tokens before; not used by linear.
+        low: llama3 stretches frequencies that turn fewer times than this over the original context,
+        high: and leaves those that turn more often than this; between the two it goes over smoothly.
+    """
+
+    kind: Literal["linear", "dynamic", "llama3"]
+    factor: float
+    original: int = 0
+    low: float = 1.0
+    high: float = 4.0
+
+
+class Rotary:
+    """Rotates queries and keys by their positions.
+
+    Args:
+        dimensions: r, even; of each head, from its first.
+        base: of the frequencies.
+        scaling: how they are stretched; None: not at all.
+    """
+
+    def __init__(self, dimensions: int, *, base: float = 10_000.0, scaling: RopeScaling | None = None) -> None:
+        assert dimensions > 0 and dimensions % 2 == 0, "dimensions are rotated in pairs"
+        self.dimensions, self.base, self.scaling = dimensions, base, scaling
+        self._length, self._tables = 0, (torch.empty(0), torch.empty(0))
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Rotary | None:
+        """The one that a configuration asks for, if any."""
+        if config.position_embedding_type != "rope":
+            return None
+        scaling = None
+        if config.rope_scaling != "none":
+            scaling = RopeScaling(
+                kind=config.rope_scaling,
+                factor=config.rope_scaling_factor,
+                original=config.rope_original_max_positions or 0,
+                low=config.rope_low_freq_factor,
+                high=config.rope_high_freq_factor,
+            )
+        return cls(config.rotary_dimensions, base=config.rotary_base, scaling=scaling)
+
+    def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Turn both by their positions.
+
+        Args:
+            query: [b, s, n, d]
+            key: [b, s, g, d]
+            positions: [b, s] int64, below s. None: 0 to s - 1 in every sequence.
+
+        Returns:
+            Like query and key, contiguous.
+        """
+        b, s = query.shape[:2]
+        cos, sin = self.tables(s, query.device)
+        if positions is None:
+            return ops.rotary(query.contiguous(), cos, sin), ops.rotary(key.contiguous(), cos, sin)
+        cos, sin = cos[positions.flatten()], sin[positions.flatten()]
+        turned = (ops.rotary(x.reshape(1, b * s, *x.shape[2:]), cos, sin).view(x.shape) for x in (query, key))
+        return next(turned), next(turned)
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position's angles, [s, r/2] fp32 each."""
+        dynamic = self.scaling is not None and self.scaling.kind == "dynamic"
+        if length > self._length or (dynamic and length != self._length) or self._tables[0].device != device:
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), self.frequencies(length)).to(device)
+            self._length, self._tables = length, (angles.cos(), angles.sin())
+        cos, sin = self._tables
+        return cos[:length], sin[:length]
+
+    def frequencies(self, length: int) -> Tensor:
+        """Radians a position of each pair of dimensions, [r/2] fp32.
+
+        Args:
+            length: positions of the sequence, by which dynamic scaling goes.
+        """
+        scaling, base, r = self.scaling, self.base, self.dimensions
+        if scaling is not None and scaling.kind == "dynamic" and length > scaling.original:
+            stretch = scaling.factor * length / scaling.original - (scaling.factor - 1.0)
+            base *= stretch ** (r / (r - 2)) if r > 2 else 1.0
+        frequencies = 1.0 / base ** (torch.arange(0, r, 2, dtype=torch.float32) / r)
+        if scaling is None or scaling.kind == "dynamic":
+            return frequencies
+        if scaling.kind == "linear":
+            return frequencies / scaling.factor
+        turns = scaling.original * frequencies / (2.0 * math.pi)  # over the original context
+        kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+        return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor

@@ -1,0 +1,217 @@
+"""BERT, classic (Devlin et al. 2018, arXiv 1810.04805) and modern (Warner et al. 2024, arXiv 2412.13663): positions see
+each other in both directions, and a head tells what was masked.
+
+Beside the hidden states the layers hand on the document numbers of the positions [b, s], which say who sees whom:
+positions of the same number, and padding, which is 0, is seen by nobody. So one model serves padded pairs, where all
+real positions are of document 1, and packed documents.
+
+Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore import ops
+from megacore.bert_section import BertConfig
+from megacore.config import ModelConfig, known
+from megacore.layers.block import TransformerBlock
+from megacore.layers.context import BuildContext
+from megacore.layers.linear import ReplicatedLinear
+from megacore.layers.norm import build_norm
+from megacore.layers.post_norm import PostNormBlock
+from megacore.layers.rotary import Rotary
+from megacore.models.bert_loss import MaskedBatch, Output, has_sentence_head
+from megacore.models.flops import block_flops, head_flops
+from megacore.models.size import block_parameters
+from megacore.models.spec import LayerSpec
+from megacore.parallel.collectives import reduce_from_group
+from megacore.parallel.mesh import ALONE
+from megacore.parallel.random import Dropout
+from megacore.parallel.sequence import own_positions
+from megacore.parallel.sharding import ShardedParameter, replicated
+from megacore.parallel.tensor import (
+    VocabParallelEmbedding,
+    column_parallel,
+    vocab_parallel_bias,
+    vocab_parallel_weight,
+)
+
+SEGMENTS = 2  # token types: the first of a pair, and the second
+
+
+class BertEmbedding(nn.Module):
+    """Token embedding, in the classic style plus position and segment embedding; then norm and dropout."""
+
+    def __init__(self, config: BertConfig, context: BuildContext) -> None:
+        super().__init__()
+        model, device = config.model, context.device
+        h = model.hidden_size
+        self.tokens = VocabParallelEmbedding(
+            known(model.vocab_size), h, multiple=model.make_vocab_size_divisible_by, **context.parallel_arguments
+        )
+        self.positions: ShardedParameter | None = None
+        self.segments: ShardedParameter | None = None
+        if not config.bert.packed:
+            self.positions = replicated(known(model.max_position_embeddings), h, device=device)
+            self.segments = replicated(SEGMENTS, h, device=device)
+        self.norm = build_norm(model, device=device)
+        self.dropout = Dropout(model.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard)
+        self.split = context.tp if context.sequence_parallel else ALONE
+
+    def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Tokens, segments and document numbers, [b, s] int64 each -> hidden states [b, s, h] (or, sequence parallel,
+        [b, s/t, h]) and the document numbers"""
+        tokens, segments, documents = inputs
+        x = self.tokens(tokens)
+        if self.positions is not None and self.segments is not None:
+            own = own_positions(tokens.shape[1], self.split)
+            x = x + F.embedding(segments[:, own], self.segments) + self.positions[own]
+        return self.dropout(self.norm(x)), documents
+
+
+class BertHead(nn.Module):
+    """The output layer over every position, its rows those of the embedding, and the sentence task's over the first."""
+
+    def __init__(self, config: BertConfig, context: BuildContext) -> None:
+        super().__init__()
+        model, device = config.model, context.device
+        h, vocabulary, multiple = model.hidden_size, known(model.vocab_size), model.make_vocab_size_divisible_by
+        self.group, self.sequence_parallel = context.tp, context.sequence_parallel
+        self.split_backward = context.split_backward
+        self.norm = build_norm(model, device=device) if config.bert.packed else nn.Identity()  # after pre-norm blocks
+        self.transform = ReplicatedLinear(h, h, bias=not model.disable_bias_linear, device=device)
+        self.transform_norm = build_norm(model, device=device)
+        self.weight = vocab_parallel_weight(vocabulary, h, group=context.tp, multiple=multiple, device=device)
+        self.bias = vocab_parallel_bias(vocabulary, group=context.tp, multiple=multiple, device=device)
+        self.sentence = SentenceHead(model, context) if has_sentence_head(config) else None
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Output:
+        """Hidden states [b, s, h] -> logits [b, s, padded V/t], and those of the sentence task [b, 2]"""
+        x = self.norm(inputs[0])
+        logits = column_parallel(
+            self.transform_norm(ops.gelu(self.transform(x), exact=True)),
+            self.weight,
+            self.bias,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            split_backward=self.split_backward,
+        )
+        return logits if self.sentence is None else (logits, self.sentence(x))
+
+
+class SentenceHead(nn.Module):
+    """Two logits for a pair of segments from the hidden state of the first position: next or in order, or not."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        h = config.hidden_size
+        self.split = context.tp if context.sequence_parallel else ALONE
+        self.pooler = ReplicatedLinear(h, h, device=context.device)
+        self.classifier = ReplicatedLinear(h, 2, device=context.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, 2], the same on every rank"""
+        logits = self.classifier(torch.tanh(self.pooler(x[:, 0])))
+        # Sequence parallel, only the first rank has the first position. The others' weights get gradients of zero, and
+        # all are summed afterwards, like those of every layer that each rank applies to its own positions.
+        return reduce_from_group(logits * float(self.split.is_first), self.split) if self.split.size > 1 else logits
+
+
+def bert_layers(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
+    """The whole model as layer descriptions; nothing is allocated.
+
+    Args:
+        config: resolved (vocabulary and positions known).
+        context: where the layers will stand.
+    """
+    model = config.model
+    tied = {} if model.untie_embeddings_and_output_weights else {"weight": "embedding.tokens.weight"}
+    return [
+        LayerSpec(
+            name="embedding",
+            build=partial(BertEmbedding, config, context),
+            parameters=_embedding_parameters(config),
+            flops=2.0 * model.hidden_size,
+        ),
+        *_blocks(config, context),
+        LayerSpec(
+            name="head",
+            build=partial(BertHead, config, context),
+            parameters=_head_parameters(config),
+            flops=head_flops(model) + 2.0 * model.hidden_size**2,
+            tied=tied,
+        ),
+    ]
+
+
+def _blocks(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
+    model, modern = config.model, config.bert.packed
+    turns = [Rotary(model.rotary_dimensions, base=base) for base in (model.rotary_base, config.bert.local_rotary_base)]
+    found = []
+    for i in range(model.num_layers):
+        own, name = _model_of_block(config, i), f"blocks.{i}"
+        build: Callable[[], nn.Module] = partial(PostNormBlock, own, context, name)
+        norm = 0
+        if modern:
+            build = partial(
+                TransformerBlock,
+                own,
+                context,
+                name,
+                causal=False,
+                window=own.window_size,
+                rotary=turns[own.window_size is not None],
+                attention_norm=i > 0,  # the first block reads what the embedding has normed already
+            )
+            norm = 0 if i else _norm_parameters(model)
+        flops = block_flops(own, known(model.max_position_embeddings))
+        found.append(
+            LayerSpec(name=name, build=build, parameters=block_parameters(own) - norm, flops=flops, is_block=True)
+        )
+    return found
+
+
+def _model_of_block(config: BertConfig, number: int) -> ModelConfig:
+    """The configuration with the window of a block: None where it sees the whole document."""
+    is_local = config.bert.packed and number % config.bert.global_attention_interval > 0
+    return config.model if is_local else dataclasses.replace(config.model, window_size=None)
+
+
+def bert_flops(config: BertConfig) -> float:
+    """Forward and backward operations of one sequence, as `flops_per_sequence` counts them for GPT."""
+    model, length = config.model, config.data.seq_length
+    blocks = sum(block_flops(_model_of_block(config, i), length) for i in range(model.num_layers))
+    return 3.0 * length * (blocks + head_flops(model) + 2.0 * model.hidden_size**2)
+
+
+def _norm_parameters(model: ModelConfig) -> int:
+    return model.hidden_size * (2 if model.normalization == "LayerNorm" and model.norm_bias else 1)
+
+
+def _embedding_parameters(config: BertConfig) -> int:
+    model = config.model
+    tables = known(model.vocab_size)
+    if not config.bert.packed:
+        tables += known(model.max_position_embeddings) + SEGMENTS
+    return tables * model.hidden_size + _norm_parameters(model)
+
+
+def _head_parameters(config: BertConfig) -> int:
+    model = config.model
+    h, vocabulary = model.hidden_size, known(model.vocab_size)
+    transform = h * h + (0 if model.disable_bias_linear else h)
+    norms = _norm_parameters(model) * (2 if config.bert.packed else 1)
+    sentence = h * h + h + 2 * h + 2 if has_sentence_head(config) else 0
+    return vocabulary * h + vocabulary + transform + norms + sentence
+
+
+def bert_input(batch: MaskedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """What the first layer takes of a microbatch."""
+    return batch.tokens, batch.token_types, batch.documents

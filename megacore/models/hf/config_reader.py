@@ -1,0 +1,120 @@
+"""Reads a config.json field by field, so that every field of it is accounted for.
+
+A field is copied, or must have one of a few values, or is known to change nothing; any other is a problem with the
+field's name in it. All problems are collected: a user sees them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megacore.config import ModelConfig
+from megacore.fields import field_infos
+from megacore.wording import one_of
+
+_MISSING = object()
+
+# Fields that any family's file may have and that do not change what the model computes.
+_WITHOUT_EFFECT = """
+    _name_or_path architectures model_type transformers_version dtype torch_dtype use_cache _attn_implementation
+    _attn_implementation_autoset _commit_hash name_or_path attn_implementation bos_token_id eos_token_id
+    pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id id2label label2id num_labels
+    problem_type finetuning_task task_specific_params prefix language output_attentions output_hidden_states
+    return_dict return_dict_in_generate output_scores torchscript use_bfloat16 chunk_size_feed_forward
+    tokenizer_class classifier_dropout gradient_checkpointing pretraining_tp forced_bos_token_id forced_eos_token_id
+    suppress_tokens begin_suppress_tokens bad_words_ids temperature top_k top_p typical_p num_beams num_beam_groups
+    num_return_sequences diversity_penalty max_length min_length do_sample early_stopping repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    remove_invalid_values
+"""
+WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
+# Fields that any family's file may have, with the only values that mean what megacore computes.
+PLAIN_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+}
+
+
+class ConfigReader:
+    """One config.json, and what is wrong with it.
+
+    Args:
+        values: the parsed file.
+        where: its path, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.where = where
+        self.problems: list[str] = []
+        self._values = values
+        self._seen: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field as it stands, the default where it is missing; the caller judges it."""
+        self._seen.add(name)
+        return self._values.get(name, default)
+
+    def has(self, name: str) -> bool:
+        """Whether the file has the field."""
+        return name in self._values
+
+    def copied(self, ours: str, names: Sequence[str], default: Any) -> Any:
+        """The value of a field that ModelConfig has too, which must be of its type.
+
+        Args:
+            ours: the field of ModelConfig.
+            names: what the file may call it; where it has several, they must agree.
+            default: what transformers takes where the file has none.
+        """
+        info = field_infos(ModelConfig)[ours]
+        found = [(name, self._values[name]) for name in names if name in self._values]
+        self._seen.update(names)
+        if not found:
+            return default
+        name, value = found[0]
+        if any(other != value for _, other in found[1:]):
+            self.problem(name, f"is {value!r}, but {found[1][0]} is {found[1][1]!r}")
+        if value is None and info.optional:
+            return None
+        kinds = (int, float) if info.kind is float else (info.kind,)
+        if type(value) not in kinds:
+            self.problem(name, f"is {_shown(value)}, not {_KINDS[info.kind]}")
+            return default
+        return info.kind(value)
+
+    def only(self, name: str, allowed: Sequence[Any], default: Any = _MISSING) -> None:
+        """Refuse a field whose value is not among those that mean what megacore computes.
+
+        Args:
+            name: the field.
+            allowed: the values; equal of value and type.
+            default: what transformers takes where the file has none; without one a missing field is fine.
+        """
+        value = self.get(name, default)
+        if value is not _MISSING and not any(type(value) is type(one) and value == one for one in allowed):
+            self.problem(name, f"is {_shown(value)}, but megacore has only {one_of([_shown(one) for one in allowed])}")
+
+    def problem(self, name: str, text: str) -> None:
+        """Note what is wrong with a field."""
+        self.problems.append(f"{self.where}: {name} {text}")
+
+    def finish(self, ignored: frozenset[str]) -> None:
+        """Account for every field that nobody has asked for."""
+        for name, allowed in PLAIN_ONLY.items():
+            if name in self._values and name not in self._seen:
+                self.only(name, allowed)
+        for name in sorted(set(self._values) - self._seen - WITHOUT_EFFECT - ignored):
+            self.problem(name[:80], "is a field that megacore does not know: it may change the model")
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,62 @@
+"""All families, and the choice of one: by a config.json's model_type, or as the first that can represent a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megacore.config import ModelConfig
+from megacore.errors import CheckpointError
+from megacore.models.hf.bloom import BLOOM
+from megacore.models.hf.family import Family
+from megacore.models.hf.gpt2 import GPT2
+from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from megacore.models.hf.neox import NEOX
+from megacore.wording import did_you_mean, one_of
+
+# In this order a model without a config.json of its own is looked for.
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM)
+}
+
+
+def family_of(values: Mapping[str, Any], where: str) -> Family:
+    """The family of a config.json.
+
+    Args:
+        values: the parsed file.
+        where: its path, for messages.
+
+    Raises:
+        CheckpointError: its model_type or architecture is none of megacore's.
+    """
+    name = values.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        near = did_you_mean(str(name)[:80], FAMILIES) if name is not None else ""
+        raise CheckpointError(f"{where}: model_type is {str(name)[:80]!r}, but megacore has {_names()}{near}")
+    family = FAMILIES[name]
+    architectures = values.get("architectures")
+    if architectures not in (None, [], [family.architecture]):
+        raise CheckpointError(
+            f"{where}: architectures is {str(architectures)[:80]}, but of {name} megacore has {family.architecture}"
+        )
+    return family
+
+
+def describe_model(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
+    """A family that computes what a model does, and the model's config.json in it.
+
+    Raises:
+        CheckpointError: no family represents the model exactly.
+    """
+    for family in FAMILIES.values():
+        values = family.from_model(config)
+        if values is not None:
+            return family, values
+    raise CheckpointError(
+        f"no model of transformers that megacore knows ({_names()}) computes what this one does: it cannot be exported"
+    )
+
+
+def _names() -> str:
+    return one_of(list(FAMILIES))

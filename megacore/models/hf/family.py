@@ -1,0 +1,213 @@
+"""What a model family of transformers is, as data: which fields of its config.json are which of ModelConfig's, and
+which of its tensors are which of megacore's, in which order of rows.
+
+Megacore keeps query, key and value in one matrix whose rows go by head group, [group][q.., k, v][d]; the families keep
+them apart, or stacked, or by head. Every such difference is an order of rows: a list of runs, each a range of rows of
+one source, that follow each other in megacore's tensor. Where the family stores matrices as [in, out] (Conv1D), rows
+are its columns. One description therefore serves both directions and any slice.
+
+Shape legend: h hidden size, n heads, g head groups, d head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacore.config import ModelConfig, known
+from megacore.errors import CheckpointError
+from megacore.models.hf.config_reader import ConfigReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Rows [start, stop) of source number `source`."""
+
+    source: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+Layout = Callable[[ModelConfig], list[Run]]
+
+
+@dataclass(frozen=True)
+class Same:
+    """A field that both configurations have.
+
+    Attributes:
+        ours: ModelConfig's name.
+        theirs: the names in config.json; the first is written.
+        default: what transformers takes where it is missing.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    default: Any
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One tensor of megacore's and the tensors of the family that it is made of.
+
+    Attributes:
+        ours: global name; {i} is the number of the block.
+        theirs: names in the family, with the prefix.
+        layout: the order of rows; None where there is one source and it is the same tensor.
+        transposed: the family stores the matrix as [in, out].
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    layout: Layout | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model_type of transformers.
+
+    Attributes:
+        model_type: as in config.json.
+        architecture: transformers' class for pretraining, which the exported files are of.
+        prefix: what the tensors of the bare model (without a head) begin with; files may leave it out.
+        same: fields that are copied.
+        fixed: fields with the values that megacore computes, and the default where they are missing.
+        constants: ModelConfig's fields that are the same for the whole family.
+        ignored: fields of this family that do not change what the model computes.
+        read: ModelConfig's remaining fields from the file; notes problems in the reader.
+        write: the remaining fields of the file.
+        rules: the tensors.
+        aliases: other names under which files store a tensor -> the name in `rules`.
+        buffers: ends of names of constants that older files hold, which are no weights.
+        tied: the tensor of theirs that equals the token embedding where both are tied.
+        embedding: that token embedding.
+        layers: which list of layers of megacore it is, `gpt` or `bert`.
+    """
+
+    model_type: str
+    architecture: str
+    prefix: str
+    same: tuple[Same, ...]
+    fixed: Mapping[str, tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+    read: Callable[[ConfigReader], dict[str, Any]] = lambda reader: {}
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    rules: tuple[TensorRule, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
+    tied: str | None = None
+    embedding: str
+    layers: str = "gpt"
+
+    def to_model(self, values: Mapping[str, Any], where: str) -> ModelConfig:
+        """The model that a config.json describes.
+
+        Args:
+            values: the parsed file.
+            where: its path, for messages.
+
+        Raises:
+            CheckpointError: everything in it that megacore cannot represent exactly, by field.
+        """
+        reader = ConfigReader(values, where)
+        ours = {same.ours: reader.copied(same.ours, same.theirs, same.default) for same in self.same}
+        for name, (allowed, default) in self.fixed.items():
+            reader.only(name, allowed, default)
+        ours |= dict(self.constants) | self.read(reader)
+        reader.finish(self.ignored)
+        config = ModelConfig(**ours)
+        problems = reader.problems or [f"{where}: {problem}" for problem in config.problems()]
+        if not problems and None in (config.vocab_size, config.max_position_embeddings):
+            problems = [f"{where}: the size of the vocabulary or of the context is null"]
+        if problems:
+            raise CheckpointError(refusal(where, problems))
+        return config.filled(known(config.max_position_embeddings))
+
+    def from_model(self, config: ModelConfig) -> dict[str, Any] | None:
+        """The config.json of a model, or None where this family cannot represent it exactly."""
+        values: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.architecture]}
+        values |= {same.theirs[0]: getattr(config, same.ours) for same in self.same}
+        values |= {name: allowed[0] for name, (allowed, _) in self.fixed.items()}
+        values |= self.write(config)
+        try:
+            back = self.to_model(values, "config.json")
+        except CheckpointError:
+            return None
+        return values if same_model(back, config) else None
+
+
+def refusal(where: str, problems: list[str]) -> str:
+    """One message for all problems of a file."""
+    if len(problems) == 1:
+        return problems[0]
+    shown = "".join(f"\n  - {problem.removeprefix(f'{where}: ')}" for problem in problems[:20])
+    more = f"\n  - and {len(problems) - 20} more" if len(problems) > 20 else ""
+    return f"{where} describes a model that megacore cannot represent exactly:{shown}{more}"
+
+
+# Fields that say how a model is trained or held in memory, not what it computes.
+_NOT_THE_MODEL = frozenset(
+    ("preset", "init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by")
+)
+
+
+def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
+    """Fields in which two resolved configurations are different models."""
+    names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _NOT_THE_MODEL]
+    if "learned" not in (one.position_embedding_type, other.position_embedding_type):
+        names.remove("max_position_embeddings")  # a limit of use, not a size of a table
+    return [name for name in names if getattr(one, name) != getattr(other, name)]
+
+
+def same_model(one: ModelConfig, other: ModelConfig) -> bool:
+    """Whether two resolved configurations compute the same."""
+    return not differing(one, other)
+
+
+def read_tied(reader: ConfigReader, *, default: bool) -> dict[str, Any]:
+    """Whether the output layer is the embedding, as the file has it."""
+    tied = reader.get("tie_word_embeddings", default)
+    if type(tied) is not bool:
+        reader.problem("tie_word_embeddings", f"is {tied!r}, not true or false")
+    return {"untie_embeddings_and_output_weights": not tied}
+
+
+def write_tied(config: ModelConfig) -> dict[str, Any]:
+    """The same for the file."""
+    return {"tie_word_embeddings": not config.untie_embeddings_and_output_weights}
+
+
+# ---- orders of rows --------------------------------------------------------------------------------------------------
+
+
+def stacked_q_k_v(config: ModelConfig) -> list[Run]:
+    """One source, [q of all heads, k of all groups, v of all groups][d]."""
+    query = config.num_attention_heads * config.head_size
+    offsets = (0, query, query + config.query_groups * config.head_size)
+    return [
+        Run(source=0, start=run.start + offsets[run.source], stop=run.stop + offsets[run.source])
+        for run in q_k_v(config)
+    ]
+
+
+def q_k_v(config: ModelConfig) -> list[Run]:
+    """Three sources, q [n][d], k [g][d] and v [g][d]."""
+    d, groups = config.head_size, config.query_groups
+    each = config.num_attention_heads // groups * d  # query rows of a group
+    return [
+        run
+        for g in range(groups)
+        for run in (
+            Run(source=0, start=g * each, stop=(g + 1) * each),
+            Run(source=1, start=g * d, stop=(g + 1) * d),
+            Run(source=2, start=g * d, stop=(g + 1) * d),
+        )
+    ]

@@ -1,0 +1,94 @@
+"""Rotary positions in a config.json: `rope_parameters` as transformers writes it now, or `rope_theta` and
+`rope_scaling` as it did before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megacore.config import ModelConfig
+from megacore.models.hf.config_reader import ConfigReader
+from megacore.wording import one_of
+
+# The keys that each kind of scaling has, beside the base and the rotated share.
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+_DEFAULT_BASE = 10_000.0
+
+
+def read_rope(reader: ConfigReader, positions: int, *, base: str = "rope_theta", share: float = 1.0) -> dict[str, Any]:
+    """ModelConfig's fields about rotary positions.
+
+    Args:
+        reader: the file.
+        positions: its longest context, at which dynamic scaling begins.
+        base: the field that older files have the base in.
+        share: of a head that is rotated, where the rope parameters do not say it.
+    """
+    given = {name: reader.get(name) for name in ("rope_parameters", "rope_scaling")}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, dict):
+            reader.problem(name, f"is {str(value)[:40]!r}, not an object")
+            given[name] = None
+    name = "rope_scaling" if given["rope_scaling"] else "rope_parameters"
+    table: dict[str, Any] = given[name] or {}
+    if given["rope_scaling"] and given["rope_parameters"] and given["rope_scaling"] != given["rope_parameters"]:
+        reader.problem("rope_scaling", "differs from rope_parameters: leave one of them out")
+    kind = table.get("rope_type", table.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _KEYS:
+        reader.problem(f"{name}.rope_type", f"is {str(kind)[:40]!r}, but megacore has {one_of(list(_KEYS))}")
+        return {}
+    fields: dict[str, Any] = {"position_embedding_type": "rope", "rope_scaling": "none" if kind == "default" else kind}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS[kind]}
+    if kind == "dynamic":
+        known.add("original_max_position_embeddings")  # which transformers does not look at
+    for key in sorted(table.keys() - known):
+        reader.problem(f"{name}.{key[:40]}", f"is a field that megacore does not know for the type {kind}")
+    theta = table.get("rope_theta", reader.get(base, _DEFAULT_BASE))
+    numbers = {"rotary_base": ("rope_theta", theta), "rotary_percent": ("partial_rotary_factor", share)}
+    if "partial_rotary_factor" in table:
+        numbers["rotary_percent"] = ("partial_rotary_factor", table["partial_rotary_factor"])
+    for ours, key in (
+        ("rope_scaling_factor", "factor"),
+        ("rope_low_freq_factor", "low_freq_factor"),
+        ("rope_high_freq_factor", "high_freq_factor"),
+    ):
+        if key in _KEYS[kind]:
+            numbers[ours] = (key, table.get(key))
+    for ours, (key, value) in numbers.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            reader.problem(f"{name}.{key}", f"is {str(value)[:40]!r}, not a number")
+        else:
+            fields[ours] = float(value)
+    if kind in ("dynamic", "llama3"):
+        original = table.get("original_max_position_embeddings", positions) if kind == "llama3" else positions
+        if type(original) is not int:
+            reader.problem(f"{name}.original_max_position_embeddings", f"is {str(original)[:40]!r}, not a whole number")
+        else:
+            fields["rope_original_max_positions"] = original
+    return fields
+
+
+def write_rope(config: ModelConfig, *, share: bool = False) -> dict[str, Any]:
+    """`rope_parameters` of a model.
+
+    Args:
+        config: the model.
+        share: whether the family rotates a share of each head.
+    """
+    kind = "default" if config.rope_scaling == "none" else config.rope_scaling
+    table: dict[str, Any] = {"rope_type": kind, "rope_theta": config.rotary_base}
+    if share:
+        table["partial_rotary_factor"] = config.rotary_percent
+    values = {
+        "factor": config.rope_scaling_factor,
+        "low_freq_factor": config.rope_low_freq_factor,
+        "high_freq_factor": config.rope_high_freq_factor,
+        "original_max_position_embeddings": config.rope_original_max_positions,
+    }
+    return {"rope_parameters": table | {key: values[key] for key in _KEYS[kind]}}

@@ -1,0 +1,45 @@
+"""What a trained BERT puts in the place of masked tokens, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megacore.errors import CheckpointError
+from megacore.pipeline.stage import Stage
+
+Predictions = list[tuple[int, float]]  # token ids and their probabilities, the likeliest first
+
+
+@torch.no_grad()
+def fill_mask(stage: Stage, tokens: Sequence[int], *, mask: int, vocab_size: int, top_k: int) -> list[Predictions]:
+    """The likeliest tokens at each masked position of one text.
+
+    Args:
+        stage: the whole model on one rank.
+        tokens: of the text, [CLS] and [SEP] included; at most as many as the model has positions.
+        mask: id of the mask token.
+        vocab_size: true size of the vocabulary.
+        top_k: how many tokens of each position.
+
+    Returns:
+        Predictions for every masked position, in order.
+
+    Raises:
+        CheckpointError: the model's output is not finite.
+    """
+    stage.eval()
+    device = next(stage.parameters()).device
+    text = torch.tensor([list(tokens)], device=device)
+    output = stage((text, torch.zeros_like(text), torch.ones_like(text)))
+    logits = (output if isinstance(output, torch.Tensor) else output[0])[0, :, :vocab_size]
+    masked = logits[text[0] == mask].double().softmax(-1).cpu()
+    if not masked.isfinite().all():
+        raise CheckpointError(
+            "the model's output is not finite (NaN or infinite): use a checkpoint of an earlier step, or one whose "
+            "training did not diverge"
+        )
+    best = masked.topk(min(top_k, vocab_size))
+    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [list(zip(ids, probabilities, strict=True)) for ids, probabilities in rows]

@@ -1,0 +1,77 @@
+"""Pretrain a BERT, classic or modern, with tensor x pipeline x data parallelism.
+
+    python pretrain_bert.py --mock-data --vocab-size 512 --preset bert-tiny --train-iters 20
+    torchrun --nproc-per-node 8 pretrain_bert.py --tp 2 --pp 2 --dp 2 --config examples/bert_tiny.toml
+
+The way of one batch is GPT's, but for its ends: data/bert -> data/loader -> train/trainer -> pipeline/runtime ->
+models/bert -> layers/post_norm. As in pretrain_gpt.py, torch is imported inside the functions: what cannot run is
+refused before it is loaded.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from megacore.bert_section import BertConfig
+from megacore.checkpoint.check import check_load, samples_of_run
+from megacore.cli import parse_config
+from megacore.data.bert import BertBatch
+from megacore.data.bert_build import build_bert_datasets, check_bert_inputs
+from megacore.data.build import complete_config
+from megacore.pipeline.own import check_schedule
+
+if TYPE_CHECKING:
+    from megacore.parallel.mesh import Mesh
+
+
+def main(argv: list[str]) -> int:
+    """Train as the flags say; returns the exit status."""
+    config = parse_config(
+        argv,
+        prog="pretrain_bert.py",
+        description="Pretrain a BERT, classic or modern, with tensor x pipeline x data parallelism.",
+        kind=BertConfig,
+        complete=complete_config,
+        checks=[check_bert_inputs, check_load, check_schedule],
+    )
+    from megacore.train.launch import launch
+
+    return launch(config, train)
+
+
+def train(config: BertConfig, mesh: Mesh) -> None:
+    """Supply what BERT pretraining consists of, and run it on this rank's place of the mesh."""
+    from megacore.layers.context import BuildContext
+    from megacore.models.bert import bert_flops, bert_input, bert_layers
+    from megacore.models.bert_loss import BertLoss
+    from megacore.parallel.random import RandomStreams
+    from megacore.train.parallelize import Task
+    from megacore.train.trainer import Trainer
+
+    streams = RandomStreams(config.training.seed, mesh.device)
+    loss = BertLoss(config, mesh.tp)
+    task = Task(
+        layers=bert_layers(config, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)),
+        first_input=bert_input,
+        loss=loss,
+        terms=loss.terms,
+        eval_loss=loss.evaluation,
+        eval_terms=loss.eval_terms,
+        streams=streams,
+        batch_type=BertBatch,
+        flops=bert_flops(config),
+        carries_documents=True,
+    )
+    train_data, valid_data = build_bert_datasets(config, train_samples=samples_of_run(config))
+    Trainer(config, mesh, task, train_data, valid_data).run()
+
+
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback from every rank
+    status = main(sys.argv[1:])
+    from megacore.train.launch import exit_with
+
+    exit_with(status)

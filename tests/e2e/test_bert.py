@@ -1,0 +1,169 @@
+"""pretrain_bert.py from text to a filled mask: it learns both of its tasks, and refuses what it cannot use."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launching import BERT_PROGRAM, alone, small_run, words
+from tools.fill_mask import main as fill_mask
+from tools.preprocess_data import main as preprocess
+from tools.train_tokenizer import main as train_tokenizer
+
+TOPICS, NOUNS, VERBS = 12, 6, 3
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "init_method_std": 0.1}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text, and what the tools made of it: with sentences, without, and a tokenizer that has no [MASK]."""
+
+    text: Path
+    tokenizer: Path
+    sentences: Path
+    whole: Path
+    bpe: Path
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Loss in nats of a model that knows nothing but how frequent each word is."""
+        counts = Counter(word for line in self.text.read_text().splitlines() for word in tokens_of(line))
+        total = sum(counts.values())
+        return -sum(count / total * math.log(count / total) for count in counts.values())
+
+
+def tokens_of(line: str) -> list[str]:
+    """The words and full stops of a record."""
+    return str(json.loads(line)["text"]).lower().replace(".", " .").split()
+
+
+def sentence(draw: random.Random, topic: int) -> str:
+    """The words of a sentence are of one topic: a masked one is best told from the others."""
+    nouns = [f"noun{chr(97 + topic)}{chr(97 + i)}" for i in range(NOUNS)]
+    verb = f"verb{chr(97 + topic)}{chr(97 + draw.randrange(VERBS))}"
+    first, second, third = draw.choices(nouns, k=3)
+    return f"The {first} {verb} the {second} with the {third}."
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Documents of one topic each, through the tools."""
+    folder, draw = tmp_path_factory.mktemp("bert"), random.Random(0)
+    text = folder / "text.jsonl"
+    documents = (" ".join(sentence(draw, number % TOPICS) for _ in range(8)) for number in range(600))
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    for model, size in (("wordpiece", 400), ("bpe", 400)):
+        assert train_tokenizer(words(input=text, model=model, vocab_size=size, output=folder / model)) == 0
+        for prefix, flags in (("split", {"split_sentences": True}), ("whole", {})):
+            output = folder / f"{model}-{prefix}"
+            assert preprocess(words(input=text, tokenizer=folder / model, output_prefix=output, **flags)) == 0
+    return Corpus(
+        text=text,
+        tokenizer=folder / "wordpiece",
+        sentences=folder / "wordpiece-split_text_sentence",
+        whole=folder / "wordpiece-whole_text_document",
+        bpe=folder / "bpe",
+    )
+
+
+def run(corpus: Corpus, output_dir: Path, **changes: object) -> list[str]:
+    """The flags of a run on the corpus, with changes."""
+    plain = {**MODEL, "data_path": corpus.sentences, "tokenizer": corpus.tokenizer, "split": "90,10,0"}
+    return words(**{**plain, "train_iters": 4, "eval_interval": 0, "output_dir": output_dir, **changes})
+
+
+@pytest.fixture(scope="module")
+def learned(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run that is long enough to learn."""
+    output = tmp_path_factory.mktemp("learned")
+    flags = {"micro_batch_size": 32, "global_batch_size": 32, "train_iters": 400, "lr": 2e-3, "lr_warmup_iters": 40}
+    quiet = {"hidden_dropout": 0, "attention_dropout": 0, "eval_interval": 400, "eval_iters": 8, "seed": 1}
+    done = alone(*run(corpus, output, **flags, **quiet), program=BERT_PROGRAM, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def test_it_learns_to_fill_masks_and_to_tell_neighbours_from_strangers(corpus: Corpus, learned: Path) -> None:
+    records = [json.loads(line) for line in (learned / "metrics.jsonl").read_text().splitlines()]
+    first, last = records[0], next(record for record in records if "eval/loss" in record)
+    assert first["train/loss"] == pytest.approx(first["train/mlm_loss"] + first["train/sentence_loss"], rel=1e-12)
+    assert last["eval/loss"] == pytest.approx(last["eval/mlm_loss"] + last["eval/sentence_loss"], rel=1e-12)
+    assert last["eval/mlm_loss"] < 0.75 * corpus.unigram_entropy, (last, corpus.unigram_entropy)
+    assert last["eval/mlm_accuracy"] > 0.4
+    assert last["eval/sentence_accuracy"] > 0.8
+    assert {"train/mlm_loss", "train/sentence_loss", "train/grad_norm"} <= first.keys()
+
+
+def test_the_mask_is_filled_with_words_that_fit(learned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fill_mask([*words(checkpoint=learned, top_k=3), "The nounaa verbab [MASK] nounac with the [MASK] ."]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [lines[0], lines[4]] == ["[MASK] 1 of 2", "[MASK] 2 of 2"]
+    assert lines[1].split()[1] == "the"
+    probabilities = [float(line.split()[0]) for line in lines if not line.startswith("[")]
+    assert len(probabilities) == 6
+    assert probabilities[:3] == sorted(probabilities[:3], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no mask", "the text has no [MASK]"),
+        ("[MASK] " * 40, "the text has 42 tokens with its ends, but the model 32 positions: shorten it"),
+    ],
+)
+def test_a_text_that_cannot_be_filled_is_refused(
+    learned: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    assert fill_mask([*words(checkpoint=learned), text]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fill_mask.py: error: {message}")
+    assert said.count("\n") == 1
+
+
+def test_a_gpt_is_no_bert_and_the_other_way_round(
+    corpus: Corpus, learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt = small_run(tmp_path / "gpt", train_iters=1, vocab_size=400)
+    assert alone(*gpt, timeout=120).returncode == 0
+    assert fill_mask([*words(checkpoint=tmp_path / "gpt"), "a [MASK]"]) == 2
+    assert "holds a GPT, which predicts the next token alone: use tools/generate.py" in capsys.readouterr().err
+    loading = run(corpus, tmp_path / "run", load=tmp_path / "gpt")
+    refused = alone(*loading, program=BERT_PROGRAM)
+    assert refused.returncode == 2
+    assert "is of another model: a GPT there, a BERT here" in refused.stderr
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"eod_mask_loss": True}, "--eod-mask-loss is for a model that predicts the next token"),
+    ({"bert_style": "modern", "sentence_task": "sop"}, "--sentence-task sop needs pairs"),
+    ({"mock_data": True, "data_path": None, "tokenizer": None, "vocab_size": 99, "preset": "gpt2-tiny"}, "is GPT's"),
+    ({"causal": True}, "--causal is not a flag"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=str)
+def test_flags_that_are_not_berts_are_refused(
+    corpus: Corpus, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    refused = alone(*run(corpus, tmp_path, **changes), program=BERT_PROGRAM)
+    assert refused.returncode == 2, refused.stderr
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_inputs_that_bert_cannot_use_are_refused(corpus: Corpus, tmp_path: Path) -> None:
+    other = {"tokenizer": corpus.bpe, "data_path": corpus.bpe.parent / "bpe-split_text_sentence"}
+    for changes, message in (
+        (other, "[MASK]"),
+        ({"data_path": corpus.whole}, "--split-sentences"),
+    ):
+        refused = alone(*run(corpus, tmp_path, **changes), program=BERT_PROGRAM)
+        assert refused.returncode == 2, refused.stderr
+        assert message in refused.stderr
+        assert "Traceback" not in refused.stderr

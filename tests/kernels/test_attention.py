@@ -1,0 +1,147 @@
+"""Attention against a loop in double precision over who sees whom, in both implementations, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore import ops
+from megacore.ops import Attention
+
+B, S, D = 2, 11, 8
+# Two documents and padding at the end; padding between and at the front.
+DOCUMENTS = torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2, 0, 0, 0], [0, 3, 3, 3, 0, 7, 7, 7, 7, 7, 0]])
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "both ways": {"causal": False},
+    "last four": {"causal": True, "window": 4},
+    "last one": {"causal": True, "window": 1},
+    "a window beyond the sequence": {"causal": True, "window": 50},
+    "three on either side": {"causal": False, "window": 6},
+    "three on either side, odd": {"causal": False, "window": 7},
+    "documents": {"causal": True, "documents": DOCUMENTS},
+    "documents both ways": {"causal": False, "documents": DOCUMENTS},
+    "documents, window": {"causal": True, "documents": DOCUMENTS, "window": 2},
+    "documents both ways, window": {"causal": False, "documents": DOCUMENTS.int(), "window": 2},
+    "nothing but padding": {"causal": True, "documents": torch.zeros_like(DOCUMENTS)},
+}
+
+
+def brute_force(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    documents: Tensor | None = None,
+    slopes: list[float] | None = None,
+) -> Tensor:
+    """Position by position."""
+    shared_by, out = query.shape[1] // key.shape[1], 0.0 * query
+    for b in range(B):
+        for head in range(query.shape[1]):
+            k, v = key[b, head // shared_by], value[b, head // shared_by]
+            for i in range(S):
+                seen = []
+                for j in range(S):
+                    near = window is None or (i - j < window if causal else abs(i - j) <= window // 2)
+                    same = documents is None or (documents[b, i] == documents[b, j] and documents[b, i] != 0)
+                    if near and same and not (causal and j > i):
+                        seen.append(j)
+                if seen:
+                    scores = k[seen] @ query[b, head, i] / math.sqrt(D)
+                    if slopes is not None:
+                        scores = scores - slopes[head] * torch.tensor([abs(i - j) for j in seen], dtype=scores.dtype)
+                    out[b, head, i] = torch.softmax(scores, 0) @ v[seen]
+    return out
+
+
+def drawn(groups: int, heads: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Queries, keys and values, laid out as the projection leaves them: [b, s, heads, d], transposed."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(B, S, count, D) for count in (heads, groups, groups)]
+    return [2.0 * torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "fused-softmax"])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_attention_is_the_loop(case: str, groups: int, alibi: bool, implementation: Attention) -> None:
+    ours = [x.detach().requires_grad_() for x in drawn(groups)]
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    slopes = ops.alibi_slopes(4) if alibi else None
+    bias = None if slopes is None else ops.Alibi(torch.tensor(slopes))
+    found = ops.attention(*ours, **CASES[case], alibi=bias, implementation=implementation)
+    expected = brute_force(*exact, **CASES[case], slopes=slopes)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(6))
+    gradients = torch.autograd.grad((found * weights).sum(), ours)
+    wanted = torch.autograd.grad((expected * weights).sum(), exact, allow_unused=True)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        want = torch.zeros_like(gradient).double() if want is None else want
+        torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "fused-softmax"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_leaks_from_padding_or_other_documents(
+    dtype: torch.dtype, causal: bool, implementation: Attention
+) -> None:
+    """Bit for bit, outputs and gradients, whatever padding and neighbours hold; and padding itself gives zeros."""
+    before, after = drawn(2, dtype=dtype), drawn(2, dtype=dtype)
+    others = torch.tensor([[False] * 3 + [True] * 8, [True] + [False] * 3 + [True] * 7])
+    for x in after:
+        x.transpose(1, 2)[others] = 1e4
+    results = []
+    for tensors in (before, after):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = ops.attention(*leaves, causal=causal, documents=DOCUMENTS, implementation=implementation)
+        assert torch.all(out.transpose(1, 2)[DOCUMENTS == 0] == 0)
+        kept = out.transpose(1, 2)[~others]
+        gradients = torch.autograd.grad(kept.float().square().sum(), leaves)
+        assert all(torch.isfinite(gradient).all() for gradient in gradients)
+        results.append([kept, *(gradient.transpose(1, 2)[~others] for gradient in gradients)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_slopes_are_the_published_ones() -> None:
+    """Press et al. 2022, section 3: 1/2, 1/4, ... 1/256 for 8 heads; 16 interleave; 12 take every second of those."""
+    eight = [2.0**-i for i in range(1, 9)]
+    assert ops.alibi_slopes(8) == eight
+    assert ops.alibi_slopes(16) == pytest.approx([2.0 ** (-i / 2) for i in range(1, 17)])
+    assert ops.alibi_slopes(12) == pytest.approx(eight + [2.0 ** (-i / 2) for i in (1, 3, 5, 7)])
+    assert ops.alibi_slopes(1) == [2.0**-8]
+
+
+def test_one_alibi_serves_sequences_of_any_length() -> None:
+    alibi = ops.Alibi(torch.tensor(ops.alibi_slopes(4)))
+    query, key, value = drawn(4)
+    for length in (5, S, 7):
+        part = [x[:, :, :length] for x in (query, key, value)]
+        fresh = ops.Alibi(torch.tensor(ops.alibi_slopes(4)))
+        assert torch.equal(
+            ops.attention(*part, causal=True, alibi=alibi), ops.attention(*part, causal=True, alibi=fresh)
+        )
+
+
+REFUSALS = {
+    "groups": (lambda q, k, v: ops.attention(q, k[:, :3], v[:, :3], causal=True), "dividing query's 4 heads"),
+    "values": (lambda q, k, v: ops.attention(q, k, v[:, :, :5], causal=True), "value has shape"),
+    "window": (lambda q, k, v: ops.attention(q, k, v, causal=True, window=0), "window is 0"),
+    "documents": (lambda q, k, v: ops.attention(q, k, v, causal=True, documents=DOCUMENTS[:1]), "documents has shape"),
+    "types": (lambda q, k, v: ops.attention(q, k, v, causal=True, documents=DOCUMENTS.float()), "documents is float32"),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_what_does_not_fit_is_refused(refusal: str) -> None:
+    call, message = REFUSALS[refusal]
+    with pytest.raises(ValueError, match=message):
+        call(*drawn(4))

@@ -1,0 +1,103 @@
+"""A short run of BERT on any layout, for comparing layouts: as tests/parity/runs.py has it for GPT."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacore.bert_section import BertConfig, BertSection
+from megacore.config import known, resolve
+from megacore.data.bert import BertBatch
+from megacore.layers.context import BuildContext
+from megacore.models.bert import bert_input, bert_layers
+from megacore.models.bert_loss import BertLoss
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
+from megacore.parallel.random import RandomStreams
+from megacore.train.parallelize import Task
+from megacore.train.trainer import Trainer
+from tests.parity.runs import SEQUENCE, VOCAB, Layout, Outcome, make_config, outcome_of
+
+_NO_PAIR = -1
+
+
+class RaggedPairs:
+    """Random samples of every length and number of masked tokens, none included, of which some are no pair.
+
+    Microbatches of one or two samples therefore have no masked token, or no pair, now and then: a wrong weighting of
+    either loss cannot hide.
+
+    Args:
+        samples: their number.
+        packed: documents one after the other, instead of a pair.
+        pairs: whether there is a sentence task.
+    """
+
+    def __init__(self, samples: int, *, packed: bool, pairs: bool) -> None:
+        self._samples, self._packed, self._pairs = samples, packed, pairs
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        random = np.random.default_rng(index)
+        tokens, labels = random.integers(0, VOCAB, (2, SEQUENCE))
+        length = random.integers(3, SEQUENCE + 1)
+        real = np.arange(SEQUENCE) < length
+        first, second = np.sort(random.integers(1, length, 2))
+        segments = (np.arange(SEQUENCE) >= first).astype(np.int64)
+        documents = 1 + segments + (np.arange(SEQUENCE) >= second) if self._packed else np.ones(SEQUENCE, np.int64)
+        masked = real & (random.random(SEQUENCE) < random.choice([0.0, 0.0, 0.1, 0.9]))
+        pair = int(random.integers(-1, 2)) if self._pairs else _NO_PAIR
+        return {
+            "tokens": tokens,
+            "token_types": segments * real if self._pairs else np.zeros(SEQUENCE, np.int64),
+            "documents": documents * real,
+            "labels": labels,
+            "loss_mask": masked.astype(np.float32),
+            "sentence_labels": np.int64(pair),
+        }
+
+
+def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> BertConfig:
+    """BERT of the size of `make_config`'s GPT, without dropout; `changes` by field name, also of the BERT section."""
+    own = {field.name for field in dataclasses.fields(BertSection)}
+    section = BertSection(**{name: value for name, value in changes.items() if name in own})
+    others = {name: value for name, value in changes.items() if name not in own}
+    style = BertConfig.defaults({"bert_style": section.bert_style})
+    gpt = make_config(layout, output_dir, **{**style, "hidden_dropout": 0.0, "attention_dropout": 0.0, **others})
+    sections = {field.name: getattr(gpt, field.name) for field in dataclasses.fields(gpt)}
+    return resolve(BertConfig(**sections, bert=section), layout[0] * layout[1] * layout[2])
+
+
+def make_bert_trainer(config: BertConfig, mesh: Mesh) -> Trainer:
+    """A trainer on as many random samples as the run takes."""
+    streams = RandomStreams(config.training.seed, mesh.device)
+    context = BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)
+    loss = BertLoss(config, mesh.tp)
+    task = Task(
+        layers=bert_layers(config, context),
+        first_input=bert_input,
+        loss=loss,
+        terms=loss.terms,
+        eval_loss=loss.evaluation,
+        eval_terms=loss.eval_terms,
+        streams=streams,
+        carries_documents=True,
+        batch_type=BertBatch,
+    )
+    samples = known(config.training.global_batch_size) * config.training.train_iters
+    data = RaggedPairs(samples, packed=config.bert.packed, pairs=config.bert.sentence_task != "none")
+    return Trainer(config, mesh, task, data, data)
+
+
+def train_bert(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:
+    """Run on one rank; rank 0 returns what came out."""
+    config = make_bert_config(layout, output_dir, **changes)
+    if config.training.reproducible:
+        compute_reproducibly()
+    mesh = build_mesh(config.parallel)
+    outcome = outcome_of(make_bert_trainer(config, mesh))
+    return outcome if rank == 0 else None

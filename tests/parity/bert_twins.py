@@ -1,0 +1,217 @@
+"""transformers' BERT models and megacore's with the same weights: only names and orders of elements are translated."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import BertConfig as TransformersConfig
+from transformers import BertForPreTraining, ModernBertConfig, ModernBertForMaskedLM, PreTrainedModel
+
+from megacore.bert_section import BertConfig
+from megacore.data.bert import BertBatch
+from megacore.layers.context import BuildContext
+from megacore.models.bert import bert_input, bert_layers
+from megacore.models.bert_loss import BertLoss
+from megacore.parallel.mesh import ALONE
+from megacore.parallel.random import RandomStreams
+from megacore.pipeline.stage import Stage, tensors_of
+from tests.parity.bert_runs import make_bert_config
+from tests.parity.reference import by_head
+
+Twin = TypeVar("Twin", bound=PreTrainedModel)
+VOCAB, POSITIONS, HIDDEN, HEADS, LAYERS = 101, 24, 32, 4, 3
+
+
+def classic_twin() -> BertForPreTraining:
+    """A small random model, evaluated, with weights so large that a wrong layout cannot hide."""
+    torch.manual_seed(0)
+    config = TransformersConfig(
+        vocab_size=VOCAB,
+        max_position_embeddings=POSITIONS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_hidden_layers=LAYERS,
+        intermediate_size=4 * HIDDEN,
+        initializer_range=0.2,
+        attn_implementation="eager",
+    )
+    return disturbed(BertForPreTraining(config).eval())
+
+
+def disturbed(model: Twin) -> Twin:
+    """With biases that are not zero and norm weights that are not one."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def classic_names(layers: int) -> dict[str, str]:
+    """megacore's name -> transformers', but for the fused projections."""
+    names = {
+        "embedding.tokens.weight": "bert.embeddings.word_embeddings.weight",
+        "embedding.positions": "bert.embeddings.position_embeddings.weight",
+        "embedding.segments": "bert.embeddings.token_type_embeddings.weight",
+        "head.bias": "cls.predictions.bias",
+    }
+    linear = {
+        "embedding.norm": "bert.embeddings.LayerNorm",
+        "head.transform": "cls.predictions.transform.dense",
+        "head.transform_norm": "cls.predictions.transform.LayerNorm",
+        "head.sentence.pooler": "bert.pooler.dense",
+        "head.sentence.classifier": "cls.seq_relationship",
+    }
+    for i in range(layers):
+        theirs = f"bert.encoder.layer.{i}"
+        linear |= {
+            f"blocks.{i}.attention.output": f"{theirs}.attention.output.dense",
+            f"blocks.{i}.attention_norm": f"{theirs}.attention.output.LayerNorm",
+            f"blocks.{i}.mlp.up": f"{theirs}.intermediate.dense",
+            f"blocks.{i}.mlp.down": f"{theirs}.output.dense",
+            f"blocks.{i}.mlp_norm": f"{theirs}.output.LayerNorm",
+        }
+    return names | {f"{o}.{kind}": f"{t}.{kind}" for o, t in linear.items() for kind in ("weight", "bias")}
+
+
+def classic_values(model: BertForPreTraining) -> dict[str, Tensor]:
+    """The twin's tensors under megacore's names, in megacore's layout."""
+    theirs, layers, heads = model.state_dict(), model.config.num_hidden_layers, model.config.num_attention_heads
+    values = {ours: theirs[name] for ours, name in classic_names(layers).items()}
+    for i in range(layers):
+        for kind in ("weight", "bias"):
+            parts = [
+                theirs[f"bert.encoder.layer.{i}.attention.self.{part}.{kind}"] for part in ("query", "key", "value")
+            ]
+            values[f"blocks.{i}.attention.qkv.{kind}"] = by_head(torch.cat(parts), heads)
+    return values
+
+
+def modern_twin() -> ModernBertForMaskedLM:
+    """The same of ModernBERT: a window of 8 tokens and six layers, the first and fourth of which see everything."""
+    torch.manual_seed(0)
+    config = ModernBertConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_hidden_layers=6,
+        intermediate_size=48,
+        local_attention=8,
+        initializer_range=0.2,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0),
+        attn_implementation="eager",
+    )
+    return disturbed(ModernBertForMaskedLM(config).eval())
+
+
+def modern_values(model: ModernBertForMaskedLM) -> dict[str, Tensor]:
+    """The twin's tensors under megacore's names, in megacore's layout."""
+    theirs, heads = model.state_dict(), model.config.num_attention_heads
+    names = {
+        "embedding.tokens.weight": "model.embeddings.tok_embeddings.weight",
+        "embedding.norm.weight": "model.embeddings.norm.weight",
+        "head.norm.weight": "model.final_norm.weight",
+        "head.transform.weight": "head.dense.weight",
+        "head.transform_norm.weight": "head.norm.weight",
+        "head.bias": "decoder.bias",
+    }
+    values = {ours: theirs[name] for ours, name in names.items()}
+    for i in range(model.config.num_hidden_layers):
+        layer, block = f"model.layers.{i}", f"blocks.{i}"
+        if i:
+            values[f"{block}.attention_norm.weight"] = theirs[f"{layer}.attn_norm.weight"]
+        values[f"{block}.attention.qkv.weight"] = by_head(theirs[f"{layer}.attn.Wqkv.weight"], heads)
+        values[f"{block}.attention.output.weight"] = theirs[f"{layer}.attn.Wo.weight"]
+        values[f"{block}.mlp_norm.weight"] = theirs[f"{layer}.mlp_norm.weight"]
+        gate, up = theirs[f"{layer}.mlp.Wi.weight"].chunk(2)
+        values |= {f"{block}.mlp.gate.weight": gate, f"{block}.mlp.up.weight": up}
+        values[f"{block}.mlp.down.weight"] = theirs[f"{layer}.mlp.Wo.weight"]
+    return values
+
+
+def modern_config(**changes: object) -> BertConfig:
+    """The configuration of the modern twin."""
+    return classic_config(
+        **{
+            "bert_style": "modern",
+            "norm_epsilon": 1e-5,
+            "num_layers": 6,
+            "ffn_hidden_size": 48,
+            "window_size": 8,
+            **changes,
+        }
+    )
+
+
+@torch.no_grad()
+def give(stage: Stage, values: dict[str, Tensor]) -> None:
+    """Set every parameter of a one-rank model."""
+    parameters = stage.by_name()
+    assert parameters.keys() == values.keys()
+    for name, parameter in parameters.items():
+        parameter.zero_()
+        parameter.spec.own(parameter).copy_(values[name])
+
+
+def classic_config(**changes: object) -> BertConfig:
+    """The configuration of the classic twin."""
+    return make_bert_config(
+        (1, 1, 1),
+        "nowhere",
+        **{
+            "vocab_size": VOCAB,
+            "max_position_embeddings": POSITIONS,
+            "seq_length": POSITIONS,
+            "hidden_size": HIDDEN,
+            "num_attention_heads": HEADS,
+            "num_layers": LAYERS,
+            "norm_epsilon": 1e-12,
+            **changes,
+        },
+    )
+
+
+def stage_of(config: BertConfig, values: dict[str, Tensor]) -> Stage:
+    """megacore's model on one rank, with these weights, evaluated."""
+    device = torch.device("cpu")
+    context = BuildContext.of(config, tp=ALONE, device=device, streams=RandomStreams(0, device))
+    stage = Stage(bert_layers(config, context)).eval()
+    give(stage, values)
+    return stage
+
+
+def batch_of(lengths: tuple[int, ...], *, documents: Tensor | None = None) -> BertBatch:
+    """Random pairs of these lengths, padded to POSITIONS, a third of their tokens masked; or of these documents."""
+    draw = torch.Generator().manual_seed(1)
+    shape = len(lengths), POSITIONS
+    tokens, labels = torch.randint(0, VOCAB, (2, *shape), generator=draw)
+    places = torch.arange(POSITIONS).expand(shape)
+    ends = torch.tensor(lengths).unsqueeze(1)
+    numbers = (places < ends).long() if documents is None else documents
+    masked = (torch.rand(shape, generator=draw) < 0.3) & (numbers > 0)
+    return BertBatch(
+        index=0,
+        tokens=tokens,
+        token_types=((places > ends // 2) & (numbers > 0)).long(),
+        documents=numbers,
+        labels=labels,
+        loss_mask=masked.float(),
+        sentence_labels=torch.arange(len(lengths)) % 2,
+    )
+
+
+def hidden_states(stage: Stage, batch: BertBatch) -> list[Tensor]:
+    """What the embedding and every block give."""
+    found, value = [], bert_input(batch)
+    for layer in stage.layers[:-1]:
+        value = layer(value)
+        found.append(tensors_of(value)[0])
+    return found
+
+
+def loss_of(config: BertConfig, output: Tensor | tuple[Tensor, Tensor], batch: BertBatch) -> Tensor:
+    """The mean loss over the masked tokens, plus that over the pairs."""
+    loss = BertLoss(config, ALONE)
+    return (loss(output, batch) / loss.terms.counts(batch).float()).sum()

@@ -1,0 +1,107 @@
+"""Tiny models of transformers with random weights, one or more a family: what conversion is tested with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    BloomConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB, POSITIONS = 101, 40
+_ENDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+
+
+def _gpt2(**changes: Any) -> PreTrainedConfig:
+    plain = {"n_positions": POSITIONS, "n_embd": 32, "n_head": 4, "n_layer": 3}
+    return GPT2Config(vocab_size=VOCAB, initializer_range=0.2, **plain, **_ENDS, **changes)
+
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "initializer_range": 0.2,
+    **_ENDS,
+}
+_GROUPED = {**_SHAPE, "num_key_value_heads": 2, "intermediate_size": 48}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def _llama(rope: dict[str, Any] | None = None, **changes: Any) -> PreTrainedConfig:
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0} if rope is None else rope
+    return LlamaConfig(**{**_GROUPED, "rope_parameters": parameters, **changes})
+
+
+def _neox(**changes: Any) -> PreTrainedConfig:
+    return GPTNeoXConfig(**{**_SHAPE, "intermediate_size": 64, "rotary_pct": 0.25, **changes})
+
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gpt2": _gpt2,
+    "gpt2-untied": lambda: _gpt2(tie_word_embeddings=False, n_inner=48, layer_norm_epsilon=1e-6),
+    "llama2": lambda: _llama(num_key_value_heads=4),
+    "llama3": lambda: _llama(_LLAMA3, tie_word_embeddings=True),
+    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5),
+    "llama-linear": lambda: _llama({"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0}, head_dim=16),
+    "llama-dynamic": lambda: _llama(
+        {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, max_position_embeddings=24
+    ),
+    "mistral": lambda: MistralConfig(**_GROUPED, sliding_window=7, head_dim=16),
+    "mistral-without-window": lambda: MistralConfig(**_GROUPED, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**_GROUPED, tie_word_embeddings=True),
+    "qwen2-window": lambda: Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=7, max_window_layers=0),
+    "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=16),
+    "pythia": _neox,
+    "neox-sequential": lambda: _neox(use_parallel_residual=False, hidden_act="gelu_new", rotary_pct=0.5),
+    "bloom": lambda: BloomConfig(
+        vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2, seq_length=POSITIONS, **_ENDS
+    ),
+}
+# One of each family; the others are variations of them.
+PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model with large random weights, biases and norms too: a wrong layout cannot hide."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval().to(dtype)
+
+
+def save_model(model: nn.Module, directory: Path, **changes: Any) -> Path:
+    """Save as transformers does."""
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(directory, **changes)  # type: ignore[operator]
+    return directory
+
+
+def tokens(seed: int = 1) -> Tensor:
+    """[3, s] random tokens."""
+    return torch.randint(0, VOCAB, (3, POSITIONS), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,261 @@
+"""Conversion against transformers, family by family: logits, loss and gradients of tiny random fp32 models, the way
+back bit for bit, and every rank's slices on layouts up to tp 4 and pp 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from megacore.checkpoint.load import load_parameters
+from megacore.config import known
+from megacore.convert.check import Agreement, check_tokens, compare
+from megacore.convert.checkpoint_tensors import CheckpointTensors
+from megacore.convert.from_hf import open_model
+from megacore.convert.plan import make_plan
+from megacore.convert.tensor_file import read_tensor
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers
+from megacore.models.hf import family
+from megacore.models.hf.family import same_model
+from megacore.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.parallel.mesh import Group, build_mesh
+from megacore.parallel.random import RandomStreams
+from megacore.pipeline.partition import partition
+from megacore.pipeline.stage import Stage
+from tests.distributed import run_distributed
+from tests.e2e.launching import words
+from tests.parity.hf_models import CONFIGS, PLAIN, VOCAB, make_model, save_model, tokens
+from tests.parity.runs import Layout, make_config, make_trainer
+from tools.convert_checkpoint import main as convert
+
+CPU = torch.device("cpu")
+Converted = tuple[nn.Module, Path, Path]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """A model, its directory, and the checkpoint that it became."""
+    folder = tmp_path_factory.mktemp("converted")
+    model = make_model(request.param)
+    directory = save_model(model, folder / "hf")
+    to_megacore(directory, folder / "megacore")
+    return model, directory, folder / "megacore"
+
+
+def to_megacore(source: Path, target: Path, **flags: Any) -> None:
+    assert convert([*words(input=source, output=target, **flags), "--from", "hf", "--to", "megacore"]) == 0
+
+
+def to_hf(source: Path, target: Path, **flags: Any) -> None:
+    assert convert([*words(input=source, output=target, **flags), "--from", "megacore", "--to", "hf"]) == 0
+
+
+def weights(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of a directory, by stored name."""
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def require_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [n for n, value in one.items() if value.dtype != other[n].dtype or not torch.equal(value, other[n])] == []
+
+
+def test_logits_loss_and_gradients_are_those_of_transformers(converted: Converted) -> None:
+    model, directory, checkpoint = converted
+    hf = open_model(directory)
+    context = BuildContext(device=CPU, streams=RandomStreams(0, CPU))
+    stage = Stage(gpt_layers(hf.config, context)).eval()  # with a padded vocabulary
+    parameters = stage.by_name()
+    load_parameters(checkpoint, parameters.values())
+
+    batch = tokens()
+    expected = model(batch, labels=batch)
+    logits = stage(batch)
+    assert (logits[..., :VOCAB] - expected.logits).abs().max() <= 1e-5
+    assert torch.equal(logits[..., :VOCAB].argmax(-1), expected.logits.argmax(-1))
+    loss = vocab_parallel_cross_entropy(logits[:, :-1], batch[:, 1:], vocab_size=VOCAB).mean()
+    assert abs(float(loss.detach()) - float(expected.loss.detach())) <= 1e-6
+
+    loss.backward()
+    model.zero_grad()
+    expected.loss.backward()
+    theirs = {name: known(parameter.grad) for name, parameter in model.named_parameters()}
+    for step in make_plan(hf.family, hf.config):
+        found = parameters[step.ours].grad
+        wanted = step.assemble(lambda number, step=step: theirs[step.theirs[number]])  # type: ignore[misc]
+        assert found is not None
+        error = (parameters[step.ours].spec.own(found) - wanted).abs().max()
+        # Relative to the tensor's own size: an entry of it may be zero but for rounding (the key's bias is).
+        assert error <= 1e-5 * wanted.abs().max() + 1e-8, f"gradient of {step.ours}: {error}"
+
+
+def test_the_way_back_gives_the_same_files(converted: Converted, tmp_path: Path) -> None:
+    model, directory, checkpoint = converted
+    to_hf(checkpoint, tmp_path / "back", max_shard_size="20KB")
+    require_same(weights(tmp_path / "back"), weights(directory))
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (directory / name).read_bytes()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    assert torch.equal(loaded.eval()(tokens()).logits, model(tokens()).logits)
+
+
+def test_a_config_made_anew_describes_the_same_model(converted: Converted, tmp_path: Path) -> None:
+    model, directory, _ = converted
+    hf = open_model(directory)
+    values = hf.family.from_model(hf.config)
+    assert values is not None
+    assert hf.family.to_model(values, "config.json") == hf.config
+    made = transformers.AutoConfig.for_model(**values)
+    twin = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(tokens()).logits, model(tokens()).logits)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_every_layout_loads_its_slices(converted: Converted, tp: int, pp: int) -> None:
+    """Ranks are built one after the other in this process: what they hold needs no communication."""
+    _, directory, checkpoint = converted
+    hf = open_model(directory)
+    whole = {step.ours: whole_tensor(hf, step) for step in hf.plan}
+    seen: set[str] = set()
+    for rank in range(tp):
+        group = Group(ranks=tuple(range(tp)), rank=rank)
+        context = BuildContext(tp=group, device=CPU, streams=RandomStreams(0, CPU))
+        layers = gpt_layers(hf.config, context)
+        for numbers in partition(layers, pp, "parameters"):
+            parameters = Stage([layers[number] for number in numbers]).by_name()
+            load_parameters(checkpoint, parameters.values())
+            for name, parameter in parameters.items():
+                assert torch.equal(parameter.spec.own(parameter), parameter.spec.take(whole[name])), name
+            seen |= parameters.keys()
+    assert seen == whole.keys()
+
+
+def whole_tensor(hf: Any, step: Any) -> Tensor:
+    tensor: Tensor = step.assemble(lambda number: read_tensor(hf.found.tensors[step.theirs[number]]))
+    return tensor
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bits_stay_sixteen_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    directory = save_model(make_model(name, dtype), tmp_path / "hf", max_shard_size="20KB")
+    to_megacore(directory, tmp_path / "megacore", max_shard_size="30KB")
+    to_hf(tmp_path / "megacore", tmp_path / "back")
+    require_same(weights(tmp_path / "back"), weights(directory))
+    assert {value.dtype for value in weights(tmp_path / "back").values()} == {dtype}
+
+
+def test_an_export_can_be_rounded(tmp_path: Path) -> None:
+    directory = save_model(make_model("gpt2"), tmp_path / "hf")
+    to_megacore(directory, tmp_path / "megacore")
+    to_hf(tmp_path / "megacore", tmp_path / "back", dtype="bf16")
+    rounded = {name: value.bfloat16() for name, value in weights(directory).items()}
+    require_same(weights(tmp_path / "back"), rounded)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").dtype == torch.bfloat16
+
+
+def test_names_without_the_prefix_and_a_stored_copy_come_back(tmp_path: Path) -> None:
+    """Files of the bare model have no prefix, older ones hold constants, and some store the tied head too."""
+    directory = save_model(make_model("gpt2"), tmp_path / "hf")
+    plain = {name.removeprefix("transformer."): value for name, value in weights(directory).items()}
+    stored = {**plain, "lm_head.weight": plain["wte.weight"].clone(), "h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    to_megacore(directory, tmp_path / "megacore")
+    to_hf(tmp_path / "megacore", tmp_path / "back")
+    require_same(weights(tmp_path / "back"), {n: value for n, value in stored.items() if n != "h.0.attn.bias"})
+
+
+def test_a_wrong_weight_is_found_and_nothing_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rule that is wrong in one place gives a checkpoint that loads, and computes something else."""
+    directory = save_model(make_model("gpt2"), tmp_path / "hf")
+    right = family.q_k_v
+    monkeypatch.setattr(family, "q_k_v", lambda config: right(config)[::-1])
+    flags = [*words(input=directory, output=tmp_path / "out"), "--from", "hf", "--to", "megacore"]
+    assert convert(flags) == 2
+    assert "do not compute the same" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = save_model(make_model("gpt2"), tmp_path / "hf")
+    (tmp_path / "out").mkdir()
+    flags = [*words(input=directory, output=tmp_path / "out"), "--from", "hf", "--to", "megacore"]
+    assert convert(flags) == 2
+    assert "out exists" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def trained(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
+    """Two steps of a run on a layout, saved."""
+    config = make_config(layout, directory, **changes)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    for _ in range(2):
+        trainer.train_step(next(trainer.batches))
+    trainer.save()
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "architecture"),
+    [
+        ((2, 2, 1), {"zero_stage": 1}, "GPT2LMHeadModel"),
+        pytest.param(
+            (4, 1, 1),
+            {
+                "position_embedding_type": "rope",
+                "normalization": "RMSNorm",
+                "activation": "swiglu",
+                "disable_bias_linear": True,
+                "num_query_groups": 2,
+            },
+            "LlamaForCausalLM",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_a_run_of_any_layout_is_exported(
+    layout: Layout, changes: dict[str, Any], architecture: str, tmp_path: Path
+) -> None:
+    """Its config.json is made anew, and transformers computes the loss that the run's weights have."""
+    tp, pp, dp = layout
+    run_distributed(trained, tp * pp * dp, layout, str(tmp_path / "run"), changes, timeout=120)
+    to_hf(tmp_path / "run", tmp_path / "hf")
+    twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    assert type(twin).__name__ == architecture
+    tensors = CheckpointTensors(tmp_path / "run")
+    stage = Stage(gpt_layers(tensors.config, BuildContext(device=CPU, streams=RandomStreams(0, CPU)))).eval()
+    load_parameters(tmp_path / "run", stage.by_name().values())
+    batch = tokens()[:, : known(tensors.config.max_position_embeddings)]
+    logits = stage(batch)[..., : known(tensors.config.vocab_size)]
+    assert (logits - twin(batch).logits).abs().max() <= 1e-5
+    to_megacore(tmp_path / "hf", tmp_path / "again")
+    again = CheckpointTensors(tmp_path / "again")
+    assert same_model(again.config, tensors.config)
+    require_same(
+        {name: again.read(name) for name in again.shapes}, {name: tensors.read(name) for name in tensors.shapes}
+    )
+
+
+def test_the_check_sees_a_small_difference(tmp_path: Path) -> None:
+    directory = save_model(make_model("gpt2"), tmp_path / "hf")
+    to_megacore(directory, tmp_path / "megacore")
+    changed = make_model("gpt2")
+    with torch.no_grad():
+        changed.get_parameter("transformer.h.1.mlp.c_fc.bias")[3] += 0.01
+    save_model(changed, tmp_path / "changed")
+    batch = check_tokens(open_model(directory).config, tmp_path / "none", None)
+    assert compare(directory, tmp_path / "megacore", batch).difference <= 1e-5
+    found = compare(tmp_path / "changed", tmp_path / "megacore", batch)
+    assert isinstance(found, Agreement)
+    assert found.difference > 1e-3
+    assert batch.shape[1] == known(open_model(directory).config.max_position_embeddings)

@@ -1,0 +1,121 @@
+"""Every family against transformers' model of it with the same weights, and against itself on other layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers
+from megacore.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.parallel.random import RandomStreams
+from megacore.pipeline.stage import Stage
+from tests.distributed import run_distributed
+from tests.parity.families import FAMILIES, POSITIONS, VOCAB, model_config, reference, translated
+from tests.parity.runs import Layout, Outcome, agree, make_config, train_on
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "fused-softmax"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_process_is_transformers(name: str, implementation: str) -> None:
+    family = FAMILIES[name]
+    model, config = reference(family), model_config(family)
+    assert config.problems() == []
+    context = BuildContext(device=CPU, streams=RandomStreams(0, CPU), attention=implementation)  # type: ignore[arg-type]
+    stage = Stage(gpt_layers(config, context)).eval()
+    parameters, values = stage.by_name(), translated(family, dict(model.named_parameters()))
+    assert parameters.keys() == values.keys()
+    assert len(values) + 2 * sum("qkv" in n for n in values) * (name not in ("neox", "bloom")) == len(
+        list(model.parameters())
+    ), "a tensor of theirs has no counterpart"
+    with torch.no_grad():
+        for key, parameter in parameters.items():
+            parameter.zero_()
+            parameter.spec.own(parameter).copy_(values[key])
+
+    tokens = torch.randint(0, VOCAB, (3, POSITIONS), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens, labels=tokens)
+    logits = stage(tokens)[..., :VOCAB]
+    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-5)
+    loss = vocab_parallel_cross_entropy(logits[:, :-1], tokens[:, 1:], vocab_size=VOCAB).mean()
+    torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-6)
+
+    loss.backward()
+    expected.loss.backward()
+    wanted = translated(family, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for key, parameter in parameters.items():
+        assert parameter.grad is not None
+        # Relative to the tensor's own size: an entry of it may be zero but for rounding (the key's bias is).
+        error = (parameter.spec.own(parameter.grad) - wanted[key]).abs().max()
+        assert error <= 1e-5 * wanted[key].abs().max() + 1e-7, f"gradient of {key}: {error}"
+
+
+# Family, layout, and what else is on. Four ranks each, so that one launch trains them all.
+Case = tuple[str, Layout, dict[str, Any]]
+FEW: list[Case] = [
+    ("llama3", (4, 1, 1), {"sequence_parallel": True, "recompute": "selective"}),  # tp above key and value heads
+    ("llama-dynamic", (1, 2, 2), {"zero_stage": 2}),
+    ("mistral", (2, 2, 1), {"recompute": "selective"}),
+    ("qwen2", (1, 2, 2), {"schedule": "interleaved", "virtual_stages": 2}),
+    ("qwen3", (4, 1, 1), {}),
+    ("qwen3", (2, 1, 2), {"zero_stage": 3, "recompute": "full", "sequence_parallel": True}),
+    ("one key and value head", (2, 2, 1), {"schedule": "zero-bubble"}),
+    ("neox", (2, 2, 1), {"sequence_parallel": True}),
+    ("bloom", (4, 1, 1), {"sequence_parallel": True}),
+    ("bloom", (2, 2, 1), {"recompute": "full"}),
+]
+MORE: list[Case] = [
+    ("llama2", (2, 1, 2), {"zero_stage": 3, "sequence_parallel": True}),
+    ("llama2", (2, 2, 1), {}),
+    ("llama2", (1, 4, 1), {}),
+    ("llama3", (4, 1, 1), {}),
+    ("llama3", (2, 2, 1), {"schedule": "zero-bubble"}),
+    ("llama3", (2, 1, 2), {"reproducible": True}),
+    ("mistral", (1, 4, 1), {}),
+    ("mistral", (4, 1, 1), {"attention": "fused-softmax"}),
+    ("qwen2", (4, 1, 1), {"reproducible": True}),
+    ("qwen2", (2, 1, 2), {"zero_stage": 1}),
+    ("qwen3", (2, 2, 1), {"sequence_parallel": True}),
+    ("one key and value head", (4, 1, 1), {"sequence_parallel": True}),
+    ("neox", (4, 1, 1), {"sequence_parallel": True}),
+    ("neox", (2, 2, 1), {"schedule": "zero-bubble"}),
+    ("neox", (1, 2, 2), {"zero_stage": 1, "recompute": "full"}),
+    ("bloom", (1, 1, 4), {"zero_stage": 3}),
+    ("bloom", (2, 2, 1), {"schedule": "zero-bubble"}),
+]
+
+
+def shape_of(name: str) -> dict[str, Any]:
+    """A small model of the family, whose inner sizes no tensor-parallel layout divides by accident."""
+    if name == "one key and value head":
+        return {**shape_of("qwen3"), "num_query_groups": 1, "add_qkv_bias": True}
+    family = FAMILIES[name]
+    return {"num_query_groups": family.groups, **family.changes, "num_layers": 4, "train_iters": 3}
+
+
+def train_all(
+    rank: int, world_size: int, cases: list[Case], directory: str
+) -> tuple[dict[str, Outcome], list[Outcome]]:
+    """One process of each family, dealt out to the ranks, and every layout, all ranks together."""
+    names = list(dict.fromkeys(name for name, _, _ in cases))[rank::world_size]
+    mine = {name: train_on(Mesh(device=CPU), make_config((1, 1, 1), directory, **shape_of(name))) for name in names}
+    found = []
+    for name, layout, changes in cases:
+        config = make_config(layout, directory, **shape_of(name), **changes)
+        found.append(train_on(build_mesh(config.parallel), config))
+    return mine, found if rank == 0 else []
+
+
+@pytest.mark.parametrize("cases", [pytest.param(FEW, id="few"), pytest.param(MORE, id="more", marks=pytest.mark.slow)])
+def test_every_family_is_the_same_on_every_layout(cases: list[Case], tmp_path: Path) -> None:
+    replies = run_distributed(train_all, 4, cases, str(tmp_path), timeout=200)
+    alone = {name: outcome for mine, _ in replies for name, outcome in mine.items()}
+    for (name, layout, changes), found in zip(cases, replies[0][1], strict=True):
+        print(name, layout, changes)  # shown where it fails
+        agree(found, alone[name])

@@ -1,0 +1,120 @@
+"""What is said of a model before it is built: its parameters against those that are built, against transformers' and
+the published numbers; its operations against torch's own count."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from megacore.config import ModelConfig, known
+from megacore.fields import field_infos
+from megacore.layers.context import BuildContext
+from megacore.models.flops import block_flops, flops_per_sequence, head_flops
+from megacore.models.gpt import gpt_layers
+from megacore.models.spec import LayerSpec
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import sharded_parameters
+from megacore.pipeline.partition import partition
+from megacore.pipeline.stage import Stage
+from megacore.presets import GPT_PRESETS
+from tests.parity.families import FAMILIES, POSITIONS, VOCAB, model_config
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+PUBLISHED = {
+    "gpt2-small": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3-8b": 8_030_261_248,
+    "qwen3-0.6b": 596_049_920,
+    "mistral-7b": 7_241_732_096,
+    "pythia-160m": 162_322_944,
+    "bloom-176b": 176_247_271_424,
+}
+
+
+def preset(name: str) -> ModelConfig:
+    values: dict[str, Any] = {k: v for k, v in GPT_PRESETS[name].items() if k in field_infos(ModelConfig)}
+    return ModelConfig(**values)
+
+
+def layers_of(config: ModelConfig, device: torch.device, **context: Any) -> list[LayerSpec]:
+    return gpt_layers(config, BuildContext(device=device, streams=RandomStreams(0, CPU), **context))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_number_of_parameters(name: str) -> None:
+    config = preset(name)
+    layers = layers_of(config, META)
+    tied = 0 if config.untie_embeddings_and_output_weights else known(config.vocab_size) * config.hidden_size
+    assert sum(layer.parameters for layer in layers) - tied == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", [*GPT_PRESETS, *FAMILIES])
+def test_every_layer_has_the_parameters_that_its_description_says(name: str) -> None:
+    config = model_config(FAMILIES[name]) if name in FAMILIES else preset(name)
+    variants = [config]
+    if config.normalization == "LayerNorm":
+        variants.append(dataclasses.replace(config, norm_bias=False, disable_bias_linear=True, add_qkv_bias=True))
+        variants.append(dataclasses.replace(config, qk_layernorm=True, activation="geglu", num_query_groups=1))
+    for variant in variants:
+        layers = layers_of(variant, META)
+        for layer in (layers[0], layers[1], layers[-1]):  # the blocks are alike
+            built = Stage([dataclasses.replace(layer, tied={})])
+            sizes = [math.prod(p.spec.shape) for p in sharded_parameters(built)]
+            assert sum(sizes) == layer.parameters, layer.name
+
+
+def test_the_published_numbers_are_those_of_transformers() -> None:
+    theirs = {
+        "llama-3.2-1b": transformers.LlamaConfig(
+            vocab_size=128_256, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+            intermediate_size=8192, tie_word_embeddings=True,
+        ),
+        "qwen3-0.6b": transformers.Qwen3Config(
+            vocab_size=151_936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+            intermediate_size=3072, head_dim=128, tie_word_embeddings=True,
+        ),
+        "mistral-7b": transformers.MistralConfig(),
+        "pythia-160m": transformers.GPTNeoXConfig(
+            vocab_size=50_304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
+        ),
+        "bloom-176b": transformers.BloomConfig(vocab_size=250_880, hidden_size=14_336, n_layer=70, n_head=112),
+    }  # fmt: skip
+    with META:
+        for name, config in theirs.items():
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            model.tie_weights()
+            assert model.num_parameters() == PUBLISHED[name], name
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mistral"])
+def test_operations_are_those_that_torch_counts(name: str) -> None:
+    config = model_config(FAMILIES[name])
+    stage = Stage(layers_of(config, CPU, attention="fused-softmax")).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        stage(torch.zeros(1, POSITIONS, dtype=torch.int64))
+    padded = -(-VOCAB // 8) * 8 / VOCAB  # the padded vocabulary is computed, but does not count
+    forward = config.num_layers * block_flops(config, POSITIONS) + head_flops(config) * padded
+    assert counter.get_total_flops() == pytest.approx(POSITIONS * forward, rel=1e-12)
+
+
+def test_a_window_counts_the_keys_that_it_holds() -> None:
+    config = model_config(FAMILIES["mistral"])
+    everything = dataclasses.replace(config, window_size=None)
+    fewer = 4.0 * (POSITIONS - 7) * config.num_attention_heads * config.head_size
+    assert block_flops(everything, POSITIONS) - block_flops(config, POSITIONS) == fewer
+    assert flops_per_sequence(config, 7) == flops_per_sequence(everything, 7)
+
+
+def test_bloom_balances_as_its_authors_had_it() -> None:
+    """70 blocks on 12 stages: 6 each, one fewer beside the embedding and beside the head."""
+    stages = partition(layers_of(preset("bloom-176b"), META), 12)
+    assert [len(stage) for stage in stages] == [6, *[6] * 10, 6]

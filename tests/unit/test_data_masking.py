@@ -1,0 +1,220 @@
+"""Masking against counts: how much, of what, in what units, and what stands there instead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megacore.data.masking import Masking, draw_spans, make_masking, special_tokens
+from megacore.data.tokenizer import Tokenizer
+from megacore.data.tokenizer_training import train_tokenizer
+from megacore.data.word_marks import role_tokens, word_starts
+from megacore.errors import DataError
+
+VOCAB, MASK = 1000, 4
+SPECIAL = np.arange(VOCAB) < 5
+# A third of the vocabulary goes on with a word.
+STARTS = np.arange(VOCAB) % 3 != 0
+
+
+def masking(prob: float = 0.15, *, words: bool = False, max_ngram: int = 1) -> Masking:
+    """Rules over a vocabulary of 1,000 ids, of which the first five are special."""
+    return Masking(
+        prob=prob,
+        mask=MASK,
+        special=SPECIAL,
+        ordinary=np.flatnonzero(~SPECIAL),
+        starts=STARTS if words else None,
+        max_ngram=max_ngram,
+    )
+
+
+def text(length: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Random tokens, one in 25 of them special."""
+    tokens = rng.integers(5, VOCAB, size=length)
+    special = rng.random(length) < 0.04
+    tokens[special] = rng.integers(5, size=int(special.sum()))
+    return tokens
+
+
+def words_of(tokens: NDArray[np.int64]) -> list[list[int]]:
+    """Positions of each word, by brute force."""
+    words: list[list[int]] = []
+    for at, token in enumerate(tokens.tolist()):
+        if SPECIAL[token]:
+            continue
+        if words and words[-1][-1] == at - 1 and not STARTS[token]:
+            words[-1].append(at)
+        else:
+            words.append([at])
+    return words
+
+
+def within(count: float, trials: int, prob: float, sigmas: float = 3) -> bool:
+    """Whether a binomial count is as near to its mean as can be asked."""
+    return abs(count - trials * prob) <= sigmas * (trials * prob * (1 - prob)) ** 0.5
+
+
+WAYS: list[dict[str, Any]] = [{}, {"words": True}, {"max_ngram": 3}, {"words": True, "max_ngram": 4}]
+
+
+@pytest.mark.parametrize("length", [30, 500])
+@pytest.mark.parametrize("prob", [0.15, 0.3])
+@pytest.mark.parametrize("way", WAYS)
+def test_rates_are_those_asked_for(way: dict[str, Any], prob: float, length: int) -> None:
+    rng, rules = np.random.default_rng(length), masking(prob, **way)
+    count: Counter[str] = Counter()
+    for _ in range(100_000 // length):
+        tokens = text(length, rng)
+        changed, chosen = rules.apply(tokens, None, rng)
+        assert not chosen[SPECIAL[tokens]].any()
+        assert (changed[~chosen] == tokens[~chosen]).all()
+        assert not SPECIAL[changed[chosen & (changed != MASK)]].any()
+        count["text"] += int((~SPECIAL[tokens]).sum())
+        count["chosen"] += int(chosen.sum())
+        count["masked"] += int((changed[chosen] == MASK).sum())
+        count["kept"] += int((changed[chosen] == tokens[chosen]).sum())
+    assert within(count["chosen"], count["text"], prob)
+    assert within(count["masked"], count["chosen"], 0.8)
+    # A random token is now and then the same one.
+    assert within(count["kept"], count["chosen"], 0.1 + 0.1 / (VOCAB - 5))
+
+
+def test_every_position_is_chosen_equally_often() -> None:
+    rng, tokens = np.random.default_rng(1), np.arange(5, 55)
+    times = np.sum([masking(0.2).choose(tokens, None, rng) for _ in range(4000)], axis=0)
+    # 50 binomials of 4,000 trials each: none is 5 standard deviations off.
+    assert abs(times - 800).max() < 5 * (4000 * 0.2 * 0.8) ** 0.5
+
+
+@pytest.mark.parametrize("max_ngram", [1, 3])
+def test_words_are_masked_whole(max_ngram: int) -> None:
+    rng, rules = np.random.default_rng(2), masking(0.3, words=True, max_ngram=max_ngram)
+    long_words = 0
+    for _ in range(200):
+        tokens = text(120, rng)
+        chosen = rules.choose(tokens, None, rng)
+        for word in words_of(tokens):
+            assert len(set(chosen[word].tolist())) == 1
+            long_words += len(word) > 1 and bool(chosen[word[0]])
+    assert long_words > 500
+
+
+def test_the_sentences_first_token_begins_a_word_whatever_it_is() -> None:
+    rng, rules = np.random.default_rng(3), masking(0.5, words=True)
+    tokens, begins = np.array([7, 9, 9, 9]), np.array([False, False, True, False])
+    seen = {tuple(rules.choose(tokens, begins, rng).tolist()) for _ in range(300)}
+    assert (True, True, False, False) in seen
+    assert (False, False, True, True) in seen
+    assert all(a == b and c == d for a, b, c, d in seen)
+
+
+def test_ngrams_are_as_long_as_their_weights_say() -> None:
+    rng = np.random.default_rng(4)
+    sizes = np.ones(20_000, np.int64)
+    runs = np.arange(20_000) // 50
+    lengths: Counter[int] = Counter()
+    for _ in range(10):
+        spans = draw_spans(sizes, runs, 2000, 4, rng)
+        lengths.update(stop - start for start, stop in spans)
+        taken = np.concatenate([np.arange(*span) for span in spans])
+        assert len(set(taken.tolist())) == len(taken)  # none overlap
+        assert all(runs[start] == runs[stop - 1] for start, stop in spans)
+    total = lengths.total()
+    assert total > 8000
+    weights = {n: (1 / n) / (1 + 1 / 2 + 1 / 3 + 1 / 4) for n in (1, 2, 3, 4)}
+    assert lengths.keys() == weights.keys()
+    assert all(within(lengths[n], total, weight) for n, weight in weights.items())
+
+
+def test_an_ngram_is_words_where_words_are_whole() -> None:
+    rng, rules = np.random.default_rng(5), masking(0.02, words=True, max_ngram=2)
+    tokens = np.where(np.arange(3000) % 2, 9, 7)  # words of two tokens each
+    runs = [len(list(run)) for chosen, run in groupby(rules.choose(tokens, None, rng).tolist()) if chosen]
+    assert set(runs) <= {2, 4, 6, 8}  # neighbours may meet
+    assert {2, 4} <= set(runs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tokens", [[], [0], [1, 2, 3], [7], [1, 7, 2], [7, 9], [1, 9, 9, 2, 7], [9] * 40])
+def test_short_texts_are_masked_on_average_too(tokens: list[int], way: dict[str, Any]) -> None:
+    rng, rules = np.random.default_rng(6), masking(0.3, **way)
+    values = np.array(tokens, np.int64)
+    free = int((~SPECIAL[values]).sum())
+    counts = [int(rules.choose(values, None, rng).sum()) for _ in range(1500)]
+    assert max(counts) <= free
+    # A word is chosen as a whole: the variance of the mean is that of all tokens at once, at most.
+    assert abs(np.mean(counts) - 0.3 * free) <= 4 * free * (0.3 * 0.7 / 1500) ** 0.5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nearly_everything_can_be_masked(way: dict[str, Any]) -> None:
+    rng, tokens = np.random.default_rng(7), np.full(300, 7)
+    assert 290 <= int(masking(0.99, **way).choose(tokens, None, rng).sum()) <= 300
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+TEXT = ["the people of the town were running and jumping over the walls of the towns"] * 3
+
+
+def made(tokenizer: Tokenizer, *, whole_words: bool = True) -> Masking:
+    """The rules for a tokenizer."""
+    return make_masking(tokenizer, "T", vocab_size=512, prob=0.15, whole_words=whole_words, max_ngram=1)
+
+
+def test_a_wordpiece_tokenizer_has_all_that_is_needed() -> None:
+    tokenizer = train_tokenizer(TEXT, "wordpiece", 80)
+    rules, tokens = made(tokenizer), special_tokens(tokenizer, "T")
+    assert (tokens.pad, tokens.cls, tokens.sep, tokens.mask) == (0, 2, 3, 4)
+    assert rules.special[:5].all()
+    assert not rules.special[5:].any()
+    assert rules.ordinary.tolist() == list(range(5, tokenizer.vocab_size))
+    ids = tokenizer.encode("the xqz")
+    assert rules.starts is not None
+    assert rules.starts[tokenizer.encode("town the")].tolist()[-1]
+    assert not all(rules.starts[ids]) or len(ids) <= 2
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "sentencepiece-bpe"])
+def test_a_tokenizer_without_special_tokens_is_refused_by_their_names(kind: Any) -> None:
+    tokenizer = train_tokenizer(TEXT, kind, 300)
+    with pytest.raises(DataError, match=r"--tokenizer T has no .*\[MASK\] and no \[PAD\] token.*--model wordpiece"):
+        made(tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "sentencepiece-bpe", "wordpiece"])
+def test_words_begin_where_the_tokenizer_marks_them(kind: Any) -> None:
+    tokenizer = train_tokenizer(TEXT, kind, 300 if kind != "wordpiece" else 60)
+    starts = tokenizer.word_starts()
+    assert starts is not None
+    line = TEXT[0]
+    ids = tokenizer.encode(line)
+    marked = [0, *(at for at, token in enumerate(ids) if at and starts[token])]
+    assert len(marked) == len(line.split())
+    pieces = [tokenizer.decode(ids[a:b]).strip() for a, b in zip(marked, [*marked[1:], len(ids)], strict=True)]
+    assert [piece.replace(" ", "") for piece in pieces] == line.split()
+
+
+def test_a_vocabulary_without_marks_has_no_words() -> None:
+    assert word_starts(["a", "b"], {"model": {"type": "BPE"}}) is None
+    assert word_starts(["a", "##b"], {"model": {"continuing_subword_prefix": "##"}}) == [True, False]
+    steps = {"pretokenizers": [{"type": "Digits"}, {"type": "ByteLevel"}]}
+    assert word_starts(["Ġa", "b", "Ċ"], {"model": {}, "pre_tokenizer": steps}) == [True, False, True]
+    assert word_starts(["▁a", "b"], {"model": {"type": "BPE"}}) == [True, False]
+
+
+def test_the_roles_of_tokens_are_as_named_or_as_usual() -> None:
+    assert role_tokens({"<s>", "</s>", "<mask>", "<pad>"}, {}) == {
+        "cls": "<s>",
+        "sep": "</s>",
+        "mask": "<mask>",
+        "pad": "<pad>",
+    }
+    assert role_tokens({"[CLS]", "X"}, {"cls": "X", "mask": "gone"}) == {"cls": "X"}
+    assert role_tokens({"[MASK]", "<mask>"}, {}) == {"mask": "[MASK]"}

@@ -1,0 +1,144 @@
+"""What a config.json says that megacore cannot represent exactly is refused by the field's name; what it says in
+another spelling is understood."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from megacore.config import ModelConfig
+from megacore.errors import CheckpointError
+from megacore.models.hf.families import FAMILIES, describe_model, family_of
+from megacore.presets import PRESETS
+
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 11},
+    "bloom": {"n_layer": 2, "hidden_size": 8, "n_head": 2, "vocab_size": 11},
+}
+_REST = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 11}
+SMALL |= {name: {**_REST, "head_dim": 4, "intermediate_size": 16} for name in ("llama", "mistral", "qwen2", "qwen3")}
+SMALL |= {"gpt_neox": {**_REST, "intermediate_size": 16, "rotary_pct": 0.5}}
+del SMALL["gpt_neox"]["num_key_value_heads"]
+
+
+def read(model_type: str, **changes: Any) -> ModelConfig:
+    values = {"model_type": model_type, **SMALL[model_type], **changes}
+    return family_of(values, "config.json").to_model(values, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "problem"),
+    [
+        ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu', but megacore has only 'gelu_new'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
+        ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop is 0.2 and resid_pdrop 0.1"),
+        ("gpt2", {"n_layer": "2"}, "n_layer is '2', not a whole number"),
+        ("gpt2", {"n_layer": True}, "n_layer is True, not a whole number"),
+        ("gpt2", {"n_layer": 0}, "--num-layers 0 must be at least 1"),
+        ("gpt2", {"n_head": 3}, "--hidden-size 8 must be a multiple of --num-attention-heads 3"),
+        ("gpt2", {"vocab_size": None}, "vocabulary or of the context is null"),
+        ("gpt2", {"num_hidden_layers": 3}, "n_layer is 2, but num_hidden_layers is 3"),
+        ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads is"),
+        ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config is a field that megacore does not know"),
+        ("gpt2", {"auto_map": {}}, "auto_map is a field that megacore does not know"),
+        ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
+        ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "architectures is .*GPT2DoubleHeadsModel"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type is 'longrope'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is 'None', not a number"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 2.0}},
+            "rope_scaling.attention_factor is a field that megacore does not know",
+        ),
+        ("llama", {"rope_scaling": [1]}, r"rope_scaling is '\[1\]', not an object"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ("llama", {"attention_bias": True}, "attention_bias is True and mlp_bias False"),
+        ("llama", {"mlp_bias": True}, "attention_bias is False and mlp_bias True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", {"num_key_value_heads": 3}, "--num-query-groups 3 must divide"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is '0'"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers gives a window to 1 of 2"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types gives a window to 1 of 2 layers",
+        ),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "but use_sliding_window is false"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 2}, "kinds of layers that megacore does not know"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias is False"),
+        ("gpt_neox", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ("gpt_neox", {"rotary_pct": 0.3}, "--rotary-percent 0.3"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is"),
+        ("bloom", {"n_inner": 16}, "n_inner is 16"),
+    ],
+)
+def test_a_field_is_refused_by_name(model_type: str, changes: dict[str, Any], problem: str) -> None:
+    read(model_type)
+    with pytest.raises(CheckpointError, match=problem):
+        read(model_type, **changes)
+
+
+def test_all_problems_come_together() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read("llama", hidden_act="gelu", mlp_bias=True, rope_scaling={"type": "yarn"}, strange=1)
+    said = str(caught.value)
+    assert "that megacore cannot represent exactly" in said
+    for name in ("hidden_act", "mlp_bias", "rope_scaling.rope_type", "strange"):
+        assert re.search(rf"\n  - .*{re.escape(name)}", said), name
+
+
+@pytest.mark.parametrize("values", [{}, {"model_type": "lama"}, {"model_type": 3}, {"model_type": None}])
+def test_another_kind_of_model_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"model_type is .* but megacore has gpt2, llama"):
+        family_of(values, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "old", "new"),
+    [
+        ("llama", {"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        ("llama", {"rope_scaling": None}, {}),
+        (
+            "llama",
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 500_000, "factor": 2.0}},
+        ),
+        ("gpt_neox", {"rotary_emb_base": 5e4}, {"rope_parameters": {"rope_theta": 5e4, "partial_rotary_factor": 0.5}}),
+        ("gpt2", {"activation_function": "gelu_pytorch_tanh"}, {}),
+        ("gpt2", {"use_cache": False, "temperature": 0.7, "id2label": {"0": "a"}}, {}),
+        ("qwen2", {"use_sliding_window": False, "max_window_layers": 1}, {"layer_types": ["full_attention"] * 2}),
+        ("bloom", {"n_embed": 8, "num_attention_heads": 2, "skip_bias_add": True}, {}),
+    ],
+)
+def test_spellings_that_mean_the_same(model_type: str, old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert read(model_type, **old) == read(model_type, **new)
+
+
+@pytest.mark.parametrize("model_type", list(SMALL))
+def test_there_and_back(model_type: str) -> None:
+    family, config = FAMILIES[model_type], read(model_type)
+    values = family.from_model(config)
+    assert values is not None
+    assert family.to_model(values, "config.json") == config
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_every_preset_can_be_exported(preset: str) -> None:
+    shape = {name: value for name, value in PRESETS[preset].items() if name != "seq_length"}
+    config = ModelConfig(**shape)  # type: ignore[arg-type]
+    family, values = describe_model(config.filled(1024))
+    assert values["model_type"] == family.model_type
+
+
+def test_a_model_of_no_family_is_refused() -> None:
+    config = ModelConfig(vocab_size=11, num_layers=1, hidden_size=8, num_attention_heads=2, activation="geglu")
+    with pytest.raises(CheckpointError, match="no model of transformers that megacore knows"):
+        describe_model(config.filled(16))

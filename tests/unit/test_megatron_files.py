@@ -1,0 +1,322 @@
+"""Megatron-LM's files, written here in its layouts from known tensors: what comes out is those tensors, bit for bit;
+and a pickle with anything else in it is refused without being run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config import ModelConfig
+from megacore.convert.checkpoint_tensors import CheckpointTensors
+from megacore.convert.plan import model_shapes
+from tests.e2e.launching import words
+from tools.convert_checkpoint import main as convert
+
+VOCAB, PADDED, HIDDEN, HEADS, LAYERS, POSITIONS = 21, 24, 16, 4, 4, 12
+ARGS = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "ffn_hidden_size": 4 * HIDDEN,
+    "kv_channels": HIDDEN // HEADS,
+    "max_position_embeddings": POSITIONS,
+    "layernorm_epsilon": 1e-5,
+    "padded_vocab_size": PADDED,
+}
+GPT = ModelConfig(
+    num_layers=LAYERS,
+    hidden_size=HIDDEN,
+    num_attention_heads=HEADS,
+    max_position_embeddings=POSITIONS,
+    vocab_size=VOCAB,
+).filled(POSITIONS)
+
+
+def tensors_of(config: ModelConfig) -> dict[str, Tensor]:
+    """Known tensors of a model."""
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in model_shapes(config).items()}
+
+
+def convert_megatron(source: Path, target: Path, **flags: Any) -> int:
+    return convert([*words(input=source, output=target, **flags), "--from", "megatron", "--to", "megacore"])
+
+
+def require_tensors(path: Path, expected: dict[str, Tensor]) -> None:
+    found = CheckpointTensors(path)
+    assert found.shapes.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(found.read(name), value)] == []
+
+
+# ---- writing as Megatron-LM does -------------------------------------------------------------------------------------
+
+
+def rows(value: Tensor, tp: int, rank: int) -> Tensor:
+    size = value.shape[0] // tp
+    return value[rank * size : (rank + 1) * size].clone()
+
+
+def columns(value: Tensor, tp: int, rank: int) -> Tensor:
+    size = value.shape[1] // tp
+    return value[:, rank * size : (rank + 1) * size].clone()
+
+
+def old_order(value: Tensor, version: float, heads: int) -> Tensor:
+    """[head][q, k, v][d] as it stood in earlier versions, written out one row at a time."""
+    d = value.shape[0] // heads // 3
+    result = torch.empty_like(value)
+    for head in range(heads):
+        for kind in range(3):
+            for i in range(d):
+                there = (kind * heads + head) * d + i if version == 0 else (head * d + i) * 3 + kind
+                result[there] = value[(head * 3 + kind) * d + i]
+    return result
+
+
+def padded(value: Tensor) -> Tensor:
+    return torch.cat([value, torch.full((PADDED - VOCAB, HIDDEN), 7.0)])
+
+
+def save(path: Path, rank: int, stage: int | None, state: dict[str, Any]) -> None:
+    name = f"mp_rank_{rank:02d}" + ("" if stage is None else f"_{stage:03d}")
+    (path / name).mkdir(parents=True)
+    torch.save(state, path / name / "model_optim_rng.pt")
+
+
+def state(model: dict[str, Any], version: float | None, **args: Any) -> dict[str, Any]:
+    everything = {**ARGS, **args}
+    made = {"args": argparse.Namespace(**everything), "iteration": 7, "optimizer": {"state": {0: torch.ones(2)}}}
+    made["rng_state"] = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.zeros(8, dtype=torch.uint8)}]
+    return made | ({} if version is None else {"checkpoint_version": version}) | model
+
+
+def legacy_blocks(values: dict[str, Tensor], numbers: range, tp: int, rank: int, version: float) -> dict[str, Tensor]:
+    found = {}
+    for local, i in enumerate(numbers):
+        block, theirs = f"blocks.{i}", f"layers.{local}"
+        names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        names |= {"attention.output": "self_attention.dense", "mlp.down": "mlp.dense_4h_to_h"}
+        names |= {"attention.qkv": "self_attention.query_key_value", "mlp.up": "mlp.dense_h_to_4h"}
+        for ours, name in names.items():
+            for kind in ("weight", "bias"):
+                value = values[f"{block}.{ours}.{kind}"]
+                if ours in ("attention.output", "mlp.down"):
+                    value = columns(value, tp, rank) if kind == "weight" else value
+                elif ours == "attention.qkv":
+                    value = rows(value, tp, rank)
+                    value = old_order(value, version, HEADS // tp) if version < 2 else value
+                elif ours == "mlp.up":
+                    value = rows(value, tp, rank)
+                found[f"{theirs}.{name}.{kind}"] = value
+    return found
+
+
+def write_legacy(path: Path, values: dict[str, Tensor], *, tp: int, pp: int, version: float, chunks: int = 1) -> None:
+    """The nested tables of Megatron-LM's own GPT, with any number of virtual stages."""
+    each = LAYERS // (pp * chunks)
+    for stage in range(pp):
+        for rank in range(tp):
+            models = []
+            for chunk in range(chunks):
+                first = (chunk * pp + stage) * each
+                encoder = legacy_blocks(values, range(first, first + each), tp, rank, version)
+                model: dict[str, Any] = {"language_model": {"encoder": encoder}}
+                embedding = rows(padded(values["embedding.tokens.weight"]), tp, rank)
+                if stage == 0 and chunk == 0:
+                    model["language_model"]["embedding"] = {
+                        "word_embeddings": {"weight": embedding},
+                        "position_embeddings": {"weight": values["embedding.positions"]},
+                    }
+                if stage == pp - 1 and chunk == chunks - 1:
+                    encoder["final_layernorm.weight"] = values["head.norm.weight"]
+                    encoder["final_layernorm.bias"] = values["head.norm.bias"]
+                    if pp > 1:
+                        model["word_embeddings_for_head"] = {"weight": embedding}
+                models.append(model)
+            table = {"model": models[0]} if chunks == 1 else {f"model{i}": model for i, model in enumerate(models)}
+            sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+            save(path, rank, stage if pp > 1 else None, state(table, None if version == 0 else version, **sizes))
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "version", "chunks"),
+    [(1, 1, 3.0, 1), (2, 1, 0, 1), (2, 2, 1.0, 1), (4, 2, 2.0, 1), (1, 4, 3.0, 1), (2, 2, 3.0, 2)],
+)
+def test_ranks_are_merged(tp: int, pp: int, version: float, chunks: int, tmp_path: Path) -> None:
+    values = tensors_of(GPT)
+    source = tmp_path / "megatron"
+    write_legacy(source / "iter_0000007", values, tp=tp, pp=pp, version=version, chunks=chunks)
+    (source / "latest_checkpointed_iteration.txt").write_text("7")
+    assert convert_megatron(source, tmp_path / "out", vocab_size=VOCAB) == 0
+    require_tensors(tmp_path / "out", values)
+    assert CheckpointTensors(tmp_path / "out").config == GPT
+
+
+def test_without_a_vocabulary_the_padding_stays(tmp_path: Path) -> None:
+    values = tensors_of(GPT)
+    write_legacy(tmp_path / "release", values, tp=2, pp=1, version=3.0)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    assert convert_megatron(tmp_path, tmp_path / "out") == 0
+    require_tensors(tmp_path / "out", values | {"embedding.tokens.weight": padded(values["embedding.tokens.weight"])})
+
+
+def test_a_llama_of_megatron_core(tmp_path: Path) -> None:
+    """Flat names, grouped queries, a gated MLP whose two halves every rank stacks, norms fused into projections."""
+    config = ModelConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=2,
+        ffn_hidden_size=24,
+        max_position_embeddings=POSITIONS,
+        vocab_size=VOCAB,
+        normalization="RMSNorm",
+        activation="swiglu",
+        position_embedding_type="rope",
+        rotary_base=500_000.0,
+        disable_bias_linear=True,
+        untie_embeddings_and_output_weights=True,
+    ).filled(POSITIONS)
+    values, tp = tensors_of(config), 2
+    args = {
+        "num_layers": 2,
+        "ffn_hidden_size": 24,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "rotary_base": 500_000,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+        "vocab_size": VOCAB,
+    }
+    for rank in range(tp):
+        model: dict[str, Any] = {
+            "embedding.word_embeddings.weight": rows(padded(values["embedding.tokens.weight"]), tp, rank),
+            "output_layer.weight": rows(padded(values["head.weight"]), tp, rank),
+            "decoder.final_layernorm.weight": values["head.norm.weight"],
+            "decoder.final_layernorm._extra_state": None,
+        }
+        for i in range(2):
+            ours, theirs = f"blocks.{i}", f"decoder.layers.{i}"
+            gate, up = (rows(values[f"{ours}.mlp.{one}.weight"], tp, rank) for one in ("gate", "up"))
+            model |= {
+                f"{theirs}.self_attention.linear_qkv.layer_norm_weight": values[f"{ours}.attention_norm.weight"],
+                f"{theirs}.self_attention.linear_qkv.weight": rows(values[f"{ours}.attention.qkv.weight"], tp, rank),
+                f"{theirs}.self_attention.linear_proj.weight": columns(
+                    values[f"{ours}.attention.output.weight"], tp, rank
+                ),
+                f"{theirs}.mlp.linear_fc1.layer_norm_weight": values[f"{ours}.mlp_norm.weight"],
+                f"{theirs}.mlp.linear_fc1.weight": torch.cat([gate, up]),
+                f"{theirs}.mlp.linear_fc2.weight": columns(values[f"{ours}.mlp.down.weight"], tp, rank),
+            }
+        save(tmp_path / "megatron", rank, None, state({"model": model}, 3.0, **args))
+    assert convert_megatron(tmp_path / "megatron", tmp_path / "out") == 0
+    require_tensors(tmp_path / "out", values)
+    assert CheckpointTensors(tmp_path / "out").config == config
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """What a pickle may do: here it makes a folder."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def refused(source: Path, target: Path, capsys: pytest.CaptureFixture[str], **flags: Any) -> str:
+    assert convert_megatron(source, target, **flags) == 2
+    assert not target.exists()
+    said = capsys.readouterr().err
+    assert said.startswith("convert_checkpoint.py: error: ")
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize("place", ["args", "model", "optimizer", "whole"])
+def test_a_pickle_that_runs_something_is_refused(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marker = tmp_path / "marker"
+    harm: Any = Payload(marker)
+    made = state({"model": {"language_model": {}}}, 3.0)
+    if place == "args":
+        made["args"].harm = harm
+    else:
+        made = harm if place == "whole" else made | {place: {"harm": harm}}
+    save(tmp_path / "megatron", 0, None, made)
+    said = refused(tmp_path / "megatron", tmp_path / "out", capsys)
+    assert "holds more than tensors and flags" in said
+    assert "mkdir" in said
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x02}", b"garbage" * 100], ids=repr)
+def test_a_damaged_file_is_refused(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "megatron" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "megatron" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(content)
+    assert "mp_rank_00/model_optim_rng.pt" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_experts": 8}, "num_experts is '8'"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p is 'True'"),
+        ({"position_embedding_type": "yarn"}, "position_embedding_type is 'yarn'"),
+        ({"num_layers": "4"}, "num_layers is '4', not a int"),
+        ({"tensor_model_parallel_size": 2}, "its tensor_model_parallel_size is 2"),
+        ({"hidden_size": 32, "kv_channels": 8}, "but its args make it"),
+        ({"num_layers": 3}, "has blocks.3"),
+        ({"num_layers": 5}, "lacks blocks.4"),
+    ],
+    ids=str,
+)
+def test_what_the_flags_say_must_fit(
+    changes: dict[str, Any], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = tensors_of(GPT)
+    write_legacy(tmp_path / "right", values, tp=1, pp=1, version=3.0)
+    made = torch.load(tmp_path / "right" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+    for name, value in changes.items():
+        setattr(made["args"], name, value)
+    save(tmp_path / "megatron", 0, None, made)
+    assert problem in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+
+
+def test_missing_and_strange_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = tensors_of(GPT)
+    source = tmp_path / "megatron"
+    write_legacy(source, values, tp=2, pp=2, version=3.0)
+    (source / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
+    assert "model_optim_rng.pt is missing" in refused(source, tmp_path / "out", capsys)
+    (source / "mp_rank_01_001").rmdir()
+    assert "lacks the file of tensor rank 1, pipeline rank 1" in refused(source, tmp_path / "out", capsys)
+    (source / "latest_checkpointed_iteration.txt").write_text("../../etc")
+    assert "says '../../etc', not a number" in refused(source, tmp_path / "out", capsys)
+
+
+def test_copies_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = tensors_of(GPT)
+    write_legacy(tmp_path / "megatron", values, tp=2, pp=1, version=3.0)
+    path = tmp_path / "megatron" / "mp_rank_01" / "model_optim_rng.pt"
+    made = torch.load(path, weights_only=False)
+    made["model"]["language_model"]["encoder"]["layers.2.input_layernorm.bias"] += 1e-6
+    torch.save(made, path)
+    assert "copies of blocks.2.attention_norm.bias" in refused(tmp_path / "megatron", tmp_path / "out", capsys)

@@ -1,0 +1,91 @@
+"""The model's section: what cannot be, and what would be ignored, is refused by flag and with the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megacore.config import ModelConfig, resolve, validate
+from tests.unit.test_config import make
+
+ROPE = {"position_embedding_type": "rope"}
+# Values, --tp, and words that the one problem must hold.
+WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
+    (
+        {"num_query_groups": 5},
+        1,
+        ("--num-query-groups 5", "--num-attention-heads 12: use 1, 2, 3, 4, 6 or 12"),
+    ),
+    (
+        {"num_attention_heads": 12, "num_query_groups": 3},
+        2,
+        ("--tp 2", "--num-query-groups 3", "use --tp 1, 3, 6 or 12"),
+    ),
+    (
+        {"num_attention_heads": 8, "num_query_groups": 1, "kv_channels": 2},
+        8,
+        ("--tp 8 must divide --num-query-groups 1", "4 rows", "use --tp 1, 2 or 4"),
+    ),
+    ({"normalization": "layernorm"}, 1, ("--normalization layernorm is not known", "LayerNorm or RMSNorm")),
+    ({"activation": "silu"}, 1, ("--activation silu is not known", "swiglu")),
+    ({"position_embedding_type": "rotary"}, 1, ("rotary is not known", "learned, rope, alibi or none")),
+    (
+        {"rotary_base": 500_000.0},
+        1,
+        ("--rotary-base 500000 has no effect", "use --position-embedding-type rope"),
+    ),
+    ({"rotary_percent": 0.5, "position_embedding_type": "alibi"}, 1, ("--rotary-percent 0.5 has no effect", "alibi")),
+    ({"rope_scaling": "llama3"}, 1, ("--rope-scaling llama3 has no effect with --position-embedding-type learned",)),
+    ({**ROPE, "rope_scaling_factor": 4.0}, 1, ("--rope-scaling-factor 4 has no effect", "--rope-scaling none")),
+    (
+        {**ROPE, "rope_scaling": "linear", "rope_original_max_positions": 8192},
+        1,
+        ("--rope-original-max-positions 8192 has no effect with --rope-scaling linear", "llama3"),
+    ),
+    (
+        {**ROPE, "rope_scaling": "dynamic", "rope_original_max_positions": 64, "rope_low_freq_factor": 2.0},
+        1,
+        ("--rope-low-freq-factor 2 has no effect with --rope-scaling dynamic",),
+    ),
+    ({**ROPE, "rope_scaling": "llama3"}, 1, ("--rope-scaling llama3 needs --rope-original-max-positions",)),
+    (
+        {**ROPE, "rope_scaling": "llama3", "rope_original_max_positions": 64, "rope_low_freq_factor": 4.0},
+        1,
+        ("--rope-low-freq-factor 4 must be below --rope-high-freq-factor 4",),
+    ),
+    ({**ROPE, "kv_channels": 9}, 1, ("a head of 9 is 9 dimensions", "in pairs", "--rotary-percent 0.888889")),
+    ({**ROPE, "rotary_percent": 0.01}, 1, ("a head of 64 is 0 dimensions", "--rotary-percent 0.03125")),
+    ({"normalization": "RMSNorm", "norm_bias": False}, 1, ("--no-norm-bias has no effect", "RMSNorm", "leave it out")),
+    ({"add_qkv_bias": True}, 1, ("--add-qkv-bias has no effect without --disable-bias-linear",)),
+    ({"window_size": 0}, 1, ("--window-size 0", "1 or more", "leave the flag out")),
+    ({"rope_scaling_factor": 0.5, **ROPE, "rope_scaling": "linear"}, 1, ("--rope-scaling-factor 0.5", "1 or more")),
+]
+
+
+@pytest.mark.parametrize("values, tp, words", WRONG, ids=[str(values) for values, _, _ in WRONG])
+def test_what_cannot_be_is_refused(values: dict[str, Any], tp: int, words: tuple[str, ...]) -> None:
+    (problem,) = validate(make(tp=tp, **values), tp)
+    assert all(word in problem for word in words), problem
+
+
+RIGHT: list[tuple[dict[str, Any], int]] = [
+    ({"num_query_groups": 4}, 2),
+    ({"num_query_groups": 2}, 4),
+    ({"num_attention_heads": 8, "num_query_groups": 1}, 8),
+    ({"hidden_size": 100, "kv_channels": 10}, 1),
+    ({**ROPE, "rope_scaling": "linear", "rope_scaling_factor": 2.0}, 1),
+    ({"disable_bias_linear": True, "add_qkv_bias": True, "norm_bias": False}, 1),
+]
+
+
+@pytest.mark.parametrize("values, tp", RIGHT, ids=[str(values) for values, _ in RIGHT])
+def test_what_can_be_is_taken(values: dict[str, Any], tp: int) -> None:
+    assert validate(make(tp=tp, **values), tp) == []
+
+
+def test_sizes_that_follow_are_filled() -> None:
+    model = resolve(make(num_query_groups=4, seq_length=77), 1).model
+    assert (model.num_query_groups, model.kv_channels, model.ffn_hidden_size) == (4, 64, 4 * 768)
+    assert model.max_position_embeddings == 77
+    assert resolve(make(), 1).model.num_query_groups == ModelConfig().num_attention_heads

@@ -1,0 +1,27 @@
+"""Convert checkpoints: Hugging Face transformers to megacore and back, and Megatron-LM's to megacore.
+
+python tools/convert_checkpoint.py --from hf --to megacore --input models/gpt2 --output output/gpt2
+python tools/convert_checkpoint.py --from megacore --to hf --input output/mine --output models/mine
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.convert.command import convert, parser
+from megacore.data.command import run_tool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert as the flags say; the exit status is 0 done, 2 refused, 1 failed."""
+    return run_tool(parser(), argv, convert)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Fill the masks of a text with a trained BERT, from a checkpoint of any layout, in one process.
+
+python tools/fill_mask.py --checkpoint output "the capital of [MASK] is london ."
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.bert_section import BertConfig, BertSection
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest
+from megacore.checkpoint.trained import model_of, section_of, tokenizer_of
+from megacore.config import ModelConfig, ParallelConfig, TrainingConfig, known
+from megacore.data.command import ToolParser, positive, run_tool
+from megacore.data.masking import special_tokens
+from megacore.errors import UserError
+from megacore.models.bert import bert_layers
+from megacore.parallel.mesh import select_device
+from megacore.train.fill_mask import fill_mask
+
+DEVICES = get_args(get_type_hints(ParallelConfig)["device"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the likeliest tokens of each mask; the exit status is 0 done, 2 refused."""
+    return run_tool(_parser(), argv, _fill)
+
+
+def _fill(args: Namespace) -> None:
+    directory = find_checkpoint(Path(args.checkpoint))
+    config = _config(directory)
+    model = config.model
+    tokenizer = tokenizer_of(directory, args.tokenizer, model)
+    special = special_tokens(tokenizer, args.tokenizer or str(directory))
+    tokens = [special.cls, *tokenizer.encode(args.text), special.sep]
+    masks, room = tokens.count(special.mask), known(model.max_position_embeddings)
+    if not masks:
+        raise UserError("the text has no [MASK]: put one where a token is to be predicted")
+    if len(tokens) > room:
+        raise UserError(f"the text has {len(tokens)} tokens with its ends, but the model {room} positions: shorten it")
+    stage = model_of(directory, partial(bert_layers, config), select_device(args.device))
+    found = fill_mask(stage, tokens, mask=special.mask, vocab_size=known(model.vocab_size), top_k=args.top_k)
+    for number, predictions in enumerate(found, start=1):
+        if masks > 1:
+            print(f"[MASK] {number} of {masks}")
+        for token, probability in predictions:
+            print(f"{probability:.4f}  {tokenizer.decode([token]).strip()}")
+
+
+def _config(directory: Path) -> BertConfig:
+    """What the checkpoint's model is."""
+    manifest = read_manifest(directory)
+    model = section_of(manifest, directory, "model", ModelConfig)
+    if "bert" not in manifest.config:
+        raise UserError(f"{directory} holds a GPT, which predicts the next token alone: use tools/generate.py")
+    bert = section_of(manifest, directory, "bert", BertSection)
+    return BertConfig(model=model, bert=bert, training=TrainingConfig(train_iters=1))
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(prog="fill_mask.py", description="Fill the masks of a text with a trained BERT.")
+    add = parser.add_argument
+    add("text", metavar="TEXT", help="text with one [MASK] or more")
+    add("--checkpoint", required=True, metavar="DIR", help="a step_NNNNNNNN directory, or a run's (its newest)")
+    add("--tokenizer", metavar="PATH", help="tokenizer to use instead of the checkpoint's own")
+    add("--top-k", type=positive, default=5, metavar="K", help="predictions of each mask (5)")
+    add("--device", choices=DEVICES, default="auto", help="where to compute (auto)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
