@@ -168,8 +168,9 @@ def _reach(causal: bool, window: int | None) -> int | None:
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, dropout: float) -> Tensor:
     grouped = key.shape[1] != query.shape[1]
-    if grouped and mask is not None and query.is_cuda:
-        # On CUDA no fused form knows masks and groups at once: torch would fall back to one that writes all weights.
+    if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
+        # On CUDA only the flash kernel knows groups, and it takes neither masks nor fp32: for these torch would fall
+        # back to a form that writes all weights.
         key, value, grouped = _repeated(key, query), _repeated(value, query), False
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
