@@ -134,11 +134,11 @@ def test_there_and_back(model_type: str) -> None:
 def test_every_preset_can_be_exported(preset: str) -> None:
     shape = {name: value for name, value in PRESETS[preset].items() if name != "seq_length"}
     config = ModelConfig(**shape)  # type: ignore[arg-type]
-    family, values = describe_model(config.filled(1024))
+    family, values = describe_model(config.with_sizes(1024))
     assert values["model_type"] == family.model_type
 
 
 def test_a_model_of_no_family_is_refused() -> None:
     config = ModelConfig(vocab_size=11, num_layers=1, hidden_size=8, num_attention_heads=2, activation="geglu")
     with pytest.raises(CheckpointError, match="no model of transformers that megacore knows"):
-        describe_model(config.filled(16))
+        describe_model(config.with_sizes(16))

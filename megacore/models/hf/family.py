@@ -129,7 +129,7 @@ class Family:
             problems = [f"{where}: the size of the vocabulary or of the context is null"]
         if problems:
             raise CheckpointError(refusal(where, problems))
-        return config.filled(known(config.max_position_embeddings))
+        return config.with_sizes(known(config.max_position_embeddings))
 
     def from_model(self, config: ModelConfig) -> dict[str, Any] | None:
         """The config.json of a model, or None where this family cannot represent it exactly."""
