@@ -37,7 +37,7 @@ POINTS = (
     "half retired",
     "done",
 )
-"""The points of a save, in order; the last pointer and retention are the first rank's alone, as is all after shards."""
+"""The points of a save, in order. The first one, and all after the shards, are passed by the first rank alone."""
 
 DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32"}
 """torch's names of number formats -> those of safetensors."""

@@ -62,6 +62,7 @@ def die_in_a_save(rank: int, world_size: int, directory: str, victim: int, where
         if point == "renamed":
             Path(directory, "renamed").touch()
         if point == where and rank == (victim if where in OF_EVERY_RANK else 0):
+            Path(directory, "killed").touch()
             os.kill(pids[victim], signal.SIGKILL)
 
     storage.passing = passing
@@ -87,8 +88,9 @@ def assert_goes_on(directory: Path, *, at_least: int) -> None:
 
 
 def check(directory: Path, victim: int, point: str, async_save: bool) -> None:
-    with pytest.raises(RankFailed, match="SIGKILL"):
+    with pytest.raises(RankFailed):  # what is heard first may be a peer that misses the dead one
         run_distributed(die_in_a_save, 4, str(directory), victim, point, async_save)
+    assert (directory / "killed").exists()
     assert_goes_on(directory, at_least=2 if (directory / "renamed").exists() else 1)
 
 
@@ -126,7 +128,7 @@ def die_some_time(rank: int, world_size: int, directory: str, seed: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_a_death_at_any_time(tmp_path: Path, seed: int) -> None:
-    with pytest.raises(RankFailed, match="SIGKILL"):
+    with pytest.raises(RankFailed, match=r"SIGKILL|Connection|closed"):
         run_distributed(die_some_time, 4, str(tmp_path), seed)
     text = (tmp_path / "published").read_text() if (tmp_path / "published").exists() else ""
     assert_goes_on(tmp_path, at_least=int(text or 1))
