@@ -1,0 +1,237 @@
+"""pretrain_bert.py's inputs: all that is wrong with them at once, and the datasets of a configuration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import BertTokenizerFast, RobertaTokenizerFast
+
+from megacore.bert_section import BertConfig, BertSection
+from megacore.config import DataConfig, ModelConfig, TrainingConfig, resolve
+from megacore.data.bert import BertDataset
+from megacore.data.bert_build import build_bert_datasets, check_bert_inputs
+from megacore.data.bert_layouts import PackedText, PairText, SegmentText
+from megacore.data.bert_mock import MOCK_TOKENS
+from megacore.data.blend import BlendedDataset
+from megacore.data.build import InputErrors, complete_config
+from megacore.data.preprocess import Job, preprocess
+from megacore.data.tokenizer import load_tokenizer
+from megacore.data.tokenizer_training import TokenizerKind, train_tokenizer
+
+Make = Callable[..., BertConfig]
+LINES = [
+    f"The {thing} came first. It was {thing} number {number}! Was it? It {verb}."
+    for number, (thing, verb) in enumerate([("dog", "ran"), ("cat", "sat"), ("bird", "sang"), ("fish", "swam")] * 10)
+]
+
+
+def write(folder: Path, kind: TokenizerKind, name: str, lines: list[str], *, split_sentences: bool = True) -> str:
+    """Tokenize lines, with a tokenizer of the kind; returns the prefix."""
+    if not (folder / kind).exists():
+        train_tokenizer(LINES, kind, 300).save(folder / kind)
+    (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    job = Job(inputs=(str(folder / f"{name}.txt"),), output_prefix=str(folder / name), split_sentences=split_sentences)
+    preprocess(job, load_tokenizer(folder / kind))
+    return job.output("text")
+
+
+def config(
+    folder: Path, *prefixes: str, kind: TokenizerKind = "wordpiece", data: dict[str, Any] | None = None, **bert: Any
+) -> BertConfig:
+    """A configuration of 10 steps of 4 samples of 32 tokens."""
+    given: dict[str, Any] = {
+        "data_path": prefixes,
+        "tokenizer": str(folder / kind),
+        "seq_length": 32,
+        "split": "8,2",
+    } | (data or {})
+    return resolve(
+        BertConfig(
+            data=DataConfig(**given),
+            training=TrainingConfig(train_iters=10, global_batch_size=4, eval_interval=5, eval_iters=2),
+            bert=BertSection(**bert),
+        ),
+        1,
+    )
+
+
+def refused(made: BertConfig) -> tuple[str, ...]:
+    """What is wrong with the inputs."""
+    with pytest.raises(InputErrors) as caught:
+        check_bert_inputs(made)
+    return caught.value.problems
+
+
+def test_the_style_and_the_task_decide_the_layout(tmp_path: Path) -> None:
+    prefix = write(tmp_path, "wordpiece", "d", LINES)
+    ways: list[tuple[dict[str, Any], type]] = [
+        ({}, PairText),
+        ({"sentence_task": "sop"}, PairText),
+        ({"sentence_task": "none"}, SegmentText),
+        ({"bert_style": "modern", "whole_word_masking": True, "max_ngram": 3}, PackedText),
+    ]
+    for bert, kind in ways:
+        made = complete_config(config(tmp_path, prefix, **bert))
+        check_bert_inputs(made)
+        train, valid = build_bert_datasets(made)
+        assert isinstance(train, BertDataset)
+        assert isinstance(train.text, kind)
+        assert valid is not None
+        assert (len(train), len(valid)) == (40, 8)
+        assert train.masking.prob == (0.3 if bert.get("bert_style") else 0.15)
+        assert train[3]["tokens"].max() < load_tokenizer(tmp_path / "wordpiece").vocab_size
+
+
+def test_an_evaluation_has_the_same_masks_every_time_and_other_ones_than_training(tmp_path: Path) -> None:
+    made = complete_config(config(tmp_path, write(tmp_path, "wordpiece", "d", LINES)))
+    one, other = (build_bert_datasets(made, train_samples=n).valid for n in (None, 77))
+    assert one is not None
+    assert other is not None
+    assert all(np.array_equal(one[k][name], other[k][name]) for k in range(8) for name in one[k])
+    train = build_bert_datasets(made).train
+    assert any(not np.array_equal(train[k]["loss_mask"], one[k]["loss_mask"]) for k in range(8))
+
+
+def test_datasets_are_mixed_and_draw_numbers_of_their_own(tmp_path: Path) -> None:
+    a, b = (write(tmp_path, "wordpiece", name, LINES) for name in "ab")  # the same text
+    made = complete_config(config(tmp_path, "1", a, "3", b))
+    train = build_bert_datasets(made).train
+    assert isinstance(train, BlendedDataset)
+    assert np.bincount(train.dataset_index).tolist() == [10, 30]
+    one, other = train.datasets
+    assert any(not np.array_equal(one[k]["labels"], other[k]["labels"]) for k in range(10))
+
+
+def test_everything_wrong_is_named_at_once(tmp_path: Path) -> None:
+    whole = write(tmp_path, "bpe", "whole", LINES, split_sentences=False)
+    problems = refused(config(tmp_path, whole, kind="bpe"))
+    assert len(problems) == 2
+    assert problems[0].startswith(f"--tokenizer {tmp_path}/bpe has no [CLS] and no [SEP] and no [MASK] and no [PAD]")
+    assert "--model wordpiece" in problems[0]
+    assert problems[1].startswith("--sentence-task nsp needs documents of several sentences, but no document of")
+    assert "whole_text_document.idx" in problems[1]
+    assert "--split-sentences, or use --sentence-task none" in problems[1]
+
+
+def test_documents_without_sentences_do_where_no_pairs_are_asked_for(tmp_path: Path) -> None:
+    prefix = write(tmp_path, "wordpiece", "d", LINES, split_sentences=False)
+    ways: list[dict[str, Any]] = [{"sentence_task": "none"}, {"bert_style": "modern"}]
+    for bert in ways:
+        made = complete_config(config(tmp_path, prefix, **bert))
+        check_bert_inputs(made)
+        assert build_bert_datasets(made).train[0]["sentence_labels"] == -1
+
+
+def test_a_split_with_too_few_documents_of_sentences_is_named(tmp_path: Path) -> None:
+    lines = ["One sentence here"] * 8 + LINES[:2]
+    prefix = write(tmp_path, "wordpiece", "d", lines)
+    (problem,) = refused(config(tmp_path, prefix))
+    assert problem.startswith(
+        "--sentence-task nsp needs 2 or more documents of several sentences, but of the 8 training"
+    )
+    (problem,) = refused(config(tmp_path, prefix, data={"split": "9,1"}))
+    assert "of the 9 training documents of" in problem
+    assert "only one has two" in problem
+    (problem,) = refused(config(tmp_path, prefix, data={"split": "5,5"}, sentence_task="sop"))
+    assert "of the 5 training documents" in problem
+    check_bert_inputs(config(tmp_path, prefix, data={"split": "1"}, sentence_task="sop"))
+    check_bert_inputs(config(tmp_path, prefix, data={"split": "1"}))
+
+
+def test_a_tokenizer_without_mask_alone_is_named_so(tmp_path: Path) -> None:
+    prefix = write(tmp_path, "wordpiece", "d", LINES)
+    path = tmp_path / "wordpiece" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"[MASK]"', '"[OTHER]"'))
+    problems = refused(config(tmp_path, prefix))
+    assert any("has no [MASK] token, which BERT needs" in problem for problem in problems)
+    assert any("made with another tokenizer" in problem for problem in problems)
+
+
+def test_a_tokenizer_without_marks_has_no_whole_words(tmp_path: Path) -> None:
+    prefix = write(tmp_path, "wordpiece", "d", LINES)
+    made = config(tmp_path, prefix, whole_word_masking=True)
+    check_bert_inputs(made)
+    path = tmp_path / "wordpiece" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"continuing_subword_prefix": "##"', '"continuing_subword_prefix": ""'))
+    assert any("does not mark where words begin" in problem for problem in refused(made))
+
+
+@pytest.mark.parametrize("bert", [{}, {"sentence_task": "sop"}, {"sentence_task": "none"}, {"bert_style": "modern"}])
+def test_generated_samples_have_what_real_ones_have(bert: dict[str, Any]) -> None:
+    made = resolve(
+        BertConfig(
+            model=ModelConfig(vocab_size=200),
+            data=DataConfig(mock_data=True, seq_length=48),
+            training=TrainingConfig(train_iters=50, global_batch_size=8, eval_interval=1, eval_iters=1),
+            bert=BertSection(**bert),
+        ),
+        1,
+    )
+    check_bert_inputs(made)
+    train, valid = build_bert_datasets(made)
+    assert valid is not None
+    samples = [train[k] for k in range(400)]
+    tokens = np.stack([sample["labels"] for sample in samples])
+    assert (tokens.min(), tokens.max()) == (0 if bert.get("bert_style") is None else 1, 199)
+    real = np.stack([sample["documents"] for sample in samples]) > 0
+    assert (tokens[~real] == MOCK_TOKENS.pad).all()
+    assert real.all() == (bert.get("bert_style") == "modern")
+    labels = [int(sample["sentence_labels"]) for sample in samples]
+    if made.bert.sentence_task == "none":
+        assert set(labels) == {-1}
+    else:
+        assert abs(sum(labels) - 200) < 3 * 10
+    predicted = np.stack([sample["loss_mask"] for sample in samples]) == 1
+    text = real & (tokens >= 4)
+    assert not (predicted & ~text).any()
+    prob = made.bert.mask_prob
+    assert prob is not None
+    assert abs(predicted.sum() - prob * text.sum()) < 3 * (prob * (1 - prob) * text.sum()) ** 0.5
+    again = build_bert_datasets(made).train
+    assert all(np.array_equal(samples[k][name], again[k][name]) for k in range(20) for name in samples[k])
+    # Evaluation is another stream of the same language.
+    assert not np.array_equal(valid[0]["labels"], samples[0]["labels"])
+
+
+def test_generated_samples_need_a_vocabulary_for_text() -> None:
+    made = BertConfig(
+        model=ModelConfig(vocab_size=7),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(train_iters=1, global_batch_size=1),
+    )
+    assert refused(made) == ("--vocab-size 7 is too small for --mock-data: use 8 or more",)
+
+
+def test_checking_loads_no_torch() -> None:
+    code = "import sys, megacore.data.bert_build; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_a_transformers_directory_is_a_tokenizer_too(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "dog", "##s", "ran", "."]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    theirs = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
+    theirs.save_pretrained(tmp_path / "bert")
+    ours = load_tokenizer(tmp_path / "bert")
+    expected = {role: getattr(theirs, f"{role}_token_id") for role in ("cls", "sep", "mask", "pad")}
+    assert dict(ours.roles) == expected
+    assert ours.special_ids == frozenset(theirs.all_special_ids)
+    starts = ours.word_starts()
+    assert starts is not None
+    pieces = theirs.convert_ids_to_tokens(range(len(starts)))
+    assert [piece for piece, begins in zip(pieces, starts, strict=True) if not begins] == ["##s"]
+    ours.save(tmp_path / "again")
+    assert dict(load_tokenizer(tmp_path / "again").roles) == expected
+
+    vocabulary = {token: i for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", "a", "Ġb"])}
+    RobertaTokenizerFast(vocab=vocabulary, merges=[]).save_pretrained(tmp_path / "roberta")
+    roberta = load_tokenizer(tmp_path / "roberta")
+    assert dict(roberta.roles) == {"cls": 0, "pad": 1, "sep": 2, "mask": 4}
+    roberta.save(tmp_path / "roberta-again")
+    assert dict(load_tokenizer(tmp_path / "roberta-again").roles) == dict(roberta.roles)
