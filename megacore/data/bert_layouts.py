@@ -75,7 +75,8 @@ class PairText:
         if rng.random() >= self._shape.short_seq_prob:
             return bounds, self._room
         room = int(rng.integers(2, self._room + 1))
-        start = int(rng.integers(len(bounds) - 2))
+        last = int(np.searchsorted(bounds, bounds[-1] - room, side="right")) - 1  # from which on there is enough
+        start = int(rng.integers(min(max(last, 0), len(bounds) - 3) + 1))
         end = max(int(np.searchsorted(bounds, bounds[start] + room)), start + 2)
         return bounds[start : end + 1], room
 

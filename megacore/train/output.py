@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from megacore.checkpoint.choose import choose_checkpoint
 from megacore.checkpoint.directory import sweep
@@ -17,9 +18,11 @@ from megacore.errors import StorageError, UserError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 
+C = TypeVar("C", bound=Config)
+
 
 @contextlib.contextmanager
-def output_directory(config: Config, mesh: Mesh) -> Iterator[Config]:
+def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
     """Hold the output directory while the run goes on; all ranks enter together.
 
     Yields:

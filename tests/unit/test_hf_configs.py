@@ -11,7 +11,7 @@ import pytest
 from megacore.config import ModelConfig
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import FAMILIES, describe_model, family_of
-from megacore.presets import PRESETS
+from megacore.presets import GPT_PRESETS
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 11},
@@ -130,9 +130,9 @@ def test_there_and_back(model_type: str) -> None:
     assert family.to_model(values, "config.json") == config
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
+@pytest.mark.parametrize("preset", list(GPT_PRESETS))
 def test_every_preset_can_be_exported(preset: str) -> None:
-    shape = {name: value for name, value in PRESETS[preset].items() if name != "seq_length"}
+    shape = {name: value for name, value in GPT_PRESETS[preset].items() if name != "seq_length"}
     config = ModelConfig(**shape)  # type: ignore[arg-type]
     family, values = describe_model(config.with_sizes(1024))
     assert values["model_type"] == family.model_type
