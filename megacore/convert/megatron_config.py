@@ -76,7 +76,7 @@ def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where
         config = ModelConfig(**fields)
         problems = config.problems()
         if not problems and config.max_position_embeddings is not None:
-            return config.filled(config.max_position_embeddings)
+            return config.with_sizes(config.max_position_embeddings)
     listed = "".join(f"\n  - {problem}" for problem in problems or ["max_position_embeddings is missing"])
     raise CheckpointError(f"{where}: its args describe a model that megacore cannot represent exactly:{listed}")
 

@@ -36,7 +36,7 @@ GPT = ModelConfig(
     num_attention_heads=HEADS,
     max_position_embeddings=POSITIONS,
     vocab_size=VOCAB,
-).filled(POSITIONS)
+).with_sizes(POSITIONS)
 
 
 def tensors_of(config: ModelConfig) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ def test_a_llama_of_megatron_core(tmp_path: Path) -> None:
         rotary_base=500_000.0,
         disable_bias_linear=True,
         untie_embeddings_and_output_weights=True,
-    ).filled(POSITIONS)
+    ).with_sizes(POSITIONS)
     values, tp = tensors_of(config), 2
     args = {
         "num_layers": 2,
