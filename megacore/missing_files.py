@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 from megacore.config import Config
 from megacore.config_file import unsuitable
+from megacore.wording import one_of
 
 # What a run writes into its output directory beside the checkpoints' own directories.
 _OUTPUT_FILES = ("config.toml", "metrics.jsonl", "trace.json", "latest")
@@ -59,9 +60,10 @@ def _missing_dataset(prefix: str) -> str | None:
     stem, ext = os.path.splitext(prefix)
     if ext in (".bin", ".idx"):
         return f"--data-path {prefix} must be a prefix, without the ending: use {stem}"
-    written = f"{prefix}_text_document"  # the name that preprocess_data gives
-    if os.path.isfile(written + ".idx"):
-        return f"--data-path {prefix} has no .bin and .idx: use {written}"
+    written = [f"{prefix}_text_{kind}" for kind in ("document", "sentence")]  # the names that preprocess_data gives
+    there = [name for name in written if os.path.isfile(name + ".idx")]
+    if there:
+        return f"--data-path {prefix} has no .bin and .idx: use {one_of(there)}"
     names = " and ".join(prefix + ext for ext in missing)
     return f"--data-path {prefix}: {names} not found: give the PREFIX of files that tools/preprocess_data.py wrote"
 

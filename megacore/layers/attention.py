@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
             Like x.
         """
         query, key, value = self._heads(self.qkv(x))
-        query, key = self._placed(query, key, positions)
+        query, key, value = self._placed(query, key, value, positions)
         heads = [heads.transpose(1, 2) for heads in (query, key, value)]  # [b, n/t, s, d]
         mix = partial(self._mix, documents=documents)
         if self.recomputes and torch.is_grad_enabled():
@@ -104,11 +104,17 @@ class SelfAttention(nn.Module):
         query, key, value = groups.split([self.shared_by, 1, 1], dim=3)
         return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 
-    def _placed(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Normalised and turned, where they are."""
+    def _placed(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys normalised and turned, where they are; values then apart from them, so that what was
+        projected is not kept for their sake."""
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query.contiguous()), self.key_norm(key.contiguous())
-        return (query, key) if self.rotary is None else self.rotary.rotate(query, key, positions)
+            query, key, value = self.query_norm(query.contiguous()), self.key_norm(key.contiguous()), value.contiguous()
+        if self.rotary is not None:
+            query, key = self.rotary.rotate(query, key, positions)
+            value = value.contiguous()
+        return query, key, value
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         return ops.attention(

@@ -11,6 +11,7 @@ Shape legend: b micro-batch, n heads, g key and value heads, s positions, d head
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -109,7 +110,11 @@ def attention(
     b, _, s, d = query.shape
     seen = visible(s, causal=causal, window=window, documents=documents, device=query.device)
     if resolved(implementation) == "sdpa":
-        mask = seen if alibi is None else alibi.bias(query, seen, causal=causal)
+        mask = seen
+        if alibi is not None:
+            mask = alibi.bias(query, seen, causal=causal)
+        elif seen is not None and documents is None:
+            mask = _near_as_bias(s, _reach(causal, window), causal, (query.device, query.dtype))
         mixed = _sdpa(query, key, value, mask, causal=causal and mask is None, dropout=dropout)
     else:
         scores = query @ _repeated(key, query).transpose(-1, -2)
@@ -129,24 +134,43 @@ def visible(
 
     Padding sees padding here, so that no query sees nothing: its result is cleared afterwards.
     """
-    reach = window if causal or window is None else window // 2 + 1
+    reach = _reach(causal, window)
     if (reach is None or reach >= length) and documents is None:
         return None
+    seen = _near(length, reach, causal, device)
+    return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+@lru_cache(maxsize=4)
+def _near(length: int, reach: int | None, causal: bool, device: torch.device) -> Tensor:
+    """[1, 1, s, s] bool: which keys are nearer than `reach` and, if causal, not later. Every layer is given one and the
+    same tensor, which is never written to."""
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if reach is not None:
         seen &= distance.abs() < reach
-    seen = seen.view(1, 1, length, length)
-    if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    return seen
+    return seen.view(1, 1, length, length)
+
+
+@lru_cache(maxsize=4)
+def _near_as_bias(length: int, reach: int | None, causal: bool, like: tuple[torch.device, torch.dtype]) -> Tensor:
+    """The same as 0 and -inf: torch makes a tensor of these from a boolean mask in every call, and keeps each."""
+    device, dtype = like
+    zeros = torch.zeros(1, 1, length, length, device=device, dtype=dtype)
+    return zeros.masked_fill_(~_near(length, reach, causal, device), -math.inf)
+
+
+def _reach(causal: bool, window: int | None) -> int | None:
+    """The distance from which a key is not seen."""
+    return window if causal or window is None else window // 2 + 1
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, dropout: float) -> Tensor:
     grouped = key.shape[1] != query.shape[1]
-    if grouped and mask is not None and query.is_cuda:
-        # On CUDA no fused form knows masks and groups at once: torch would fall back to one that writes all weights.
+    if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
+        # On CUDA only the flash kernel knows groups, and it takes neither masks nor fp32: for these torch would fall
+        # back to a form that writes all weights.
         key, value, grouped = _repeated(key, query), _repeated(value, query), False
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped

@@ -82,8 +82,8 @@ def run(corpus: Corpus, output_dir: Path, **changes: object) -> list[str]:
 def learned(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a run that is long enough to learn."""
     output = tmp_path_factory.mktemp("learned")
-    flags = {"micro_batch_size": 32, "global_batch_size": 32, "train_iters": 400, "lr": 2e-3, "lr_warmup_iters": 40}
-    quiet = {"hidden_dropout": 0, "attention_dropout": 0, "eval_interval": 400, "eval_iters": 8, "seed": 1}
+    flags = {"micro_batch_size": 32, "global_batch_size": 32, "train_iters": 800, "lr": 2e-3, "lr_warmup_iters": 40}
+    quiet = {"hidden_dropout": 0, "attention_dropout": 0, "eval_interval": 800, "eval_iters": 8, "seed": 1234}
     done = alone(*run(corpus, output, **flags, **quiet), program=BERT_PROGRAM, timeout=200)
     assert done.returncode == 0, done.stderr
     return output
@@ -94,9 +94,9 @@ def test_it_learns_to_fill_masks_and_to_tell_neighbours_from_strangers(corpus: C
     first, last = records[0], next(record for record in records if "eval/loss" in record)
     assert first["train/loss"] == pytest.approx(first["train/mlm_loss"] + first["train/sentence_loss"], rel=1e-12)
     assert last["eval/loss"] == pytest.approx(last["eval/mlm_loss"] + last["eval/sentence_loss"], rel=1e-12)
-    assert last["eval/mlm_loss"] < 0.75 * corpus.unigram_entropy, (last, corpus.unigram_entropy)
-    assert last["eval/mlm_accuracy"] > 0.4
-    assert last["eval/sentence_accuracy"] > 0.8
+    assert last["eval/mlm_loss"] < 0.5 * corpus.unigram_entropy, (last, corpus.unigram_entropy)
+    assert last["eval/mlm_accuracy"] > 0.5
+    assert last["eval/sentence_accuracy"] > 0.7
     assert {"train/mlm_loss", "train/sentence_loss", "train/grad_norm"} <= first.keys()
 
 

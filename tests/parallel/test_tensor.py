@@ -12,7 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megacore.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
-from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
+from megacore.parallel.cross_entropy import (
+    CrossEntropyOptions,
+    vocab_parallel_argmax,
+    vocab_parallel_cross_entropy,
+)
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter, split_evenly
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_rows
@@ -190,6 +194,14 @@ class _Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def argmax_is_argmax(rank: int, size: int, vocab: int) -> None:
+    group, logits = world_group(rank, size), seeded(5, 3, vocab)
+    start, stop = split_evenly(vocab, rank, size)
+    local = torch.full((5, 3, padded_rows(vocab, size, 8)), 100.0)  # the padding is larger than all
+    local[..., : stop - start] = logits[..., start:stop]
+    assert torch.equal(vocab_parallel_argmax(local, vocab_size=vocab, group=group), logits.argmax(-1))
+
+
 def collectives_of_cross_entropy(rank: int, size: int) -> list[tuple[str, int]]:
     """What one forward and backward sends, with all that can be asked for."""
     logits, targets = seeded(7, 3, 16, seed=rank).requires_grad_(), torch.zeros(7, 3, dtype=torch.long)
@@ -235,6 +247,11 @@ def test_vocab_parallel_embedding_is_embedding(size: int, vocab: int) -> None:
 )
 def test_vocab_parallel_cross_entropy_is_cross_entropy(size: int, vocab: int, options: CrossEntropyOptions) -> None:
     run_distributed(cross_entropy_is_cross_entropy, size, vocab, options, 0.0)
+
+
+def test_vocab_parallel_argmax_is_argmax() -> None:
+    for size, vocab in ((1, 33), (4, 33)):
+        run_distributed(argmax_is_argmax, size, vocab)
 
 
 @pytest.mark.parametrize("shift", [1e4, -1e4])

@@ -11,12 +11,12 @@ import torch
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
 from tests.distributed import run_distributed
 from tests.parity.families import FAMILIES, POSITIONS, VOCAB, model_config, reference, translated
-from tests.parity.runs import Layout, Outcome, agree, make_config, train_on
+from tests.parity.runs import Layout, Outcome, agree, bitwise, make_config, train_on
 
 CPU = torch.device("cpu")
 
@@ -119,3 +119,24 @@ def test_every_family_is_the_same_on_every_layout(cases: list[Case], tmp_path: P
     for (name, layout, changes), found in zip(cases, replies[0][1], strict=True):
         print(name, layout, changes)  # shown where it fails
         agree(found, alone[name])
+
+
+def train_reproducibly(rank: int, world_size: int, directory: str) -> list[Outcome]:
+    """Each family in one process and on two layouts of the same tp."""
+    compute_reproducibly()
+    found = []
+    for name in ("llama3", "qwen3", "neox", "bloom"):
+        changes = {**shape_of(name), "reproducible": True}
+        found.append(train_on(Mesh(device=CPU), make_config((1, 1, 1), directory, **changes)))
+        for layout, zero_stage in (((1, 2, 2), 3), ((1, 4, 1), 0)):
+            config = make_config(layout, directory, **changes, zero_stage=zero_stage)
+            found.append(train_on(build_mesh(config.parallel), config))
+    return found
+
+
+@pytest.mark.slow
+def test_reproducible_families_are_bitwise_the_same(tmp_path: Path) -> None:
+    found = run_distributed(train_reproducibly, 4, str(tmp_path), timeout=200)[0]
+    for one, *others in (found[i : i + 3] for i in range(0, len(found), 3)):
+        for other in others:
+            bitwise(other, one)

@@ -14,7 +14,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "half.idx").touch()
     (tmp_path / "corpus_text_document.idx").touch()
     (tmp_path / "corpus_text_document.bin").touch()
-    prefixes = tuple(str(tmp_path / name) for name in ("half", "none", "corpus", "corpus_text_document.bin"))
+    (tmp_path / "pairs_text_sentence.idx").touch()
+    prefixes = tuple(str(tmp_path / name) for name in ("half", "none", "corpus", "corpus_text_document.bin", "pairs"))
     file = tmp_path / "half.idx"
     config = make(data_path=prefixes, tokenizer=str(tmp_path / "tok"), load=str(file), output_dir=str(file / "out"))
     problems = "\n".join(missing_files(config))
@@ -24,6 +25,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         f"{tmp_path}/half.bin not found",
         f"{tmp_path}/none.bin and {tmp_path}/none.idx not found",
         f"use {tmp_path}/corpus_text_document",
+        f"use {tmp_path}/pairs_text_sentence",
         "without the ending",
         f"--output-dir {file}/out cannot be made: {file} is not a directory",
     ):

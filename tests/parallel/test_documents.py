@@ -1,0 +1,117 @@
+"""Packed documents through a block: each is as if it were alone, on one rank and on several, and padding gives no more
+than itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config import ModelConfig
+from megacore.layers.attention import own_alibi
+from megacore.layers.block import TransformerBlock
+from megacore.layers.context import BuildContext
+from megacore.layers.rotary import Rotary
+from megacore.models.initialize import initialize
+from megacore.models.spec import LayerSpec
+from megacore.parallel.mesh import ALONE, Group
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.recompute import Recomputed
+from megacore.parallel.sequence import own_positions
+from megacore.pipeline.stage import Stage
+from tests.distributed import run_distributed
+
+CPU = torch.device("cpu")
+BASE: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "init_method_std": 0.3}
+ROPE = ModelConfig(
+    **BASE, num_query_groups=1, position_embedding_type="rope", qk_layernorm=True, normalization="RMSNorm",
+    activation="geglu-exact", disable_bias_linear=True,
+)  # fmt: skip
+ALIBI = ModelConfig(**BASE, position_embedding_type="alibi", parallel_residual=True)
+LENGTHS = (5, 3, 4)
+DOCUMENTS = torch.tensor([[1] * 5 + [2] * 3 + [3] * 4 + [0] * 4])
+POSITIONS = torch.tensor([[*range(5), *range(3), *range(4), *range(4)]])
+
+
+def stage_of(config: ModelConfig, *, causal: bool, window: int | None, **context: Any) -> Stage:
+    """One block, initialised by name."""
+    place = BuildContext(device=CPU, streams=RandomStreams(0, CPU), **context)
+
+    def build() -> TransformerBlock:
+        return TransformerBlock(
+            config,
+            place,
+            "blocks.0",
+            causal=causal,
+            window=window,
+            rotary=Rotary.of(config),
+            alibi=own_alibi(config, place),
+        )
+
+    stage = Stage([LayerSpec(name="blocks.0", build=build, parameters=0)]).eval()
+    initialize(stage.by_name().values(), config, seed=1)
+    return stage
+
+
+def packed() -> Tensor:
+    return torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("config", [ROPE, ALIBI], ids=["rope", "alibi"])
+def test_a_packed_document_is_as_if_it_were_alone(config: ModelConfig, causal: bool, window: int | None) -> None:
+    stage, x = stage_of(config, causal=causal, window=window), packed()
+    together, documents, positions = stage((x, DOCUMENTS, POSITIONS))
+    assert documents is DOCUMENTS
+    assert positions is POSITIONS
+    start = 0
+    for length in LENGTHS:
+        alone = stage(x[:, start : start + length])
+        torch.testing.assert_close(together[:, start : start + length], alone, rtol=1e-5, atol=1e-5)
+        start += length
+    if config is ALIBI:  # distances are those between neighbours wherever a document begins
+        assert torch.equal(stage((x, DOCUMENTS))[0], together)
+
+
+@pytest.mark.parametrize("config", [ROPE, ALIBI], ids=["rope", "alibi"])
+def test_neighbours_and_padding_change_no_bit(config: ModelConfig) -> None:
+    stage, before = stage_of(config, causal=False, window=None), packed()
+    after = before.clone()
+    after[:, 5:8], after[:, 12:] = 7.0, -9.0
+    one, other = (stage((x, DOCUMENTS, POSITIONS))[0] for x in (before, after))
+    same = (DOCUMENTS == 1) | (DOCUMENTS == 3)
+    assert torch.equal(one[same], other[same])
+
+
+def on_ranks(rank: int, size: int) -> None:
+    """Output and gradients of a sequence-parallel, recomputed block are the one-rank block's slices."""
+    group = Group(ranks=tuple(range(size)), rank=rank, handle=torch.distributed.group.WORLD)
+    own = own_positions(16, group)
+    for config in (ROPE, dataclasses.replace(ALIBI, activation="swiglu", add_qkv_bias=False)):
+        results = []
+        for tp, mine in ((ALONE, slice(None)), (group, own)):
+            stage = stage_of(config, causal=False, window=6, tp=tp, sequence_parallel=tp is group)
+            stage.layers[0] = Recomputed(stage.layers[0], RandomStreams(0, CPU))
+            x = packed()[:, mine].requires_grad_()
+            y, *_ = stage((x, DOCUMENTS, POSITIONS))
+            (y * packed()[:, mine]).sum().backward()
+            results.append((y.detach(), x.grad, stage.by_name()))
+        (y, dx, whole), (y_own, dx_own, parts) = results
+        torch.testing.assert_close(y_own, y[:, own], rtol=1e-5, atol=1e-5)
+        assert dx is not None
+        torch.testing.assert_close(dx_own, dx[:, own], rtol=1e-5, atol=1e-5)
+        for name, part in parts.items():
+            gradient, expected = part.grad, whole[name].grad
+            assert gradient is not None
+            assert expected is not None
+            if part.spec.dim is None:  # each rank saw its own positions, which the update sums
+                torch.distributed.all_reduce(gradient)
+            torch.testing.assert_close(gradient, part.spec.take(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_documents_on_several_ranks() -> None:
+    run_distributed(on_ranks, 2)
