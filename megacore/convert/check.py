@@ -87,11 +87,12 @@ def compare(hf: Path, checkpoint: Path, tokens: Tensor, *, rounded: torch.dtype 
     """
     theirs = _their_logits(open_model(hf), tokens)
     ours = _our_logits(CheckpointTensors(checkpoint), tokens, rounded)
+    pairs = list(zip(theirs, ours, strict=True))
     return Agreement(
         tokens=tokens.shape[1],
-        difference=float((theirs - ours).abs().max()),
-        largest=float(theirs.abs().max()),
-        same_choice=float((theirs.argmax(-1) == ours.argmax(-1)).double().mean()),
+        difference=max(float((one - other).abs().max()) for one, other in pairs),
+        largest=max(float(one.abs().max()) for one in theirs),
+        same_choice=float((theirs[0].argmax(-1) == ours[0].argmax(-1)).double().mean()),
     )
 
 
@@ -115,8 +116,10 @@ def check_tokens(config: ModelConfig, tokenizer: Path, file: Path | None) -> Ten
     vocabulary, most = known(config.vocab_size), min(_MOST_TOKENS, known(config.max_position_embeddings))
     usable = any((tokenizer / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
     ids = load_tokenizer(tokenizer).encode(text) if usable else list(text.encode())
+    if file is None and len(ids) < _FEWEST_TOKENS:  # to this tokenizer the text is hardly more than one unknown word
+        ids = list(text.encode())
     ids = [token % vocabulary for token in ids][:most]
-    if file is not None and len(ids) < min(_FEWEST_TOKENS, most):
+    if len(ids) < min(_FEWEST_TOKENS, most):
         raise DataError(f"--check-tokens {file} has {len(ids)} tokens: give a text of {_FEWEST_TOKENS} or more")
     return torch.tensor([ids])
 
@@ -125,7 +128,8 @@ def check_tokens(config: ModelConfig, tokenizer: Path, file: Path | None) -> Ten
 
 
 @torch.no_grad()
-def _their_logits(model: HFModel, tokens: Tensor) -> Tensor:
+def _their_logits(model: HFModel, tokens: Tensor) -> list[Tensor]:
+    """Those of the tokens, and of the sentence task where there is one."""
     transformers = _transformers()
     config = transformers.AutoConfig.from_pretrained(
         str(model.directory.path), local_files_only=True, trust_remote_code=False
@@ -133,35 +137,46 @@ def _their_logits(model: HFModel, tokens: Tensor) -> Tensor:
     config.dtype = torch.float32
     config.slow_but_exact = False
     with _parameters_on_meta():
-        twin = transformers.AutoModelForCausalLM.from_config(
-            config, trust_remote_code=False, attn_implementation="eager", dtype=torch.float32
+        twin = getattr(transformers, model.family.class_of(model.bert))._from_config(
+            config, attn_implementation="eager", dtype=torch.float32
         )
     tensors = model.found.tensors
 
     def read(name: str) -> Tensor:
-        name = model.family.embedding if name == model.family.tied and name not in tensors else name
+        name = name if name in tensors else model.family.ties.get(name, name)
         if name not in tensors:
             raise CheckpointError(f"transformers' model has a weight {name}, which megacore does not know")
         return read_tensor(tensors[name], torch.float32)
 
     _stream(twin, lambda name, _: read(name))
-    logits: Tensor = twin.eval()(input_ids=tokens, use_cache=False).logits
-    return logits[0].float()
+    if model.bert is None:
+        return [twin.eval()(input_ids=tokens, use_cache=False).logits[0]]
+    segments = {"token_type_ids": _segments(tokens)} if model.bert.bert_style == "classic" else {}
+    found = twin.eval()(input_ids=tokens, **segments)
+    if model.bert.sentence_task == "none":
+        return [found.logits[0]]
+    return [found.prediction_logits[0], found.seq_relationship_logits[0]]
 
 
 @torch.no_grad()
-def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype | None) -> Tensor:
+def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype | None) -> list[Tensor]:
     config = tensors.config
     with _parameters_on_meta():
-        stage = Stage(model_layers(config, torch.device("cpu"))).eval()
+        stage = Stage(model_layers(config, torch.device("cpu"), tensors.bert)).eval()
 
     def read(_: str, parameter: nn.Parameter) -> Tensor:
         assert isinstance(parameter, ShardedParameter)
         return tensors.read(parameter.spec.name, rounded or torch.float32).float()
 
     _stream(stage, read)
-    logits: Tensor = stage(tokens)
-    return logits[0, :, : known(config.vocab_size)].float()
+    found = stage(tokens if tensors.bert is None else (tokens, _segments(tokens), torch.ones_like(tokens)))
+    logits, *sentence = found if isinstance(found, tuple) else (found,)
+    return [logits[0, :, : known(config.vocab_size)], *(one[0] for one in sentence)]
+
+
+def _segments(tokens: Tensor) -> Tensor:
+    """The first half of one sentence, the other of the next."""
+    return (torch.arange(tokens.shape[1]) >= tokens.shape[1] // 2).long().expand_as(tokens)
 
 
 def _transformers() -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.bert_section import BertSection
 from megacore.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -21,7 +22,8 @@ from megacore.checkpoint.manifest import (
     verify,
 )
 from megacore.checkpoint.state import MODEL
-from megacore.config import Config, ModelConfig, TrainingConfig
+from megacore.checkpoint.trained import section_of
+from megacore.config import Config, ModelConfig
 from megacore.convert.tensor_file import DTYPES, TensorWriter, read_tensor
 from megacore.convert.tensor_header import StoredTensor, read_header
 from megacore.errors import CheckpointError
@@ -39,6 +41,7 @@ class CheckpointTensors:
         directory: the checkpoint.
         manifest: what it says.
         config: the model that it is of, resolved.
+        bert: what is BERT's own of it; None: it predicts the next token.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the manifest does not describe a model.
@@ -48,6 +51,8 @@ class CheckpointTensors:
         self.directory = find_checkpoint(path)
         self.manifest = read_manifest(self.directory)
         self.config = _model_of(self.manifest, self.directory)
+        paired = "bert" in self.manifest.config
+        self.bert = section_of(self.manifest, self.directory, "bert", BertSection).filled() if paired else None
         self._entries = self.manifest.tensors.get(MODEL, {})
         files = {piece.file for entry in self._entries.values() for piece in entry.pieces}
         self._stored: dict[str, dict[str, StoredTensor]] = {}
@@ -95,15 +100,9 @@ class CheckpointTensors:
 
 
 def _model_of(manifest: Manifest, directory: Path) -> ModelConfig:
-    try:
-        config = ModelConfig(**manifest.config["model"])
-        problems = config.problems()
-        if not problems and (config.vocab_size is None or config.max_position_embeddings is None):
-            problems = ["the sizes of its vocabulary or positions are missing"]
-    except (KeyError, TypeError) as error:
-        problems = [str(error)]
-    if problems:
-        raise CheckpointError(f"{directory}: its manifest does not describe a model ({'; '.join(problems)})")
+    config = section_of(manifest, directory, "model", ModelConfig)
+    if config.vocab_size is None or config.max_position_embeddings is None:
+        raise CheckpointError(f"{directory}: its manifest does not say the sizes of vocabulary and context")
     return config
 
 
@@ -151,13 +150,13 @@ def write_shards(
 
 
 def weights_manifest(
-    directory: Path, config: ModelConfig, forms: Forms, where: Mapping[str, str], others: Sequence[str]
+    directory: Path, config: Config, forms: Forms, where: Mapping[str, str], others: Sequence[str]
 ) -> Manifest:
     """The manifest of a checkpoint of weights alone, at step 0: what a run starts from.
 
     Args:
         directory: where the files lie.
-        config: the model.
+        config: of a run with the model.
         forms: dtype and shape of all tensors.
         where: their files.
         others: further files to list.
@@ -171,8 +170,7 @@ def weights_manifest(
         for name, (dtype, shape) in forms.items()
     }
     files: dict[str, FileEntry] = {name: describe(directory / name) for name in sorted({*where.values(), *others})}
-    whole = Config(model=config, training=TrainingConfig(train_iters=1))
-    sections: dict[str, dict[str, Any]] = dataclasses.asdict(whole)
+    sections: dict[str, dict[str, Any]] = dataclasses.asdict(config)
     return Manifest(
         step=0,
         consumed_samples=0,

@@ -86,7 +86,7 @@ def _from_hf(args: Namespace, temporary: Path) -> None:
 def _to_hf(args: Namespace, temporary: Path) -> None:
     dtype = DTYPES.get(args.dtype)
     export = plan_export(args.input, like=args.like, dtype=dtype)
-    print(f"{export.tensors.directory}: becomes {export.family.architecture}")
+    print(f"{export.tensors.directory}: becomes {export.family.class_of(export.tensors.bert)}")
     if export.kept is None:
         print("config.json is made anew from the checkpoint's configuration")
     write_directory(export, temporary, most_bytes=args.max_shard_size)

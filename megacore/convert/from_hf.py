@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megacore.bert_section import BertSection
 from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY
 from megacore.config import ModelConfig
 from megacore.convert.checkpoint_tensors import weights_manifest, write_shards
@@ -22,7 +23,7 @@ from megacore.convert.hf_directory import (
     open_directory,
     present,
 )
-from megacore.convert.plan import Found, Step, find_tensors, make_plan
+from megacore.convert.plan import Found, Step, find_tensors, make_plan, whole_config
 from megacore.convert.tensor_file import DTYPES, read_tensor
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import family_of
@@ -42,6 +43,7 @@ class HFModel:
         directory: its files.
         family: its kind.
         config: the model, resolved.
+        bert: what is BERT's own of it.
         plan: its tensors.
         found: where they lie.
     """
@@ -49,6 +51,7 @@ class HFModel:
     directory: HFDirectory
     family: Family
     config: ModelConfig
+    bert: BertSection | None
     plan: list[Step]
     found: Found
 
@@ -67,9 +70,11 @@ def open_model(path: Path) -> HFModel:
             f"{path} has {len(directory.tensors)} tensors, too few for the {config.num_layers} layers of {CONFIG}"
         )
     present(path, (*TOKENIZER_FILES, GENERATION_CONFIG))
-    plan = make_plan(family, config)
+    paired = any(name.endswith("seq_relationship.weight") for name in directory.tensors)
+    bert = family.to_bert(directory.config, directory.where, paired=paired)
+    plan = make_plan(family, config, bert)
     found = find_tensors(plan, family, directory.tensors, str(path))
-    return HFModel(directory=directory, family=family, config=config, plan=plan, found=found)
+    return HFModel(directory=directory, family=family, config=config, bert=bert, plan=plan, found=found)
 
 
 def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
@@ -84,7 +89,7 @@ def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
     forms = {step.ours: (DTYPES[tensors[step.theirs[0]].dtype], step.shape) for step in model.plan}
     where = write_shards(target, "model", forms, _converted(model), most_bytes=most_bytes)
     kept = _keep(model, target)
-    manifest = weights_manifest(target, model.config, forms, where, kept)
+    manifest = weights_manifest(target, whole_config(model.config, model.bert), forms, where, kept)
     (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ from megacore.config import ModelConfig, known
 from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
 from megacore.convert.megatron_config import model_of
 from megacore.convert.megatron_files import RankFile, open_ranks
-from megacore.convert.plan import model_shapes
+from megacore.convert.plan import model_shapes, whole_config
 from megacore.errors import CheckpointError
 
 # Their name -> ours and how ranks split it: by rows, by columns, or not at all. The first names are Megatron-LM's own
@@ -222,7 +222,7 @@ def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> No
     dtypes = {name: model.merged[name.replace(".mlp.gate.", ".mlp.up.")].parts[0].dtype for name in model.shapes}
     forms = {name: (dtypes[name], shape) for name, shape in model.shapes.items()}
     where = write_shards(target, "model", forms, model.tensors(), most_bytes=most_bytes)
-    manifest = weights_manifest(target, model.config, forms, where, [])
+    manifest = weights_manifest(target, whole_config(model.config, None), forms, where, [])
     (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     written = CheckpointTensors(target)
     for name, tensor in model.tensors():

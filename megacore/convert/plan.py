@@ -16,11 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.config import ModelConfig
+from megacore.bert_section import BertConfig, BertSection
+from megacore.config import Config, ModelConfig, TrainingConfig
 from megacore.convert.tensor_file import read_block, read_rows
 from megacore.convert.tensor_header import StoredTensor
 from megacore.errors import CheckpointError
 from megacore.layers.context import BuildContext
+from megacore.models.bert import bert_layers
 from megacore.models.gpt import gpt_layers
 from megacore.models.hf.family import Family, Run, TensorRule
 from megacore.models.spec import LayerSpec
@@ -43,6 +45,7 @@ class Step:
         theirs: the tensors of the family that it is made of.
         runs: the order of its rows.
         transposed: theirs are stored as [c, r].
+        is_copy: theirs is one tensor, and the same.
     """
 
     ours: str
@@ -50,14 +53,10 @@ class Step:
     theirs: tuple[str, ...]
     runs: tuple[Run, ...]
     transposed: bool
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether theirs is the same tensor."""
-        return len(self.runs) == 1 and not self.transposed
+    is_copy: bool
 
     def shape_of(self, source: int) -> tuple[int, ...]:
-        """The shape of one of theirs."""
+        """The shape of one of theirs, as far as this tensor needs it."""
         rows = max(run.stop for run in self.runs if run.source == source)
         return (*self.shape[1:], rows) if self.transposed else (rows, *self.shape[1:])
 
@@ -75,15 +74,11 @@ class Step:
         assert result is not None
         return result
 
-    def take_apart(self, whole: Tensor, source: int) -> Tensor:
-        """One of theirs, from megacore's tensor."""
-        if self.is_copy:
-            return whole
-        result = torch.empty(self.shape_of(source), dtype=whole.dtype)
-        rows = result.t() if self.transposed else result
+    def take_apart(self, whole: Tensor, source: int, theirs: Tensor) -> None:
+        """Write what megacore's tensor has of one of theirs into it."""
+        rows = theirs.t() if self.transposed else theirs
         for place, run in self._placed(source):
             rows[run.start : run.stop] = whole[place : place + run.rows]
-        return result
 
     def slice(self, spec: ShardSpec, stored: Mapping[str, StoredTensor]) -> Tensor:
         """The slice of megacore's tensor that a rank holds, reading (nearly) nothing else.
@@ -124,7 +119,7 @@ def _block(tensor: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]
     return read_block(tensor, rows, columns)
 
 
-def make_plan(family: Family, config: ModelConfig) -> list[Step]:
+def make_plan(family: Family, config: ModelConfig, bert: BertSection | None = None) -> list[Step]:
     """Every tensor of a model, in the order in which the model uses them.
 
     Raises:
@@ -132,7 +127,7 @@ def make_plan(family: Family, config: ModelConfig) -> list[Step]:
     """
     rules = {rule.ours: rule for rule in family.rules}
     steps = []
-    for name, shape in model_shapes(config).items():
+    for name, shape in model_shapes(config, bert).items():
         found = _BLOCK.match(name)
         rule = rules.get(_BLOCK.sub("blocks.{i}.", name))
         if rule is None:
@@ -150,18 +145,40 @@ def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ModelConf
         theirs=tuple(theirs.replace("{i}", number) for theirs in rule.theirs),
         runs=tuple(runs),
         transposed=rule.transposed,
+        is_copy=rule.layout is None and not rule.transposed,
     )
 
 
-def model_layers(config: ModelConfig, device: torch.device) -> list[LayerSpec]:
+def their_shapes(plan: list[Step]) -> dict[str, tuple[int, ...]]:
+    """The tensors of the family and their shapes, in the order in which the model uses them."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for step in plan:
+        for source, name in enumerate(step.theirs):
+            shapes[name] = max(shapes.get(name, ()), step.shape_of(source))  # of several that share it, all rows
+    return shapes
+
+
+def whole_config(config: ModelConfig, bert: BertSection | None) -> Config:
+    """The configuration of a run that has the model, GPT or BERT, and is otherwise the default one."""
+    training = TrainingConfig(train_iters=1)
+    return (
+        Config(model=config, training=training)
+        if bert is None
+        else BertConfig(model=config, bert=bert, training=training)
+    )
+
+
+def model_layers(config: ModelConfig, device: torch.device, bert: BertSection | None = None) -> list[LayerSpec]:
     """The layers of a model on one rank, its vocabulary without padding."""
-    config = dataclasses.replace(config, make_vocab_size_divisible_by=1)
-    return gpt_layers(config, BuildContext(device=device, streams=RandomStreams(0, torch.device("cpu"))))
+    whole = whole_config(dataclasses.replace(config, make_vocab_size_divisible_by=1), bert)
+    context = BuildContext(device=device, streams=RandomStreams(0, torch.device("cpu")))
+    return bert_layers(whole, context) if isinstance(whole, BertConfig) else gpt_layers(whole.model, context)
 
 
-def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def model_shapes(config: ModelConfig, bert: BertSection | None = None) -> dict[str, tuple[int, ...]]:
     """Global name -> global shape of every parameter; nothing is allocated."""
-    return {name: parameter.spec.shape for name, parameter in Stage(model_layers(config, _META)).by_name().items()}
+    parameters = Stage(model_layers(config, _META, bert)).by_name()
+    return {name: parameter.spec.shape for name, parameter in parameters.items()}
 
 
 # ---- the family's side -----------------------------------------------------------------------------------------------
@@ -175,13 +192,13 @@ class Found:
         tensors: name in the family -> where it lies.
         names: name in the family -> stored name, where they differ.
         left_out: stored names of constants that are no weights.
-        copies: stored names of a tied tensor that is stored beside the embedding.
+        copies: stored name of a tied tensor that is stored too -> the name in the family of the one that it is.
     """
 
     tensors: dict[str, StoredTensor]
     names: dict[str, str]
     left_out: list[str]
-    copies: list[str]
+    copies: dict[str, str]
 
 
 def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str) -> Found:
@@ -190,8 +207,8 @@ def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTe
     Raises:
         CheckpointError: tensors are missing, unknown, of another shape, or of several dtypes where they become one.
     """
-    wanted = {name: step.shape_of(number) for step in plan for number, name in enumerate(step.theirs)}
-    found = Found(tensors={}, names={}, left_out=[], copies=[])
+    wanted = their_shapes(plan)
+    found = Found(tensors={}, names={}, left_out=[], copies={})
     problems = []
     for name, tensor in stored.items():
         canonical = _canonical(name, wanted, family)
@@ -201,8 +218,8 @@ def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTe
             found.tensors[canonical] = tensor
             if name != canonical:
                 found.names[canonical] = name
-        elif canonical == family.tied:
-            found.copies.append(name)
+        elif canonical in family.ties:
+            found.copies[name] = family.ties[canonical]
         elif name.endswith(family.buffers):
             found.left_out.append(name)
         else:
@@ -217,13 +234,15 @@ def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTe
     if problems:
         more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
         raise CheckpointError(f"{where} does not hold what its config.json describes: {'; '.join(problems[:6])}{more}")
-    for name in found.copies:
-        _require_equal(stored[name], found.tensors[family.embedding], where)
+    for name, original in found.copies.items():
+        _require_equal(stored[name], found.tensors[original], where)
     return found
 
 
 def _canonical(name: str, wanted: Mapping[str, tuple[int, ...]], family: Family) -> str:
-    name = family.aliases.get(name, name)
+    for end, canonical in family.aliases.items():
+        if name.endswith(end):
+            name = name.removesuffix(end) + canonical
     if name not in wanted and family.prefix + name in wanted:
         return family.prefix + name
     return name

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.config import Config
 from megacore.convert.hf_directory import CONFIG, open_directory, read_config
-from megacore.errors import ConfigError
+from megacore.errors import CheckpointError, ConfigError
 from megacore.fields import flag
 from megacore.models.hf.families import family_of
 from megacore.models.hf.family import differing
@@ -36,7 +36,13 @@ def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     values = read_config(Path(path))
     where = str(Path(path) / CONFIG)
-    config = family_of(values, where).to_model(values, where)
+    family = family_of(values, where)
+    if family.bert_style is not None:
+        raise CheckpointError(
+            f"--init-from-hf {path} is a {family.model_type}: convert it with tools/convert_checkpoint.py, and give "
+            "pretrain_bert.py --load"
+        )
+    config = family.to_model(values, where)
     return {name: value for name, value in dataclasses.asdict(config).items() if value is not None and name != "preset"}
 
 

@@ -20,11 +20,11 @@ from megacore.config import ModelConfig
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
 from megacore.convert.from_hf import KEPT_CONFIG, KEPT_GENERATION_CONFIG, KEPT_SOURCE
 from megacore.convert.hf_directory import CONFIG, GENERATION_CONFIG, INDEX, TOKENIZER_FILES, carry, present, read_config
-from megacore.convert.plan import Step, make_plan
+from megacore.convert.plan import Step, make_plan, their_shapes
 from megacore.convert.small_json import read_object
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import describe_model, family_of
-from megacore.models.hf.family import Family, differing
+from megacore.models.hf.family import Family, differing, same_bert
 
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
 
@@ -40,7 +40,7 @@ class Export:
         kept: where the kept one, and what goes with it, lies: the checkpoint, or a directory of transformers.
         plan: its tensors.
         names: name in the family -> stored name, where they differ.
-        copies: names under which the tied embedding is stored again.
+        copies: names under which a tied tensor is stored again -> the name in the family of the one that it is.
         dtype: of what is written; None: as stored.
     """
 
@@ -50,7 +50,7 @@ class Export:
     kept: Path | None
     plan: list[Step]
     names: dict[str, str]
-    copies: list[str]
+    copies: dict[str, str]
     dtype: torch.dtype | None
 
 
@@ -70,16 +70,20 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
     source = like or tensors.directory
     values = _described(tensors, like)
     names: dict[str, str] = {}
-    copies: list[str] = []
+    copies: dict[str, str] = {}
     if values is not None:
         family = family_of(values, str(source / CONFIG))
         there = family.to_model(values, str(source / CONFIG))
-        if different := differing(there, model):
+        different = differing(there, model)
+        paired = tensors.bert is not None and tensors.bert.sentence_task != "none"
+        if not same_bert(family.to_bert(values, str(source / CONFIG), paired=paired), tensors.bert, model):
+            different = ["bert_style"]
+        if different:
             if like is not None:
                 raise CheckpointError(_of_another_model(like, there, model, different))
             values = None
     if values is None:
-        family, config = describe_model(model)
+        family, config = describe_model(model, tensors.bert)
         kept = None
     else:
         kept, config = source, None
@@ -87,7 +91,7 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
             config = values | dict.fromkeys([n for n in _DTYPE_FIELDS if n in values] or ["dtype"], _name(dtype))
         if like is None:
             names, copies = _stored_names(tensors)
-    plan = make_plan(family, model)
+    plan = make_plan(family, model, tensors.bert)
     _require_same_tensors(plan, tensors)
     return Export(
         tensors=tensors, family=family, config=config, kept=kept, plan=plan, names=names, copies=copies, dtype=dtype
@@ -103,20 +107,24 @@ def _described(tensors: CheckpointTensors, like: Path | None) -> dict[str, Any] 
     return read_object(tensors.directory / KEPT_CONFIG)
 
 
-def _stored_names(tensors: CheckpointTensors) -> tuple[dict[str, str], list[str]]:
+def _stored_names(tensors: CheckpointTensors) -> tuple[dict[str, str], dict[str, str]]:
     if KEPT_SOURCE not in tensors.manifest.files:
-        return {}, []
+        return {}, {}
     path = tensors.directory / KEPT_SOURCE
     verify(path, tensors.manifest.files[KEPT_SOURCE])
     about = read_object(path)
     names, copies = about.get("names"), about.get("copies")
-    if not isinstance(names, dict) or not isinstance(copies, list):
+    if not isinstance(names, dict) or not isinstance(copies, dict):
         raise CheckpointError(f"{path} does not say which names the tensors had: the checkpoint is damaged")
-    return {str(name): str(stored) for name, stored in names.items()}, [str(name) for name in copies]
+    return {str(name): str(stored) for name, stored in names.items()}, {
+        str(copy): str(name) for copy, name in copies.items()
+    }
 
 
 def _of_another_model(like: Path, there: ModelConfig, here: ModelConfig, different: list[str]) -> str:
-    shown = ", ".join(f"{name} {getattr(there, name)} there, {getattr(here, name)} here" for name in different)
+    shown = ", ".join(
+        f"{name} {getattr(there, name, 'other')} there, {getattr(here, name, 'other')} here" for name in different
+    )
     return f"--like {like} is of another model than the checkpoint: {shown}"
 
 
@@ -148,21 +156,33 @@ def write_directory(export: Export, target: Path, *, most_bytes: int) -> None:
 
 
 def _forms(export: Export) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    for step in export.plan:
-        dtype = export.dtype or export.tensors.dtype(step.ours)
-        for source, name in enumerate(step.theirs):
-            yield export.names.get(name, name), (dtype, step.shape_of(source))
-            if name == export.family.embedding:
-                yield from ((copy, (dtype, step.shape)) for copy in export.copies)
+    for name, shape in their_shapes(export.plan).items():
+        dtype = export.dtype or export.tensors.dtype(_parts(export, name)[0][0].ours)
+        yield export.names.get(name, name), (dtype, shape)
+        yield from ((copy, (dtype, shape)) for copy, original in export.copies.items() if original == name)
 
 
 def _converted(export: Export) -> Iterator[tuple[str, Tensor]]:
-    for step in export.plan:
-        whole = export.tensors.read(step.ours, export.dtype)
-        for source, name in enumerate(step.theirs):
-            yield export.names.get(name, name), step.take_apart(whole, source)
-            if name == export.family.embedding:
-                yield from ((copy, whole) for copy in export.copies)
+    last: tuple[str, Tensor] | None = None
+    for name, shape in their_shapes(export.plan).items():
+        result: Tensor | None = None
+        for step, source in _parts(export, name):
+            if last is None or last[0] != step.ours:
+                last = None  # before the next is read: one of ours at a time
+                last = (step.ours, export.tensors.read(step.ours, export.dtype))
+            if step.is_copy:
+                result = last[1]
+            else:
+                result = torch.empty(shape, dtype=last[1].dtype) if result is None else result
+                step.take_apart(last[1], source, result)
+        assert result is not None
+        yield export.names.get(name, name), result
+        yield from ((copy, result) for copy, original in export.copies.items() if original == name)
+
+
+def _parts(export: Export, name: str) -> list[tuple[Step, int]]:
+    """The tensors of megacore's that one of theirs consists of, and which of their sources it is."""
+    return [(step, step.theirs.index(name)) for step in export.plan if name in step.theirs]
 
 
 def _write_config(export: Export, target: Path) -> None:

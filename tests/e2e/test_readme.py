@@ -83,7 +83,7 @@ def test_the_runnable_commands_run(number: int, checkout: Path) -> None:
 
 
 def test_there_are_runnable_commands() -> None:
-    assert len(blocks("bash", runnable=True)) == 3
+    assert len(blocks("bash", runnable=True)) == 4
 
 
 @pytest.mark.parametrize("text", blocks("bash", runnable=False) + blocks("bash", runnable=True))

@@ -11,6 +11,7 @@ import pytest
 from megacore.config import ModelConfig
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import FAMILIES, describe_model, family_of
+from megacore.models.hf.family import same_bert
 from megacore.presets import GPT_PRESETS
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -21,6 +22,7 @@ _REST = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "nu
 SMALL |= {name: {**_REST, "head_dim": 4, "intermediate_size": 16} for name in ("llama", "mistral", "qwen2", "qwen3")}
 SMALL |= {"gpt_neox": {**_REST, "intermediate_size": 16, "rotary_pct": 0.5}}
 del SMALL["gpt_neox"]["num_key_value_heads"]
+SMALL |= {name: {k: v for k, v in SMALL["gpt_neox"].items() if k != "rotary_pct"} for name in ("bert", "modernbert")}
 
 
 def read(model_type: str, **changes: Any) -> ModelConfig:
@@ -78,6 +80,18 @@ def read(model_type: str, **changes: Any) -> ModelConfig:
         ("gpt_neox", {"rotary_pct": 0.3}, "--rotary-percent 0.3"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is"),
         ("bloom", {"n_inner": 16}, "n_inner is 16"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+        ("bert", {"type_vocab_size": 3}, "type_vocab_size is 3"),
+        ("bert", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ("bert", {"is_decoder": True}, "is_decoder is True"),
+        ("modernbert", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types is no pattern"),
+        ("modernbert", {"attention_bias": True}, "attention_bias is True"),
+        ("modernbert", {"norm_bias": True}, "norm_bias is True"),
+        (
+            "modernbert",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.full_attention has a rope scaling",
+        ),
     ],
 )
 def test_a_field_is_refused_by_name(model_type: str, changes: dict[str, Any], problem: str) -> None:
@@ -125,16 +139,18 @@ def test_spellings_that_mean_the_same(model_type: str, old: dict[str, Any], new:
 @pytest.mark.parametrize("model_type", list(SMALL))
 def test_there_and_back(model_type: str) -> None:
     family, config = FAMILIES[model_type], read(model_type)
-    values = family.from_model(config)
+    bert = family.to_bert(SMALL[model_type], "config.json", paired=False)
+    values = family.from_model(config, bert)
     assert values is not None
     assert family.to_model(values, "config.json") == config
+    assert same_bert(family.to_bert(values, "config.json", paired=False), bert, config)
 
 
 @pytest.mark.parametrize("preset", list(GPT_PRESETS))
 def test_every_preset_can_be_exported(preset: str) -> None:
     shape = {name: value for name, value in GPT_PRESETS[preset].items() if name != "seq_length"}
     config = ModelConfig(**shape)  # type: ignore[arg-type]
-    family, values = describe_model(config.with_sizes(1024))
+    family, values = describe_model(config.with_sizes(1024), None)
     assert values["model_type"] == family.model_type
 
 

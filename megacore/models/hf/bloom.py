@@ -51,6 +51,5 @@ BLOOM = Family(
         *_both("head.norm", "ln_f"),
         TensorRule("head.weight", ("lm_head.weight",)),
     ),
-    tied="lm_head.weight",
-    embedding="transformer.word_embeddings.weight",
+    ties={"lm_head.weight": "transformer.word_embeddings.weight"},
 )

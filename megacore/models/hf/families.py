@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megacore.bert_section import BertSection
 from megacore.config import ModelConfig
 from megacore.errors import CheckpointError
+from megacore.models.hf.bert import BERT
 from megacore.models.hf.bloom import BLOOM
 from megacore.models.hf.family import Family
 from megacore.models.hf.gpt2 import GPT2
 from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from megacore.models.hf.modernbert import MODERNBERT
 from megacore.models.hf.neox import NEOX
 from megacore.wording import did_you_mean, one_of
 
 # In this order a model without a config.json of its own is looked for.
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM)
+    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM, BERT, MODERNBERT)
 }
 
 
@@ -36,21 +39,22 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
         raise CheckpointError(f"{where}: model_type is {str(name)[:80]!r}, but megacore has {_names()}{near}")
     family = FAMILIES[name]
     architectures = values.get("architectures")
-    if architectures not in (None, [], [family.architecture]):
+    if architectures not in (None, [], *([one] for one in family.architectures)):
         raise CheckpointError(
-            f"{where}: architectures is {str(architectures)[:80]}, but of {name} megacore has {family.architecture}"
+            f"{where}: architectures is {str(architectures)[:80]}, but of {name} megacore has "
+            f"{one_of(family.architectures)}"
         )
     return family
 
 
-def describe_model(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
+def describe_model(config: ModelConfig, bert: BertSection | None = None) -> tuple[Family, dict[str, Any]]:
     """A family that computes what a model does, and the model's config.json in it.
 
     Raises:
         CheckpointError: no family represents the model exactly.
     """
     for family in FAMILIES.values():
-        values = family.from_model(config)
+        values = family.from_model(config, bert)
         if values is not None:
             return family, values
     raise CheckpointError(

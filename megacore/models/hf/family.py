@@ -14,8 +14,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from megacore.bert_section import BertSection
 from megacore.config import ModelConfig, known
 from megacore.errors import CheckpointError
 from megacore.models.hf.config_reader import ConfigReader
@@ -79,16 +80,19 @@ class Family:
         prefix: what the tensors of the bare model (without a head) begin with; files may leave it out.
         same: fields that are copied.
         fixed: fields with the values that megacore computes, and the default where they are missing.
+        optional: fields that may be missing, with their only values.
         constants: ModelConfig's fields that are the same for the whole family.
         ignored: fields of this family that do not change what the model computes.
         read: ModelConfig's remaining fields from the file; notes problems in the reader.
         write: the remaining fields of the file.
         rules: the tensors.
-        aliases: other names under which files store a tensor -> the name in `rules`.
+        aliases: other ends of names under which files store a tensor -> the end of the name in `rules`.
         buffers: ends of names of constants that older files hold, which are no weights.
-        tied: the tensor of theirs that equals the token embedding where both are tied.
-        embedding: that token embedding.
-        layers: which list of layers of megacore it is, `gpt` or `bert`.
+        ties: a tensor of theirs that a model may not have of its own -> the one that it then is.
+        bert_style: for a BERT, its style; None: it predicts the next token.
+        read_bert: BertSection's fields from the file; notes problems in the reader.
+        write_bert: those fields for the file.
+        without_sentences: the class of a BERT without the sentence task.
     """
 
     model_type: str
@@ -96,6 +100,7 @@ class Family:
     prefix: str
     same: tuple[Same, ...]
     fixed: Mapping[str, tuple[tuple[Any, ...], Any]] = field(default_factory=dict)
+    optional: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     read: Callable[[ConfigReader], dict[str, Any]] = lambda reader: {}
@@ -103,9 +108,11 @@ class Family:
     rules: tuple[TensorRule, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
-    tied: str | None = None
-    embedding: str
-    layers: str = "gpt"
+    ties: Mapping[str, str]
+    bert_style: Literal["classic", "modern"] | None = None
+    read_bert: Callable[[ConfigReader], dict[str, Any]] = lambda reader: {}
+    write_bert: Callable[[ModelConfig, BertSection], dict[str, Any]] = lambda config, bert: {}
+    without_sentences: str | None = None
 
     def to_model(self, values: Mapping[str, Any], where: str) -> ModelConfig:
         """The model that a config.json describes.
@@ -121,7 +128,10 @@ class Family:
         ours = {same.ours: reader.copied(same.ours, same.theirs, same.default) for same in self.same}
         for name, (allowed, default) in self.fixed.items():
             reader.only(name, allowed, default)
+        for name, allowed in self.optional.items():
+            reader.only(name, allowed)
         ours |= dict(self.constants) | self.read(reader)
+        self.read_bert(reader)
         reader.finish(self.ignored)
         config = ModelConfig(**ours)
         problems = reader.problems or [f"{where}: {problem}" for problem in config.problems()]
@@ -131,17 +141,51 @@ class Family:
             raise CheckpointError(refusal(where, problems))
         return config.with_sizes(known(config.max_position_embeddings))
 
-    def from_model(self, config: ModelConfig) -> dict[str, Any] | None:
-        """The config.json of a model, or None where this family cannot represent it exactly."""
-        values: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.architecture]}
+    def to_bert(self, values: Mapping[str, Any], where: str, *, paired: bool) -> BertSection | None:
+        """What is BERT's own of a config.json that `to_model` accepts; None where the model is none.
+
+        Args:
+            values: the parsed file.
+            where: its path, for messages.
+            paired: whether the model has the sentence task, which its tensors tell.
+        """
+        if self.bert_style is None:
+            return None
+        fields = self.read_bert(ConfigReader(values, where))
+        task: Literal["nsp", "none"] = "nsp" if paired else "none"
+        return BertSection(bert_style=self.bert_style, sentence_task=task, **fields).filled()
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The classes of transformers that megacore reads."""
+        return (self.architecture, *filter(None, [self.without_sentences]))
+
+    def class_of(self, bert: BertSection | None) -> str:
+        """The class that a model becomes."""
+        if self.without_sentences is not None and bert is not None and bert.sentence_task == "none":
+            return self.without_sentences
+        return self.architecture
+
+    def from_model(self, config: ModelConfig, bert: BertSection | None = None) -> dict[str, Any] | None:
+        """The config.json of a model, or None where this family cannot represent it exactly.
+
+        Args:
+            config: the model.
+            bert: what is BERT's own of it; None: it predicts the next token.
+        """
+        if self.bert_style != (None if bert is None else bert.bert_style):
+            return None
+        values: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.class_of(bert)]}
         values |= {same.theirs[0]: getattr(config, same.ours) for same in self.same}
         values |= {name: allowed[0] for name, (allowed, _) in self.fixed.items()}
-        values |= self.write(config)
+        values |= self.write(config) | ({} if bert is None else self.write_bert(config, bert))
         try:
             back = self.to_model(values, "config.json")
         except CheckpointError:
             return None
-        return values if same_model(back, config) else None
+        paired = bert is not None and bert.sentence_task != "none"
+        same = same_model(back, config) and same_bert(self.to_bert(values, "config.json", paired=paired), bert, config)
+        return values if same else None
 
 
 def refusal(where: str, problems: list[str]) -> str:
@@ -170,6 +214,19 @@ def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
 def same_model(one: ModelConfig, other: ModelConfig) -> bool:
     """Whether two resolved configurations compute the same."""
     return not differing(one, other)
+
+
+def same_bert(one: BertSection | None, other: BertSection | None, config: ModelConfig) -> bool:
+    """Whether two sections are of BERTs that compute the same."""
+    if one is None or other is None:
+        return one is other
+    layers = config.num_layers
+    return (
+        one.bert_style == other.bert_style
+        and (one.sentence_task == "none") == (other.sentence_task == "none")
+        and min(one.global_attention_interval, layers) == min(other.global_attention_interval, layers)
+        and one.local_rotary_base == other.local_rotary_base
+    )
 
 
 def read_tied(reader: ConfigReader, *, default: bool) -> dict[str, Any]:

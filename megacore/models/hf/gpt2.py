@@ -72,6 +72,5 @@ GPT2 = Family(
         TensorRule("head.weight", ("lm_head.weight",)),
     ),
     buffers=(".attn.bias", ".attn.masked_bias"),
-    tied="lm_head.weight",
-    embedding="transformer.wte.weight",
+    ties={"lm_head.weight": "transformer.wte.weight"},
 )

@@ -166,8 +166,7 @@ def _family(model_type: str, architecture: str, **parts: Any) -> Family:
         fixed={"hidden_act": (("silu", "swish"), "silu"), **parts.pop("fixed", {})},
         constants=_CONSTANTS,
         buffers=(".rotary_emb.inv_freq",),
-        tied="lm_head.weight",
-        embedding="model.embed_tokens.weight",
+        ties={"lm_head.weight": "model.embed_tokens.weight"},
         **parts,
     )
 

@@ -82,6 +82,5 @@ NEOX = Family(
     ),
     aliases={"embed_out.weight": "lm_head.weight"},
     buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
-    tied="lm_head.weight",
-    embedding="gpt_neox.embed_in.weight",
+    ties={"lm_head.weight": "gpt_neox.embed_in.weight"},
 )

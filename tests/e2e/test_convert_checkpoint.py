@@ -1,0 +1,99 @@
+"""tools/convert_checkpoint.py from its command line: what is carried along, what each flag does, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file
+
+from megacore.convert.command import size
+from megacore.data.tokenizer import JsonTokenizer
+from tests.e2e.launching import alone, words
+from tests.parity.hf_models import make_model, save_model
+from tools.convert_checkpoint import main as convert
+from tools.generate import main as generate
+
+THERE, BACK = ("--from", "hf", "--to", "megacore"), ("--from", "megacore", "--to", "hf")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A Llama of transformers with a tokenizer."""
+    path = save_model(make_model("llama3"), tmp_path / "hf")
+    words_of = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"word{k}": k for k in range(60)}, "word0"))
+    words_of.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    JsonTokenizer(words_of).save(path)
+    (path / "special_tokens_map.json").write_text("{}")
+    (path / "modeling.py").write_text("raise SystemExit")
+    (path / "README.md").write_text("of the model")
+    return path
+
+
+def test_the_tokenizer_is_carried_and_used(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("word1 word2 word3 " * 20)
+    assert convert([*words(input=directory, output=tmp_path / "megacore", check_tokens=text), *THERE]) == 0
+    assert "40 tokens: logits differ by at most" in capsys.readouterr().out
+    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (directory / name).read_bytes(), name
+    assert not {"modeling.py", "README.md"} & {path.name for path in (tmp_path / "back").iterdir()}
+    assert generate(words(checkpoint=tmp_path / "megacore", prompt="word3", max_new_tokens=4)) == 0
+
+
+def test_a_run_goes_on_from_a_converted_checkpoint_and_back_like_its_source(directory: Path, tmp_path: Path) -> None:
+    """The shape is the checkpoint's; what is trained is handed back with the source's config.json and tokenizer."""
+    assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
+    flags = words(init_from_hf=directory, mock_data=True, seq_length=16, eval_interval=0, output_dir=tmp_path / "run")
+    done = alone(*flags, *words(train_iters=2, lr=1e-3), timeout=120)
+    assert done.returncode == 0, done.stderr
+    like = words(input=tmp_path / "run", output=tmp_path / "trained", like=directory, dtype="bf16")
+    assert convert([*like, *BACK]) == 0
+    trained, config = load_file(tmp_path / "trained" / "model.safetensors"), tmp_path / "trained" / "config.json"
+    before = load_file(directory / "model.safetensors")
+    assert trained.keys() == before.keys()
+    assert {value.dtype for value in trained.values()} == {torch.bfloat16}
+    assert not torch.equal(trained["model.norm.weight"].float(), before["model.norm.weight"])
+    expected = json.loads((directory / "config.json").read_text())
+    assert json.loads(config.read_text()) == expected | {"dtype": "bfloat16"}
+    assert (tmp_path / "trained" / "tokenizer.json").exists()
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The one line of a refusal."""
+    assert convert(list(flags)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("convert_checkpoint.py: error: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def test_wrong_flags_are_one_line(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = words(input=directory, output=tmp_path / "out")
+    assert "--from hf --to hf is no conversion" in refusal(capsys, *both, "--from", "hf", "--to", "hf")
+    assert "--like has no effect" in refusal(capsys, *both, *THERE, *words(like=directory))
+    assert "--dtype has no effect" in refusal(capsys, *both, *THERE, *words(dtype="bf16"))
+    assert "--vocab-size has no effect" in refusal(capsys, *both, *THERE, *words(vocab_size=9))
+    assert "'5 G' is no size" in refusal(capsys, *both, *THERE, *words(max_shard_size="5 G"))
+    assert "must be above 0 and at most 1" in refusal(capsys, *both, *THERE, *words(tolerance=0))
+    assert "none cannot be read" in refusal(capsys, *both, *THERE, *words(check_tokens=tmp_path / "none"))
+    assert "holds no checkpoint" in refusal(capsys, *both, *BACK)
+    missing = words(input=tmp_path / "none", output=tmp_path / "out")
+    assert "none is not a directory" in refusal(capsys, *missing, *THERE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_like_another_model_is_refused(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
+    other = save_model(make_model("llama2"), tmp_path / "other")
+    flags = words(input=tmp_path / "megacore", output=tmp_path / "out", like=other)
+    assert "is of another model than the checkpoint: num_query_groups 4 there, 2 here" in refusal(capsys, *flags, *BACK)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("500MB", 500_000_000), ("2GiB", 2 << 30), ("7", 7), ("1 kb", 1000)])
+def test_sizes(text: str, expected: int) -> None:
+    assert size(text) == expected

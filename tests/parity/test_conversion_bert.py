@@ -1,0 +1,116 @@
+"""Conversion of BERT: against the weights as another test translates them, there and back, with and without
+the sentence task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megacore.convert.check import check_tokens, compare
+from megacore.convert.checkpoint_tensors import CheckpointTensors
+from megacore.convert.from_hf import open_model
+from tests.e2e.launching import alone, words
+from tests.parity.bert_twins import classic_twin, classic_values, modern_twin, modern_values
+from tools.convert_checkpoint import main as convert
+
+THERE, BACK = ("--from", "hf", "--to", "megacore"), ("--from", "megacore", "--to", "hf")
+
+
+def save(folder: Path, *, sentences: bool) -> Path:
+    """The twin as transformers saves it."""
+    twin = classic_twin()
+    if not sentences:
+        masked = transformers.BertForMaskedLM(twin.config)
+        missing, _ = masked.load_state_dict(twin.state_dict(), strict=False)
+        assert not missing
+        twin = masked
+    twin.save_pretrained(folder / "hf")
+    return folder / "hf"
+
+
+def weights(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of a directory, by stored name."""
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def require_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
+
+
+@pytest.mark.parametrize("sentences", [True, False])
+def test_there_and_back(sentences: bool, tmp_path: Path) -> None:
+    directory = save(tmp_path, sentences=sentences)
+    assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
+    found = CheckpointTensors(tmp_path / "megacore")
+    expected = classic_values(classic_twin())
+    expected = {name: value for name, value in expected.items() if sentences or ".sentence." not in name}
+    require_same({name: found.read(name) for name in found.shapes}, expected)
+    assert found.bert is not None
+    assert found.bert.sentence_task == ("nsp" if sentences else "none")
+
+    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    require_same(weights(tmp_path / "back"), weights(directory))
+    assert (tmp_path / "back" / "config.json").read_bytes() == (directory / "config.json").read_bytes()
+    agreement = compare(directory, tmp_path / "megacore", check_tokens(found.config, tmp_path / "none", None))
+    assert agreement.difference <= 1e-5
+    assert agreement.same_choice == 1.0
+    kind = transformers.AutoModelForPreTraining if sentences else transformers.AutoModelForMaskedLM
+    loaded = kind.from_pretrained(tmp_path / "back")
+    assert type(loaded).__name__ == ("BertForPreTraining" if sentences else "BertForMaskedLM")
+
+
+def test_modernbert_there_and_back(tmp_path: Path) -> None:
+    """Its gated MLP has one matrix for both of megacore's."""
+    modern_twin().save_pretrained(tmp_path / "hf")
+    assert convert([*words(input=tmp_path / "hf", output=tmp_path / "megacore"), *THERE]) == 0
+    found = CheckpointTensors(tmp_path / "megacore")
+    require_same({name: found.read(name) for name in found.shapes}, modern_values(modern_twin()))
+    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    require_same(weights(tmp_path / "back"), weights(tmp_path / "hf"))
+    agreement = compare(tmp_path / "hf", tmp_path / "megacore", check_tokens(found.config, tmp_path / "none", None))
+    assert agreement.difference <= 1e-5
+    hf = open_model(tmp_path / "hf")
+    values = hf.family.from_model(hf.config, hf.bert)
+    assert values is not None
+    made = transformers.AutoConfig.for_model(**values)
+    assert made.layer_types == modern_twin().config.layer_types
+    assert made.rope_parameters == modern_twin().config.rope_parameters
+
+
+def test_old_names_and_stored_copies_come_back(tmp_path: Path) -> None:
+    """The first BERT's files call a norm's parameters gamma and beta, and store tied tensors and positions too."""
+    directory = save(tmp_path, sentences=True)
+    stored = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in weights(directory).items()
+    }
+    stored["cls.predictions.decoder.weight"] = stored["bert.embeddings.word_embeddings.weight"].clone()
+    stored["cls.predictions.decoder.bias"] = stored["cls.predictions.bias"].clone()
+    constant = {"bert.embeddings.position_ids": torch.arange(24).unsqueeze(0)}
+    save_file(stored | constant, directory / "model.safetensors", metadata={"format": "pt"})
+    assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
+    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    require_same(weights(tmp_path / "back"), stored)
+
+
+def test_a_config_made_anew_describes_the_same_model(tmp_path: Path) -> None:
+    hf = open_model(save(tmp_path, sentences=False))
+    values = hf.family.from_model(hf.config, hf.bert)
+    assert values is not None
+    assert values["architectures"] == ["BertForMaskedLM"]
+    assert hf.family.to_model(values, "config.json") == hf.config
+
+
+def test_a_gpt_cannot_start_from_a_bert(tmp_path: Path) -> None:
+    directory = save(tmp_path, sentences=False)
+    done = alone(
+        *words(init_from_hf=directory, mock_data=True, seq_length=16, train_iters=2, output_dir=tmp_path / "run")
+    )
+    assert done.returncode == 2
+    assert "hf is a bert: convert it with tools/convert_checkpoint.py" in done.stderr
