@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter
 
 _HEADER_BYTES = 1 << 10  # that a tensor takes in the head of a file, with room for a long name
+_THREADS = 4  # that check files
 _OPEN_FILES = 32  # of a reader, at most
 
 
@@ -77,8 +79,9 @@ def verified_together(
     by_size = sorted(names, key=lambda name: (-manifest.files[name].bytes, name))
     problem = None
     try:
-        for name in by_size[world.rank :: world.size]:
-            verify(directory / name, manifest.files[name])
+        with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
+            own = by_size[world.rank :: world.size]
+            list(threads.map(lambda name: verify(directory / name, manifest.files[name]), own))
         for name in sorted(used)[world.rank :: world.size]:
             check_header(directory / name, manifest)
     except CheckpointError as error:
@@ -184,7 +187,11 @@ class Reader:
         entry = self._manifest.tensors[kind].get(name)
         if entry is None:
             raise CheckpointError(f"{self._directory} has no {kind} of {name}")
-        result = torch.empty([b - a for a, b in wanted], dtype=_dtype(entry))
+        dtype = _dtype(entry)
+        if len(entry.pieces) == 1:
+            (piece,) = entry.pieces
+            return self._slice(piece, name, tuple(slice(a, b) for a, b in wanted))
+        result = torch.empty([b - a for a, b in wanted], dtype=dtype)
         filled = 0
         for piece in entry.pieces:
             shared = [(max(a, c), min(b, d)) for (a, b), c, d in zip(wanted, piece.start, piece.stop, strict=True)]

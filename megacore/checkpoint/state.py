@@ -75,10 +75,10 @@ class TrainingState:
             for owned in self.data_parallel.segments_of(parameter.spec.name):
                 for kind in (MODEL, *kinds):
                     rows, width = _rows(owned.segment, parameter.shape)
-                    part = torch.zeros(len(rows), *parameter.shape[1:]) if parameter.dim() else torch.zeros(())
-                    if wanted := _wanted(parameter.spec, rows):
-                        here = tuple(slice(0, stop - start) for start, stop in wanted)
-                        part[here] = read(kind, parameter.spec.name, wanted)
+                    shape = (len(rows), *parameter.shape[1:]) if parameter.dim() else ()
+                    wanted = _wanted(parameter.spec, rows)
+                    stored = None if wanted is None else read(kind, parameter.spec.name, wanted)
+                    part = stored if stored is not None and stored.shape == shape else _padded(stored, shape)
                     first = owned.segment.start - rows.start * width
                     values = part.reshape(-1)[first : first + owned.segment.stop - owned.segment.start]
                     self._fill_segment(owned, kind, values, updates)
@@ -124,6 +124,14 @@ def _rows(segment: Segment, shape: torch.Size) -> tuple[range, int]:
     """The rows of a local tensor that a segment touches, and the elements of a row."""
     width = math.prod(shape[1:])
     return range(segment.start // width, -(-segment.stop // width)), width
+
+
+def _padded(stored: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """The tensor in a larger one of zeros."""
+    part = torch.zeros(shape)
+    if stored is not None:
+        part[tuple(slice(0, size) for size in stored.shape)] = stored
+    return part
 
 
 def _wanted(spec: ShardSpec, rows: range) -> Slices | None:
