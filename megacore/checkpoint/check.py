@@ -38,8 +38,8 @@ def check_load(config: Config) -> None:
         return
     run = Path(config.training.output_dir if load == AUTO else load)
     if (run / MANIFEST_NAME).is_file():
-        check_settings(config, run, read_manifest(run))
         _check_files(run)
+        check_settings(config, run, read_manifest(run))
         return
     candidates = published(run)
     if not candidates and load != AUTO:

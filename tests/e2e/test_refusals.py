@@ -18,6 +18,7 @@ import pytest
 import tokenizers
 import torch
 
+from megacore.checkpoint.manifest import sealed
 from megacore.data.tokenizer import JsonTokenizer
 from tests.e2e.launching import PROGRAM, alone, needs_proc, small_run, under_torchrun
 from tests.unit import data_bytes
@@ -200,20 +201,21 @@ def manifest_without_optimizer(inputs: Path) -> dict[str, object]:
     manifest = shard(inputs).with_name("manifest.json")
     raw = json.loads(manifest.read_text())
     del raw["config"]["optimizer"]
-    manifest.write_text(json.dumps(raw))
+    manifest.write_text(sealed(raw))
     return {"load": inputs / "trained"}
 
 
 def lost_shard(inputs: Path) -> dict[str, object]:
     """A checkpoint of which a file is gone."""
-    shard(inputs).unlink()
-    return {"load": inputs / "trained"}
+    lost = shard(inputs)
+    lost.unlink()
+    return {"load": lost.parent}
 
 
 def shorter_shard(inputs: Path) -> dict[str, object]:
     """A checkpoint of which a file was cut short."""
     os.truncate(shard(inputs), shard(inputs).stat().st_size - 1)
-    return {"load": inputs / "trained"}
+    return {"load": shard(inputs).parent}
 
 
 def flipped_bit(inputs: Path) -> dict[str, object]:
@@ -221,7 +223,7 @@ def flipped_bit(inputs: Path) -> dict[str, object]:
     data = bytearray(shard(inputs).read_bytes())
     data[-1] ^= 1
     shard(inputs).write_bytes(data)
-    return {"load": inputs / "trained"}
+    return {"load": shard(inputs).parent}
 
 
 def shard(inputs: Path) -> Path:
