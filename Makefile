@@ -1,10 +1,12 @@
 # make setup        create .venv and install (seconds when done; PYTHON=python3.12 chooses the interpreter)
 # make quickstart   train a small GPT on 8 processes, from text to generated text
-# make test         lint, types, tests          (ARGS="-k name" goes to pytest)
+# make test         lint, types, tests          (ARGS="-k name" goes to pytest, WORKERS=4 runs four files at a time)
 # make test-slow    the tests that take minutes
 # make lint | format | docs-check | build | clean | distclean
 
 VENV := .venv
+# Test files that run side by side: many leave a second core idle, and what several files share is made in each.
+WORKERS ?= 2
 RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 AT_LEAST := import sys; sys.exit(sys.version_info < (3, 11))
@@ -45,7 +47,7 @@ quickstart: setup
 	@$(RUN) tools/quickstart.py
 
 test: lint
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: setup
 	$(RUN) -m pytest -m slow $(ARGS)
