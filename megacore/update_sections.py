@@ -28,11 +28,11 @@ class PrecisionConfig(Section):
     initial_loss_scale: Annotated[float, Range(above=0)] = 65536.0
     """Loss scale that --precision fp16 begins with."""
     min_loss_scale: Annotated[float, Range(above=0)] = 1.0
-    """Smallest loss scale; an overflow at it stops the run."""
+    """Smallest loss scale; an overflow that would halve it further stops the run."""
     loss_scale_window: Annotated[int, Range(1)] = 1000
     """Steps in a row without overflow after which the loss scale doubles."""
     hysteresis: Annotated[int, Range(1)] = 2
-    """Overflows after which the loss scale halves."""
+    """Overflows after which the loss scale halves; further ones halve it each, until it has doubled again."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if "precision" in wrong:

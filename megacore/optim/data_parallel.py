@@ -5,7 +5,8 @@ backward, as soon as its last gradient is there (Li et al. 2020, arXiv 2006.1570
 every microbatch's, and only the own shard of the sum is kept. On stages 1 and 2 updated parameters are gathered after
 the step, while the next forward begins; on stage 3 layer by layer, before forward and before backward, the next layer's
 ahead of its use. Messages carry no name: ranks pair them by their order, which must not depend on what gradients a
-rank has, so that buckets are reduced in one order, the last used first. Gradients are summed: the loss was already divided by the tokens of the whole global batch.
+rank has, so that buckets are reduced in one order, the last used first. Gradients are summed: the loss was already
+divided by the tokens of the whole global batch.
 """
 
 from __future__ import annotations
@@ -280,16 +281,15 @@ class DataParallel:
                 owned.master.copy_(whole[segment.name].reshape(-1)[segment.start : segment.stop])
         self.publish()
 
-    def offender(self, shared: Collection[str] = ()) -> Offender | None:
-        """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
-        because what is not finite spreads in the backward from there.
+    def note(self, names: Collection[str]) -> None:
+        """Remember whether these parameters' gradients are finite on this rank: other ranks' are about to be added."""
+        for bucket in self.buckets:
+            bucket.note(names)
 
-        Args:
-            shared: global names of tied parameters, which may have been given what is not finite by another rank: one
-                is named only where there is nothing else.
-        """
+    def offender(self) -> Offender | None:
+        """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
+        because what is not finite spreads in the backward from there."""
         bad = {name for bucket in self.buckets for name in bucket.offenders()}
-        bad = bad.difference(shared) or bad
         places = [place for place, parameter in enumerate(self.parameters) if parameter.spec.name in bad]
         if not places:
             return None
