@@ -13,6 +13,9 @@ from megacore.errors import TrainingStopped
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# Backward begins with the scale in fp32; 1e38 is the largest that can be configured, and its double is finite.
+_LARGEST = 2.0**127
+
 
 class LossScaler:
     """The factor by which the loss is multiplied before backward, and gradients are divided after.
@@ -39,7 +42,7 @@ class LossScaler:
             return
         self._good_steps += 1
         if self._good_steps % self._config.loss_scale_window == 0:
-            self.scale *= 2.0
+            self.scale = min(self.scale * 2.0, _LARGEST)
             self._allowance = self._config.hysteresis
 
     def overflow(self, where: str = "a gradient") -> None:
