@@ -212,6 +212,16 @@ def _reproducible(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("recompute_num_layers", "num_layers")
+def _recomputed(config: Config, world_size: int) -> Iterator[str]:
+    recomputed, layers = config.training.recompute_num_layers, config.model.num_layers
+    if recomputed is not None and recomputed > layers:
+        yield (
+            f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}: use {layers} or less, "
+            "or leave it out for all"
+        )
+
+
 @_about("pp", "num_layers", "virtual_stages", "pipeline_layout")
 def _stages(config: Config, world_size: int) -> Iterator[str]:
     pp, virtual, layers = config.parallel.pp, config.parallel.virtual_stages, config.model.num_layers

@@ -171,7 +171,7 @@ class TrainingConfig(Section):
     """Directory for checkpoints, metrics.jsonl and the resolved config.toml; made where it does not exist."""
     max_bad_steps: Annotated[int, Range(1)] = 10
     """Steps in a row with a loss or gradient that is not finite after which the run stops. Each of them leaves the
-    weights as they were."""
+    weights as they were. Where the loss scale is dynamic only the loss counts."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What is computed again in backward instead of kept. selective: attention between its projections. full: whole
     blocks, of which only the input is kept. No choice changes a bit of the result."""

@@ -13,6 +13,9 @@ from typing import Annotated, Literal
 from megacore.fields import Flag, Range, Section
 from megacore.wording import number
 
+# Backward begins with the scale in fp32, where it must be neither 0 nor infinite.
+_LOSS_SCALES = Range(1e-37, 1e38)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
@@ -23,16 +26,16 @@ class PrecisionConfig(Section):
     unless --grad-reduce-dtype says otherwise."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated and reduced."""
-    loss_scale: Annotated[float | None, Range(above=0), Flag()] = None
+    loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
     """Fixed loss scale of --precision fp16. None: dynamic."""
-    initial_loss_scale: Annotated[float, Range(above=0)] = 65536.0
+    initial_loss_scale: Annotated[float, _LOSS_SCALES] = 65536.0
     """Loss scale that --precision fp16 begins with."""
-    min_loss_scale: Annotated[float, Range(above=0)] = 1.0
-    """Smallest loss scale; an overflow at it stops the run."""
+    min_loss_scale: Annotated[float, _LOSS_SCALES] = 1.0
+    """Smallest loss scale; an overflow that would halve it further stops the run."""
     loss_scale_window: Annotated[int, Range(1)] = 1000
     """Steps in a row without overflow after which the loss scale doubles."""
     hysteresis: Annotated[int, Range(1)] = 2
-    """Overflows after which the loss scale halves."""
+    """Overflows after which the loss scale halves; further ones halve it each, until it has doubled again."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if "precision" in wrong:
@@ -40,6 +43,11 @@ class PrecisionConfig(Section):
         if self.precision != "fp16":
             scale = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
             yield from self.without_effect(scale, wrong, f"--precision {self.precision}", "--precision fp16")
+        elif self.loss_scale is not None and "loss_scale" not in wrong:
+            dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+            fixed = f"--loss-scale {number(self.loss_scale)}, which is fixed"
+            yield from self.without_effect(dynamic, wrong, fixed, "a dynamic scale, without --loss-scale")
+            return
         if self.initial_loss_scale < self.min_loss_scale:
             yield (
                 f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,6 +95,7 @@ class Bucket:
         self._written: set[str] = set()  # parameters that have a value in `_gradients`
         self._missing: set[str] = set()  # parameters whose gradient this backward still owes
         self._marks: Tensor | None = None  # a number a parameter: its own gradient was finite as it is
+        self._noted: dict[str, Tensor] = {}  # norms of gradients in `.grad` before other ranks' were added
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
         self._host_gradients = self._on_host(torch.zeros(self.layout.shard_size)) if options.offload else None
         self._on_the_way: list[str] = []  # to the host: gradients of these parameters
@@ -159,6 +160,7 @@ class Bucket:
     def begin_step(self, loss_scale: float) -> None:
         """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
         self._own_gradients, self._marks = None, None
+        self._noted.clear()
         self._unit = UNIT * loss_scale
         self._written.clear()
         for parameter in self.parameters:
@@ -284,10 +286,18 @@ class Bucket:
         places = {segment.name: segment.place for segment in self.segments}
         return {name: self._host_gradients[places[name]] for name in self._on_the_way}
 
+    def note(self, names: Collection[str]) -> None:
+        """Remember what this rank's own gradients of these parameters are, before others' are added to them in place;
+        where gradients are reduced over replicas that is known already."""
+        own = {name: p.grad for name, p in self._by_name.items() if name in names and p.grad is not None}
+        if self._in_place and own:
+            self._noted = dict(zip(own, torch._foreach_norm(list(own.values())), strict=True))
+
     def offenders(self) -> list[str]:
         """Parameters whose gradient was not finite on this rank before any reduction."""
         if self._in_place:
-            return [name for name, p in self._by_name.items() if p.grad is not None and not p.grad.isfinite().all()]
+            own = {name: self._noted.get(name, p.grad) for name, p in self._by_name.items()}
+            return [name for name, found in own.items() if found is not None and not found.isfinite().all()]
         if self._marks is None:
             return []
         finite = self._marks.isfinite().tolist()

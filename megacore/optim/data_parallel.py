@@ -4,7 +4,9 @@ Gradients are taken from autograd as they appear. On stages 0 and 1 a bucket is 
 backward, as soon as its last gradient is there (Li et al. 2020, arXiv 2006.15704, section 3.2); on stages 2 and 3 in
 every microbatch's, and only the own shard of the sum is kept. On stages 1 and 2 updated parameters are gathered after
 the step, while the next forward begins; on stage 3 layer by layer, before forward and before backward, the next layer's
-ahead of its use. Gradients are summed: the loss was already divided by the tokens of the whole global batch.
+ahead of its use. Messages carry no name: ranks pair them by their order, which must not depend on what gradients a
+rank has, so that buckets are reduced in one order, the last used first. Gradients are summed: the loss was already
+divided by the tokens of the whole global batch.
 """
 
 from __future__ import annotations
@@ -110,13 +112,17 @@ class DataParallel:
             self._buckets_of_chunk.append(buckets)
             self.buckets = [*buckets, *self.buckets]
         self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
+        # Of each bucket the first layer that uses it: its gradients are there once backward has passed that layer.
+        self._first_layer = {
+            id(self._bucket_of[p.spec.name]): number for number in reversed(range(len(own))) for p in own[number]
+        }
         self._needs = [_unique(self._bucket_of[p.spec.name] for p in sharded_parameters(layer)) for layer in layers]
         users = [{id(b) for number in numbers for b in self._needs[number]} for numbers in self._chunks]
         self._shared_by_chunks = [b for b in self.buckets if sum(id(b) in used for used in users) > 1]
         self._repeated = _later_uses(layers) if options.exact_terms else [{} for _ in layers]
         self._holders: dict[int, set[int]] = {id(bucket): set() for bucket in self.buckets}
         self._computing: list[Bucket] = []  # whose gradients appear now
-        self._reduces_now = False
+        self._due: list[Bucket] = []  # of these, in order, those whose reduction is to begin in this backward
         self._under_way: Bucket | None = None  # the bucket whose reduction began last
         self.segments = list(self._own_segments())
         for bucket in self.buckets:
@@ -155,6 +161,7 @@ class DataParallel:
         self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
 
     def _before_backward(self, index: int, chunk: range) -> None:
+        self._begin_reductions(index)  # before the next gathering, on every rank
         self._acquire(index)
         self._prefetch(index - 1, chunk)
 
@@ -191,19 +198,17 @@ class DataParallel:
             last: whether they complete the sums of the step.
             all_weights: whether the chunk's parameters are needed at once, and not layer by layer.
         """
-        self._reduces_now = last or self.options.stage >= 2
         self._computing = [b for b in self._buckets_of_chunk[chunk] if b not in self._shared_by_chunks]
         for bucket in self._computing:
             bucket.begin_backward()
+        self._due = list(self._computing) if last or self.options.stage >= 2 else []
         for index in self._chunks[chunk] if all_weights else ():
             self._acquire(index)
 
     def end_backward(self, chunk: int) -> None:
         """The chunk's gradients of a microbatch are all there: reduce what is due and has not begun, and let go of its
         parameters."""
-        for bucket in self._computing:
-            if self._reduces_now and bucket.owes_gradients:
-                self._reduce(bucket)
+        self._begin_reductions(-1)
         self._computing = []
         for index in self._chunks[chunk]:
             self._release(index)
@@ -227,8 +232,17 @@ class DataParallel:
     def _arrived(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)
         bucket = self._bucket_of[parameter.spec.name]
-        if bucket.add(parameter.spec.name) and self._reduces_now and bucket in self._computing:
-            self._reduce(bucket)
+        if bucket.add(parameter.spec.name) and bucket in self._due:
+            self._begin_reductions(len(self._needs))
+
+    def _begin_reductions(self, reached: int) -> None:
+        """Begin what is due, in order, up to the first bucket that still waits for a gradient.
+
+        Args:
+            reached: backward has passed the layers after this one: what they have not given does not come.
+        """
+        while self._due and (not self._due[0].owes_gradients or self._first_layer[id(self._due[0])] > reached):
+            self._reduce(self._due.pop(0))
 
     def _reduce(self, bucket: Bucket) -> None:
         """Begin a bucket's reduction; on stages 2 and 3 the one before ends first, so that whole gradients of two
@@ -267,16 +281,15 @@ class DataParallel:
                 owned.master.copy_(whole[segment.name].reshape(-1)[segment.start : segment.stop])
         self.publish()
 
-    def offender(self, shared: Collection[str] = ()) -> Offender | None:
-        """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
-        because what is not finite spreads in the backward from there.
+    def note(self, names: Collection[str]) -> None:
+        """Remember whether these parameters' gradients are finite on this rank: other ranks' are about to be added."""
+        for bucket in self.buckets:
+            bucket.note(names)
 
-        Args:
-            shared: global names of tied parameters, which may have been given what is not finite by another rank: one
-                is named only where there is nothing else.
-        """
+    def offender(self) -> Offender | None:
+        """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
+        because what is not finite spreads in the backward from there."""
         bad = {name for bucket in self.buckets for name in bucket.offenders()}
-        bad = bad.difference(shared) or bad
         places = [place for place, parameter in enumerate(self.parameters) if parameter.spec.name in bad]
         if not places:
             return None

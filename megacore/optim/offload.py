@@ -27,10 +27,10 @@ def step_on_host(
         factor: what gradients are multiplied by first (clipping, loss scale).
         rate: the learning rate.
     """
+    factor = factor.cpu()  # before the downloads are queued: it would wait for all of them
     buckets = data_parallel.in_order_of_use()
     for bucket in buckets:
         bucket.begin_download()
-    factor = factor.cpu()
     for bucket in buckets:
         downloaded = bucket.downloaded()
         segments = [owned for owned in data_parallel.segments if owned.bucket is bucket]

@@ -13,12 +13,16 @@ from megacore.errors import TrainingStopped
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+# Backward begins with the scale in fp32; 1e38 is the largest that can be configured, and its double is finite.
+_LARGEST = 2.0**127
+
 
 class LossScaler:
     """The factor by which the loss is multiplied before backward, and gradients are divided after.
 
     A dynamic scale doubles after `loss_scale_window` good steps in a row, and halves once `hysteresis` steps have
-    overflowed without it having doubled in between. Outside fp16, and where `loss_scale` is given, the scale is
+    overflowed without it having doubled in between; each further overflow then halves it again, until it has doubled.
+    Outside fp16, and where `loss_scale` is given, the scale is
     fixed.
 
     Args:
@@ -38,11 +42,14 @@ class LossScaler:
             return
         self._good_steps += 1
         if self._good_steps % self._config.loss_scale_window == 0:
-            self.scale *= 2.0
+            self.scale = min(self.scale * 2.0, _LARGEST)
             self._allowance = self._config.hysteresis
 
-    def overflow(self) -> None:
-        """A gradient was not finite.
+    def overflow(self, where: str = "a gradient") -> None:
+        """A gradient was not finite, though the loss was finite.
+
+        Args:
+            where: which gradient, for the message.
 
         Raises:
             TrainingStopped: the scale is at its minimum already.
@@ -55,7 +62,7 @@ class LossScaler:
             return
         if self.scale <= self._config.min_loss_scale:
             raise TrainingStopped(
-                "gradients overflow fp16 even at the smallest loss scale, --min-loss-scale "
+                f"{where} overflowed fp16 even at the smallest loss scale, --min-loss-scale "
                 f"{self._config.min_loss_scale:g}: the run diverges. Use --precision bf16, a smaller --lr or a longer "
                 "warm-up"
             )

@@ -6,6 +6,7 @@ loss or a gradient that is not finite anywhere has found its way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -64,9 +65,12 @@ class WeightUpdate:
         self.updates = 0
         self.skipped_steps = 0
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
+        self._fp16 = config.precision.precision == "fp16"
         self._sequence_parallel = config.parallel.sequence_parallel
         self._clip = config.optimizer.clip_grad
         self._shared, self._tied_copies = dict(sorted(shared.items())), frozenset(tied_copies)
+        whole = {owned.spec.name for owned in data_parallel.segments if owned.spec.dim is None}
+        self._added_to = {*shared, *(whole if self._sequence_parallel else ())}  # by ranks other than replicas
 
     @torch.no_grad()
     def apply(self, loss: Tensor, rate: float) -> Outcome:
@@ -81,6 +85,7 @@ class WeightUpdate:
         """
         data_parallel = self.data_parallel
         data_parallel.finish()
+        data_parallel.note(self._added_to)
         if self._sequence_parallel:
             self._sum_over_positions()
         for name, group in self._shared.items():
@@ -99,7 +104,7 @@ class WeightUpdate:
         )
         norm = total.norm / scale
         if not torch.isfinite(norm):
-            return Outcome(loss=total.loss, norm=norm, skipped=self._skip())
+            return Outcome(loss=total.loss, norm=norm, skipped=self._skip(total.loss))
         factor = clip_factor(norm, self._clip) / scale
         if data_parallel.options.offload:
             step_on_host(data_parallel, self.optimizer, factor=factor, rate=rate)
@@ -119,12 +124,14 @@ class WeightUpdate:
 
     def counters(self) -> dict[str, float]:
         """What a resumed run needs besides the tensors."""
-        return {"updates": self.updates, "skipped_steps": self.skipped_steps, **self.scaler.state()}
+        counters = {"updates": self.updates, "skipped_steps": self.skipped_steps, "bad_steps": self._bad_steps}
+        return {**counters, **self.scaler.state()}
 
     def load_counters(self, counters: dict[str, float]) -> None:
         """Continue counting where a checkpoint was made."""
         self.updates = int(counters.get("updates", 0))
         self.skipped_steps = int(counters.get("skipped_steps", 0))
+        self._bad_steps = int(counters.get("bad_steps", 0))
         self.scaler.load_state(counters)
 
     def _sum_over_positions(self) -> None:
@@ -141,33 +148,59 @@ class WeightUpdate:
             assert gradient is not None
             all_reduce_(gradient, group)
 
-    def _skip(self) -> str:
-        """Account for a step that is not finite; returns what happened."""
+    def _skip(self, loss: Tensor) -> str:
+        """Account for a step that is not finite; returns what happened.
+
+        A smaller loss scale helps where gradients overflow. It does nothing for a loss, which does not carry it.
+
+        Args:
+            loss: of all ranks.
+        """
         self.skipped_steps += 1
-        where = self._source()
-        if self.scaler.dynamic:
+        sound = bool(loss.isfinite().all())
+        where = self._source(sound)
+        if self.scaler.dynamic and sound:
             before = self.scaler.scale
-            self.scaler.overflow()
+            self.scaler.overflow(where)
             return f"{where} overflowed; loss scale {before:g} -> {self.scaler.scale:g}"
         self._bad_steps += 1
         if self._bad_steps >= self._max_bad_steps:
-            scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if self.scaler.scale != 1.0 else ""
+            scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if sound and self.scaler.scale != 1.0 else ""
+            wider = " --precision bf16," if self._fp16 else ""
             raise TrainingStopped(
                 f"{where} was not finite for {self._bad_steps} step(s) in a row "
                 f"(--max-bad-steps {self._max_bad_steps}): look at the data of these steps, "
-                f"or use{scale} a smaller --lr, a longer warm-up or --clip-grad"
+                f"or use{scale}{wider} a smaller --lr, a longer warm-up or --clip-grad"
             )
         return f"{where} is not finite"
 
-    def _source(self) -> str:
-        """Where what is not finite came from: of all ranks' offenders the one nearest to the loss."""
-        mine = self.data_parallel.offender(self._shared)
+    def _source(self, sound: bool) -> str:
+        """Where what is not finite came from: of all ranks' offenders the one nearest to the loss.
+
+        Args:
+            sound: whether the loss is finite.
+        """
+        mine, options = self.data_parallel.offender(), self.data_parallel.options
         stage = 0 if mine is None else mine.chunk * self.mesh.pp.size + self.mesh.pp.rank
-        found = all_gather_objects(None if mine is None else (stage, mine.place, mine.name), self.mesh.world)
+        own = None if mine is None else (stage, mine.place, mine.name)
+        found, largest = zip(*all_gather_objects((own, self._largest()), self.mesh.world), strict=True)
+        value, name = max(largest)
+        if sound and not options.exact_terms and math.isfinite(value):  # each gradient is, though its norm may not be
+            scaled = " with the loss scale" if self.scaler.scale != 1.0 else ""
+            return f"the sum of squared gradients in fp32 (largest entry{scaled} {value:.3g}, of {name})"
         ranks = [rank for rank, offender in enumerate(found) if offender is not None]
         if not ranks:
-            return "the loss"
+            return f"the gradient of {name}, summed over ranks," if sound else "the loss"
         source = max(ranks, key=lambda rank: (found[rank][:2], -rank))
-        options = self.data_parallel.options
         limit = f" (--reproducible takes entries up to {options.largest_exact:.3g})" if options.exact_terms else ""
-        return f"the gradient of {found[source][2]} on rank {source}{limit}"
+        gradient = f"the gradient of {found[source][2]} on rank {source}{limit}"
+        return gradient if sound else f"the loss (and {gradient})"
+
+    def _largest(self) -> tuple[float, str]:
+        """The largest entry of the gradients on this rank, once summed, and its parameter; infinite for NaN."""
+        found = [(0.0, "")]
+        for owned in self.data_parallel.segments:
+            if (gradient := owned.gradient) is not None:
+                value = float(gradient.abs().max())
+                found.append((value if math.isfinite(value) else math.inf, owned.spec.name))
+        return max(found)

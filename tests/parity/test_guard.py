@@ -145,3 +145,87 @@ def test_what_spreads_is_traced_to_where_it_began(
     directory = str(tmp_path_factory.mktemp("run"))
     for said in run_distributed(spreads, tp * pp * dp, layout, directory, changes):
         assert f"the gradient of blocks.4.mlp.down.bias on rank {culprit}" in said
+
+
+def plant_in(trainer: Trainer, name: str, value: float) -> None:
+    """Make one parameter's gradient what it is times `value`."""
+    trainer.parameters[name].register_hook(lambda gradient: gradient * value)
+
+
+def planted(rank: int, world_size: int, directory: str, cases: list[tuple[Layout, dict[str, Any], str, int]]) -> Any:
+    """What is said of a NaN that only `culprit`'s own gradient of `name` holds, case by case."""
+    said: list[str] = []
+    for layout, changes, name, culprit in cases:
+        config = make_config(layout, directory, **changes)
+        trainer = make_trainer(config, build_mesh(config.parallel))
+        trainer.report.say = said.append  # type: ignore[assignment,method-assign]
+        if rank == culprit:
+            plant_in(trainer, name, math.nan)
+        trainer.train_step(next(trainer.batches))
+    return said
+
+
+def test_the_rank_is_right_where_ranks_add_each_others_gradients(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With one replica gradients stay in `.grad`, and sums over positions and over copies are made there."""
+    sequence: dict[str, Any] = {"sequence_parallel": True}
+    cases: list[tuple[Layout, dict[str, Any], str, int]] = [
+        ((2, 1, 1), sequence, "head.norm.weight", 1),
+        ((2, 1, 1), sequence, "head.norm.weight", 0),
+        ((1, 2, 1), {}, "embedding.tokens.weight", 1),
+        ((1, 2, 1), {}, "embedding.tokens.weight", 0),
+    ]
+    for said in run_distributed(planted, 2, str(tmp_path_factory.mktemp("run")), cases):
+        for line, (_, _, name, culprit) in zip(said, cases, strict=True):
+            assert line == f"step 1/20 | skipped: the gradient of {name} on rank {culprit} is not finite"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])  # gradients in `.grad`, and in a buffer of the bucket
+def test_finite_gradients_whose_squares_overflow_are_called_just_that(
+    precision: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Four microbatches of 2^67 each."""
+    config = make_config((1, 1, 1), str(tmp_path_factory.mktemp("run")), precision=precision)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    said: list[str] = []
+    trainer.report.say = said.append  # type: ignore[assignment,method-assign]
+    trainer.parameters[NAME].register_hook(lambda gradient: torch.full_like(gradient, 2.0**67))
+    trainer.train_step(next(trainer.batches))
+    expected = f"the sum of squared gradients in fp32 (largest entry 5.9e+20, of {NAME}) is not finite"
+    assert said == [f"step 1/20 | skipped: {expected}"]
+
+
+def loss_in_fp16(rank: int, world_size: int, directory: str) -> tuple[list[str], list[float], list[float]]:
+    """The forward gives NaN on one rank: the loss scale is not to blame. Then gradients overflow at the smallest
+    scale."""
+    changes = {"precision": "fp16", "hysteresis": 1, "max_bad_steps": 3, "min_loss_scale": 65536.0}
+    config = make_config((1, 1, 2), directory, **changes)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    sound, factor = trainer.model.runtime.loss, [math.nan]
+    trainer.model.runtime.loss = lambda logits, batch: sound(logits, batch) * (factor[0] if rank == 1 else 1.0)
+    said: list[str] = []
+    trainer.report.say = said.append  # type: ignore[assignment,method-assign]
+    counts, scales = [], []
+    for _ in range(2):
+        trainer.train_step(next(trainer.batches))
+        counts.append(trainer.update.counters()["bad_steps"])
+        scales.append(trainer.update.scaler.scale)
+    saved = trainer.update.counters()
+    trainer.update.load_counters({})
+    trainer.update.load_counters(saved)  # a resumed run goes on counting
+    with pytest.raises(TrainingStopped, match=r"the loss \(and .* on rank 1\) was not finite for 3 step\(s\) in a row"):
+        trainer.train_step(next(trainer.batches))
+    factor[0] = 1.0
+    trainer.train_step(next(trainer.batches))
+    counts.append(trainer.update.counters()["bad_steps"])
+    if rank == 1:
+        plant_in(trainer, NAME, math.inf)
+    with pytest.raises(TrainingStopped, match=f"gradient of {NAME} on rank 1 overflowed fp16 even at the smallest"):
+        trainer.train_step(next(trainer.batches))
+    return said, counts, scales
+
+
+def test_a_loss_that_is_not_finite_leaves_the_loss_scale_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for said, counts, scales in run_distributed(loss_in_fp16, 2, str(tmp_path_factory.mktemp("run"))):
+        assert [line.split(" (and")[0] for line in said] == [f"step {n}/20 | skipped: the loss" for n in (1, 2)]
+        assert counts == [1, 2, 0]
+        assert scales == [65536.0, 65536.0]

@@ -80,6 +80,23 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"min_loss_scale": 2.0}, 1, ("--min-loss-scale 2 has no effect", "--precision fp16")),
     ({"loss_scale_window": 7}, 1, ("--loss-scale-window 7 has no effect", "--precision fp16")),
     ({"precision": "bf16", "hysteresis": 3}, 1, ("--hysteresis 3 has no effect with --precision bf16",)),
+    ({"precision": "fp16", "loss_scale": 1e39}, 1, ("--loss-scale 1e+39", "1e+38 or less")),
+    ({"precision": "fp16", "initial_loss_scale": 1e39}, 1, ("--initial-loss-scale 1e+39", "1e+38 or less")),
+    ({"precision": "fp16", "min_loss_scale": 1e-40}, 1, ("--min-loss-scale 1e-40", "1e-37 or more")),
+    *(
+        ({"precision": "fp16", "loss_scale": 128.0, name: value}, 1, (f"{said} has no effect with --loss-scale 128",))
+        for name, value, said in (
+            ("initial_loss_scale", 4.0, "--initial-loss-scale 4"),
+            ("hysteresis", 5, "--hysteresis 5"),
+            ("loss_scale_window", 7, "--loss-scale-window 7"),
+            ("min_loss_scale", 2.0, "--min-loss-scale 2"),
+        )
+    ),
+    (
+        {"num_layers": 4, "recompute": "full", "recompute_num_layers": 5},
+        1,
+        ("--recompute-num-layers 5 must be at most --num-layers 4", "4 or less"),
+    ),
     ({"sgd_momentum": 0.5}, 1, ("--sgd-momentum 0.5 has no effect with --optimizer adamw", "--optimizer sgd")),
     ({"distributed_timeout_minutes": 1e-9}, 1, ("--distributed-timeout-minutes 1e-09", "0.05 or more")),
     ({"num_layers": 100_000_000}, 1, ("--num-layers 100000000", "10000 or less")),

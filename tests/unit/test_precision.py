@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megacore.config import PrecisionConfig
 from megacore.errors import TrainingStopped
@@ -49,6 +50,14 @@ def test_an_overflow_at_the_minimum_stops_the_run() -> None:
     assert one.scale == 8
     with pytest.raises(TrainingStopped, match="--min-loss-scale 8"):
         one.overflow()
+
+
+def test_no_growth_leads_out_of_fp32() -> None:
+    one = scaler(initial_loss_scale=1e38, loss_scale_window=1)
+    for _ in range(3):
+        one.good_step()
+    assert one.scale == 2.0**127
+    assert torch.tensor(one.scale, dtype=torch.float32).isfinite()
 
 
 def test_fixed_scales_stay() -> None:
