@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megacore.errors import UserError
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.actions import Action, Op, Schedule, peer_stage
@@ -98,6 +99,10 @@ class PipelineRuntime:
 
         Returns:
             The summed loss of the microbatches, unscaled, on the last stage; 0 elsewhere.
+
+        Raises:
+            UserError: a stage returns other shapes or types than the next one expects, or a backward that is to be
+                split cannot be.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -174,6 +179,7 @@ class _Run:
                 self.total_loss += y.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
         outputs = tensors_of(y)
         if action.stage < runtime.last_stage:
+            self.require_forms(action, outputs)
             self.to_send[Op.SEND_OUTPUT, *place] = tuple(tensor.detach() for tensor in outputs)
         if self.loss_scale is not None:
             self.outputs[place] = tuple(
@@ -278,6 +284,21 @@ class _Run:
         if action.op is Op.RECV_GRAD:
             return Receive(peer, self.gradient_forms(action, action.stage + 1))
         return Send(peer, self.to_send.pop((action.op, action.stage, action.microbatch)))
+
+    def require_forms(self, action: Action, outputs: Sequence[Tensor]) -> None:
+        """Refuse what the next stage does not expect, before it is read there as something else."""
+        found, expected = tuple(map(TensorForm.of, outputs)), self.input_forms(action, action.stage + 1)
+        if found != expected:
+            names = self.runtime.chunks[self.chunk(action)].names
+            returns = (
+                f"layer {names[0]!r} returns" if len(names) == 1 else f"layers {', '.join(map(repr, names))} return"
+            )
+            mode = "evaluation" if self.loss_scale is None else "training"
+            raise UserError(
+                f"{returns} ({', '.join(map(str, found))}) in {mode}, but returned ({', '.join(map(str, expected))}) "
+                "when tried in evaluation mode on an input of this form: shapes and types of what a stage hands on "
+                "must depend on those of its input alone"
+            )
 
     def input_forms(self, action: Action, stage: int) -> tuple[TensorForm, ...]:
         return self.runtime.forms(self.microbatches[action.microbatch])[stage] or ()
