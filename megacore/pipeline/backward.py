@@ -5,7 +5,9 @@ of its weights later (Qi et al. 2023, arXiv 2401.10241, section 2). Autograd can
 runs every operator on the way from the output to the input, but computes no weight's gradient. What each of these
 operators was given is kept, and the second half hands it to the operator again, and asks for its weights' gradients
 alone. A weight that several operators share has one gradient, which autograd sums up on its way through all of them:
-it is computed in the first half, and added in the second. No operator without weights of its own runs twice.
+it is computed in the first half, and added in the second. No operator without weights of its own runs twice. What was
+checkpointed (torch.utils.checkpoint) is computed again in the first half, and for each of its operators with weights
+in the second, as autograd forgets it after every call.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from megacore.errors import UserError
+
+_REENTRANT = "CheckpointFunctionBackward"  # the node of torch.utils.checkpoint with use_reentrant=True
 
 
 class WeightHalf:
@@ -70,11 +76,19 @@ def input_half(
 
     Returns:
         One gradient for each input, and the other half.
+
+    Raises:
+        UserError: a layer is checkpointed in torch's old way, whose backward is one piece.
     """
     if not inputs or not outputs:
         return [None] * len(inputs), WeightHalf([])
     anchors = {edge.node for edge in inputs}
     on_the_way = _nodes_that_reach(anchors, [edge.node for edge in outputs])
+    if any(node.name() == _REENTRANT for node in on_the_way):
+        raise UserError(
+            "a layer uses torch.utils.checkpoint with use_reentrant=True, whose backward cannot be split into the "
+            "halves that this schedule wants: use use_reentrant=False, or a schedule that has whole backwards (1f1b)"
+        )
     weights_of = {node: weights for node in on_the_way if (weights := _own_weights(node, on_the_way))}
     early = _early_weights(weights_of.values(), [edge.node for edge in outputs if edge.node not in on_the_way])
     operators = [
