@@ -4,41 +4,47 @@ Zero-bubble schedules want the gradient of a stage's input first, because anothe
 of its weights later (Qi et al. 2023, arXiv 2401.10241, section 2). Autograd can be asked for the first alone: it then
 runs every operator on the way from the output to the input, but computes no weight's gradient. What each of these
 operators was given is kept, and the second half hands it to the operator again, and asks for its weights' gradients
-alone: nothing is computed twice.
+alone. A weight that several operators share has one gradient, which autograd sums up on its way through all of them:
+it is computed in the first half, and added in the second. No operator without weights of its own runs twice. What was
+checkpointed (torch.utils.checkpoint) is computed again in the first half, and for each of its operators with weights
+in the second, as autograd forgets it after every call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from megacore.errors import UserError
+
+_REENTRANT = "CheckpointFunctionBackward"  # the node of torch.utils.checkpoint with use_reentrant=True
 
 
 class WeightHalf:
     """The second half of a backward, kept until it is wanted.
 
     Args:
-        operators: with the weights that each takes in, and what it was given in the first half.
-        otherwise: outputs, gradients and weights of a backward that cannot be divided, which is done whole.
+        operators: with the weights that each takes in alone, and what it was given in the first half.
+        early: weights whose gradients the first half has computed, with these.
     """
 
-    def __init__(self, operators: list[_Operator], otherwise: tuple[Any, Any, Any] | None = None) -> None:
-        self._operators, self._otherwise = operators, otherwise
+    def __init__(self, operators: list[_Operator], early: list[tuple[Tensor, Tensor]] | None = None) -> None:
+        self._operators, self._early = operators, early or []
 
     def run(self) -> None:
         """Add the weights' gradients to their `.grad`."""
-        if self._otherwise is not None:
-            outputs, gradients, weights = self._otherwise
-            torch.autograd.backward(outputs, gradients, inputs=weights)
+        while self._early:
+            weight, gradient = self._early.pop()
+            torch.autograd.backward(weight, gradient)  # and not `+=`: hooks wait for it
         for operator in self._operators:
             edges = [GradientEdge(operator.node, i) for i, grad in enumerate(operator.given) if grad is not None]
             given = [grad for grad in operator.given if grad is not None]
             if edges:
                 torch.autograd.backward(edges, given, inputs=operator.weights, retain_graph=True)
-        self._operators, self._otherwise = [], None
+        self._operators = []
 
 
 class _Operator:
@@ -70,26 +76,50 @@ def input_half(
 
     Returns:
         One gradient for each input, and the other half.
+
+    Raises:
+        UserError: a layer is checkpointed in torch's old way, whose backward is one piece.
     """
     if not inputs or not outputs:
         return [None] * len(inputs), WeightHalf([])
     anchors = {edge.node for edge in inputs}
     on_the_way = _nodes_that_reach(anchors, [edge.node for edge in outputs])
-    operators = [_Operator(node, weights) for node in on_the_way if (weights := _own_weights(node, on_the_way))]
-    everything = [weight for operator in operators for weight in operator.weights]
-    beside = _leaves(edge.node for edge in outputs if edge.node not in on_the_way)  # of outputs that ignore the input
-    everything += beside
-    if beside or len(set(map(id, everything))) < len(everything):  # or a weight that two operators share
-        for operator in operators:
-            operator.forget()
-        found = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
-        return found, WeightHalf([], (outputs, gradients, list({id(w): w for w in everything}.values())))
-    found = torch.autograd.grad(outputs, inputs, gradients, retain_graph=True, allow_unused=True)
+    if any(node.name() == _REENTRANT for node in on_the_way):
+        raise UserError(
+            "a layer uses torch.utils.checkpoint with use_reentrant=True, whose backward cannot be split into the "
+            "halves that this schedule wants: use use_reentrant=False, or a schedule that has whole backwards (1f1b)"
+        )
+    weights_of = {node: weights for node in on_the_way if (weights := _own_weights(node, on_the_way))}
+    early = _early_weights(weights_of.values(), [edge.node for edge in outputs if edge.node not in on_the_way])
+    operators = [
+        _Operator(node, alone)
+        for node, weights in weights_of.items()
+        if (alone := [weight for weight in weights if id(weight) not in early])
+    ]
+    wanted = [*inputs, *map(get_gradient_edge, early.values())]
+    found = torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
+    found, of_weights = found[: len(inputs)], found[len(inputs) :]
     for operator in operators:
         if operator.node in anchors and not operator.given:  # autograd stops in front of it
             own = {e.output_nr: grad for e, grad in zip(inputs, found, strict=True) if e.node is operator.node}
             operator.given = tuple(own.get(i) for i in range(max(own) + 1))
-    return found, WeightHalf(operators)
+    pairs = zip(early.values(), of_weights, strict=True)
+    return found, WeightHalf(operators, [(weight, grad) for weight, grad in pairs if grad is not None])
+
+
+def _early_weights(of_operators: Iterable[list[Tensor]], beside: Sequence[Node]) -> dict[int, Tensor]:
+    """The weights, by identity, whose gradients no operator has alone.
+
+    Args:
+        of_operators: the weights of each operator between output and input.
+        beside: where outputs enter the graph that ignore the input.
+    """
+    early = {id(weight): weight for weight in _leaves(beside)}
+    seen: set[int] = set()
+    for weights in of_operators:
+        early |= {id(weight): weight for weight in weights if id(weight) in seen}
+        seen.update(map(id, weights))
+    return early
 
 
 def _nodes_that_reach(targets: set[Node], roots: Sequence[Node]) -> dict[Node, None]:

@@ -70,7 +70,7 @@ class StageForms:
         """The forms of a stage's outputs, or what is wrong."""
         stage = self._chunks[chunk].eval()
         for index, (layer, name) in enumerate(zip(stage.layers, self._names[chunk], strict=True)):
-            given = ", ".join(f"{list(form.shape)} {form.dtype}" for form in _key(x))
+            given = ", ".join(map(str, _key(x)))
             try:
                 x = stage.run_layer(index, layer, x)
             except Exception as error:

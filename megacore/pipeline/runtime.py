@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megacore.errors import UserError
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.actions import Action, Op, Schedule, peer_stage
@@ -24,7 +25,7 @@ from megacore.pipeline.proof import prove
 from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.stage import Stage, tensors_of
 from megacore.pipeline.timing import ActionTimer
-from megacore.pipeline.transport import Arrival, TensorForm, Transfer, Transport
+from megacore.pipeline.transport import Arrival, Receive, Send, TensorForm, Transfer, Transport
 
 Place = tuple[int, int]  # stage, microbatch
 Loss = Callable[[Any, Any], Tensor]
@@ -98,6 +99,10 @@ class PipelineRuntime:
 
         Returns:
             The summed loss of the microbatches, unscaled, on the last stage; 0 elsewhere.
+
+        Raises:
+            UserError: a stage returns other shapes or types than the next one expects, or a backward that is to be
+                split cannot be.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -174,12 +179,13 @@ class _Run:
                 self.total_loss += y.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
         outputs = tensors_of(y)
         if action.stage < runtime.last_stage:
+            self.require_forms(action, outputs)
             self.to_send[Op.SEND_OUTPUT, *place] = tuple(tensor.detach() for tensor in outputs)
         if self.loss_scale is not None:
             self.outputs[place] = tuple(
                 get_gradient_edge(tensor) if tensor.requires_grad else None
                 for tensor in outputs
-                if tensor.is_floating_point()
+                if TensorForm.of(tensor).has_gradient
             )
             self.anchors[place] = tuple(map(get_gradient_edge, self.inputs.get(place, ()))) or stage.first_outputs
 
@@ -200,8 +206,7 @@ class _Run:
         with self.runtime.timer.measure(action):
             found, self.halves[place] = input_half(outputs, gradients, self.anchors.pop(place))
             self.end_weight_gradients(action)
-        if self.inputs.pop(place, ()):
-            self.keep_input_gradients(action, found)
+        self.keep_input_gradients(action, found[: len(self.inputs.pop(place, ()))])
 
     def weight_grad(self, action: Action) -> None:
         with self.runtime.timer.measure(action):
@@ -220,7 +225,7 @@ class _Run:
         tensors = self.arrived(Action(Op.RECV_INPUT, action.microbatch, action.stage))
         if self.loss_scale is not None:
             for tensor in tensors:
-                tensor.requires_grad_(tensor.is_floating_point())
+                tensor.requires_grad_(TensorForm.of(tensor).has_gradient)
             self.inputs[action.stage, action.microbatch] = tuple(t for t in tensors if t.requires_grad)
         return tensors[0] if len(tensors) == 1 else tensors
 
@@ -238,10 +243,9 @@ class _Run:
 
     def keep_input_gradients(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
         if action.stage > 0:
-            forms = [form for form in self.input_forms(action, action.stage) if form.dtype.is_floating_point]
             self.to_send[Op.SEND_GRAD, action.stage, action.microbatch] = tuple(
                 self.total_loss.new_zeros(form.shape, dtype=form.dtype) if gradient is None else gradient
-                for gradient, form in zip(gradients, forms, strict=True)
+                for gradient, form in zip(gradients, self.gradient_forms(action, action.stage), strict=True)
             )
 
     def begin_weight_gradients(self, action: Action) -> None:
@@ -276,11 +280,29 @@ class _Run:
     def as_transfer(self, action: Action) -> Transfer:
         peer = peer_stage(action) % self.schedule.ranks
         if action.op is Op.RECV_INPUT:
-            return Transfer(peer, forms=self.input_forms(action, action.stage))
+            return Receive(peer, self.input_forms(action, action.stage))
         if action.op is Op.RECV_GRAD:
-            forms = self.input_forms(action, action.stage + 1)
-            return Transfer(peer, forms=tuple(form for form in forms if form.dtype.is_floating_point))
-        return Transfer(peer, tensors=self.to_send.pop((action.op, action.stage, action.microbatch)))
+            return Receive(peer, self.gradient_forms(action, action.stage + 1))
+        return Send(peer, self.to_send.pop((action.op, action.stage, action.microbatch)))
+
+    def require_forms(self, action: Action, outputs: Sequence[Tensor]) -> None:
+        """Refuse what the next stage does not expect, before it is read there as something else."""
+        found, expected = tuple(map(TensorForm.of, outputs)), self.input_forms(action, action.stage + 1)
+        if found != expected:
+            names = self.runtime.chunks[self.chunk(action)].names
+            returns = (
+                f"layer {names[0]!r} returns" if len(names) == 1 else f"layers {', '.join(map(repr, names))} return"
+            )
+            mode = "evaluation" if self.loss_scale is None else "training"
+            raise UserError(
+                f"{returns} ({', '.join(map(str, found))}) in {mode}, but returned ({', '.join(map(str, expected))}) "
+                "when tried in evaluation mode on an input of this form: shapes and types of what a stage hands on "
+                "must depend on those of its input alone"
+            )
 
     def input_forms(self, action: Action, stage: int) -> tuple[TensorForm, ...]:
         return self.runtime.forms(self.microbatches[action.microbatch])[stage] or ()
+
+    def gradient_forms(self, action: Action, stage: int) -> tuple[TensorForm, ...]:
+        """What the gradients of a stage's input look like."""
+        return tuple(form for form in self.input_forms(action, stage) if form.has_gradient)

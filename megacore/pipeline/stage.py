@@ -27,6 +27,7 @@ class Stage(nn.Module):
         earlier: parameters of earlier stages on this rank, by global name: a tied one is one of them.
 
     Attributes:
+        names: of the layers, for messages.
         run_layer: how layer number i is applied to its input; data parallelism puts itself in here.
         first_outputs: where the output of the first layer with something to learn enters the graph of the last forward.
         tied_copies: parameters whose first use lies on another stage, by global name.
@@ -35,6 +36,7 @@ class Stage(nn.Module):
     def __init__(self, layers: Sequence[LayerSpec], earlier: Mapping[str, ShardedParameter] | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
+        self.names = [spec.name for spec in layers]
         self.run_layer: RunLayer = _run_plainly
         self.first_outputs: tuple[GradientEdge, ...] = ()
         self.tied_copies: dict[str, ShardedParameter] = {}

@@ -29,14 +29,32 @@ class TensorForm:
     def of(cls, tensor: Tensor) -> TensorForm:
         return cls(tuple(tensor.shape), tensor.dtype)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient of this form travels back: real and complex numbers have one, integers do not."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype}"
+
 
 @dataclass(frozen=True)
-class Transfer:
-    """Send the tensors to pipeline rank `peer`, or receive tensors of these forms from it."""
+class Send:
+    """Send the tensors, of which there may be none, to pipeline rank `peer`."""
 
     peer: int
-    tensors: tuple[Tensor, ...] = ()
-    forms: tuple[TensorForm, ...] = ()
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Receive tensors of these forms, of which there may be none, from pipeline rank `peer`."""
+
+    peer: int
+    forms: tuple[TensorForm, ...]
+
+
+Transfer = Send | Receive
 
 
 class Arrival:
@@ -74,17 +92,17 @@ class Transport:
         operations: list[dist.P2POp] = []
         places: list[tuple[int, int, tuple[Tensor, ...], bool]] = []  # its operations, its tensors, whether received
         for transfer in transfers:
-            receives = bool(transfer.forms)
+            receives = isinstance(transfer, Receive)
             tensors = (
                 tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in transfer.forms)
-                if receives
-                else tuple(tensor.contiguous() for tensor in transfer.tensors)
+                if isinstance(transfer, Receive)
+                else tuple(tensor.resolve_conj().resolve_neg().contiguous() for tensor in transfer.tensors)
             )
             call, peer = dist.irecv if receives else dist.isend, self.group.ranks[transfer.peer]
             first = len(operations)
-            operations += [dist.P2POp(call, tensor, peer, group=self.group.handle) for tensor in tensors]
+            operations += [dist.P2POp(call, _as_real(tensor), peer, group=self.group.handle) for tensor in tensors]
             places.append((first, len(operations), tensors, receives))
-        works = dist.batch_isend_irecv(operations)
+        works = dist.batch_isend_irecv(operations) if operations else []
         coalesced = len(works) < len(operations)  # NCCL makes one piece of work of a batch
         arrivals = []
         for first, stop, tensors, receives in places:
@@ -107,3 +125,8 @@ class Transport:
         while self._sending and all(work.is_completed() for work in self._sending[0][0]):
             for work in self._sending.popleft()[0]:
                 work.wait()
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers, which is all that some backends carry."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

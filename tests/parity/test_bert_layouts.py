@@ -22,6 +22,7 @@ FAST: list[Case] = [
     ((1, 2, 2), {"zero_stage": 2}),
     ((2, 1, 2), {"zero_stage": 3, **SPLIT}),
     ((1, 2, 1), INTERLEAVED),
+    ((1, 1, 1), {"schedule": "zero-bubble"}),
 ]
 SLOW: list[Case] = [
     ((2, 1, 1), {}),
@@ -71,6 +72,7 @@ def test_modern_equals_one_process(layout: Layout, changes: dict[str, Any], run_
     [
         ((4, 1, 1), {}),
         ((1, 3, 1), {"schedule": "zero-bubble"}),
+        ((2, 1, 2), {"schedule": "zero-bubble", "zero_stage": 3}),
         ((1, 2, 1), INTERLEAVED),
         ((1, 1, 4), {"zero_stage": 3, "recompute": "full"}),
         ((2, 2, 2), {"zero_stage": 2, **SPLIT}),

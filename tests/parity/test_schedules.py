@@ -31,6 +31,11 @@ GPIPE, SPLIT = {"schedule": "gpipe"}, {"schedule": "zero-bubble"}
         ((1, 2, 2), SPLIT | {"zero_stage": 2, "recompute": "selective", "hidden_dropout": 0.1}),
         ((1, 2, 2), SPLIT | {"zero_stage": 3, "precision": "bf16"}),
         ((1, 3, 1), SPLIT | {"num_layers": 5, "pipeline_balance": "flops"}),
+        ((1, 1, 1), SPLIT),
+        ((1, 1, 1), SPLIT | {"recompute": "full", "hidden_dropout": 0.1}),
+        ((1, 1, 2), SPLIT),
+        ((1, 1, 2), SPLIT | {"zero_stage": 2}),
+        ((1, 1, 2), SPLIT | {"zero_stage": 3}),
         ((1, 2, 1), TWICE | {"num_layers": 7, "pipeline_layout": "E,t|3*t|t|2*t,H"}),
     ],
     ids=str,
@@ -58,7 +63,21 @@ def test_nor_does_it_beside_tensor_parallelism(changes: dict[str, Any], sequence
     bitwise(run((2, 2, 1), **parallel | changes), run((2, 1, 1), **parallel))
 
 
-@pytest.mark.parametrize("layout, changes", [((2, 2, 2), TWICE | {"zero_stage": 2}), ((1, 4, 1), SPLIT)], ids=str)
+def test_nor_does_it_on_one_stage_beside_tensor_parallelism(run: Run) -> None:
+    """Embedding and head are one parameter there, whose gradient no operator has alone."""
+    bitwise(run((2, 1, 1), **EXACT | SPLIT), run((2, 1, 1), **EXACT))
+
+
+@pytest.mark.parametrize(
+    "layout, changes",
+    [
+        ((2, 2, 2), TWICE | {"zero_stage": 2}),
+        ((1, 4, 1), SPLIT),
+        ((1, 1, 1), SPLIT),
+        ((2, 1, 2), SPLIT | {"zero_stage": 3}),
+    ],
+    ids=str,
+)
 def test_without_exact_sums_it_is_the_same_to_rounding(layout: Layout, changes: dict[str, Any], run: Run) -> None:
     plain = {"num_layers": 8}
     agree(run(layout, **plain | changes), run((1, 1, 1), **plain))
