@@ -88,8 +88,19 @@ def test_transfers_cost_time() -> None:
 def test_evaluation_goes_forward_through_all_stages() -> None:
     for virtual in (1, 3):
         schedule = build_schedule("forward-only", 3, 5, virtual)
-        prove(schedule)
+        prove(schedule, trains=False)
         assert {a.op for a in schedule.actions[1]} == {Op.RECV_INPUT, Op.FORWARD, Op.SEND_OUTPUT}
+
+
+def test_the_proof_is_told_whether_to_train() -> None:
+    """The last rank's own backwards do not say what the others must do."""
+    with pytest.raises(ScheduleError, match="rank 0 never does 0B0"):
+        prove(build_schedule("forward-only", 3, 2))
+    schedule = build_schedule("1f1b", 3, 2)
+    with pytest.raises(ScheduleError, match="rank 2 never does 2B0"):
+        prove(altered(schedule, 2, [a for a in schedule.actions[2] if a.op not in (Op.BACKWARD, Op.SEND_GRAD)]))
+    with pytest.raises(ScheduleError, match="rank 0 does 0B0, but nothing is trained"):
+        prove(schedule, trains=False)
 
 
 # ---- planted faults
