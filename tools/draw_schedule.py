@@ -148,7 +148,8 @@ def _traced(args: argparse.Namespace) -> tuple[list[Panel], str]:
 
     note = " (with each stage's mean times)"
     predicted = panel("predicted", simulate(schedule, measured.costs), note)
-    return [predicted, panel(f"measured in step {measured.step}", measured.timeline)], "ms"
+    apart = f"; the ranks' clocks differ by at least {measured.early:.3g} ms" if measured.early else ""
+    return [predicted, panel(f"measured in step {measured.step}", measured.timeline, apart)], "ms"
 
 
 def _counts(schedule: Schedule) -> str:
