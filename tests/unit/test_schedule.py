@@ -168,12 +168,22 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_transfers_that_would_block_are_refused() -> None:
-    """Each rank sends before it receives, in runs of their own: fine as long as sends return at once."""
-    schedule = build_schedule("1f1b", 2, 2)
-    names = [list(map(str, actions)) for actions in schedule.actions]
-    first = [schedule.actions[0][names[0].index(n)] for n in ("0F0", "send output of 0F0")]
-    rest = [a for a in schedule.actions[0] if a not in first]
-    late = [a for a in rest if a.op is Op.RECV_GRAD and a.microbatch == 0]
-    order = [*first, *(a for a in rest if a.op is Op.FORWARD or a.op is Op.SEND_OUTPUT), *late]
-    order += [a for a in rest if a not in order]
-    prove(altered(schedule, 0, order))
+    """Each rank sends before it posts the receive of what the other sends: fine as long as sends return at once."""
+    lines = [
+        "F0 send-output0 F1 send-output1 F2 send-output2 recv-grad0 I0 W0 recv-grad1 I1 W1 recv-grad2 I2 W2",
+        "recv-input0 F0 I0 send-grad0 W0 recv-input1 F1 I1 send-grad1 W1 recv-input2 F2 I2 send-grad2 W2",
+    ]
+    actions = tuple(
+        tuple(Action(Op(word[:-1].replace("-", " ")), int(word[-1]), rank) for word in line.split())
+        for rank, line in enumerate(lines)
+    )
+    schedule = Schedule(name="mine", ranks=2, virtual_stages=1, microbatches=3, actions=actions)
+    simulate(schedule, Costs.uniform(2))
+    with pytest.raises(ScheduleError) as refusal:
+        prove(schedule)
+    said = "transfers that block would wait for ever: rank 0 at send output of 0F1; rank 1 at send grad of 1F0"
+    assert str(refusal.value) == said
+    order = [schedule.computations(rank) for rank in range(2)]
+    prove(
+        with_transfers("mine", order, virtual_stages=1, microbatches=3)
+    )  # the same computations, well placed transfers
