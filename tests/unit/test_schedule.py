@@ -60,6 +60,14 @@ def test_1f1b_by_hand() -> None:
     assert " ".join(map(str, zero_bubble(1, 2, 3))) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
 
 
+def test_what_the_manual_says_is_kept() -> None:
+    interleaved = {m: held(build_schedule("interleaved", 4, m, 2), 0) for m in (4, 8, 9, 10, 11, 12, 64)}
+    assert interleaved == {4: 8, 8: 11, 9: 12, 10: 12, 11: 13, 12: 11, 64: 11}
+    zero = build_schedule("zero-bubble", 4, 8)
+    assert [in_flight(zero, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert [held(zero, rank) for rank in range(4)] == [4, 4, 4, 4]
+
+
 def test_zero_bubble_halves_the_bubble() -> None:
     bubbles = {name: simulate(build_schedule(name, 4, 8), Costs.uniform(4)).bubble for name in ("1f1b", "zero-bubble")}
     assert bubbles["zero-bubble"] <= 0.5 * bubbles["1f1b"]
