@@ -60,7 +60,7 @@ def main() -> None:
         optimizer=OptimizerConfig(lr=3e-3, lr_warmup_iters=5, weight_decay=0.01, clip_grad=1.0),
         train_iters=STEPS,
         seed=1,
-        reproducible=True,  # so that not a digit depends on the layout
+        reproducible=True,  # the same bits on every layout with microbatches of the same size
     )
     for step in range(STEPS):
         loss = engine.train_batch(engine.split(*images(step, patterns)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-_LAYERS = re.compile(r"(?:(\d+)\*)?([EtH])")
+_LAYERS = re.compile(r"(?:([0-9]{1,18})\*)?([EtH])")
 
 
 def parse_layout(text: str, *, stages: int, blocks: int) -> list[range]:
@@ -32,7 +32,12 @@ def parse_layout(text: str, *, stages: int, blocks: int) -> list[range]:
                     f"stage {number}: {part.strip()!r} is not E, t or H, or a number of them: "
                     "write, for example, E,2*t|2*t,H"
                 )
-            kinds[-1] += [match[2]] * int(match[1] or 1)
+            count = int(match[1] or 1)
+            if count > blocks + 2:  # embedding and head
+                raise ValueError(
+                    f"stage {number}: {part.strip()} is more than --num-layers {blocks}: use a smaller number"
+                )
+            kinds[-1] += [match[2]] * count
         if not kinds[-1]:
             raise ValueError(f"stage {number} holds no layer")
     if len(kinds) != stages:
@@ -41,6 +46,9 @@ def parse_layout(text: str, *, stages: int, blocks: int) -> list[range]:
     if order != ["E", *["t"] * (len(order) - 2), "H"]:
         raise ValueError("the layers must be one E, then every t, then one H")
     if order.count("t") != blocks:
-        raise ValueError(f"it has {order.count('t')} blocks, but --num-layers is {blocks}")
+        held = order.count("t")
+        raise ValueError(
+            f"it has {held} blocks, but --num-layers is {blocks}: use --num-layers {held}, or write {blocks} in all"
+        )
     ends = [sum(map(len, kinds[: number + 1])) for number in range(len(kinds))]
     return [range(end - len(stage), end) for end, stage in zip(ends, kinds, strict=True)]

@@ -66,6 +66,14 @@ class ParallelConfig(Section):
         """Whether the schedule may ask for the gradients of inputs and weights apart."""
         return self.schedule == "zero-bubble" or self.schedule_csv is not None
 
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.schedule_csv is not None:
+            file = f"--schedule-csv {self.schedule_csv}"
+            yield from self.without_effect(("schedule",), wrong, file, "it without a file")
+        if self.pipeline_layout is not None:
+            layout = f"--pipeline-layout {self.pipeline_layout}"
+            yield from self.without_effect(("pipeline_balance",), wrong, layout, "it without a layout")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):

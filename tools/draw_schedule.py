@@ -36,6 +36,7 @@ from megacore.pipeline.trace import read_trace
 from megacore.wording import counted
 
 TITLES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved 1F1B", "zero-bubble": "Zero bubble (ZB-H1)"}
+SHORTEST, LONGEST = 1e-6, 1e6  # times whose sums and quotients no picture loses to rounding
 # Each flag that belongs to some of the three sources only.
 BELONGS = {
     "pp": ("schedule",),
@@ -147,7 +148,8 @@ def _traced(args: argparse.Namespace) -> tuple[list[Panel], str]:
 
     note = " (with each stage's mean times)"
     predicted = panel("predicted", simulate(schedule, measured.costs), note)
-    return [predicted, panel(f"measured in step {measured.step}", measured.timeline)], "ms"
+    apart = f"; the ranks' clocks differ by at least {measured.early:.3g} ms" if measured.early else ""
+    return [predicted, panel(f"measured in step {measured.step}", measured.timeline, apart)], "ms"
 
 
 def _counts(schedule: Schedule) -> str:
@@ -164,15 +166,17 @@ def _per_stage(times: tuple[float, float, float], transfer: float, schedule: Sch
 
 def _costs(text: str) -> tuple[float, float, float]:
     values = [_time(part) for part in text.split(",")]
-    if len(values) != 3 or not all(0 < value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"{text} must be three times above 0, as in 1,1,1")
+    if len(values) != 3 or not all(SHORTEST <= value <= LONGEST for value in values):
+        raise argparse.ArgumentTypeError(
+            f"{text} must be three times from {SHORTEST:g} to {LONGEST:,.0f}, in any unit, as in 1,1,1"
+        )
     return values[0], values[1], values[2]
 
 
 def _transfer(text: str) -> float:
     value = _time(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a time of at least 0")
+    if not 0 <= value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text} must be a time from 0 to {LONGEST:,.0f}, in the unit of --costs")
     return value
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from itertools import groupby
 
 from megacore.errors import UserError
@@ -83,11 +82,6 @@ class Schedule:
     def stages(self) -> int:
         """Number of stages of the model, p v."""
         return self.ranks * self.virtual_stages
-
-    @cached_property
-    def trains(self) -> bool:
-        """Whether there are backwards."""
-        return any(action.op in (Op.BACKWARD, Op.INPUT_GRAD) for action in self.actions[-1])
 
     def computations(self, rank: int) -> list[Action]:
         """A rank's actions without the transfers."""

@@ -92,10 +92,13 @@ def require_writable(path: Path) -> None:
     """Refuse a file that `save` could not write, before anything is drawn.
 
     Raises:
-        UserError: as for `save`, or its directory does not exist.
+        UserError: as for `save`, or it is a directory, or its directory does not exist.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise UserError(f"-o {path} must end in .svg or .png: use -o {path.with_suffix('.svg')}")
+        better = path.with_suffix(".svg") if path.name.strip(".") else "out.svg"
+        raise UserError(f"-o {path} must end in .svg or .png: use -o {better}")
+    if path.is_dir():
+        raise UserError(f"-o {path} is a directory: name a file in it, as in -o {path / 'out.svg'}")
     if not path.absolute().parent.is_dir():
         raise UserError(f"-o {path}: {path.parent} is not a directory: make it, or choose another place")
     if path.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is None:

@@ -16,7 +16,7 @@ from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
 from megacore.pipeline.proof import prove
 from megacore.pipeline.transfers import with_transfers
 
-_CELL = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
+_CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 
 
 def load_schedule(path: Path) -> Schedule:
@@ -29,9 +29,11 @@ def load_schedule(path: Path) -> Schedule:
         ScheduleError: the file cannot be read, a cell is no computation, or the schedule cannot be run.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise ScheduleError(f"{path} cannot be read as a schedule: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from None
     order = [[_action(cell.strip(), path, rank) for cell in row if cell.strip()] for rank, row in enumerate(rows)]
     if not order:

@@ -1,13 +1,14 @@
 """Proves that a schedule can be executed, and that it computes what it should, before any tensor moves.
 
-Every microbatch goes forward and backward through every stage exactly once, nothing is used before it is there, both
-sides of every transfer meet, and no rank waits for ever, neither with transfers that return at once nor with ones that
-block until the other side is there.
+Every microbatch goes forward and, in training, backward through every stage exactly once, nothing is used before it is
+there, both sides of every transfer meet, and no rank waits for ever, neither with transfers that return at once nor
+with ones that block until the other side is there.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from itertools import product
 
 from megacore.pipeline.actions import (
     Action,
@@ -23,9 +24,15 @@ from megacore.pipeline.actions import (
 )
 from megacore.pipeline.simulate import Costs, run_all, simulate
 
+_BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD})
 
-def prove(schedule: Schedule) -> None:
+
+def prove(schedule: Schedule, *, trains: bool = True) -> None:
     """Refuse a schedule that cannot be run, or that would not compute what it should.
+
+    Args:
+        schedule: with its transfers.
+        trains: whether it is to train, with every forward's backward, or to evaluate, without any.
 
     Raises:
         ScheduleError: what is wrong, by rank and action.
@@ -39,7 +46,7 @@ def prove(schedule: Schedule) -> None:
                 )
             if action.stage % schedule.ranks != rank:
                 raise ScheduleError(f"rank {rank}: {action} belongs on rank {action.stage % schedule.ranks}")
-    _require_each_once(schedule)
+    _require_each_once(schedule, trains)
     _require_local_order(schedule)
     simulate(schedule, Costs.uniform(schedule.stages))
     _run_blocking(schedule)
@@ -63,8 +70,7 @@ def _peak(schedule: Schedule, rank: int, ends: set[Op]) -> int:
     return peak
 
 
-def _require_each_once(schedule: Schedule) -> None:
-    every = {(s, i) for s in range(schedule.stages) for i in range(schedule.microbatches)}
+def _require_each_once(schedule: Schedule, trains: bool) -> None:
     found: dict[Op, Counter[tuple[int, int]]] = {op: Counter() for op in Op}
     for actions in schedule.actions:
         for action in actions:
@@ -73,11 +79,15 @@ def _require_each_once(schedule: Schedule) -> None:
                 raise ScheduleError(f"rank {action.stage % schedule.ranks} does {action} more than once")
     grads = found[Op.BACKWARD] + found[Op.INPUT_GRAD]
     required = [(Op.FORWARD, found[Op.FORWARD])]
-    if schedule.trains:
+    if trains:
         required += [(Op.BACKWARD, grads), (Op.WEIGHT_GRAD, found[Op.BACKWARD] + found[Op.WEIGHT_GRAD])]
+    elif backwards := [action for actions in schedule.actions for action in actions if action.op in _BACKWARDS]:
+        raise ScheduleError(f"rank {backwards[0].stage % schedule.ranks} does {backwards[0]}, but nothing is trained")
     for op, have in required:
-        for stage, i in sorted(every - have.keys()):
-            raise ScheduleError(f"rank {stage % schedule.ranks} never does {Action(op, i, stage)}")
+        # One after the other up to the first that is missing: a slip in a number makes it a list of millions.
+        for stage, i in product(range(schedule.stages), range(schedule.microbatches)):
+            if (stage, i) not in have:
+                raise ScheduleError(f"rank {stage % schedule.ranks} never does {Action(op, i, stage)}")
         for (stage, i), count in have.items():
             if count > 1:
                 raise ScheduleError(

@@ -83,7 +83,9 @@ class PipelineRuntime:
         self.timer = ActionTimer()
         self.training_schedule = cache(lambda microbatches: _proven(schedule(microbatches)))
         self.evaluation_schedule = cache(
-            lambda microbatches: _proven(build_schedule("forward-only", group.size, microbatches, len(chunks)))
+            lambda microbatches: _proven(
+                build_schedule("forward-only", group.size, microbatches, len(chunks)), trains=False
+            )
         )
 
     def train_step(
@@ -119,8 +121,8 @@ class PipelineRuntime:
             return _Run(self, self.evaluation_schedule(len(microbatches)), microbatches).execute()
 
 
-def _proven(schedule: Schedule) -> Schedule:
-    prove(schedule)
+def _proven(schedule: Schedule, *, trains: bool = True) -> Schedule:
+    prove(schedule, trains=trains)
     return schedule
 
 

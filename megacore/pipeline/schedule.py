@@ -1,14 +1,16 @@
 """Pipeline schedules as data: pure functions that return in which order a rank computes.
 
-| schedule | source | bubble, of the ideal time | microbatches in flight |
+| schedule | source | bubble, of the ideal time | in flight |
 |---|---|---|---|
 | gpipe | Huang et al. 2019, arXiv 1811.06965 | (p - 1) / m | m |
 | 1f1b | Narayanan et al. 2021, arXiv 2104.04473, section 2.2 | (p - 1) / m | p - r |
 | interleaved | the same, section 2.2.2 | (p - 1) / (v m) | more, of smaller stages |
 | zero-bubble | ZB-H1: Qi et al. 2023, arXiv 2401.10241, section 2 | (p - 1) (f + b - w) / (m (f + b + w)) | p - r |
 
-p ranks, m microbatches, v stages a rank, rank r from 0; f, b, w: time of forward, input gradient, weight gradient. The
-last two bubbles hold from m = p on; with fewer microbatches they are larger, and `simulate.py` tells by how much. A
+p ranks, m microbatches, v stages a rank, rank r from 0; f, b, w: time of forward, input gradient, weight gradient. In
+flight are the microbatches between a forward and its input gradient. What weight gradients need is kept until they are
+done: with zero-bubble that of up to p microbatches on every rank, with the others that of those in flight. The last two
+bubbles hold from m = p on; with fewer microbatches they are larger, and `simulate.py` tells by how much. A
 schedule orders computations only; `transfers.py` adds the sends and receives, the same way for all.
 """
 

@@ -57,14 +57,18 @@ class ActionTimer:
         self.end = self.now()
 
     @property
-    def seconds(self) -> float:
-        """Duration of the last step."""
-        return self.end - self.start
+    def window(self) -> tuple[float, float]:
+        """When the first of the computations noted began, and when the last ended."""
+        computed = self._computed()
+        return computed[0].start, computed[-1].end
 
     @property
     def busy_seconds(self) -> float:
         """Time of the computations noted."""
-        return sum(timed.end - timed.start for timed in self.step if timed.kind == "compute")
+        return sum(timed.end - timed.start for timed in self._computed())
+
+    def _computed(self) -> list[Timed]:
+        return [timed for timed in self.step if timed.kind == "compute"]
 
     def _note(self, kind: Kind, actions: tuple[Action, ...]) -> AbstractContextManager[None]:
         return _Note(self, kind, actions)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megacore.errors import UserError
-from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
+from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError, requirements, result
+from megacore.pipeline.proof import prove
 from megacore.pipeline.simulate import Costs, Span, Timeline
 from megacore.pipeline.transfers import with_transfers
 
@@ -126,6 +127,10 @@ def _microseconds(moment: float, origin: float) -> float:
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
+_LATEST = 1e15  # microseconds: decades, and far from where sums lose the tenth of one
+_SHORTEST = 0.05  # of what is rounded to a tenth of a microsecond
+_ROUNDING = 0.001  # milliseconds
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPass:
@@ -133,15 +138,18 @@ class MeasuredPass:
 
     Attributes:
         step: number of the step.
-        schedule: what was executed.
+        schedule: what was executed; proven.
         timeline: when.
         costs: mean time of each stage's computations.
+        early: by how much a computation begins before what it needs from another rank ends, at most: on machines whose
+            clocks differ.
     """
 
     step: int
     schedule: Schedule
     timeline: Timeline
     costs: Costs
+    early: float
 
 
 def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
@@ -152,41 +160,89 @@ def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
         step: which one; None: the last.
 
     Raises:
-        UserError: the file is not such a one, or does not have the step.
+        UserError: the file is not such a one, does not have the step, or the step's actions are no schedule.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        places = {e["pid"]: e["args"] for e in content["traceEvents"] if e["name"] == "process_name"}
-        rank_of = {pid: place["pp"] for pid, place in places.items() if place["dp"] == place["tp"] == 0}
-        computed = [e for e in content["traceEvents"] if e.get("cat") == "compute" and e["pid"] in rank_of]
-        steps = sorted({event["args"]["step"] for event in computed})
-        chosen = steps[-1] if step is None else step
-        spans = _spans([event for event in computed if event["args"]["step"] == chosen], rank_of)
         about = content["otherData"]
-        name, virtual, microbatches = about["schedule"], about["virtual_stages"], about["microbatches"]
+        name, virtual, microbatches = about["schedule"], _count(about["virtual_stages"]), _count(about["microbatches"])
+        if not isinstance(name, str):
+            raise TypeError(name)
+        places = [(e["pid"], e["args"]) for e in content["traceEvents"] if e["name"] == "process_name"]
+        rank_of = {pid: _count(place["pp"] + 1) - 1 for pid, place in places if place["dp"] == place["tp"] == 0}
+        computed = [e for e in content["traceEvents"] if e.get("cat") == "compute" and e["pid"] in rank_of]
+        found = [(_count(e["args"]["step"]), rank_of[e["pid"]], _span(e)) for e in computed]
+        steps = sorted({step for step, _, _ in found})
+        chosen = steps[-1] if step is None else step
     except OSError as error:
         raise UserError(f"--from-trace {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise UserError(f"--from-trace {path} is not a trace.json that a run with --trace wrote") from None
     if chosen not in steps:
         raise UserError(f"--step {chosen}: {path} has the steps {', '.join(map(str, steps))}")
-    order = [[span.action for span in row] for row in spans]
     try:
+        spans = _rows([(rank, span) for number, rank, span in found if number == chosen], list(rank_of.values()))
+        order = [[span.action for span in row] for row in spans]
         schedule = with_transfers(name, order, virtual_stages=virtual, microbatches=microbatches)
+        prove(schedule)
     except ScheduleError as error:
         raise UserError(f"--from-trace {path} is not whole: {error}") from None
-    return MeasuredPass(step=chosen, schedule=schedule, timeline=Timeline(spans=spans), costs=_mean_costs(spans))
+    timeline = Timeline(spans=spans)
+    return MeasuredPass(
+        step=chosen,
+        schedule=schedule,
+        timeline=timeline,
+        costs=_mean_costs(spans),
+        early=_early(spans, schedule.stages),
+    )
 
 
-def _spans(events: list[dict[str, Any]], rank_of: dict[int, int]) -> list[list[Span]]:
-    first = min((event["ts"] for event in events), default=0.0)
-    spans: list[list[Span]] = [[] for _ in rank_of]
-    for event in sorted(events, key=lambda event: event["ts"]):
-        stage, microbatch = event["args"]["stage"], event["args"]["microbatch"]
-        (op,) = (op for op in Op if event["name"] == str(Action(op, microbatch, stage)))
-        start = (event["ts"] - first) / 1000
-        spans[rank_of[event["pid"]]].append(Span(Action(op, microbatch, stage), start, start + event["dur"] / 1000))
-    return spans
+def _count(value: object) -> int:
+    """A number of at least 1 from a file."""
+    if type(value) is not int or value < 1:
+        raise ValueError(value)
+    return value
+
+
+def _time(value: object, least: float) -> float:
+    """Microseconds from a file."""
+    if type(value) not in (int, float) or not least <= value <= _LATEST:  # type: ignore[operator]
+        raise ValueError(value)
+    return float(value)  # type: ignore[arg-type]
+
+
+def _span(event: dict[str, Any]) -> Span:
+    """A computation, in milliseconds from the start of the trace."""
+    stage, microbatch = event["args"]["stage"], event["args"]["microbatch"]
+    (op,) = (op for op in Op if not op.is_transfer and event["name"] == str(Action(op, microbatch, stage)))
+    start = _time(event["ts"], 0.0)
+    end = start + _time(event["dur"], _SHORTEST)
+    return Span(Action(op, _count(microbatch + 1) - 1, _count(stage + 1) - 1), start / 1000, end / 1000)
+
+
+def _rows(found: Sequence[tuple[int, Span]], ranks: Sequence[int]) -> list[list[Span]]:
+    """What each rank did, in order, from the first computation of all on.
+
+    Raises:
+        ScheduleError: ranks are missing or there twice, or one does two things at once.
+    """
+    if sorted(ranks) != list(range(len(ranks))):
+        raise ScheduleError(f"its processes are the pipeline ranks {', '.join(map(str, ranks))}")
+    first = min(span.start for _, span in found)
+    rows: list[list[Span]] = [[] for _ in ranks]
+    for rank, span in sorted(found, key=lambda pair: pair[1].start):
+        if rows[rank] and span.start - first < rows[rank][-1].end - _ROUNDING:
+            raise ScheduleError(f"rank {rank}: {span.action} begins before {rows[rank][-1].action} ends")
+        rows[rank].append(Span(span.action, span.start - first, span.end - first))
+    return rows
+
+
+def _early(spans: Sequence[Sequence[Span]], stages: int) -> float:
+    """What `MeasuredPass.early` says."""
+    ends = {result(span.action): span.end for row in spans for span in row}
+    needed = ((ends[key], span.start) for row in spans for span in row for key in requirements(span.action, stages))
+    early = max((end - start for end, start in needed), default=0.0)
+    return early if early > _ROUNDING else 0.0
 
 
 def _mean_costs(spans: Sequence[Sequence[Span]]) -> Costs:

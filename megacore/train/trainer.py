@@ -279,10 +279,13 @@ class Trainer:
         return known(training.global_batch_size) // training.micro_batch_size // self.mesh.dp.size
 
     def _measured_bubble(self) -> float:
-        """Share of the last step's pipeline in which ranks did not compute, the mean over all ranks."""
-        timer = self.model.runtime.timer
-        idle = torch.tensor(1.0 - timer.busy_seconds / timer.seconds, dtype=torch.float64, device=self.mesh.device)
-        return float(all_reduce_(idle, self.mesh.world)) / self.mesh.world.size
+        """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""
+        timer, device = self.model.runtime.timer, self.mesh.device
+        first, last = timer.window
+        ends = torch.tensor([-first, last], dtype=torch.float64, device=device)
+        window = float(all_reduce_(ends, self.mesh.pp, "max").sum()) * self.mesh.pp.size
+        busy = all_reduce_(torch.tensor(timer.busy_seconds, dtype=torch.float64, device=device), self.mesh.pp)
+        return float(all_reduce_(1.0 - busy / window, self.mesh.world)) / self.mesh.world.size
 
     def _memory(self) -> dict[str, float]:
         """Bytes of state by kind, each on the rank that keeps most of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -169,14 +170,40 @@ def test_a_trace_without_an_action_is_refused(
 
 
 def test_the_measured_bubble_is_the_traces(traced: tuple[Path, Layout, str, int]) -> None:
-    events = events_of(traced[0])
-    found = rows(events)
-    whole = {(e["pid"], e["args"]["step"]): e["dur"] for e in events if e.get("cat") == "pass"}
-    records = {r["step"]: r for r in map(json.loads, (traced[0] / "metrics.jsonl").read_text().splitlines())}
+    """What no rank computes between the first begin and the last end of any computation of the pipeline counts, the
+    wait for the others after a rank's own last one too."""
+    output_dir, (_, pp, dp), _, _ = traced
+    found = rows(events_of(output_dir))
+    records = {r["step"]: r for r in map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())}
     for step in (2, 3, 4):
-        idle = [1 - sum(e["dur"] for e in computed(row)) / whole[key] for key, row in found.items() if key[1] == step]
+        idle = []
+        for replica in range(dp):
+            events = [event for rank in range(pp) for event in computed(found[rank * dp + replica, step])]
+            moments = sorted({moment for e in events for moment in (e["ts"], e["ts"] + e["dur"])})
+            unused = 0.0
+            for start, stop in pairwise(moments):
+                working = sum(e["ts"] <= start and stop <= e["ts"] + e["dur"] for e in events)
+                unused += (pp - working) * (stop - start)
+            idle.append(unused / (moments[-1] - moments[0]) / pp)
         assert 0 < records[step]["perf/bubble_measured"] < 1
         assert records[step]["perf/bubble_measured"] == pytest.approx(sum(idle) / len(idle), abs=1e-3)
+
+
+def test_the_picture_says_the_measured_bubble(
+    traced: tuple[Path, Layout, str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output_dir, (_, _, dp), _, _ = traced
+    if dp > 1:
+        pytest.skip("the picture shows one pipeline, the metric is the mean of all")
+    for line in (output_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["step"] in (2, 3, 4):
+            flags = ["--from-trace", str(output_dir / "trace.json"), "--step", str(record["step"])]
+            assert main([*flags, "-o", str(tmp_path / "out.svg")]) == 0
+            said = capsys.readouterr().out.splitlines()[1]
+            share = re.search(r"([\d.]+)% of the ranks' time", said)
+            assert share is not None
+            assert float(share[1]) / 100 == pytest.approx(record["perf/bubble_measured"], abs=6e-4)  # of three digits
 
 
 def test_the_predicted_bubble_is_the_formula_for_two_stages(tmp_path: Path) -> None:

@@ -63,6 +63,15 @@ def test_nor_does_it_beside_tensor_parallelism(changes: dict[str, Any], sequence
     bitwise(run((2, 2, 1), **parallel | changes), run((2, 1, 1), **parallel))
 
 
+@pytest.mark.slow  # eight processes
+@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("changes", [{}, GPIPE, TWICE, SPLIT], ids=str)
+def test_nor_does_it_on_eight_ranks(changes: dict[str, Any], microbatches: int, run: Run) -> None:
+    """Uneven stages: 18 blocks on 8 ranks, with embedding and head."""
+    same = EXACT | {"num_layers": 18, "train_iters": 2, "global_batch_size": microbatches}
+    bitwise(run((1, 8, 1), **same | changes), run((1, 1, 1), **same))
+
+
 def test_nor_does_it_on_one_stage_beside_tensor_parallelism(run: Run) -> None:
     """Embedding and head are one parameter there, whose gradient no operator has alone."""
     bitwise(run((2, 1, 1), **EXACT | SPLIT), run((2, 1, 1), **EXACT))

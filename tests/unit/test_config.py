@@ -139,6 +139,16 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"mock_data": False, "data_path": ("0.5", "a", "0", "b")}, 1, ("--data-path 0.5 a 0 b", "not above 0")),
     ({"mock_data": False, "data_path": ("a", "")}, 1, ("--data-path is empty",)),
     ({"eod_mask_loss": True}, 1, ("--eod-mask-loss", "--tokenizer")),
+    (
+        {"schedule_csv": "f.csv", "schedule": "gpipe"},
+        1,
+        ("--schedule gpipe has no effect", "--schedule-csv f.csv", "out"),
+    ),
+    (
+        {"pipeline_layout": "E,12*t,H", "pipeline_balance": "flops"},
+        1,
+        ("--pipeline-balance flops has no effect", "--pipeline-layout E,12*t,H", "leave it out"),
+    ),
     ({"output_dir": ""}, 1, ("--output-dir is empty",)),
     ({"output_dir": "\udcff"}, 1, ("--output-dir", "not valid UTF-8")),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -68,9 +69,12 @@ def test_a_layout_by_hand() -> None:
         ("E,t|t|x,H", "stage 2: 'x' is not E, t or H"),
         ("E,t||t,H", "stage 1: '' is not E, t or H"),
         ("E,t|0*t|t,H", "stage 1 holds no layer"),
-        ("E,t|t|t,H", "it has 3 blocks, but --num-layers is 4"),
+        ("E,t|t|t,H", "it has 3 blocks, but --num-layers is 4: use --num-layers 3, or write 4 in all"),
+        ("E,t|t|9999999999*t,H", "stage 2: 9999999999*t is more than --num-layers 4: use a smaller number"),
+        ("E,t|" + "9" * 5000 + "*t|t,H", "' is not E, t or H"),
+        ("E,\u0662*t|t|t,H", "stage 0: '\u0662*t' is not E, t or H"),
     ],
 )
 def test_a_wrong_layout_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(said)):
         parse_layout(text, stages=3, blocks=4)

@@ -60,6 +60,14 @@ def test_1f1b_by_hand() -> None:
     assert " ".join(map(str, zero_bubble(1, 2, 3))) == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
 
 
+def test_what_the_manual_says_is_kept() -> None:
+    interleaved = {m: held(build_schedule("interleaved", 4, m, 2), 0) for m in (4, 8, 9, 10, 11, 12, 64)}
+    assert interleaved == {4: 8, 8: 11, 9: 12, 10: 12, 11: 13, 12: 11, 64: 11}
+    zero = build_schedule("zero-bubble", 4, 8)
+    assert [in_flight(zero, rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert [held(zero, rank) for rank in range(4)] == [4, 4, 4, 4]
+
+
 def test_zero_bubble_halves_the_bubble() -> None:
     bubbles = {name: simulate(build_schedule(name, 4, 8), Costs.uniform(4)).bubble for name in ("1f1b", "zero-bubble")}
     assert bubbles["zero-bubble"] <= 0.5 * bubbles["1f1b"]
@@ -88,8 +96,19 @@ def test_transfers_cost_time() -> None:
 def test_evaluation_goes_forward_through_all_stages() -> None:
     for virtual in (1, 3):
         schedule = build_schedule("forward-only", 3, 5, virtual)
-        prove(schedule)
+        prove(schedule, trains=False)
         assert {a.op for a in schedule.actions[1]} == {Op.RECV_INPUT, Op.FORWARD, Op.SEND_OUTPUT}
+
+
+def test_the_proof_is_told_whether_to_train() -> None:
+    """The last rank's own backwards do not say what the others must do."""
+    with pytest.raises(ScheduleError, match="rank 0 never does 0B0"):
+        prove(build_schedule("forward-only", 3, 2))
+    schedule = build_schedule("1f1b", 3, 2)
+    with pytest.raises(ScheduleError, match="rank 2 never does 2B0"):
+        prove(altered(schedule, 2, [a for a in schedule.actions[2] if a.op not in (Op.BACKWARD, Op.SEND_GRAD)]))
+    with pytest.raises(ScheduleError, match="rank 0 does 0B0, but nothing is trained"):
+        prove(schedule, trains=False)
 
 
 # ---- planted faults
@@ -157,12 +176,22 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_transfers_that_would_block_are_refused() -> None:
-    """Each rank sends before it receives, in runs of their own: fine as long as sends return at once."""
-    schedule = build_schedule("1f1b", 2, 2)
-    names = [list(map(str, actions)) for actions in schedule.actions]
-    first = [schedule.actions[0][names[0].index(n)] for n in ("0F0", "send output of 0F0")]
-    rest = [a for a in schedule.actions[0] if a not in first]
-    late = [a for a in rest if a.op is Op.RECV_GRAD and a.microbatch == 0]
-    order = [*first, *(a for a in rest if a.op is Op.FORWARD or a.op is Op.SEND_OUTPUT), *late]
-    order += [a for a in rest if a not in order]
-    prove(altered(schedule, 0, order))
+    """Each rank sends before it posts the receive of what the other sends: fine as long as sends return at once."""
+    lines = [
+        "F0 send-output0 F1 send-output1 F2 send-output2 recv-grad0 I0 W0 recv-grad1 I1 W1 recv-grad2 I2 W2",
+        "recv-input0 F0 I0 send-grad0 W0 recv-input1 F1 I1 send-grad1 W1 recv-input2 F2 I2 send-grad2 W2",
+    ]
+    actions = tuple(
+        tuple(Action(Op(word[:-1].replace("-", " ")), int(word[-1]), rank) for word in line.split())
+        for rank, line in enumerate(lines)
+    )
+    schedule = Schedule(name="mine", ranks=2, virtual_stages=1, microbatches=3, actions=actions)
+    simulate(schedule, Costs.uniform(2))
+    with pytest.raises(ScheduleError) as refusal:
+        prove(schedule)
+    said = "transfers that block would wait for ever: rank 0 at send output of 0F1; rank 1 at send grad of 1F0"
+    assert str(refusal.value) == said
+    order = [schedule.computations(rank) for rank in range(2)]
+    prove(
+        with_transfers("mine", order, virtual_stages=1, microbatches=3)
+    )  # the same computations, well placed transfers
