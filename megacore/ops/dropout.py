@@ -53,7 +53,7 @@ def kept(seed: int, threshold: int, shape: tuple[int, int], device: torch.device
     zero = torch.zeros((), dtype=torch.int64, device=device)
     column = torch.arange(-(-width // 4), device=device)
     words = philox(seed, (column, torch.arange(rows, device=device)[:, None], zero, zero))
-    return torch.stack(words, dim=-1).view(rows, -1)[:, :width] >= threshold
+    return torch.stack(words, dim=-1).flatten(1)[:, :width] >= threshold
 
 
 @torch.library.custom_op("megacore::dropout_add", mutates_args=())

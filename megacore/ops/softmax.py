@@ -84,10 +84,12 @@ def softmax_reference(
     """What the kernel computes, in plain torch; arguments and result as `megacore.kernels.softmax.forward`."""
     hidden = hidden_keys(tuple(x.shape), key_mask, causal=causal, offset=offset, window=window, device=x.device)
     wide = x.float() * scale
-    if hidden is None:
-        return torch.softmax(wide, -1).to(x.dtype)
-    y = torch.softmax(wide.masked_fill_(hidden, -math.inf), -1)
-    return y.masked_fill_(hidden, 0.0).to(x.dtype)
+    if hidden is not None:
+        wide.masked_fill_(hidden, -math.inf)
+    y = torch.softmax(wide, -1)
+    if x.numel():  # torch's softmax of nothing but -inf is NaN
+        y.masked_fill_(wide.amax(-1, keepdim=True) == -math.inf, 0.0)
+    return (y if hidden is None else y.masked_fill_(hidden, 0.0)).to(x.dtype)
 
 
 def fused_softmax(
@@ -110,7 +112,8 @@ def fused_softmax(
         key_mask: [b, sk] bool contiguous, True where a key is seen, False where it is padding.
 
     Returns:
-        Like x. Weights of what is not seen are exactly 0, also those of a query that sees nothing.
+        Like x. Weights of what is not seen are exactly 0, also those of a query that sees nothing, or nothing but
+        scores of -inf.
 
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.

@@ -37,6 +37,26 @@ def test_softmax_is_torchs_where_torch_has_one() -> None:
     assert torch.equal(ops.fused_softmax(x, scale=0.5, causal=True), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 2}], ids=str)
+def test_softmax_of_nothing_but_minus_infinity_is_zero(options: dict[str, Any]) -> None:
+    """As in the kernel: a score of -inf hides a key as a mask does, and a query then may see nothing."""
+    x = torch.randn(1, 2, 3, 5)
+    x[0, 1, 1] = -torch.inf
+    x.requires_grad_()
+    y = ops.fused_softmax(x, **options)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert torch.all(y[0, 1, 1] == 0) and torch.all(gradient[0, 1, 1] == 0)
+    assert torch.isfinite(y).all() and torch.isfinite(gradient).all()
+    torch.testing.assert_close(y[0, 0].sum(-1), torch.ones(3))
+
+
+def test_dropout_of_no_rows() -> None:
+    x, bias = torch.empty(0, 5, requires_grad=True), torch.ones(5, requires_grad=True)
+    y = ops.bias_dropout_add(x, bias, x, probability=0.1, seed=1)
+    assert y.shape == (0, 5)
+    assert all(torch.all(gradient == 0) for gradient in torch.autograd.grad(y.sum(), [x, bias]))
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_is_the_same_with_either_implementation(window: int | None) -> None:
     query, key, value = (torch.randn(2, 3, 9, 8, requires_grad=True) for _ in range(3))
