@@ -211,7 +211,22 @@ class _CrossEntropy(torch.autograd.Function):
             softmax_weight *= 1.0 + 2.0 * options.z_loss * log_z
         grad = logits.detach() if options.in_place else logits.detach().clone()
         _gradient_(grad.view(-1, grad.shape[-1]), ids, peak, softmax_weight, weight, *ctx.place)
+        if torch.is_grad_enabled():  # create_graph=True
+            grad = _Once.apply(grad, logits)
         return grad, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that autograd did not see being made. torch's `once_differentiable` asks the incoming gradient alone
+    whether it could be differentiated again, and here it is the logits that could."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, logits: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        raise RuntimeError("cross_entropy can be differentiated once: its gradient has none")
 
 
 def _combined(
@@ -265,7 +280,8 @@ def cross_entropy(
         f"logits has {logits.shape[-1]} columns: the share has {share.columns} of them",
     )
     logits = logits.contiguous()
-    if options.in_place and logits.is_leaf:
+    # Where nothing needs a gradient there is no backward that would write one.
+    if options.in_place and logits.is_leaf and logits.requires_grad and torch.is_grad_enabled():
         raise ValueError("logits is a leaf, whose value must stay: use in_place on the output of a layer alone")
     result: Tensor = _CrossEntropy.apply(logits, targets, share, options)
     return result

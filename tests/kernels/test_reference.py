@@ -69,6 +69,25 @@ def test_attention_is_the_same_with_either_implementation(window: int | None) ->
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
 
+def test_cross_entropy_in_place_where_no_gradient_is_wanted() -> None:
+    """There is nothing to write then, and the logits stay as they are, leaves or not."""
+    options, weight = ops.CrossEntropyOptions(in_place=True), torch.randn(4, 5, requires_grad=True)
+    with torch.no_grad():
+        logits = torch.randn(3, 4) @ weight
+        expected = F.cross_entropy(logits, IDS, reduction="none")
+        torch.testing.assert_close(ops.cross_entropy(logits, IDS, options=options), expected)
+        torch.testing.assert_close(ops.cross_entropy(logits.requires_grad_(), IDS, options=options), expected)
+    torch.testing.assert_close(ops.cross_entropy(logits.detach(), IDS, options=options), expected)
+
+
+def test_a_second_derivative_of_cross_entropy_is_refused() -> None:
+    """Its gradient is made in place, where autograd does not look; without a word it would be taken for a constant."""
+    logits = torch.randn(3, 5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(ops.cross_entropy(logits, IDS).sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        torch.autograd.grad((gradient * logits).sum(), logits)
+
+
 def test_philox_gives_the_published_bits() -> None:
     """The known answers of Random123 (kat_vectors, philox4x32 10)."""
     zero = torch.zeros((), dtype=torch.int64)
