@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.ops.checks import require, require_integers, require_same_device, require_shape
+from megacore.ops.checks import (
+    require,
+    require_floats,
+    require_integers,
+    require_same_device,
+    require_shape,
+    require_whole,
+)
 from megacore.ops.softmax import fused_softmax
 
 Attention = Literal["auto", "sdpa", "fused-softmax"]
@@ -132,6 +139,9 @@ def attention(
     Raises:
         ValueError: an argument's device, dtype or shape does not fit.
     """
+    names = get_args(Attention)
+    require(implementation in names, f"implementation is {implementation!r}: it must be one of {', '.join(names)}")
+    require(0 <= dropout <= 1, f"dropout is {dropout}: it must be in [0, 1]")
     _check(query, key, value, window, documents)
     b, _, s, d = query.shape
     seen = visible(s, causal=causal, window=window, documents=documents, device=query.device)
@@ -231,6 +241,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, docume
     )
     require_shape((b, key.shape[1], s, d), "query's but for the heads, of which key and value have as many", key=key)
     require_shape(key.shape, "like key", value=value)
+    require_same_device(query=query, key=key, value=value)
+    require_floats(query=query, key=key, value=value)
+    require_whole(window=window)
     require(window is None or window > 0, f"window is {window}: it must be positive, or None for no limit")
     if documents is not None:
         require_same_device(query=query, documents=documents)

@@ -12,15 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
-from megacore.ops.dispatch import uses_triton
+from megacore.ops.checks import (
+    require,
+    require_contiguous,
+    require_floats,
+    require_same_device,
+    require_shape,
+    require_whole,
+)
+from megacore.ops.dispatch import runs_triton
 
 
 @torch.library.custom_op("megacore::softmax_forward", mutates_args=())
 def _softmax_forward(
     x: Tensor, key_mask: Tensor | None, scale: float, causal: bool, offset: int, window: int | None
 ) -> Tensor:
-    if uses_triton(x):
+    if runs_triton(x=x):
         from megacore.kernels import softmax
 
         return softmax.forward(x, key_mask, scale=scale, causal=causal, offset=offset, window=window)
@@ -34,7 +41,7 @@ def _(x: Tensor, key_mask: Tensor | None, scale: float, causal: bool, offset: in
 
 @torch.library.custom_op("megacore::softmax_backward", mutates_args=())
 def _softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
-    if uses_triton(y):
+    if runs_triton(y=y):
         from megacore.kernels import softmax
 
         return softmax.backward(dy, y, scale=scale, causal=causal, offset=offset, window=window)
@@ -121,7 +128,8 @@ def fused_softmax(
     require(x.dim() == 4, f"x has shape {tuple(x.shape)}: it must be [b, heads, sq, sk]")
     require_floats(x=x)
     require_contiguous(x=x)
-    require(scale > 0, f"scale is {scale}: it must be positive")
+    require(0 < scale < math.inf, f"scale is {scale}: it must be positive and finite")
+    require_whole(window=window, offset=offset)
     require(window is None or window > 0, f"window is {window}: it must be positive, or None for no limit")
     if key_mask is not None:
         require_same_device(x=x, key_mask=key_mask)
