@@ -12,13 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
-from megacore.ops.dispatch import uses_triton
+from megacore.ops.checks import (
+    require,
+    require_contiguous,
+    require_floats,
+    require_rows,
+    require_same_device,
+    require_shape,
+)
+from megacore.ops.dispatch import runs_triton, uses_triton
 
 
 @torch.library.custom_op("megacore::gelu_forward", mutates_args=())
 def _gelu_forward(x: Tensor, bias: Tensor | None) -> Tensor:
-    if uses_triton(x):
+    if runs_triton(x=x):
         from megacore.kernels import gelu as kernel
 
         return kernel.forward(x, bias)
@@ -32,7 +39,7 @@ def _(x: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("megacore::gelu_backward", mutates_args=())
 def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    if uses_triton(x):
+    if runs_triton(x=x):
         from megacore.kernels import gelu as kernel
 
         return kernel.backward(dy, x, bias)
@@ -76,6 +83,7 @@ def gelu(x: Tensor, *, exact: bool = False) -> Tensor:
     Raises:
         ValueError: x's dtype or strides do not fit.
     """
+    require_rows(x=x)
     require_floats(x=x)
     require_contiguous(x=x)
     if exact or not uses_triton(x):
@@ -96,7 +104,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    require(x.dim() > 0, "x has no dimension: it must be [..., f]")
+    require_rows(x=x)
     require_same_device(x=x, bias=bias)
     require_floats(x=x, bias=bias)
     require_shape(x.shape[-1:], "x's last dimension", bias=bias)
@@ -106,7 +114,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 @torch.library.custom_op("megacore::swiglu_forward", mutates_args=())
 def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    if uses_triton(gate):
+    if runs_triton(gate=gate):
         from megacore.kernels import swiglu as kernel
 
         return kernel.forward(gate, up)
@@ -120,7 +128,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op("megacore::swiglu_backward", mutates_args=())
 def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    if uses_triton(gate):
+    if runs_triton(gate=gate):
         from megacore.kernels import swiglu as kernel
 
         return kernel.backward(dy, gate, up)
@@ -160,7 +168,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    require(gate.dim() > 0, "gate has no dimension: it must be [..., f]")
+    require_rows(gate=gate, up=up)
     require_same_device(gate=gate, up=up)
     require_floats(gate=gate, up=up)
     require_shape(gate.shape, "like gate", up=up)
@@ -171,7 +179,7 @@ def geglu(gate: Tensor, up: Tensor, *, exact: bool = False) -> Tensor:
     """gelu(gate) * up (Shazeer 2020), in plain torch.
 
     Args:
-        gate: [..., f] contiguous; fp32, fp16 or bf16.
+        gate: [..., f], any strides; fp32, fp16 or bf16.
         up: like gate.
         exact: as for `gelu`.
 
@@ -179,12 +187,13 @@ def geglu(gate: Tensor, up: Tensor, *, exact: bool = False) -> Tensor:
         Like gate.
 
     Raises:
-        ValueError: an argument's device, dtype, shape or strides do not fit.
+        ValueError: an argument's device, dtype or shape does not fit.
     """
+    require_rows(gate=gate, up=up)
     require_same_device(gate=gate, up=up)
     require_floats(gate=gate, up=up)
     require_shape(gate.shape, "like gate", up=up)
-    return gelu(gate, exact=exact) * up
+    return F.gelu(gate, approximate="none" if exact else "tanh") * up
 
 
 def _rows(tensor: Tensor, name: str) -> Tensor:

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from megacore.ops.checks import FLOATS, require, require_contiguous, require_same_device, require_shape
-from megacore.ops.dispatch import uses_triton
+from megacore.ops.checks import FLOATS, require, require_contiguous, require_same_device, require_shape, require_whole
+from megacore.ops.dispatch import runs_triton
 
 
 @torch.library.custom_op("megacore::adamw_", mutates_args=("parameter", "mean", "square", "copy"))
@@ -27,7 +27,7 @@ def _adamw_(
     epsilon: float,
     root_correction2: float,
 ) -> None:
-    if uses_triton(parameter):
+    if runs_triton(parameter=parameter):
         from megacore.kernels import adamw as kernel
 
         kernel.step_(
@@ -75,10 +75,15 @@ def adamw_(
     Raises:
         ValueError: an argument's device, dtype, shape, strides or range do not fit.
     """
+    require_whole(step=step)
     require(step >= 1, f"step is {step}: the first step is 1")
     require(parameter.dim() == 1, f"parameter has shape {tuple(parameter.shape)}: it must be flat, [n]")
+    require(0 <= lr < math.inf, f"lr is {lr}: it must be finite and not negative")
+    require(all(0 <= beta < 1 for beta in betas), f"betas is {betas}: both must be in [0, 1)")
+    require(0 <= epsilon < math.inf, f"epsilon is {epsilon}: it must be finite and not negative")
+    require(0 <= weight_decay < math.inf, f"weight_decay is {weight_decay}: it must be finite and not negative")
     factor = torch.ones((), device=parameter.device) if factor is None else factor
-    require(factor.numel() == 1, f"factor has shape {tuple(factor.shape)}: it must hold one number")
+    require(factor.shape in ((), (1,)), f"factor has shape {tuple(factor.shape)}: it must be one number, () or (1,)")
     for name, tensor in {"parameter": parameter, "mean": mean, "square": square, "factor": factor}.items():
         require(tensor.dtype == torch.float32, f"{name} is {tensor.dtype}: it must be torch.float32")
     require(gradient.dtype in FLOATS, f"gradient is {gradient.dtype}: it must be float32, float16 or bfloat16")

@@ -11,14 +11,21 @@ Shape legend: b micro-batch, n heads, g key and value heads, s positions, d head
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import Literal
+from collections.abc import Callable, Hashable
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.ops.checks import require, require_integers, require_same_device, require_shape
+from megacore.ops.checks import (
+    require,
+    require_floats,
+    require_integers,
+    require_same_device,
+    require_shape,
+    require_whole,
+)
 from megacore.ops.softmax import fused_softmax
 
 Attention = Literal["auto", "sdpa", "fused-softmax"]
@@ -29,10 +36,34 @@ def resolved(implementation: Attention) -> Attention:
     return "sdpa" if implementation == "auto" else implementation
 
 
+class _Latest:
+    """The tensor that was made last. The layers of a model ask for one and the same, one after the other, and share it;
+    another one takes its place, so that no more than one outlives its forward pass.
+
+    What is made while fake tensors or torch.compile trace is not real, and is not kept. Neither is a tensor of
+    inference mode, which autograd could not save later: that mode is left while a tensor is made.
+    """
+
+    def __init__(self) -> None:
+        self._key: Hashable = None
+        self._tensor: Tensor | None = None
+
+    def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """The tensor of this key, which nobody may write to."""
+        if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
+            return make()
+        if self._tensor is None or self._key != key:
+            self._tensor = None  # its memory may be used for the next
+            with torch.inference_mode(False), torch.no_grad():
+                self._tensor = make()
+            self._key = key
+        return self._tensor
+
+
 class Alibi:
     """What ALiBi adds to scores: minus the distance, times a slope of each head's own.
 
-    It remembers the causal bias of the longest sequence so far, n x s x s numbers, so that all layers share one.
+    It remembers the causal bias of its last sequence's length, n x s x s numbers, so that all layers share one.
 
     Args:
         slopes: [n] fp32, of the heads that are computed here.
@@ -40,7 +71,7 @@ class Alibi:
 
     def __init__(self, slopes: Tensor) -> None:
         self.slopes = slopes
-        self._causal: Tensor | None = None
+        self._causal = _Latest()
 
     def bias(self, like: Tensor, seen: Tensor | None, *, causal: bool) -> Tensor:
         """[1 or b, n, s, s] in `like`'s dtype, -inf where a key is not seen; `seen` as `visible` gives it, and None
@@ -49,10 +80,12 @@ class Alibi:
         if seen is not None or not causal:
             bias = self._distances(length, like)
             return bias if seen is None else bias.masked_fill(~seen, -math.inf)
-        if self._causal is None or self._causal.shape[-1] < length or self._causal.dtype != like.dtype:
+
+        def causally() -> Tensor:
             later = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
-            self._causal = self._distances(length, like).masked_fill_(later, -math.inf)
-        return self._causal[..., :length, :length]
+            return self._distances(length, like).masked_fill_(later, -math.inf)
+
+        return self._causal.get((length, like.dtype, like.device), causally)
 
     def _distances(self, length: int, like: Tensor) -> Tensor:
         place = torch.arange(length, device=like.device)
@@ -106,6 +139,9 @@ def attention(
     Raises:
         ValueError: an argument's device, dtype or shape does not fit.
     """
+    names = get_args(Attention)
+    require(implementation in names, f"implementation is {implementation!r}: it must be one of {', '.join(names)}")
+    require(0 <= dropout <= 1, f"dropout is {dropout}: it must be in [0, 1]")
     _check(query, key, value, window, documents)
     b, _, s, d = query.shape
     seen = visible(s, causal=causal, window=window, documents=documents, device=query.device)
@@ -114,7 +150,7 @@ def attention(
         if alibi is not None:
             mask = alibi.bias(query, seen, causal=causal)
         elif seen is not None and documents is None:
-            mask = _near_as_bias(s, _reach(causal, window), causal, (query.device, query.dtype))
+            mask = _as_bias(seen, query.dtype, (s, _reach(causal, window), causal, query.device))
         mixed = _sdpa(query, key, value, mask, causal=causal and mask is None, dropout=dropout)
     else:
         scores = query @ _repeated(key, query).transpose(-1, -2)
@@ -137,14 +173,16 @@ def visible(
     reach = _reach(causal, window)
     if (reach is None or reach >= length) and documents is None:
         return None
-    seen = _near(length, reach, causal, device)
+    seen = _masks.get((length, reach, causal, device), lambda: _near(length, reach, causal, device))
     return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
-@lru_cache(maxsize=4)
+# For the layers of whatever model runs.
+_masks, _mask_biases = _Latest(), _Latest()
+
+
 def _near(length: int, reach: int | None, causal: bool, device: torch.device) -> Tensor:
-    """[1, 1, s, s] bool: which keys are nearer than `reach` and, if causal, not later. Every layer is given one and the
-    same tensor, which is never written to."""
+    """[1, 1, s, s] bool: which keys are nearer than `reach` and, if causal, not later."""
     place = torch.arange(length, device=device)
     distance = place[:, None] - place
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
@@ -153,12 +191,13 @@ def _near(length: int, reach: int | None, causal: bool, device: torch.device) ->
     return seen.view(1, 1, length, length)
 
 
-@lru_cache(maxsize=4)
-def _near_as_bias(length: int, reach: int | None, causal: bool, like: tuple[torch.device, torch.dtype]) -> Tensor:
-    """The same as 0 and -inf: torch makes a tensor of these from a boolean mask in every call, and keeps each."""
-    device, dtype = like
-    zeros = torch.zeros(1, 1, length, length, device=device, dtype=dtype)
-    return zeros.masked_fill_(~_near(length, reach, causal, device), -math.inf)
+def _as_bias(seen: Tensor, dtype: torch.dtype, key: tuple[Hashable, ...]) -> Tensor:
+    """A mask as 0 and -inf: torch makes a tensor of these from a boolean mask in every call, and keeps each."""
+
+    def made() -> Tensor:
+        return torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill_(~seen, -math.inf)
+
+    return _mask_biases.get((*key, dtype), made)
 
 
 def _reach(causal: bool, window: int | None) -> int | None:
@@ -202,6 +241,9 @@ def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, docume
     )
     require_shape((b, key.shape[1], s, d), "query's but for the heads, of which key and value have as many", key=key)
     require_shape(key.shape, "like key", value=value)
+    require_same_device(query=query, key=key, value=value)
+    require_floats(query=query, key=key, value=value)
+    require_whole(window=window)
     require(window is None or window > 0, f"window is {window}: it must be positive, or None for no limit")
     if documents is not None:
         require_same_device(query=query, documents=documents)

@@ -72,6 +72,28 @@ def require_integers(**tensors: Tensor) -> None:
             raise ValueError(f"{name} is {_short(tensor.dtype)}: it must be int64 or int32")
 
 
+def require_rows(**tensors: Tensor) -> None:
+    """At least one dimension, of which the last holds something.
+
+    Raises:
+        ValueError: one has none, or an empty last one.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dim() == 0 or tensor.shape[-1] == 0:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: its last dimension must hold something")
+
+
+def require_whole(**numbers: int | None) -> None:
+    """Whole numbers, or None.
+
+    Raises:
+        ValueError: one is something else.
+    """
+    for name, number in numbers.items():
+        if number is not None and not isinstance(number, (int, torch.SymInt)):
+            raise ValueError(f"{name} is {number}: it must be a whole number")
+
+
 def require(condition: bool, message: str) -> None:
     """A condition in words.
 

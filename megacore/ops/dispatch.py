@@ -76,6 +76,21 @@ def uses_triton(x: Tensor) -> bool:
     return _Decision.choice == "triton"
 
 
+def runs_triton(**tensor: Tensor) -> bool:
+    """`uses_triton` of an implementation about to run, which needs numbers that a kernel can read.
+
+    Args:
+        tensor: one, by the name that callers know it by.
+
+    Raises:
+        ValueError: Triton was chosen, and cannot run where the tensor is.
+    """
+    ((name, x),) = tensor.items()
+    if (reason := why_not(_Decision.choice, x.device)) is not None:
+        raise ValueError(f"{name} is on {x.device}, and the chosen implementation, triton, {reason}")
+    return uses_triton(x)
+
+
 def described(device: torch.device) -> str:
     """The implementation that operators on a device run, for the launch summary."""
     return f"triton {_Decision.triton}" if uses_triton(torch.empty(0, device=device)) else "torch"

@@ -14,8 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
-from megacore.ops.dispatch import uses_triton
+from megacore.ops.checks import (
+    require,
+    require_contiguous,
+    require_floats,
+    require_rows,
+    require_same_device,
+    require_shape,
+    require_whole,
+)
+from megacore.ops.dispatch import runs_triton
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -53,12 +61,12 @@ def kept(seed: int, threshold: int, shape: tuple[int, int], device: torch.device
     zero = torch.zeros((), dtype=torch.int64, device=device)
     column = torch.arange(-(-width // 4), device=device)
     words = philox(seed, (column, torch.arange(rows, device=device)[:, None], zero, zero))
-    return torch.stack(words, dim=-1).view(rows, -1)[:, :width] >= threshold
+    return torch.stack(words, dim=-1).flatten(1)[:, :width] >= threshold
 
 
 @torch.library.custom_op("megacore::dropout_add", mutates_args=())
 def _dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
-    if uses_triton(x):
+    if runs_triton(x=x):
         from megacore.kernels import dropout
 
         return dropout.forward(x, bias, residual, seed=seed, threshold=threshold, scale=scale)
@@ -74,7 +82,7 @@ def _(x: Tensor, bias: Tensor | None, residual: Tensor, seed: int, threshold: in
 
 @torch.library.custom_op("megacore::dropout_backward", mutates_args=())
 def _dropout_backward(dy: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
-    if uses_triton(dy):
+    if runs_triton(dy=dy):
         from megacore.kernels import dropout
 
         return dropout.backward(dy, seed=seed, threshold=threshold, scale=scale)
@@ -118,9 +126,8 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, *, probab
     Raises:
         ValueError: an argument's device, dtype, shape, strides or range do not fit.
     """
-    require(x.dim() > 0, "x has no dimension: it must be [..., h]")
-    require(0 <= probability < 1, f"probability is {probability}: it must be in [0, 1)")
-    require(0 <= seed < 2**63, f"seed is {seed}: it must be in [0, 2^63)")
+    require_rows(x=x, residual=residual)
+    _check_mask(probability, seed)
     tensors = {"x": x, "residual": residual} | ({} if bias is None else {"bias": bias})
     require_same_device(**tensors)
     require_floats(**tensors)
@@ -141,8 +148,19 @@ def dropout_mask(shape: Sequence[int], *, probability: float, seed: int, device:
         probability: share of elements dropped, in [0, 1).
         seed: 0 to 2^63 - 1.
         device: where the mask is made.
+
+    Raises:
+        ValueError: an argument's shape or range does not fit.
     """
+    require(len(shape) > 0 and shape[-1] > 0, f"shape is {tuple(shape)}: its last dimension must hold something")
+    _check_mask(probability, seed)
     return kept(seed, _threshold(probability), (math.prod(shape[:-1]), shape[-1]), device).view(*shape)
+
+
+def _check_mask(probability: float, seed: int) -> None:
+    require(0 <= probability < 1, f"probability is {probability}: it must be in [0, 1)")
+    require_whole(seed=seed)
+    require(0 <= seed < 2**63, f"seed is {seed}: it must be in [0, 2^63)")
 
 
 def _threshold(probability: float) -> int:

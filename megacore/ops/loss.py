@@ -9,6 +9,7 @@ sum of Milakov and Gimelshein 2018 (arXiv 1805.02867); the z-loss is that of PaL
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops.checks import require, require_integers, require_same_device, require_shape
-from megacore.ops.dispatch import uses_triton
+from megacore.ops.checks import (
+    require,
+    require_integers,
+    require_rows,
+    require_same_device,
+    require_shape,
+    require_whole,
+)
+from megacore.ops.dispatch import runs_triton
 
 _CACHED = 1 << 18  # elements that stay in a core's cache
 _LOWEST = -1e30  # below any logit, and finite: its differences are never NaN
@@ -40,6 +48,12 @@ class CrossEntropyOptions:
     ignore_index: int = -100
     in_place: bool = False
 
+    def __post_init__(self) -> None:
+        smoothing, z_loss = self.label_smoothing, self.z_loss
+        require(0 <= smoothing < 1, f"label_smoothing is {smoothing}: it must be in [0, 1)")
+        require(0 <= z_loss < math.inf, f"z_loss is {z_loss}: it must be finite and not negative")
+        require_whole(ignore_index=self.ignore_index)
+
 
 @dataclass(frozen=True)
 class VocabularyShare:
@@ -54,6 +68,12 @@ class VocabularyShare:
     bounds: tuple[tuple[int, int], ...]
     rank: int = 0
     exchange: Callable[[Tensor], Tensor] = lambda tensor: tensor.unsqueeze(0)
+
+    def __post_init__(self) -> None:
+        ranks = len(self.bounds)
+        ends = [end for bound in self.bounds for end in bound]
+        require(ranks > 0 and ends == sorted(ends), f"bounds is {self.bounds}: it must be every rank's ids, in order")
+        require(0 <= self.rank < ranks, f"rank is {self.rank}: it must be in [0, {ranks}), one of bounds")
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +93,7 @@ def _statistics(
     logits: Tensor, targets: Tensor, start: int, columns: int, ignore_index: int, target_weight: float, uniform: float
 ) -> Tensor:
     weights = (target_weight, uniform)
-    if uses_triton(logits):
+    if runs_triton(logits=logits):
         from megacore.kernels import cross_entropy
 
         return cross_entropy.statistics(
@@ -106,7 +126,7 @@ def _gradient_(
 ) -> None:
     choice = {"start": start, "columns": columns, "ignore_index": ignore_index}
     weights = (target_weight, uniform)
-    if uses_triton(logits):
+    if runs_triton(logits=logits):
         from megacore.kernels import cross_entropy
 
         cross_entropy.gradient_(logits, targets, peak, softmax_weight, loss_weight, weights=weights, **choice)
@@ -188,6 +208,11 @@ class _CrossEntropy(torch.autograd.Function):
         weights = (1.0 - smoothing, smoothing / share.vocab_size)
         place = (share.start, share.columns, options.ignore_index, *weights)
         gathered = share.exchange(_statistics(rows, ids, *place))  # [ranks, 3, tokens]
+        require(
+            gathered.shape[0] == len(share.bounds),
+            f"exchange gave the tensors of {gathered.shape[0]} ranks: it must give those of {len(share.bounds)}, like "
+            "bounds",
+        )
         ignored = ids == options.ignore_index
         peak, total, linear = _combined(gathered, ids, share, weights)
         log_total = total.log()
@@ -211,7 +236,22 @@ class _CrossEntropy(torch.autograd.Function):
             softmax_weight *= 1.0 + 2.0 * options.z_loss * log_z
         grad = logits.detach() if options.in_place else logits.detach().clone()
         _gradient_(grad.view(-1, grad.shape[-1]), ids, peak, softmax_weight, weight, *ctx.place)
+        if torch.is_grad_enabled():  # create_graph=True
+            grad = _Once.apply(grad, logits)
         return grad, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """A gradient that autograd did not see being made. torch's `once_differentiable` asks the incoming gradient alone
+    whether it could be differentiated again, and here it is the logits that could."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, logits: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        raise RuntimeError("cross_entropy can be differentiated once: its gradient has none")
 
 
 def _combined(
@@ -253,6 +293,7 @@ def cross_entropy(
     Raises:
         ValueError: an argument's device, dtype or shape does not fit.
     """
+    require_rows(logits=logits)
     options = options or CrossEntropyOptions()
     share = share or VocabularyShare(((0, logits.shape[-1]),))
     floats = (torch.float32, torch.float16, torch.bfloat16)
@@ -265,7 +306,8 @@ def cross_entropy(
         f"logits has {logits.shape[-1]} columns: the share has {share.columns} of them",
     )
     logits = logits.contiguous()
-    if options.in_place and logits.is_leaf:
+    # Where nothing needs a gradient there is no backward that would write one.
+    if options.in_place and logits.is_leaf and logits.requires_grad and torch.is_grad_enabled():
         raise ValueError("logits is a leaf, whose value must stay: use in_place on the output of a layer alone")
     result: Tensor = _CrossEntropy.apply(logits, targets, share, options)
     return result

@@ -12,15 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
-from megacore.ops.dispatch import uses_triton
+from megacore.ops.checks import (
+    require,
+    require_contiguous,
+    require_floats,
+    require_rows,
+    require_same_device,
+    require_shape,
+)
+from megacore.ops.dispatch import runs_triton, uses_triton
 
 
 @torch.library.custom_op("megacore::norm_forward", mutates_args=())
 def _norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if uses_triton(x):
+    if runs_triton(x=x):
         from megacore.kernels import norm
 
         return norm.forward(x, residual, weight, bias, epsilon=epsilon, rms=rms)
@@ -44,7 +51,7 @@ def _(
 def _norm_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if uses_triton(x):
+    if runs_triton(x=x):
         from megacore.kernels import norm
 
         return norm.backward(dy, dsum, x, weight, mean=mean, rstd=rstd, rms=rms, has_bias=has_bias)
@@ -220,7 +227,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, epsilon: float, **parameters: Tensor) -> None:
-    require(x.dim() > 0 and x.shape[-1] > 0, f"x has shape {tuple(x.shape)}: its last dimension must hold something")
+    require_rows(x=x)
     require(epsilon > 0, f"epsilon is {epsilon}: it must be positive")
     require_same_device(x=x, **parameters)
     require_floats(x=x, **parameters)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
-from megacore.ops.dispatch import uses_triton
+from megacore.ops.dispatch import runs_triton
 
 
 @torch.library.custom_op("megacore::rotary", mutates_args=())
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
-    if uses_triton(x):
+    if runs_triton(x=x):
         from megacore.kernels import rotary as kernel
 
         return kernel.rotate(x, cos, sin, backwards=backwards)

@@ -12,15 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
-from megacore.ops.dispatch import uses_triton
+from megacore.ops.checks import (
+    require,
+    require_contiguous,
+    require_floats,
+    require_same_device,
+    require_shape,
+    require_whole,
+)
+from megacore.ops.dispatch import runs_triton
 
 
 @torch.library.custom_op("megacore::softmax_forward", mutates_args=())
 def _softmax_forward(
     x: Tensor, key_mask: Tensor | None, scale: float, causal: bool, offset: int, window: int | None
 ) -> Tensor:
-    if uses_triton(x):
+    if runs_triton(x=x):
         from megacore.kernels import softmax
 
         return softmax.forward(x, key_mask, scale=scale, causal=causal, offset=offset, window=window)
@@ -34,7 +41,7 @@ def _(x: Tensor, key_mask: Tensor | None, scale: float, causal: bool, offset: in
 
 @torch.library.custom_op("megacore::softmax_backward", mutates_args=())
 def _softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
-    if uses_triton(y):
+    if runs_triton(y=y):
         from megacore.kernels import softmax
 
         return softmax.backward(dy, y, scale=scale, causal=causal, offset=offset, window=window)
@@ -84,10 +91,12 @@ def softmax_reference(
     """What the kernel computes, in plain torch; arguments and result as `megacore.kernels.softmax.forward`."""
     hidden = hidden_keys(tuple(x.shape), key_mask, causal=causal, offset=offset, window=window, device=x.device)
     wide = x.float() * scale
-    if hidden is None:
-        return torch.softmax(wide, -1).to(x.dtype)
-    y = torch.softmax(wide.masked_fill_(hidden, -math.inf), -1)
-    return y.masked_fill_(hidden, 0.0).to(x.dtype)
+    if hidden is not None:
+        wide.masked_fill_(hidden, -math.inf)
+    y = torch.softmax(wide, -1)
+    if x.numel():  # torch's softmax of nothing but -inf is NaN
+        y.masked_fill_(wide.amax(-1, keepdim=True) == -math.inf, 0.0)
+    return (y if hidden is None else y.masked_fill_(hidden, 0.0)).to(x.dtype)
 
 
 def fused_softmax(
@@ -110,7 +119,8 @@ def fused_softmax(
         key_mask: [b, sk] bool contiguous, True where a key is seen, False where it is padding.
 
     Returns:
-        Like x. Weights of what is not seen are exactly 0, also those of a query that sees nothing.
+        Like x. Weights of what is not seen are exactly 0, also those of a query that sees nothing, or nothing but
+        scores of -inf.
 
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
@@ -118,7 +128,8 @@ def fused_softmax(
     require(x.dim() == 4, f"x has shape {tuple(x.shape)}: it must be [b, heads, sq, sk]")
     require_floats(x=x)
     require_contiguous(x=x)
-    require(scale > 0, f"scale is {scale}: it must be positive")
+    require(0 < scale < math.inf, f"scale is {scale}: it must be positive and finite")
+    require_whole(window=window, offset=offset)
     require(window is None or window > 0, f"window is {window}: it must be positive, or None for no limit")
     if key_mask is not None:
         require_same_device(x=x, key_mask=key_mask)

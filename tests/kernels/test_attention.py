@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from megacore import ops
 from megacore.ops import Attention
+from megacore.ops.attention import visible
 
 B, S, D = 2, 11, 8
 # Two documents and padding at the end; padding between and at the front.
@@ -129,6 +133,43 @@ def test_one_alibi_serves_sequences_of_any_length() -> None:
         assert torch.equal(
             ops.attention(*part, causal=True, alibi=alibi), ops.attention(*part, causal=True, alibi=fresh)
         )
+
+
+@pytest.mark.parametrize("first", ["fake", "inference", "meta", "none"])
+@pytest.mark.parametrize("way", ["window", "alibi"])
+def test_masks_do_not_depend_on_who_asked_first(way: str, first: str) -> None:
+    """A dry run, an evaluation or a model elsewhere leaves nothing behind that a training step would stumble over."""
+    alibi = ops.Alibi(torch.tensor(ops.alibi_slopes(4))) if way == "alibi" else None
+    options: dict[str, Any] = {"causal": True, "window": None if alibi else 3, "alibi": alibi}
+    for implementation in get_args(Attention):
+        before: dict[str, AbstractContextManager[Any]] = {
+            "fake": FakeTensorMode(allow_non_fake_inputs=True),
+            "inference": torch.inference_mode(),
+            "meta": torch.device("meta"),
+            "none": nullcontext(),
+        }
+        with before[first]:
+            sized = [torch.empty(B, 4, S, D) for _ in range(3)]
+            ops.attention(*sized, **options, implementation=implementation)
+        ours = [x.requires_grad_() for x in drawn(4)]
+        found = ops.attention(*ours, **options, implementation=implementation)
+        slopes = None if alibi is None else ops.alibi_slopes(4)
+        expected = brute_force(*(x.double() for x in ours), causal=True, window=options["window"], slopes=slopes)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+        found.sum().backward()
+        with FakeTensorMode(allow_non_fake_inputs=True):  # and a dry run after it
+            sized = [torch.empty(B, 4, S, D) for _ in range(3)]
+            assert ops.attention(*sized, **options, implementation=implementation).shape == (B, 4, S, D)
+
+
+def test_one_mask_outlives_its_forward_pass() -> None:
+    """Lengths that are gone do not keep their s x s numbers."""
+    earlier = []
+    for length in (5, 7, 9):
+        masks = [visible(length, causal=True, window=3, documents=None, device=torch.device("cpu")) for _ in range(2)]
+        assert masks[0] is masks[1] and masks[0] is not None
+        assert all(mask() is None for mask in earlier)
+        earlier.append(weakref.ref(masks[0]))
 
 
 REFUSALS = {

@@ -38,6 +38,15 @@ def test_softmax_of_large_scores_is_finite(device: torch.device) -> None:
     torch.testing.assert_close(y.double(), torch.softmax(x.double(), -1), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("width", [40, 16500])
+def test_softmax_of_nothing_but_minus_infinity_is_zero(width: int, device: torch.device) -> None:
+    x = torch.full((1, 1, 2, width), -torch.inf, device=device, requires_grad=True)
+    with ops.kernels_chosen("triton"):
+        y = ops.fused_softmax(x, causal=True)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert torch.all(y == 0) and torch.all(gradient == 0)
+
+
 def test_what_a_mask_hides_is_exactly_zero(device: torch.device) -> None:
     """Whatever stands there, -inf and NaN included: what is hidden is not read, or not used."""
     x = torch.randn(1, 1, 40, 40, device=device)
@@ -91,5 +100,6 @@ def test_nothing_in_nothing_out(device: torch.device) -> None:
     with ops.kernels_chosen("triton"):
         y = ops.layer_norm(x, weight, torch.zeros(8, device=device)) + ops.gelu(x) + ops.swiglu(x, x)
         (grad,) = torch.autograd.grad(y.sum(), weight)
+        assert ops.bias_dropout_add(x, None, x, probability=0.1, seed=1).shape == (0, 8)
         assert ops.cross_entropy(x.detach(), torch.empty(0, dtype=torch.long, device=device)).shape == (0,)
     assert torch.all(grad == 0)

@@ -37,6 +37,26 @@ def test_softmax_is_torchs_where_torch_has_one() -> None:
     assert torch.equal(ops.fused_softmax(x, scale=0.5, causal=True), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 2}], ids=str)
+def test_softmax_of_nothing_but_minus_infinity_is_zero(options: dict[str, Any]) -> None:
+    """As in the kernel: a score of -inf hides a key as a mask does, and a query then may see nothing."""
+    x = torch.randn(1, 2, 3, 5)
+    x[0, 1, 1] = -torch.inf
+    x.requires_grad_()
+    y = ops.fused_softmax(x, **options)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert torch.all(y[0, 1, 1] == 0) and torch.all(gradient[0, 1, 1] == 0)
+    assert torch.isfinite(y).all() and torch.isfinite(gradient).all()
+    torch.testing.assert_close(y[0, 0].sum(-1), torch.ones(3))
+
+
+def test_dropout_of_no_rows() -> None:
+    x, bias = torch.empty(0, 5, requires_grad=True), torch.ones(5, requires_grad=True)
+    y = ops.bias_dropout_add(x, bias, x, probability=0.1, seed=1)
+    assert y.shape == (0, 5)
+    assert all(torch.all(gradient == 0) for gradient in torch.autograd.grad(y.sum(), [x, bias]))
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_is_the_same_with_either_implementation(window: int | None) -> None:
     query, key, value = (torch.randn(2, 3, 9, 8, requires_grad=True) for _ in range(3))
@@ -47,6 +67,25 @@ def test_attention_is_the_same_with_either_implementation(window: int | None) ->
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     grads = [torch.autograd.grad(y.square().sum(), [query, key, value]) for y in (found, expected)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+def test_cross_entropy_in_place_where_no_gradient_is_wanted() -> None:
+    """There is nothing to write then, and the logits stay as they are, leaves or not."""
+    options, weight = ops.CrossEntropyOptions(in_place=True), torch.randn(4, 5, requires_grad=True)
+    with torch.no_grad():
+        logits = torch.randn(3, 4) @ weight
+        expected = F.cross_entropy(logits, IDS, reduction="none")
+        torch.testing.assert_close(ops.cross_entropy(logits, IDS, options=options), expected)
+        torch.testing.assert_close(ops.cross_entropy(logits.requires_grad_(), IDS, options=options), expected)
+    torch.testing.assert_close(ops.cross_entropy(logits.detach(), IDS, options=options), expected)
+
+
+def test_a_second_derivative_of_cross_entropy_is_refused() -> None:
+    """Its gradient is made in place, where autograd does not look; without a word it would be taken for a constant."""
+    logits = torch.randn(3, 5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(ops.cross_entropy(logits, IDS).sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        torch.autograd.grad((gradient * logits).sum(), logits)
 
 
 def test_philox_gives_the_published_bits() -> None:

@@ -1,0 +1,127 @@
+"""Arguments that an operator cannot work with are refused by name, before a kernel or torch stumbles over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore import ops
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([0, 1, 2])
+EMPTY = torch.ones(3, 0)
+ROWS, ROW = torch.ones(3, 8), torch.ones(8)
+SCORES = torch.ones(1, 1, 3, 3)
+HEADS = torch.ones(1, 2, 3, 4)
+TWO = ((0, 2), (2, 4))
+
+
+def adamw(**options: Any) -> None:
+    """A step of four parameters, but for what is given."""
+    ops.adamw_(*(torch.ones(4) for _ in range(4)), **{"step": 1, "lr": 1e-3, **options})
+
+
+def attended(query: Tensor = HEADS, key: Tensor = HEADS, value: Tensor = HEADS, **options: Any) -> Tensor:
+    """Causal attention, but for what is given."""
+    return ops.attention(query, key, value, causal=True, **options)
+
+
+def dropped(x: Tensor = ROWS, *, probability: float = 0.1, seed: Any = 0) -> Tensor:
+    """bias_dropout_add, but for what is given."""
+    return ops.bias_dropout_add(x, None, x, probability=probability, seed=seed)
+
+
+def share(*arguments: Any) -> Tensor:
+    """Cross-entropy of four columns of a share."""
+    return ops.cross_entropy(torch.ones(3, 4), IDS, share=ops.VocabularyShare(*arguments))
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "key's dtype": (lambda: attended(key=HEADS.half(), value=HEADS.half()), "key is float16: it must be float32, like"),
+    "value's dtype": (lambda: attended(value=HEADS.half()), "value is float16: it must be float32, like query"),
+    "key's device": (lambda: attended(key=HEADS.to("meta")), "key is on meta: it must be on cpu, like query"),
+    "integers": (lambda: attended(*[HEADS.long()] * 3), "query is int64: it must be float32, float16 or bfloat16"),
+    "implementation": (
+        lambda: attended(implementation="flash"),
+        "implementation is 'flash': it must be one of auto, sdpa, fused-softmax",
+    ),
+    "half a window of attention": (lambda: attended(window=2.5), "window is 2.5: it must be a whole number"),
+    "dropout": (lambda: attended(dropout=1.5), r"dropout is 1.5: it must be in \[0, 1\]"),
+    "label_smoothing above": (lambda: ops.CrossEntropyOptions(label_smoothing=1.5), "label_smoothing is 1.5"),
+    "label_smoothing below": (lambda: ops.CrossEntropyOptions(label_smoothing=-1.0), "label_smoothing is -1.0"),
+    "z_loss": (lambda: ops.CrossEntropyOptions(z_loss=-1.0), "z_loss is -1.0: it must be finite and not negative"),
+    "no dimension of logits": (lambda: ops.cross_entropy(torch.tensor(1.0), IDS[0]), r"logits has shape \(\): its"),
+    "no logits": (lambda: ops.cross_entropy(EMPTY, IDS), r"logits has shape \(3, 0\): its last dimension must"),
+    "rank": (lambda: share(TWO, 5), r"rank is 5: it must be in \[0, 2\)"),
+    "bounds": (lambda: share(((2, 4), (0, 2))), "bounds is .* in order"),
+    "no bounds": (lambda: share(()), r"bounds is \(\)"),
+    "exchange": (lambda: share(TWO, 0), "exchange gave the tensors of 1 ranks: it must give those of 2, like bounds"),
+    "beta1": (lambda: adamw(betas=(1.0, 0.9)), r"betas is \(1.0, 0.9\): both must be in \[0, 1\)"),
+    "beta2": (lambda: adamw(betas=(0.9, -0.1)), r"betas is \(0.9, -0.1\)"),
+    "lr": (lambda: adamw(lr=-1.0), "lr is -1.0: it must be finite and not negative"),
+    "lr that is none": (lambda: adamw(lr=float("nan")), "lr is nan"),
+    "adamw's epsilon": (lambda: adamw(epsilon=-1e-8), "epsilon is -1e-08"),
+    "weight_decay": (lambda: adamw(weight_decay=-0.1), "weight_decay is -0.1"),
+    "factor": (lambda: adamw(factor=torch.ones(1, 1)), r"factor has shape \(1, 1\): it must be one number"),
+    "half a step": (lambda: adamw(step=1.5), "step is 1.5: it must be a whole number"),
+    "gelu of a number": (lambda: ops.gelu(torch.tensor(1.0)), r"x has shape \(\): its last dimension"),
+    "gelu of nothing": (lambda: ops.gelu(EMPTY), r"x has shape \(3, 0\)"),
+    "bias_gelu of nothing": (lambda: ops.bias_gelu(EMPTY, torch.ones(0)), r"x has shape \(3, 0\)"),
+    "swiglu of nothing": (lambda: ops.swiglu(EMPTY, EMPTY), r"gate has shape \(3, 0\): its last dimension"),
+    "geglu of nothing": (lambda: ops.geglu(EMPTY, EMPTY), r"gate has shape \(3, 0\)"),
+    "geglu's types": (lambda: ops.geglu(ROWS.long(), ROWS.long()), "gate is int64"),
+    "half a window": (lambda: ops.fused_softmax(SCORES, window=2.5), "window is 2.5: it must be a whole number"),  # type: ignore[arg-type]
+    "half an offset": (lambda: ops.fused_softmax(SCORES, offset=0.5), "offset is 0.5: it must be a whole number"),  # type: ignore[arg-type]
+    "scale": (lambda: ops.fused_softmax(SCORES, scale=float("inf")), "scale is inf: it must be positive and finite"),
+    "half a seed": (lambda: dropped(seed=1.5), "seed is 1.5: it must be a whole number"),
+    "dropout of nothing": (lambda: dropped(EMPTY), r"x has shape \(3, 0\)"),
+    "mask's probability": (
+        lambda: ops.dropout_mask((2, 3), probability=2.0, seed=1, device=CPU),
+        r"probability is 2.0: it must be in \[0, 1\)",
+    ),
+    "mask's seed": (lambda: ops.dropout_mask((2, 3), probability=0.1, seed=-1, device=CPU), "seed is -1: it must be"),
+    "mask's shape": (lambda: ops.dropout_mask((), probability=0.1, seed=1, device=CPU), r"shape is \(\)"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_does_not_fit_is_refused_by_name(name: str) -> None:
+    call, message = CASES[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+ON_A_CPU: dict[str, tuple[Callable[[], Any], str]] = {
+    "rms_norm": (lambda: ops.rms_norm(ROWS, ROW), "x"),
+    "add_layer_norm": (lambda: ops.add_layer_norm(ROWS, ROWS, ROW, ROW), "x"),
+    "fused_softmax": (lambda: ops.fused_softmax(SCORES), "x"),
+    "cross_entropy": (lambda: ops.cross_entropy(ROWS, IDS), "logits"),
+    "rotary": (lambda: ops.rotary(torch.ones(1, 2, 1, 4), torch.ones(2, 2), torch.ones(2, 2)), "x"),
+    "gelu": (lambda: ops.gelu(ROWS), "x"),
+    "bias_gelu": (lambda: ops.bias_gelu(ROWS, ROW), "x"),
+    "swiglu": (lambda: ops.swiglu(ROWS, ROWS), "gate"),
+    "bias_dropout_add": (dropped, "x"),
+    "adamw_": (adamw, "parameter"),
+}
+
+
+@pytest.mark.parametrize("name", ON_A_CPU)
+def test_triton_refuses_a_tensor_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    call, argument = ON_A_CPU[name]
+    with (
+        ops.kernels_chosen("triton"),
+        pytest.raises(ValueError, match=f"{argument} is on cpu, and the chosen impl.* use --kernels auto or torch"),
+    ):
+        call()
+
+
+def test_geglu_takes_the_halves_of_a_wider_tensor() -> None:
+    both = torch.randn(3, 8, requires_grad=True)
+    gate, up = both.chunk(2, -1)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(ops.geglu(gate, up), expected, rtol=0, atol=0)
