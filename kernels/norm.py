@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, processors, warps_of
+from megacore.kernels.launch import block_of, on_its_device, processors, warps_of
 
 ONE_BLOCK = 32768
 PERSISTENT = 8192
@@ -193,6 +193,7 @@ def _backward_columns(
         tl.store(dbias_ptr + share * width + columns, tl.sum(dbias, 0), mask=inside_row)
 
 
+@on_its_device
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -226,6 +227,7 @@ def forward(
     return y, summed, mean, rstd
 
 
+@on_its_device
 def backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, warps_of
+from megacore.kernels.launch import block_of, on_its_device, warps_of
 
 ONE_BLOCK = 16384
 _CHUNK = 4096
@@ -154,6 +154,7 @@ def _backward_long(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=columns < sk)
 
 
+@on_its_device
 def forward(
     x: Tensor, key_mask: Tensor | None, *, scale: float, causal: bool, offset: int, window: int | None
 ) -> Tensor:
@@ -183,6 +184,7 @@ def forward(
     return y
 
 
+@on_its_device
 def backward(dy: Tensor, y: Tensor, *, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     """The scores' gradient.
 
