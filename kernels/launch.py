@@ -49,6 +49,11 @@ def processors(device: torch.device) -> int:
     return int(torch.get_device_module(device).get_device_properties(device).multi_processor_count)
 
 
+def aligned(width: int) -> bool:
+    """Whether every row of a contiguous tensor begins at a multiple of 16 elements, which makes its loads vectors."""
+    return width % 16 == 0
+
+
 def block_of(width: int) -> int:
     """The smallest power of two that holds a row; at least 16, so that a thread's loads stay vectors."""
     return max(16, triton.next_power_of_2(width))
