@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megacore.kernels.launch import on_its_device
+
 _BLOCK = 2048
 
 
@@ -34,6 +36,7 @@ def _step(
         tl.store(copy_ptr + at, parameter.to(copy_ptr.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def step_(
     parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *, copy: Tensor | None, factor: Tensor,
     keep: float, rate: float, betas: tuple[float, float], epsilon: float, root_correction2: float,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, warps_of
+from megacore.kernels.launch import block_of, on_its_device, warps_of
 
 _CHUNK = 8192
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)  # below any logit, and finite: its differences are never NaN
@@ -69,6 +69,7 @@ def _backward(
     tl.store(logits_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < width)
 
 
+@on_its_device
 def statistics(
     logits: Tensor, targets: Tensor, *, start: int, columns: int, ignore_index: int, weights: tuple[float, float]
 ) -> Tensor:
@@ -97,6 +98,7 @@ def statistics(
     return found
 
 
+@on_its_device
 def gradient_(
     logits: Tensor, targets: Tensor, peak: Tensor, softmax_weight: Tensor, loss_weight: Tensor, *,
     start: int, columns: int, ignore_index: int, weights: tuple[float, float],

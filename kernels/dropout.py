@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of
+from megacore.kernels.launch import block_of, on_its_device
 
 _BLOCK = 2048
 
@@ -55,6 +55,7 @@ def _backward(dy_ptr, dx_ptr, width, seed, threshold, scale, BLOCK: tl.constexpr
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def forward(x: Tensor, bias: Tensor | None, residual: Tensor, *, seed: int, threshold: int, scale: float) -> Tensor:
     """residual + mask * (x + bias) * scale.
 
@@ -79,6 +80,7 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor, *, seed: int, thre
     return y
 
 
+@on_its_device
 def backward(dy: Tensor, *, seed: int, threshold: int, scale: float) -> Tensor:
     """The gradient of x, which summed over rows is that of the bias; dy [rows, h] contiguous."""
     rows, width = dy.shape

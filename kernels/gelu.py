@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of
+from megacore.kernels.launch import block_of, on_its_device
 
 _BLOCK = 2048
 
@@ -41,6 +41,7 @@ def _backward(dy_ptr, x_ptr, bias_ptr, dx_ptr, width, HAS_BIAS: tl.constexpr, BL
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def forward(x: Tensor, bias: Tensor | None) -> Tensor:
     """gelu(x + bias): x [rows, f] contiguous, bias [f] or None; like x."""
     rows, width = x.shape
@@ -53,6 +54,7 @@ def forward(x: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
+@on_its_device
 def backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """The gradient of x, which summed over rows is that of the bias; dy [rows, f] contiguous."""
     rows, width = x.shape

@@ -1,4 +1,4 @@
-"""What every kernel needs to be started well: how many programs a device runs at once, and block sizes.
+"""What every kernel needs to be started well: its device, how many programs that runs at once, and block sizes.
 
 Loads of 16-bit numbers are widened to fp32 at once in every kernel (`.to(tl.float32)` on the load itself). That is what
 the sums need, and Triton's interpreter computes on the bit pattern of a bf16 tensor otherwise, silently wrong.
@@ -6,17 +6,38 @@ the sums need, and Triton's interpreter computes on the bit pattern of a bf16 te
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
 import torch
 import triton
+from torch import Tensor
 
 # What a device of the Hopper generation has; assumed where none can be asked, as when kernels are compiled only.
 _HOPPER_PROCESSORS = 132
 _INTERPRETED_PROCESSORS = 2
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU: TRITON_INTERPRET=1 when Triton was imported."""
     return bool(triton.knobs.runtime.interpret)
+
+
+def on_its_device(launcher: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
+    """Make the device of a launcher's first tensor the current one while it launches: Triton takes the current one of
+    the process, whose kernels would be handed the memory of another."""
+
+    @wraps(launcher)
+    def launched(tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        if interpreting() or tensor.device.type in ("cpu", "meta"):
+            return launcher(tensor, *args, **kwargs)
+        with torch.get_device_module(tensor.device).device(tensor.device):
+            return launcher(tensor, *args, **kwargs)
+
+    return launched
 
 
 def processors(device: torch.device) -> int:
@@ -26,6 +47,11 @@ def processors(device: torch.device) -> int:
     if device.type == "meta":
         return _HOPPER_PROCESSORS
     return int(torch.get_device_module(device).get_device_properties(device).multi_processor_count)
+
+
+def aligned(width: int) -> bool:
+    """Whether every row of a contiguous tensor begins at a multiple of 16 elements, which makes its loads vectors."""
+    return width % 16 == 0
 
 
 def block_of(width: int) -> int:

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over rows, with the residual addition folded in, and their backward.
 
-Forward: a program a row; rows beyond `ONE_BLOCK` columns are read three times, from cache after the first. Backward up
-to `PERSISTENT` columns: a few programs a processor walk over the rows and keep their share of dweight and dbias in
+Forward: a program a row; rows beyond `ONE_BLOCK` are read three times, from cache after the first. Backward up
+to `PERSISTENT`: a few programs a processor walk over the rows and keep their share of dweight and dbias in
 registers. Beyond, where that would spill, one kernel computes dx by rows and another dweight and dbias by columns. The
 shares are added in a fixed order, without atomics: the same bits every time.
 """
@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, processors, warps_of
+from megacore.kernels.launch import aligned, block_of, on_its_device, processors, warps_of
 
-ONE_BLOCK = 32768
-PERSISTENT = 8192
+# Columns that the registers of a program hold: of rows that begin at multiples of 16 elements, and of others, whose
+# elements are addressed one by one. Beyond, ptxas spills (tools/kernel_report.py).
+ONE_BLOCK = {True: 16384, False: 8192}
+PERSISTENT = {True: 8192, False: 2048}
 _CHUNK = 8192
 _TILE_ROWS, _TILE_COLUMNS = 8, 256
 
@@ -193,6 +195,7 @@ def _backward_columns(
         tl.store(dbias_ptr + share * width + columns, tl.sum(dbias, 0), mask=inside_row)
 
 
+@on_its_device
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -216,7 +219,7 @@ def forward(
     mean = x.new_empty(0 if rms else rows, dtype=torch.float32)
     rstd = x.new_empty(rows, dtype=torch.float32)
     if rows:
-        wide = width > ONE_BLOCK
+        wide = width > ONE_BLOCK[aligned(width)]
         block = _CHUNK if wide else block_of(width)
         (_forward_wide if wide else _forward)[(rows,)](
             x, residual, weight, bias, y, summed, mean, rstd, width, epsilon,
@@ -226,6 +229,7 @@ def forward(
     return y, summed, mean, rstd
 
 
+@on_its_device
 def backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,7 +251,8 @@ def backward(
     rows, width = x.shape
     dx = torch.empty_like(x)
     flags = {"RMS": rms, "HAS_DSUM": dsum is not None}
-    if width <= PERSISTENT:
+    persistent = width <= _persistent_columns(x, dsum)
+    if persistent:
         block = block_of(width)
         shares = max(1, min(rows, processors(x.device) * _programs_each(block)))
     else:
@@ -256,7 +261,7 @@ def backward(
     new = torch.empty if rows else torch.zeros
     dweight = new((shares, width), dtype=torch.float32, device=x.device)
     dbias = new((shares, width if has_bias else 0), dtype=torch.float32, device=x.device)
-    if rows and width <= PERSISTENT:
+    if rows and persistent:
         _backward[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
             **flags, HAS_BIAS=has_bias, BLOCK=block, num_warps=warps_of(block, 256),
@@ -270,6 +275,12 @@ def backward(
             RMS=rms, HAS_BIAS=has_bias, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, num_warps=4,
         )  # fmt: skip
     return dx, dweight.sum(0), dbias.sum(0)
+
+
+def _persistent_columns(x: Tensor, dsum: Tensor | None) -> int:
+    """Half as many where dsum is read beside rows of fp32."""
+    most = PERSISTENT[aligned(x.shape[1])]
+    return most // 2 if dsum is not None and x.dtype == torch.float32 else most
 
 
 def _programs_each(block: int) -> int:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, warps_of
+from megacore.kernels.launch import block_of, on_its_device, warps_of
 
 _TILE = 4096
 
@@ -37,6 +37,7 @@ def _rotate(
         tl.store(y_ptr + at, tl.load(x_ptr + at, mask=inside, other=0.0), mask=inside)
 
 
+@on_its_device
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
     """Turn each pair (i, i + r/2) of a head's first r dimensions by its position's angle.
 

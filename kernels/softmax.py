@@ -3,7 +3,7 @@
 A key is seen by a query if it is not later (causal, with any offset between the two), within the window, and not
 padding. What is not seen is not read: the load's mask is rounded to 16 columns, which keeps loads of 128 bits, and
 the exact condition is applied to what was loaded. Masked weights are exactly 0, and so is a row that sees nothing.
-Rows up to `ONE_BLOCK` columns stay in registers; longer ones are read twice, with a running maximum and sum (Milakov
+Rows up to `ONE_BLOCK` stay in registers; longer ones are read twice, with a running maximum and sum (Milakov
 and Gimelshein 2018, arXiv 1805.02867).
 """
 
@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, warps_of
+from megacore.kernels.launch import aligned, block_of, on_its_device, warps_of
 
-ONE_BLOCK = 16384
+# Columns that the registers of a program hold: of rows that begin at multiples of 16 elements, and of others.
+ONE_BLOCK = {True: 16384, False: 8192}
 _CHUNK = 4096
 
 
@@ -154,6 +155,7 @@ def _backward_long(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=columns < sk)
 
 
+@on_its_device
 def forward(
     x: Tensor, key_mask: Tensor | None, *, scale: float, causal: bool, offset: int, window: int | None
 ) -> Tensor:
@@ -173,7 +175,7 @@ def forward(
     _, _, sq, sk = x.shape
     y = torch.empty_like(x)
     if x.numel():
-        long = sk > ONE_BLOCK
+        long = sk > ONE_BLOCK[aligned(sk)]
         block = _CHUNK if long else block_of(sk)
         (_forward_long if long else _forward)[(x.numel() // sk,)](
             x, None if key_mask is None else key_mask.view(torch.uint8), y, sq, sk, x.shape[1] * sq, offset,
@@ -183,6 +185,7 @@ def forward(
     return y
 
 
+@on_its_device
 def backward(dy: Tensor, y: Tensor, *, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     """The scores' gradient.
 
@@ -200,7 +203,7 @@ def backward(dy: Tensor, y: Tensor, *, scale: float, causal: bool, offset: int, 
     _, _, sq, sk = y.shape
     dx = torch.empty_like(y)
     if y.numel():
-        long = sk > ONE_BLOCK
+        long = sk > ONE_BLOCK[aligned(sk)]
         block = _CHUNK if long else block_of(sk)
         (_backward_long if long else _backward)[(y.numel() // sk,)](
             dy, y, dx, sq, sk, offset, 0 if window is None else window, scale,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of
+from megacore.kernels.launch import block_of, on_its_device
 
 _BLOCK = 2048
 
@@ -40,6 +40,7 @@ def _backward(
     tl.store(dup_ptr + row * width + column, (dy * silu).to(dup_ptr.dtype.element_ty), mask=inside)
 
 
+@on_its_device
 def forward(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up.
 
@@ -60,6 +61,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
+@on_its_device
 def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up, [rows, f] contiguous; dy is contiguous too."""
     rows, width = gate.shape

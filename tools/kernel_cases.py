@@ -27,7 +27,8 @@ class Case:
         name: operator, shape and dtype.
         launch: calls the launcher with meta tensors.
         narrow: kernel -> global accesses of less than 128 bits that are as they should be.
-        aligned: whether rows begin at multiples of 16 elements; no width of access is expected of others.
+        aligned: whether rows begin at multiples of 16 elements, and fill 128-bit accesses of a warp; no width of access
+            is expected of others.
     """
 
     name: str
@@ -47,9 +48,9 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def _norms() -> Iterator[Case]:
     narrow = {"forward": 2, "forward_wide": 2, "backward": 4, "backward_wide": 4, "backward_columns": 10}
-    for width in (768, 1024, 1280, 1600, 4096, 8192, 16384, 65536):
+    for width in (768, 1024, 1280, 1600, 2048, 4096, 8192, 14336, 16384, 65536):
         for name in _dtypes(width):
-            for rms in (False, True) if width in (4096, 8192) else (False,):
+            for rms in (False, True) if width in (768, 1024, 2048, 4096, 8192, 14336) else (False,):
                 kind = "rms_norm" if rms else "layer_norm"
                 yield Case(
                     name=f"{kind} {width} {name}",
@@ -62,11 +63,33 @@ def _norms() -> Iterator[Case]:
             launch=partial(_norm, 8192, torch.bfloat16, rms, residual=True),
             narrow=narrow,
         )
-    yield Case(
-        name="layer_norm 1001 bf16",
-        launch=partial(_norm, 1001, torch.bfloat16, False, residual=False),
-        aligned=False,
-    )
+    for name in DTYPES:  # of a head's queries and keys: 128 numbers of 16 bits are half a warp's 128-bit accesses
+        yield Case(
+            name=f"rms_norm 128 {name}", launch=partial(_norm, 128, DTYPES[name], True, residual=False), aligned=False
+        )
+    # Either side of where a row is no longer kept in registers, backward and forward; 16 columns more are aligned too.
+    for width, names in ((4096, ("fp32",)), (8192, ("bf16",)), (16384, ("bf16", "fp32"))):
+        for size, name in ((size, name) for size in (width, width + 16) for name in names):
+            if (size, name) != (8192, "bf16"):
+                yield Case(
+                    name=f"add_layer_norm {size} {name}",
+                    launch=partial(_norm, size, DTYPES[name], False, residual=True),
+                    narrow=narrow,
+                )
+    for width, name in ((width, name) for width in (1023, 1025, 2047, 2049, 8191, 8193) for name in ("bf16", "fp32")):
+        if width > 2000 or name == "fp32":
+            yield Case(
+                name=f"add_layer_norm {width} {name}",
+                launch=partial(_norm, width, DTYPES[name], False, residual=True),
+                aligned=False,
+            )
+    for width, name in ((8208, "fp32"), (1001, "bf16"), (2047, "fp32"), (65535, "fp32")):
+        yield Case(
+            name=f"layer_norm {width} {name}",
+            launch=partial(_norm, width, DTYPES[name], False, residual=False),
+            narrow=narrow,
+            aligned=width % 16 == 0,
+        )
 
 
 def _dtypes(width: int) -> tuple[str, ...]:
@@ -91,10 +114,23 @@ def _softmaxes() -> Iterator[Case]:
                     name=f"fused_softmax {kind} {sk} {name}",
                     launch=partial(_softmax, sk, DTYPES[name], causal=causal, window=None, padded=False),
                 )
-    yield Case(
-        name="fused_softmax causal, window 1024, padding 4096 bf16",
-        launch=partial(_softmax, 4096, torch.bfloat16, causal=True, window=1024, padded=True),
-    )
+    for sk, name, window, padded in (
+        (4096, "bf16", 1024, True), (4096, "fp32", 1024, True), (4096, "bf16", 1024, False), (1024, "bf16", None, True),
+        (1024, "fp16", None, True), (16384, "fp32", 1024, True), (131072, "fp32", 1024, True),
+    ):  # fmt: skip
+        masks = ", ".join(["causal"] + ["window 1024"] * (window is not None) + ["padding"] * padded)
+        yield Case(
+            name=f"fused_softmax {masks} {sk} {name}",
+            launch=partial(_softmax, sk, DTYPES[name], causal=True, window=window, padded=padded),
+        )
+    # Either side of where a row is no longer kept in registers.
+    for sk, name in ((sk, name) for sk in (16384, 16400, 8191, 8193) for name in ("bf16", "fp32")):
+        if (sk, name) != (16384, "bf16"):
+            yield Case(
+                name=f"fused_softmax causal {sk} {name}",
+                launch=partial(_softmax, sk, DTYPES[name], causal=True, window=None, padded=False),
+                aligned=sk % 16 == 0,
+            )
 
 
 def _softmax(sk: int, dtype: torch.dtype, *, causal: bool, window: int | None, padded: bool) -> None:
@@ -109,13 +145,16 @@ def _cross_entropies() -> Iterator[Case]:
     # A token has one target, its logit, and three statistics.
     for width, columns, name in (
         (50304, 50257, "bf16"), (50304, 50257, "fp16"), (50304, 50257, "fp32"),
-        (128256, 128256, "bf16"), (16384, 16032, "bf16"),
+        (128256, 128256, "bf16"), (16384, 16032, "bf16"), (30592, 30522, "bf16"), (30592, 30522, "fp16"),
+        (32000, 32000, "bf16"), (50368, 50257, "bf16"), (151936, 151936, "bf16"), (250880, 250880, "bf16"),
+        (50257, 50257, "bf16"),
     ):  # fmt: skip
-        for smoothing in (False, True) if width == 50304 else (False,):
+        for smoothing in (False, True) if columns == 50257 else (False,):
             yield Case(
                 name=f"cross_entropy {columns} of {width}{', smoothing' if smoothing else ''} {name}",
                 launch=partial(_cross_entropy, width, columns, DTYPES[name], smoothing=smoothing),
                 narrow={"forward": 5, "backward": 4},
+                aligned=width % 16 == 0,
             )
 
 
@@ -131,16 +170,16 @@ def _cross_entropy(width: int, columns: int, dtype: torch.dtype, *, smoothing: b
 def _elementwise() -> Iterator[Case]:
     for name, dtype in DTYPES.items():
         for width in (3072, 4096, 5120, 6400) if name == "fp16" else (3072, 4096, 5120, 6400, 14336):
-            yield Case(name=f"bias_gelu {width} {name}", launch=partial(_gelu, width, dtype))
-    for name in ("bf16", "fp32"):
-        dtype = DTYPES[name]
-        for heads, size in ((12, 64), (32, 128)):
+            yield Case(name=f"bias_gelu {width} {name}", launch=partial(_gelu, width, dtype, biased=True))
+        for width in (3072, 4096):
+            yield Case(name=f"gelu {width} {name}", launch=partial(_gelu, width, dtype, biased=False))
+        for heads, size in ((12, 64), (32, 64), (8, 128), (32, 128)):
             yield Case(
                 name=f"rotary {heads} x {size} {name}",
                 launch=partial(_rotary, heads, size, dtype),
                 narrow={"rotate": 2},  # cosine and sine, where a thread holds one of them
             )
-        for width in (3072, 14336):
+        for width in (3072, 8192, 14336):
             yield Case(name=f"swiglu {width} {name}", launch=partial(_swiglu, width, dtype))
         yield Case(name=f"bias_dropout_add 4096 {name}", launch=partial(_dropout, 4096, dtype))
     yield Case(name="adamw, bf16 copy", launch=_adamw, narrow={"step": 1})
@@ -157,8 +196,8 @@ def _swiglu(width: int, dtype: torch.dtype) -> None:
     swiglu.backward(gate, gate, gate)
 
 
-def _gelu(width: int, dtype: torch.dtype) -> None:
-    x, bias = _meta(4096, width, dtype=dtype), _meta(width, dtype=dtype)
+def _gelu(width: int, dtype: torch.dtype, *, biased: bool) -> None:
+    x, bias = _meta(4096, width, dtype=dtype), _meta(width, dtype=dtype) if biased else None
     gelu.forward(x, bias)
     gelu.backward(x, x, bias)
 

@@ -164,7 +164,7 @@ def test_masks_do_not_depend_on_who_asked_first(way: str, first: str) -> None:
 
 def test_one_mask_outlives_its_forward_pass() -> None:
     """Lengths that are gone do not keep their s x s numbers."""
-    earlier: list[weakref.ref[torch.Tensor]] = []
+    earlier: list[weakref.ref[Tensor]] = []
     for length in (5, 7, 9):
         masks = [visible(length, causal=True, window=3, documents=None, device=torch.device("cpu")) for _ in range(2)]
         assert masks[0] is masks[1] and masks[0] is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -91,6 +93,31 @@ def test_the_same_bits_twice(device: torch.device) -> None:
     with ops.kernels_chosen("triton"):
         first, second = (torch.autograd.grad(ops.layer_norm(x, weight, bias), [x, weight, bias], dy) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(200, 2100), (7, 2049), (300, 40)])
+@pytest.mark.parametrize("rms", [False, True])
+def test_shares_of_many_processors_add_up(
+    rms: bool, rows: int, width: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dweight and dbias from as many shares as a GPU makes; the interpreter's few processors leave one to a column."""
+    kernel = importlib.import_module("megacore.kernels.norm")
+    monkeypatch.setattr(kernel, "processors", lambda _: 132)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(rows, width, generator=generator).to(device) for _ in range(2))
+    weight, bias = (torch.randn(width, generator=generator).to(device).requires_grad_() for _ in range(2))
+    exact_weight, exact_bias = (leaf.detach().double().requires_grad_() for leaf in (weight, bias))
+    with ops.kernels_chosen("triton"):
+        y = ops.rms_norm(x, weight) if rms else ops.layer_norm(x, weight, bias)
+        found = torch.autograd.grad(y, [weight] if rms else [weight, bias], dy)
+    if rms:
+        expected = torch.nn.functional.rms_norm(x.double(), (width,), exact_weight, 1e-5)
+    else:
+        expected = torch.nn.functional.layer_norm(x.double(), (width,), exact_weight, exact_bias, 1e-5)
+    leaves = [exact_weight] if rms else [exact_weight, exact_bias]
+    wanted = torch.autograd.grad(expected, leaves, dy.double())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=3e-6 * float(other.abs().max()))
 
 
 def test_nothing_in_nothing_out(device: torch.device) -> None:

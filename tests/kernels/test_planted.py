@@ -68,8 +68,8 @@ COMPILED = {
     ),
     "a block that does not fit the registers": (
         "norm",
-        "PERSISTENT = 8192",
-        "PERSISTENT = 32768",
+        "PERSISTENT = {True: 8192",
+        "PERSISTENT = {True: 32768",
         "layer_norm 16384 bf16",
         "spills",
     ),
