@@ -4,7 +4,7 @@ slices."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,10 +74,10 @@ def agree(found: Outcome, expected: Outcome) -> None:
         assert error <= 1e-6 * gradient.abs().max() + 1e-8, f"gradient of {name}: {error}"
 
 
-def bitwise(found: Outcome, expected: Outcome) -> None:
+def bitwise(found: Outcome, expected: Outcome, kinds: Sequence[str] = ("gradients", "initial", "final")) -> None:
     assert found.losses == expected.losses
     assert found.norms == expected.norms
-    for kind in ("gradients", "initial", "final"):
+    for kind in kinds:
         one, other = getattr(found, kind), getattr(expected, kind)
         assert one.keys() == other.keys()
         assert not [name for name, value in other.items() if not torch.equal(one[name], value)], kind
