@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoint.py [--megabytes 768] [--rounds 5] [--directory DIR]
 
-One process, fp32 weights and both moments of AdamW. All save to the same disk and flush it; ours computes and checks
-SHA-256 of every byte as well, and reads it back into the optimizer. Rounds alternate; the median counts. To reach: 0.7
-of the faster of the two, and a stall below 15% of a save that is waited for.
+One process, fp32 weights and both moments of AdamW. All save to the same disk and flush it. Ours takes SHA-256 and XXH3
+of every byte besides, compares the XXH3 when it loads, and fills the optimizer; the others check nothing. Rounds
+alternate; the median counts. To reach: 0.7 of the faster of the two, and a stall below 15% of a save that is waited
+for.
 """
 
 from __future__ import annotations

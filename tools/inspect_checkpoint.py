@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 whole or equal, 1 damaged or different, 2 refused."""
     parser = ToolParser(prog="inspect_checkpoint.py", description="List, verify and compare checkpoints.")
     parser.add_argument("checkpoint", nargs="?", metavar="DIR", help="a step's directory, or a run's")
-    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256")
+    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256 and XXH3")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, tensor by tensor")
     found: list[str] = []
     status = run_tool(parser, argv, lambda args: found.extend(_inspect(parser, args)))
@@ -57,13 +57,13 @@ def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
     if not (path / MANIFEST_NAME).is_file():
         find_checkpoint(path)  # refuses a directory without any
         return _list(path, verify=args.verify)
-    problem = whole(path, ALONE) if args.verify else None
+    problem = whole(path, ALONE, archived=True) if args.verify else None
     if problem is not None:
         print(f"damaged: {problem}")
         return [problem]
     _show(path, read_manifest(path))
     if args.verify:
-        print("every file has the size and SHA-256 of the manifest")
+        print("every file has the size, the SHA-256 and the XXH3 of the manifest")
     return []
 
 
@@ -97,7 +97,7 @@ def _problem(directory: Path, *, verify: bool) -> str | None:
         read_manifest(directory)
     except CheckpointError as error:
         return str(error)
-    return whole(directory, ALONE) if verify else None
+    return whole(directory, ALONE, archived=True) if verify else None
 
 
 def _show(directory: Path, manifest: Manifest) -> None:

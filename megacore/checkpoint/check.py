@@ -16,7 +16,7 @@ from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError
 from megacore.fields import Section, field_infos, flag
 
-# Files are compared with their SHA-256 at the start up to this many bytes; the rest as it is read.
+# The content of files is compared with the manifest at the start up to this many bytes; the rest as it is read.
 _READ_BYTES = 1 << 30
 # The settings of the model that a checkpoint does not bind: how weights begin, how they are padded, what is dropped.
 _FREE = frozenset(("preset", "make_vocab_size_divisible_by", "init_method_std", "hidden_dropout", "attention_dropout"))

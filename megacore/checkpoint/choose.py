@@ -69,8 +69,14 @@ def choose_checkpoint(config: Config, world: Group) -> Choice:
     )
 
 
-def whole(directory: Path, world: Group) -> str | None:
-    """What is wrong with a checkpoint, the same on every rank; None where its manifest and all of its files verify."""
+def whole(directory: Path, world: Group, *, archived: bool = False) -> str | None:
+    """What is wrong with a checkpoint, the same on every rank; None where its manifest and all of its files verify.
+
+    Args:
+        directory: of the checkpoint.
+        world: the ranks that call this together.
+        archived: whether SHA-256 is taken as well.
+    """
     manifest, problem = None, None
     try:
         manifest = read_manifest(directory)
@@ -79,4 +85,4 @@ def whole(directory: Path, world: Group) -> str | None:
     problems = [text for text in all_gather_objects(problem, world) if text is not None]
     if problems or manifest is None:
         return problems[0]
-    return verified_together(directory, manifest, world)
+    return verified_together(directory, manifest, world, archived=archived)

@@ -3,28 +3,25 @@ checked: each by one of the ranks, so that together they read the checkpoint onc
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megacore.checkpoint.manifest import Manifest, Piece, TensorEntry, find_checkpoint, read_manifest, verify
+from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_manifest, verify
 from megacore.checkpoint.state import MODEL, Slices, TrainingState
-from megacore.checkpoint.storage import DTYPES
+from megacore.checkpoint.tensor_file import DTYPES, read_slice
+from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter
 
 _HEADER_BYTES = 1 << 10  # that a tensor takes in the head of a file, with room for a long name
+_LARGEST_HEADER = 1 << 26  # of a file whose header has been checked
 _THREADS = 4  # that check files
-_OPEN_FILES = 32  # of a reader, at most
 
 
 def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> Manifest:
@@ -59,7 +56,7 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> M
 
 
 def verified_together(
-    directory: Path, manifest: Manifest, world: Group, *, kinds: Iterable[str] | None = None
+    directory: Path, manifest: Manifest, world: Group, *, kinds: Iterable[str] | None = None, archived: bool = False
 ) -> str | None:
     """Check a checkpoint's files against its manifest, each on one of the ranks.
 
@@ -68,6 +65,7 @@ def verified_together(
         manifest: its.
         world: the ranks that call this together.
         kinds: of tensors whose files are checked; None: every file.
+        archived: whether SHA-256 is taken as well.
 
     Returns:
         What is wrong, the same on every rank; None where all is well.
@@ -81,7 +79,7 @@ def verified_together(
     try:
         with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
             own = by_size[world.rank :: world.size]
-            list(threads.map(lambda name: verify(directory / name, manifest.files[name]), own))
+            list(threads.map(lambda name: verify(directory / name, manifest.files[name], archived=archived), own))
         for name in sorted(used)[world.rank :: world.size]:
             check_header(directory / name, manifest)
     except CheckpointError as error:
@@ -95,28 +93,14 @@ def check_header(path: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: its table is larger than its tensors need, or differs.
     """
-    expected: dict[str, tuple[str, list[int]]] = {}
+    expected: dict[str, tuple[torch.dtype | None, tuple[int, ...]]] = {}
     for table in manifest.tensors.values():
         for name, entry in table.items():
             for piece in entry.pieces:
                 if piece.file == path.name:
-                    shape = [stop - start for start, stop in zip(piece.start, piece.stop, strict=True)]
-                    expected[name] = (DTYPES.get(entry.dtype, "none"), shape)
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _HEADER_BYTES * (len(expected) + 1) or length + 8 > os.fstat(file.fileno()).st_size:
-                raise CheckpointError(
-                    f"{path} has a table of {length:,} bytes for {len(expected)} tensors: the file is damaged"
-                )
-            header = json.loads(file.read(length))
-        found = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} has a table that cannot be read: the file is damaged") from None
+                    expected[name] = (getattr(torch, entry.dtype, None), _shape(piece))
+    stored = read_header(path, largest=_HEADER_BYTES * (len(expected) + 1))
+    found = {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in stored.items()}
     if found != expected:
         name = next(name for name in (*expected, *found) if expected.get(name) != found.get(name))
         raise CheckpointError(f"{path} does not hold {name} as its manifest says: the file is of another checkpoint")
@@ -171,15 +155,16 @@ class Reader:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
-        self._open: dict[str, Any] = {}
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
 
-    def read(self, kind: str, name: str, wanted: Slices) -> Tensor:
+    def read(self, kind: str, name: str, wanted: Slices, out: Tensor | None = None) -> Tensor:
         """A slice of a global tensor, assembled from the pieces that overlap it.
 
         Args:
             kind: `model`, or the optimizer's.
             name: global.
             wanted: [start, stop) of every dimension.
+            out: contiguous, of the slice's shape: is filled; None: a new tensor of the stored dtype.
 
         Raises:
             CheckpointError: the tensor is not there, or a file cannot be read.
@@ -187,46 +172,36 @@ class Reader:
         entry = self._manifest.tensors[kind].get(name)
         if entry is None:
             raise CheckpointError(f"{self._directory} has no {kind} of {name}")
-        dtype = _dtype(entry)
-        if len(entry.pieces) == 1:
-            (piece,) = entry.pieces
-            return self._slice(piece, name, tuple(slice(a, b) for a, b in wanted))
-        result = torch.empty([b - a for a, b in wanted], dtype=dtype)
+        pieces = [(piece, self._stored(piece, name)) for piece in entry.pieces]
+        dtype = DTYPES[pieces[0][1].dtype]
+        if len(pieces) == 1:
+            stored = pieces[0][1]
+            if out is None or out.dtype == dtype:
+                return read_slice(stored, wanted, out)
+            return out.copy_(read_slice(stored, wanted))
+        result = torch.empty([b - a for a, b in wanted], dtype=dtype) if out is None else out
         filled = 0
-        for piece in entry.pieces:
+        for piece, stored in pieces:
             shared = [(max(a, c), min(b, d)) for (a, b), c, d in zip(wanted, piece.start, piece.stop, strict=True)]
             if all(a < b for a, b in shared):
-                there = tuple(slice(a - c, b - c) for (a, b), c in zip(shared, piece.start, strict=True))
+                there = tuple((a - c, b - c) for (a, b), c in zip(shared, piece.start, strict=True))
                 here = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(shared, wanted, strict=True))
-                values = self._slice(piece, name, there)
+                values = read_slice(stored, there)
                 result[here] = values
                 filled += values.numel()
         if filled != result.numel():
             raise CheckpointError(f"{self._directory}: the pieces of {kind} {name} do not cover it")
         return result
 
-    def _slice(self, piece: Piece, name: str, where: tuple[slice, ...]) -> Tensor:
+    def _stored(self, piece: Piece, name: str) -> StoredTensor:
         path = self._directory / piece.file
-        try:
-            stored = self._file(path).get_slice(name)
-            if stored.get_shape() != [b - a for a, b in zip(piece.start, piece.stop, strict=True)]:
-                raise CheckpointError(f"{path}: {name} is not of the size that the manifest says")
-            values: Tensor = stored[where] if where else self._file(path).get_tensor(name)
-            return values
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-
-    def _file(self, path: Path) -> Any:
-        """The open file: slices that follow one another mostly come from a few."""
-        if path.name not in self._open:
-            if len(self._open) >= _OPEN_FILES:
-                del self._open[next(iter(self._open))]
-            self._open[path.name] = safe_open(path, framework="pt")
-        return self._open[path.name]
+        if piece.file not in self._headers:
+            self._headers[piece.file] = read_header(path, largest=_LARGEST_HEADER)
+        stored = self._headers[piece.file].get(name)
+        if stored is None or stored.shape != _shape(piece):
+            raise CheckpointError(f"{path}: {name} is not of the size that the manifest says")
+        return stored
 
 
-def _dtype(entry: TensorEntry) -> torch.dtype:
-    if entry.dtype not in DTYPES:
-        raise CheckpointError(f"unknown dtype {entry.dtype!r} in the manifest")
-    dtype: torch.dtype = getattr(torch, entry.dtype)
-    return dtype
+def _shape(piece: Piece) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in zip(piece.start, piece.stop, strict=True))

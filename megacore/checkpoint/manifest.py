@@ -240,7 +240,11 @@ def _number(raw: Any, table: str, name: str) -> float:
 
 def _file_entry(files: Any, name: str) -> FileEntry:
     entry, where = _take(files, name, dict, "files."), f"files.{name}."
-    return FileEntry(bytes=_count(entry, "bytes", where), sha256=_take(entry, "sha256", str, where))
+    return FileEntry(
+        bytes=_count(entry, "bytes", where),
+        sha256=_take(entry, "sha256", str, where),
+        xxh3_128=_take(entry, "xxh3_128", str, where) if entry.get("xxh3_128") is not None else None,
+    )
 
 
 def _table(tensors: Any, kind: str) -> dict[str, TensorEntry]:

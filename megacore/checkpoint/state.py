@@ -22,6 +22,7 @@ from megacore.parallel.sharding import ShardSpec
 
 MODEL = "model"
 Slices = tuple[tuple[int, int], ...]  # [start, stop) of every dimension
+Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,26 +62,29 @@ class TrainingState:
                 for name, tensor in whole.items():
                     yield kind, specs[name], specs[name].own(tensor)
 
-    def fill(self, read: Callable[[str, str, Slices], Tensor], kinds: tuple[str, ...], updates: int) -> None:
+    def fill(self, read: Read, kinds: tuple[str, ...], updates: int) -> None:
         """Set everything that this rank owns, and publish the weights.
 
         One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank owns.
 
         Args:
-            read: (kind, global name, [start, stop) of every dimension) -> that part of the global tensor.
+            read: gives a part of a global tensor, where it was told to or anew.
             kinds: the optimizer state that there is to read.
             updates: updates that the optimizer has done, which its bias correction counts.
         """
+        scratch = torch.empty(0)  # memory that every piece passes through: to ask for it anew takes longer than reading
         for parameter in self.data_parallel.parameters:
             for owned in self.data_parallel.segments_of(parameter.spec.name):
+                rows, width = _rows(owned.segment, parameter.shape)
+                shape = (len(rows), *parameter.shape[1:]) if parameter.dim() else ()
+                if math.prod(shape) > scratch.numel():
+                    scratch = torch.empty(math.prod(shape))
+                part = scratch[: math.prod(shape)].view(shape)
+                wanted = _wanted(parameter.spec, rows)
+                first = owned.segment.start - rows.start * width
                 for kind in (MODEL, *kinds):
-                    rows, width = _rows(owned.segment, parameter.shape)
-                    shape = (len(rows), *parameter.shape[1:]) if parameter.dim() else ()
-                    wanted = _wanted(parameter.spec, rows)
-                    stored = None if wanted is None else read(kind, parameter.spec.name, wanted)
-                    part = stored if stored is not None and stored.shape == shape else _padded(stored, shape)
-                    first = owned.segment.start - rows.start * width
-                    values = part.reshape(-1)[first : first + owned.segment.stop - owned.segment.start]
+                    _read_part(part, read, kind, parameter.spec.name, wanted)
+                    values = part.view(-1)[first : first + owned.segment.stop - owned.segment.start]
                     self._fill_segment(owned, kind, values, updates)
         self.data_parallel.publish()
 
@@ -91,7 +95,10 @@ class TrainingState:
             return
         assert self.optimizer is not None
         state = self.optimizer.state[owned.master]
-        state[kind] = values.to(owned.master.device, copy=True)
+        if kind in state:
+            state[kind].copy_(values)
+        else:
+            state[kind] = values.to(owned.master.device, copy=True)
         if isinstance(self.optimizer, torch.optim.AdamW):
             state["step"] = torch.tensor(float(updates), device=owned.master.device)
 
@@ -126,12 +133,15 @@ def _rows(segment: Segment, shape: torch.Size) -> tuple[range, int]:
     return range(segment.start // width, -(-segment.stop // width)), width
 
 
-def _padded(stored: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """The tensor in a larger one of zeros."""
-    part = torch.zeros(shape)
-    if stored is not None:
-        part[tuple(slice(0, size) for size in stored.shape)] = stored
-    return part
+def _read_part(part: Tensor, read: Read, kind: str, name: str, wanted: Slices | None) -> None:
+    """Fill a part of a local tensor: with what there is of the global one, and zeros where it is padding."""
+    sizes = tuple(stop - start for start, stop in wanted or ())
+    if wanted is not None and sizes == part.shape:
+        read(kind, name, wanted, part)
+        return
+    part.zero_()
+    if wanted is not None:
+        part[tuple(map(slice, sizes))] = read(kind, name, wanted, None)
 
 
 def _wanted(spec: ShardSpec, rows: range) -> Slices | None:

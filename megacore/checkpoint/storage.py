@@ -7,8 +7,6 @@ which a save may be cut off: the tests end the process at each of them, and the 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -19,7 +17,9 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.directory import POINTER_NAME, temporary_name
-from megacore.checkpoint.manifest import FileEntry, describe
+from megacore.checkpoint.files import Digests, FileEntry, describe
+from megacore.checkpoint.tensor_file import NAMES
+from megacore.checkpoint.tensor_header import header_of
 
 POINTS = (
     "begun",
@@ -39,8 +39,6 @@ POINTS = (
 )
 """The points of a save, in order. The first one, and all after the shards, are passed by the first rank alone."""
 
-DTYPES = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32"}
-"""torch's names of number formats -> those of safetensors."""
 _CHUNK = 1 << 24
 
 
@@ -58,28 +56,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     Raises:
         OSError: it cannot be written.
     """
-    header, end = {}, 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digest, written = hashlib.sha256(), 0
+    head = memoryview(header_of({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}))
+    digests = Digests()
     with _naming(path), path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as digester:
-        head = memoryview(len(text).to_bytes(8, "little") + text)
         chunks = [head, *(chunk for tensor in tensors.values() for chunk in _chunks(tensor))]
         for number, chunk in enumerate(chunks):
-            digested = digester.submit(digest.update, chunk)
+            digested = digester.submit(digests.update, chunk)
             _write(file.fileno(), chunk)
             digested.result()
-            written += len(chunk)
             if number < 2:
                 passing(("shard opened", "shard half written")[number])
         passing("shard written")
         os.fsync(file.fileno())
     passing("shard synced")
-    return FileEntry(bytes=written, sha256=digest.hexdigest())
+    return digests.entry()
 
 
 def _chunks(tensor: Tensor) -> list[memoryview]:

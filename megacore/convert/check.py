@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from megacore.checkpoint.tensor_file import read_tensor
 from megacore.config import ModelConfig, known
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import HFModel, open_model
 from megacore.convert.plan import model_layers
-from megacore.convert.tensor_file import read_tensor
 from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, DataError, UserError
 from megacore.parallel.sharding import ShardedParameter

@@ -22,10 +22,10 @@ from megacore.checkpoint.manifest import (
     verify,
 )
 from megacore.checkpoint.state import MODEL
+from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_tensor
+from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.checkpoint.trained import section_of
 from megacore.config import Config, ModelConfig
-from megacore.convert.tensor_file import DTYPES, TensorWriter, read_tensor
-from megacore.convert.tensor_header import StoredTensor, read_header
 from megacore.errors import CheckpointError
 
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megacore.bert_section import BertSection
 from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY
+from megacore.checkpoint.tensor_file import DTYPES, read_tensor
 from megacore.config import ModelConfig
 from megacore.convert.checkpoint_tensors import weights_manifest, write_shards
 from megacore.convert.hf_directory import (
@@ -24,7 +25,6 @@ from megacore.convert.hf_directory import (
     present,
 )
 from megacore.convert.plan import Found, Step, find_tensors, make_plan, whole_config
-from megacore.convert.tensor_file import DTYPES, read_tensor
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import family_of
 from megacore.models.hf.family import Family

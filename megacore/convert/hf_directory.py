@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore.convert.small_json import read_object
-from megacore.convert.tensor_header import StoredTensor, read_header
+from megacore.checkpoint.small_json import read_object
+from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.errors import CheckpointError
 
 CONFIG = "config.json"

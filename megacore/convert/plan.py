@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megacore.bert_section import BertConfig, BertSection
+from megacore.checkpoint.tensor_file import read_rows, read_slice
+from megacore.checkpoint.tensor_header import StoredTensor
 from megacore.config import Config, ModelConfig, TrainingConfig
-from megacore.convert.tensor_file import read_block, read_rows
-from megacore.convert.tensor_header import StoredTensor
 from megacore.errors import CheckpointError
 from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_layers
@@ -113,10 +113,10 @@ class Step:
 def _block(tensor: StoredTensor, rows: tuple[int, int], columns: tuple[int, int], transposed: bool) -> Tensor:
     """Rows and columns of a tensor, as megacore counts them."""
     if len(tensor.shape) == 1:
-        return read_rows(tensor, *rows)
+        return read_slice(tensor, [rows])
     if transposed:
-        return read_block(tensor, columns, rows).t()
-    return read_block(tensor, rows, columns)
+        return read_slice(tensor, [columns, rows]).t()
+    return read_slice(tensor, [rows, columns])
 
 
 def make_plan(family: Family, config: ModelConfig, bert: BertSection | None = None) -> list[Step]:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, verify
+from megacore.checkpoint.small_json import read_object
 from megacore.config import ModelConfig
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
 from megacore.convert.from_hf import KEPT_CONFIG, KEPT_GENERATION_CONFIG, KEPT_SOURCE
 from megacore.convert.hf_directory import CONFIG, GENERATION_CONFIG, INDEX, TOKENIZER_FILES, carry, present, read_config
 from megacore.convert.plan import Step, make_plan, their_shapes
-from megacore.convert.small_json import read_object
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import describe_model, family_of
 from megacore.models.hf.family import Family, differing, same_bert

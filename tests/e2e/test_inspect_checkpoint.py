@@ -44,7 +44,7 @@ def test_a_checkpoint_is_shown_and_verified(run: Path, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     assert "step 1, 8 samples, schema 2" in text
     assert "written on  tp 1, pp 1, dp 1" in text
-    assert "every file has the size and SHA-256 of the manifest" in text
+    assert "every file has the size, the SHA-256 and the XXH3 of the manifest" in text
     assert ["embedding.tokens.weight", "131x32", "float32", "1", "model", "exp_avg", "exp_avg_sq"] in [
         line.split() for line in text.splitlines()
     ]

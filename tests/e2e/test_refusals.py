@@ -272,7 +272,7 @@ BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
     "another tokenizer": (another_tokenizer, "is not the one that"),
     "lost shard": (lost_shard, "the checkpoint is incomplete"),
     "shorter shard": (shorter_shard, "bytes, but its manifest says"),
-    "flipped bit": (flipped_bit, "does not have the SHA-256 of its manifest"),
+    "flipped bit": (flipped_bit, "does not have the XXH3 of its manifest"),
     "other shape": (loads(hidden_size=128, ffn_hidden_size=256), "--hidden-size 64 there, 128 here"),
     "other depth": (loads(num_layers=1), "--num-layers 2 there, 1 here"),
     "other heads": (loads(num_attention_heads=1), "there, 1 here"),

@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_settings_may_change
     assert lines[0].endswith(
         "removed what an interrupted save had left in " + f"{tmp_path}: step_00000009.tmp-0123abcd"
     )
-    assert lines[1].startswith(f"megacore: warning: passed over a checkpoint: {file} does not have the SHA-256")
+    assert lines[1].startswith(f"megacore: warning: passed over a checkpoint: {file} does not have the XXH3")
     expected = f"continues {tmp_path}/step_00000006, step 6; changed: --lr 0.0003 -> 1e-05, --train-iters 40 -> 12"
     assert expected in done.stdout
     assert losses(tmp_path)[:6] == losses(straight)[:6]

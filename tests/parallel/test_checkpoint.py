@@ -136,7 +136,7 @@ def test_a_flipped_bit_is_refused_by_file_name(checkpoint: Path, file: str) -> N
     content = bytearray((checkpoint / file).read_bytes())
     content[len(content) // 2] ^= 1
     (checkpoint / file).write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"{file} does not have the SHA-256"):
+    with pytest.raises(CheckpointError, match=rf"{file} does not have the XXH3"):
         one_process(checkpoint.parent, load=str(checkpoint))
 
 

@@ -167,9 +167,9 @@ def count_reads(rank: int, world_size: int, source: str) -> tuple[int, int, int,
     """Elements that a rank of ZeRO-3 reads, owns, touches as whole rows beyond that, and reads at once."""
     read, sizes = Reader.read, []
 
-    def counting(self: Reader, kind: str, name: str, wanted: Slices) -> Tensor:
+    def counting(self: Reader, kind: str, name: str, wanted: Slices, out: Tensor | None = None) -> Tensor:
         sizes.append(math.prod(stop - start for start, stop in wanted))
-        return read(self, kind, name, wanted)
+        return read(self, kind, name, wanted, out)
 
     setattr(Reader, "read", counting)  # noqa: B010
     config = make_config((1, 1, 4), source, load=source, zero_stage=3)

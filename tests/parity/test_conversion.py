@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megacore.checkpoint.load import load_parameters
+from megacore.checkpoint.tensor_file import read_tensor
 from megacore.config import known
 from megacore.convert.check import Agreement, check_tokens, compare
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import open_model
 from megacore.convert.plan import make_plan
-from megacore.convert.tensor_file import read_tensor
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.hf import family

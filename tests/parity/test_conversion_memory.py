@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.convert.tensor_file import TensorWriter
+from megacore.checkpoint.tensor_file import TensorWriter
 from tests.e2e.launching import ROOT, words
 
 # Imports what a conversion imports, then converts there and back, and says how far memory rose above that.

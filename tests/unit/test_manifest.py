@@ -20,7 +20,7 @@ WRITTEN = Manifest(
     counters={"updates": 3, "scale": 65536.0},
     topology={"tp": 1, "pp": 2, "dp": 1},
     config={"model": {"num_layers": 2}},
-    files={"model.safetensors": FileEntry(bytes=80, sha256="00")},
+    files={"model.safetensors": FileEntry(bytes=80, sha256="00", xxh3_128="00")},
     tensors={
         "model": {
             "weight": TensorEntry(

@@ -5,19 +5,19 @@ Files are read with plain reads, not mapped: what was read once does not stay in
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BufferedReader, FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from megacore.convert.tensor_header import StoredTensor
+from megacore.checkpoint.tensor_header import StoredTensor, header_of
 from megacore.errors import CheckpointError
 
 DTYPES = {
@@ -35,6 +35,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK = 1 << 26
 
+Slices = Sequence[tuple[int, int]]  # [start, stop) of every dimension
+
 
 def read_tensor(tensor: StoredTensor, dtype: torch.dtype | None = None) -> Tensor:
     """A whole tensor, converted on the way where another dtype is asked for."""
@@ -49,37 +51,48 @@ def read_rows(tensor: StoredTensor, start: int, stop: int, dtype: torch.dtype | 
     with tensor.file.open("rb") as file:
         file.seek(tensor.start + start * row)
         if values.dtype == stored:
-            _read_into(file, values, tensor)
+            _read_into(file, _bytes(values), tensor)
             return values
         step = max(1, _CHUNK // max(row, 1))
         for first in range(0, stop - start, step):
             part = torch.empty((min(step, stop - start - first), *tensor.shape[1:]), dtype=stored)
-            _read_into(file, part, tensor)
+            _read_into(file, _bytes(part), tensor)
             values[first : first + step] = part
     return values
 
 
-def read_block(tensor: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
-    """Rows and columns of a matrix; of the rows nothing is read but these columns."""
-    (first, last), (left, right) = rows, columns
-    if (left, right) == (0, tensor.shape[1]):
-        return read_rows(tensor, first, last)
-    values = torch.empty((last - first, right - left), dtype=DTYPES[tensor.dtype])
-    row = tensor.shape[1] * values.element_size()
+def read_slice(tensor: StoredTensor, where: Slices, out: Tensor | None = None) -> Tensor:
+    """A slice of a tensor, of which no other byte is read.
+
+    Args:
+        tensor: where it lies.
+        where: the slice.
+        out: contiguous, of the slice's shape and the stored dtype: is filled; None: a new tensor.
+    """
+    sizes = [stop - start for start, stop in where]
+    values = torch.empty(sizes, dtype=DTYPES[tensor.dtype]) if out is None else out
+    assert values.dtype == DTYPES[tensor.dtype] and list(values.shape) == sizes and values.is_contiguous()
+    if not values.numel():
+        return values
+    cut = [d for d, size in enumerate(sizes) if size != tensor.shape[d]]
+    inner = cut[-1] if cut else 0  # from here on the bytes of one index of the dimensions before follow one another
+    strides = [math.prod(tensor.shape[d + 1 :]) for d in range(len(sizes))]
+    base = sum(start * stride for (start, _), stride in zip(where, strides, strict=True))
+    memory, run = _bytes(values), math.prod(sizes[inner:]) * values.element_size()
     with tensor.file.open("rb", buffering=0) as file:
-        for number in range(last - first):
-            file.seek(tensor.start + (first + number) * row + left * values.element_size())
-            _read_into(file, values[number], tensor)
+        for number, index in enumerate(itertools.product(*(range(size) for size in sizes[:inner]))):
+            offset = base + sum(i * stride for i, stride in zip(index, strides, strict=False))
+            file.seek(tensor.start + offset * values.element_size())
+            _read_into(file, memory[number * run : (number + 1) * run], tensor)
     return values
 
 
-def _read_into(file: BufferedReader | FileIO, values: Tensor, tensor: StoredTensor) -> None:
-    view = _bytes(values)
-    while view:
-        count = file.readinto(view)
+def _read_into(file: BufferedReader | FileIO, memory: memoryview, tensor: StoredTensor) -> None:
+    while memory:
+        count = file.readinto(memory)
         if not count:
             raise CheckpointError(f"{tensor.file} ends within {tensor.name}: it has become shorter")
-        view = view[count:]
+        memory = memory[count:]
 
 
 def _bytes(values: Tensor) -> memoryview:
@@ -98,15 +111,8 @@ class TensorWriter:
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self.path = path
         self._waiting = list(tensors.items())
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, (dtype, shape) in tensors.items():
-            start, end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        data = json.dumps(header, separators=(",", ":")).encode()
-        data += b" " * (-len(data) % 8)
         self._file = path.open("xb")
-        self._file.write(len(data).to_bytes(8, "little") + data)
+        self._file.write(header_of({name: (NAMES[dtype], shape) for name, (dtype, shape) in tensors.items()}))
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor."""

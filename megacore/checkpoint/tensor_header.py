@@ -1,4 +1,4 @@
-"""The header of a safetensors file, checked whole before a byte of a tensor is read.
+"""The header of a safetensors file: written, and checked whole before a byte of a tensor is read.
 
 The format (8 bytes of header length, a JSON header, then the tensors' bytes) is simple enough: names, types and shapes
 must be possible, and the tensors must tile the rest of the file. Nothing here imports torch.
@@ -6,13 +6,15 @@ must be possible, and the tensors must tile the rest of the file. Nothing here i
 
 from __future__ import annotations
 
+import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore.convert.small_json import parse_object
+from megacore.checkpoint.small_json import parse_object
 from megacore.errors import CheckpointError
 
 # Bytes of an element by the format's names.
@@ -45,8 +47,28 @@ class StoredTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """What a safetensors file begins with: its header's length and the header.
+
+    Args:
+        tensors: name -> dtype, by the format's name, and shape, in the order in which their bytes follow.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(path: Path, *, largest: int = _LARGEST_HEADER) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name.
+
+    Args:
+        path: the file.
+        largest: bytes that the header may have.
 
     Raises:
         CheckpointError: the file is not safetensors, or its header says what cannot be.
@@ -55,7 +77,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+            if size < 8 or length > min(size - 8, largest):
                 raise CheckpointError(f"{path} is not safetensors: its header would have {length:,} bytes")
             data = file.read(length)
     except OSError as error:
