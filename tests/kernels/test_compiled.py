@@ -52,8 +52,8 @@ def test_figures_are_the_recorded_ones(compiled: dict[str, Any]) -> None:
         pytest.skip(f"nothing is recorded for Triton {triton.__version__}")
     expected: dict[str, list[int]] = json.loads(record().read_text())
     found = {c["name"]: [c[figure] for figure in FIGURES] for c in compiled["compiled"]}
-    assert expected.keys() <= found.keys()  # a version that is not at hand keeps its older record
-    for name, (registers, *others) in ((name, found[name]) for name in expected):
+    assert found.keys() == expected.keys()
+    for name, (registers, *others) in found.items():
         assert abs(registers - expected[name][0]) <= REGISTERS_EITHER_WAY, f"{name}: {registers} registers"
         assert others == expected[name][1:], name
 
