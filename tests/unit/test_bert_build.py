@@ -154,6 +154,8 @@ def test_a_tokenizer_without_mask_alone_is_named_so(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_marks_has_no_whole_words(tmp_path: Path) -> None:
+    marked = tmp_path / "marked"
+    check_bert_inputs(config(marked, write(marked, "wordpiece", "d", LINES), whole_word_masking=True))
     prefix = write(tmp_path, "wordpiece", "d", LINES)
     made = config(tmp_path, prefix, whole_word_masking=True)
     path = tmp_path / "wordpiece" / "tokenizer.json"
