@@ -66,7 +66,8 @@ def check_settings(config: Config, directory: Path, manifest: Manifest) -> None:
             f"{load}: the manifest of {directory} does not say which model and optimizer it is "
             "of: it is damaged: use another step's directory"
         )
-    if trained_with != config.optimizer.optimizer:
+    has_state = manifest.counters.get("updates", manifest.step) > 0  # a converted checkpoint has none
+    if has_state and trained_with != config.optimizer.optimizer:
         raise CheckpointError(
             f"{load}: {directory} holds the state of --optimizer {trained_with}, "
             f"not of {config.optimizer.optimizer}: use --optimizer {trained_with}"

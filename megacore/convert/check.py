@@ -22,8 +22,8 @@ from megacore.checkpoint.tensor_file import read_tensor
 from megacore.config import ModelConfig, known
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import HFModel, open_model
+from megacore.convert.hf_directory import carried_tokenizer
 from megacore.convert.plan import model_layers
-from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, DataError, UserError
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import Stage
@@ -114,8 +114,8 @@ def check_tokens(config: ModelConfig, tokenizer: Path, file: Path | None) -> Ten
         except OSError as error:
             raise DataError(f"--check-tokens {file} cannot be read: {error.strerror}") from None
     vocabulary, most = known(config.vocab_size), min(_MOST_TOKENS, known(config.max_position_embeddings))
-    usable = any((tokenizer / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
-    ids = load_tokenizer(tokenizer).encode(text) if usable else list(text.encode())
+    found = carried_tokenizer(tokenizer)
+    ids = list(text.encode()) if found is None else found.encode(text)
     if file is None and len(ids) < _FEWEST_TOKENS:  # to this tokenizer the text is hardly more than one unknown word
         ids = list(text.encode())
     ids = [token % vocabulary for token in ids][:most]

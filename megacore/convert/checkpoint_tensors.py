@@ -150,7 +150,13 @@ def write_shards(
 
 
 def weights_manifest(
-    directory: Path, config: Config, forms: Forms, where: Mapping[str, str], others: Sequence[str]
+    directory: Path,
+    config: Config,
+    forms: Forms,
+    where: Mapping[str, str],
+    others: Sequence[str],
+    *,
+    tokenizer: str | None = None,
 ) -> Manifest:
     """The manifest of a checkpoint of weights alone, at step 0: what a run starts from.
 
@@ -160,6 +166,7 @@ def weights_manifest(
         forms: dtype and shape of all tensors.
         where: their files.
         others: further files to list.
+        tokenizer: fingerprint of the tokenizer among them.
     """
     entries = {
         name: TensorEntry(
@@ -176,6 +183,7 @@ def weights_manifest(
         consumed_samples=0,
         counters={"updates": 0},
         topology={"tp": 1, "pp": 1, "dp": 1},
+        tokenizer=tokenizer,
         config=sections,
         files=files,
         tensors={MODEL: entries},

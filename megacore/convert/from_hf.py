@@ -19,6 +19,7 @@ from megacore.convert.hf_directory import (
     GENERATION_CONFIG,
     TOKENIZER_FILES,
     HFDirectory,
+    carried_tokenizer,
     carry,
     inside,
     open_directory,
@@ -89,7 +90,10 @@ def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
     forms = {step.ours: (DTYPES[tensors[step.theirs[0]].dtype], step.shape) for step in model.plan}
     where = write_shards(target, "model", forms, _converted(model), most_bytes=most_bytes)
     kept = _keep(model, target)
-    manifest = weights_manifest(target, whole_config(model.config, model.bert), forms, where, kept)
+    tokenizer = carried_tokenizer(target / TOKENIZER_DIRECTORY)
+    fingerprint = None if tokenizer is None else tokenizer.fingerprint
+    config = whole_config(model.config, model.bert)
+    manifest = weights_manifest(target, config, forms, where, kept, tokenizer=fingerprint)
     (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 
@@ -105,7 +109,7 @@ def _keep(model: HFModel, target: Path) -> list[str]:
     if tokenizer:
         carry(tokenizer, target / TOKENIZER_DIRECTORY)
     (target / KEPT_CONFIG).write_bytes(inside(source, CONFIG).read_bytes())
-    kept = [KEPT_CONFIG, KEPT_SOURCE]
+    kept = [KEPT_CONFIG, KEPT_SOURCE, *(f"{TOKENIZER_DIRECTORY}/{path.name}" for path in tokenizer)]
     if generation := present(source, (GENERATION_CONFIG,)):
         (target / KEPT_GENERATION_CONFIG).write_bytes(generation[0].read_bytes())
         kept.append(KEPT_GENERATION_CONFIG)

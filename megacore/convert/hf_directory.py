@@ -15,6 +15,7 @@ from typing import Any
 
 from megacore.checkpoint.small_json import read_object
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
+from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -35,6 +36,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_READABLE = ("tokenizer.json", "tokenizer.model")  # the files that megacore's own tokenizers are read from
 _LARGEST_FILE = 1 << 28  # bytes of a file that is carried
 _MOST_FILES = 4096  # of weights
 
@@ -89,6 +91,15 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / CONFIG).exists():
         raise CheckpointError(f"{path} has no {CONFIG}: give a directory of Hugging Face transformers")
     return read_object(inside(path, CONFIG))
+
+
+def carried_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer in a directory; None where there is none that megacore reads.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    return load_tokenizer(directory) if any((directory / name).exists() for name in _READABLE) else None
 
 
 def inside(directory: Path, name: str) -> Path:
