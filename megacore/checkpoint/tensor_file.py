@@ -33,7 +33,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CHUNK = 1 << 26
+_CHUNK = 1 << 22  # bytes converted to another dtype at a time: they are there beside the whole tensor
 
 Slices = Sequence[tuple[int, int]]  # [start, stop) of every dimension
 

@@ -12,6 +12,7 @@ import torch
 
 from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY
 from megacore.convert.check import check_tokens, compare
+from megacore.convert.freed_memory import give_back_what_is_freed
 from megacore.convert.from_hf import open_model, write_checkpoint
 from megacore.convert.megatron import describe, open_megatron, write_megatron
 from megacore.convert.publish import published
@@ -65,6 +66,7 @@ def convert(args: Namespace) -> None:
     ):
         if given and not used:
             raise UserError(f"{flag} has no effect with --from {args.source} --to {args.target}: leave it out")
+    give_back_what_is_freed()
     with published(args.output) as temporary:
         way(args, temporary)
     print(f"published {args.output}")

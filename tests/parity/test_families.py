@@ -99,12 +99,18 @@ def shape_of(name: str) -> dict[str, Any]:
     return {"num_query_groups": family.groups, **family.changes, "num_layers": 4, "train_iters": 3}
 
 
+def train_alone(directory: str, **changes: Any) -> Outcome:
+    """One process; all ranks do this at once, each in a directory of its own: a run sets an earlier one's files
+    aside."""
+    return train_on(Mesh(device=CPU), make_config((1, 1, 1), directory, **changes))
+
+
 def train_all(
     rank: int, world_size: int, cases: list[Case], directory: str
 ) -> tuple[dict[str, Outcome], list[Outcome]]:
     """One process of each family, dealt out to the ranks, and every layout, all ranks together."""
     names = list(dict.fromkeys(name for name, _, _ in cases))[rank::world_size]
-    mine = {name: train_on(Mesh(device=CPU), make_config((1, 1, 1), directory, **shape_of(name))) for name in names}
+    mine = {name: train_alone(f"{directory}/{rank}", **shape_of(name)) for name in names}
     found = []
     for name, layout, changes in cases:
         config = make_config(layout, directory, **shape_of(name), **changes)
@@ -127,7 +133,7 @@ def train_reproducibly(rank: int, world_size: int, directory: str) -> list[Outco
     found = []
     for name in ("llama3", "qwen3", "neox", "bloom"):
         changes = {**shape_of(name), "reproducible": True}
-        found.append(train_on(Mesh(device=CPU), make_config((1, 1, 1), directory, **changes)))
+        found.append(train_alone(f"{directory}/{rank}", **changes))
         for layout, zero_stage in (((1, 2, 2), 3), ((1, 4, 1), 0)):
             config = make_config(layout, directory, **changes, zero_stage=zero_stage)
             found.append(train_on(build_mesh(config.parallel), config))
