@@ -82,8 +82,8 @@ def test_memory_is_that_of_the_largest_tensor(
     hidden: int, layers: int, vocabulary: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     largest, whole = llama(tmp_path / "hf", hidden=hidden, layers=layers, vocabulary=vocabulary, dtype=dtype)
-    room = 96 << 20  # what torch and transformers set up on first use, and the threads that check files
-    assert whole > 2 * (2 * largest + room) or dtype != torch.float32, "the model would fit as a whole"
+    room = 64 << 20  # what torch and transformers set up on first use
+    assert whole > 3 * (2 * largest + room) or dtype != torch.float32, "the model would fit as a whole"
     there = words(input=tmp_path / "hf", output=tmp_path / "megacore", max_shard_size="50MB")
     back = words(input=tmp_path / "megacore", output=tmp_path / "back")
     above, total = peak(*there, "--from", "hf", "--to", "megacore", "then", *back, "--from", "megacore", "--to", "hf")
