@@ -5,7 +5,6 @@ says. A quarter of an hour on a quiet core.
 from __future__ import annotations
 
 import json
-import math
 import sysconfig
 from pathlib import Path
 
@@ -17,9 +16,6 @@ from tests.e2e.launching import BERT_PROGRAM, ROOT, alone, words
 from tools.preprocess_data import main as preprocess
 from tools.quickstart import write_corpus
 from tools.train_tokenizer import main as train_tokenizer
-
-PAIRS = 64 * 16  # of an evaluation: --eval-iters times --global-batch-size
-FIVE_SIGMA = 5 * 0.5 / math.sqrt(PAIRS)
 
 
 def unigram_entropy(indexed: IndexedDataset) -> float:
@@ -42,12 +38,12 @@ def test_both_tasks_are_learned_from_the_standard_library(tmp_path: Path) -> Non
         config=ROOT / "examples" / "bert_tiny.toml",
         data_path=prefix,
         tokenizer=tokenizer,
-        micro_batch_size=16,
+        micro_batch_size=32,
         output_dir=output,
     )
     done = alone(*flags, program=BERT_PROGRAM, timeout=3 * 3600)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     last = [record for record in records if "eval/loss" in record][-1]
-    assert last["eval/mlm_loss"] < 0.8 * unigram_entropy(IndexedDataset(prefix))
-    assert last["eval/sentence_accuracy"] > 0.5 + FIVE_SIGMA
+    assert last["eval/mlm_loss"] < 0.7 * unigram_entropy(IndexedDataset(prefix)), last
+    assert last["eval/sentence_accuracy"] > 0.6, last  # 9 sigma above chance: 2,048 pairs
