@@ -123,6 +123,7 @@ class DataParallel:
         self._holders: dict[int, set[int]] = {id(bucket): set() for bucket in self.buckets}
         self._computing: list[Bucket] = []  # whose gradients appear now
         self._due: list[Bucket] = []  # of these, in order, those whose reduction is to begin in this backward
+        self._by_layer = True  # whether this backward is through with a layer when it comes to the one before
         self._under_way: Bucket | None = None  # the bucket whose reduction began last
         self.segments = list(self._own_segments())
         for bucket in self.buckets:
@@ -161,7 +162,8 @@ class DataParallel:
         self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
 
     def _before_backward(self, index: int, chunk: range) -> None:
-        self._begin_reductions(index)  # before the next gathering, on every rank
+        if self._by_layer:
+            self._begin_reductions(index)  # before the next gathering, on every rank
         self._acquire(index)
         self._prefetch(index - 1, chunk)
 
@@ -196,8 +198,10 @@ class DataParallel:
         Args:
             chunk: number of the pipeline stage on this rank.
             last: whether they complete the sums of the step.
-            all_weights: whether the chunk's parameters are needed at once, and not layer by layer.
+            all_weights: whether the chunk's parameters are needed at once, and their gradients appear in any order, and
+                not layer by layer.
         """
+        self._by_layer = not all_weights
         self._computing = [b for b in self._buckets_of_chunk[chunk] if b not in self._shared_by_chunks]
         for bucket in self._computing:
             bucket.begin_backward()

@@ -23,6 +23,7 @@ FAST: list[Case] = [
     ((2, 1, 2), {"zero_stage": 3, **SPLIT}),
     ((1, 2, 1), INTERLEAVED),
     ((1, 1, 1), {"schedule": "zero-bubble"}),
+    ((1, 1, 2), {"schedule": "zero-bubble", "zero_stage": 3}),  # the head has two branches, of which one is first
 ]
 SLOW: list[Case] = [
     ((2, 1, 1), {}),
