@@ -8,8 +8,15 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from megacore.checkpoint.directory import MANIFEST_NAME, published
-from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, Manifest, find_checkpoint, read_manifest, verify
+from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint.manifest import (
+    TOKENIZER_DIRECTORY,
+    Manifest,
+    checkpoints_of,
+    find_checkpoint,
+    read_manifest,
+    verify,
+)
 from megacore.checkpoint_section import AUTO
 from megacore.config import Config, known
 from megacore.data.tokenizer import load_tokenizer
@@ -41,7 +48,7 @@ def check_load(config: Config) -> None:
         _check_files(run)
         check_settings(config, run, read_manifest(run))
         return
-    candidates = published(run)
+    candidates = checkpoints_of(run)
     if not candidates and load != AUTO:
         find_checkpoint(run)
     for directory in candidates:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.checkpoint.check import check_settings
-from megacore.checkpoint.directory import MANIFEST_NAME, published
+from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.load import verified_together
-from megacore.checkpoint.manifest import read_manifest
+from megacore.checkpoint.manifest import checkpoints_of, read_manifest
 from megacore.checkpoint_section import AUTO
 from megacore.config import Config
 from megacore.errors import CheckpointError
@@ -49,8 +49,8 @@ def choose_checkpoint(config: Config, world: Group) -> Choice:
     run = Path(config.training.output_dir if load == AUTO else load)
     if load != AUTO and (run / MANIFEST_NAME).is_file():
         return Choice(directory=run)  # loading checks it
-    candidates: list[Path] = all_gather_objects(published(run), world)[0]  # as the first rank sees them
     refused: list[str] = []
+    candidates = _candidates(run, world)
     for directory in candidates:
         if (problem := whole(directory, world)) is None:
             check_settings(config, directory, read_manifest(directory))
@@ -67,6 +67,20 @@ def choose_checkpoint(config: Config, world: Group) -> Choice:
         f"--load {load}: none of the {len(refused)} checkpoints of {run} is whole: {listed}: "
         "bring one back from a copy, or leave --load out to start afresh"
     )
+
+
+def _candidates(run: Path, world: Group) -> list[Path]:
+    """The run's checkpoints as the first rank sees them."""
+    found, problem = list[Path](), None
+    if world.is_first:
+        try:
+            found = checkpoints_of(run)
+        except CheckpointError as error:
+            problem = error
+    seen, told = all_gather_objects((found, problem), world)[0]
+    if told is not None:
+        raise told
+    return list(seen)
 
 
 def whole(directory: Path, world: Group, *, archived: bool = False) -> str | None:

@@ -195,10 +195,13 @@ def test_a_name_outside_the_directory_is_refused(checkpoint: Path) -> None:
 def test_the_newest_complete_step_of_a_run_is_found(checkpoint: Path) -> None:
     run = checkpoint.parent
     (run / "step_00000009.tmp").mkdir()
-    (run / "step_00000007").mkdir()  # no manifest: never published
     assert find_checkpoint(run) == checkpoint
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        find_checkpoint(run / "step_00000007")
+    (run / "step_00000000").mkdir()  # no manifest: nobody knows when it was published
+    assert find_checkpoint(run) == run / "step_00000000"
+    with pytest.raises(CheckpointError, match=r"step_00000000/manifest.json is missing"):
+        one_process(run / "other", load=str(run))
+    with pytest.raises(CheckpointError, match=r"step_00000000 holds no checkpoint \(its manifest.json is missing\)"):
+        find_checkpoint(run / "step_00000000")
 
 
 def fail_to_save(rank: int, world_size: int, directory: str) -> str:

@@ -116,10 +116,9 @@ def test_every_truncated_file_is_refused_by_name(newest: Path, share: float) -> 
 
 def test_every_missing_file_is_refused_by_name(newest: Path) -> None:
     for file in files_of(newest):
-        if file.name != "manifest.json":  # without it there is no checkpoint
-            file.rename(newest.parent / "aside")
-            refused(newest, file)
-            (newest.parent / "aside").rename(file)
+        file.rename(newest.parent / "aside")
+        refused(newest, file)
+        (newest.parent / "aside").rename(file)
 
 
 def test_a_shard_of_another_step_is_refused_by_name(newest: Path) -> None:
@@ -140,6 +139,37 @@ def test_a_run_with_nothing_whole_is_refused_and_never_started_afresh(newest: Pa
     for load in ("auto", str(newest.parent)):
         with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* is whole: .*step_00000002/model.*"):
             choose_checkpoint(make_config((1, 1, 1), newest.parent, load=load), ALONE)
+
+
+def test_a_run_whose_checkpoints_lost_their_manifests_is_never_started_afresh(newest: Path) -> None:
+    older = newest.with_name("step_00000001")
+    for directory in (newest, older):
+        (directory / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 2 .*step_00000002/manifest.json is missing.*step_00000001"):
+        choose_checkpoint(make_config((1, 1, 1), newest.parent, load="auto"), ALONE)
+
+
+def test_checkpoints_that_were_moved_away_and_linked_are_taken(newest: Path) -> None:
+    """With one of them gone, it is named, and the other one taken."""
+    big, older = newest.parent.parent / "big", newest.with_name("step_00000001")
+    big.mkdir()
+    for directory in (newest, older):
+        directory.rename(big / directory.name)
+        directory.symlink_to(big / directory.name)
+    config = make_config((1, 1, 1), newest.parent, load="auto")
+    assert choose_checkpoint(config, ALONE).directory == newest
+    loaded = make_config((1, 1, 1), newest.parent, load=str(newest), keep_last=1)
+    trainer = make_trainer(loaded, Mesh(device=torch.device("cpu")))
+    trainer.train_step(next(trainer.batches))
+    trainer.save()
+    assert [whole(big / name, ALONE) for name in (newest.name, older.name)] == [None, None]
+    shutil.rmtree(newest.with_name("step_00000003"))
+    shutil.rmtree(big / newest.name)
+    choice = choose_checkpoint(config, ALONE)
+    assert choice.directory == older
+    assert choice.refused == (
+        f"{newest} is a link to {big / newest.name}, which is not there: the checkpoint is incomplete",
+    )
 
 
 def test_auto_without_a_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
