@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megacore.errors import StorageError, TrainingStopped, UserError
+from megacore.errors import OutputClosed, StorageError, UserError
 
 
 class Report:
@@ -53,7 +53,7 @@ class Report:
             try:
                 print(text, flush=True)
             except BrokenPipeError:
-                raise TrainingStopped("what read the output has closed it") from None
+                raise OutputClosed("what read the output has closed it") from None
 
     def record(self, values: dict[str, Any]) -> None:
         """Append one JSON object to metrics.jsonl; floats keep their full precision, and null stands for no number."""

@@ -89,7 +89,7 @@ class Trainer:
         """Train until train_iters or until something asks for an end, evaluating, logging and saving as configured;
         leave the result in the output directory."""
         self._announce()
-        with self.stop_requests:
+        with self.stop_requests, self.saving:
             stopped = self._loop(_Clock(self.mesh.device, self.step))
         training = self.config.training
         skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
