@@ -9,17 +9,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megacore.checkpoint.directory import MANIFEST_NAME
-from megacore.checkpoint.manifest import (
-    TOKENIZER_DIRECTORY,
-    Manifest,
-    checkpoints_of,
-    find_checkpoint,
-    read_manifest,
-    verify,
-)
+from megacore.checkpoint.files import verified_tokenizer, verify
+from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoint, read_manifest
 from megacore.checkpoint_section import AUTO
 from megacore.config import Config, known
-from megacore.data.tokenizer import load_tokenizer
+from megacore.data.build import tokenizer_of
+from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
 from megacore.fields import Section, field_infos, flag
 
@@ -54,6 +49,7 @@ def check_load(config: Config) -> None:
     for directory in candidates:
         try:
             manifest = read_manifest(directory)
+            verified_tokenizer(directory, manifest.files)
         except CheckpointError:
             continue
         check_settings(config, directory, manifest)
@@ -84,8 +80,9 @@ def check_settings(config: Config, directory: Path, manifest: Manifest) -> None:
             f"{load}: {directory} is of another model: {', '.join(differences)}: "
             "use the flags that it was made with, or leave --load out"
         )
-    if config.data.tokenizer is not None:
-        refuse_other_tokenizer(directory, config.data.tokenizer, way_out="leave --load out")
+    if (tokenizer := tokenizer_of(config)) is not None:
+        stored = verified_tokenizer(directory, manifest.files)
+        refuse_other_tokenizer(stored, tokenizer, str(config.data.tokenizer), way_out="leave --load out")
     if manifest.step > config.training.train_iters or (
         manifest.step == config.training.train_iters and config.checkpoint.load != AUTO
     ):
@@ -114,22 +111,22 @@ def _check_files(directory: Path) -> None:
         budget -= entry.bytes if whole else 0
 
 
-def refuse_other_tokenizer(directory: Path, tokenizer: str, *, way_out: str) -> None:
+def refuse_other_tokenizer(stored: Path | None, tokenizer: Tokenizer, path: str, *, way_out: str) -> None:
     """Refuse a tokenizer that gives other ids than the one a checkpoint was trained with.
 
     Args:
-        directory: the checkpoint; nothing is compared where it holds no tokenizer.
-        tokenizer: path of the other one.
+        stored: that one's directory, verified; nothing is compared where the checkpoint has none.
+        tokenizer: the other one.
+        path: of the other one, for the message.
         way_out: what else to do, for the message.
 
     Raises:
         CheckpointError: they differ.
-        DataError: one of them cannot be read.
+        DataError: the checkpoint's cannot be read.
     """
-    stored = directory / TOKENIZER_DIRECTORY
-    if stored.is_dir() and load_tokenizer(stored).fingerprint != load_tokenizer(tokenizer).fingerprint:
+    if stored is not None and load_tokenizer(stored).fingerprint != tokenizer.fingerprint:
         raise CheckpointError(
-            f"--tokenizer {tokenizer} is not the one that {directory} was trained with, and its ids mean other texts: "
+            f"--tokenizer {path} is not the one that {stored.parent} was trained with, and its ids mean other texts: "
             f"use --tokenizer {stored}, or {way_out}"
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megacore.checkpoint.check import check_settings
 from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint.files import refuse_unlisted
 from megacore.checkpoint.load import verified_together
 from megacore.checkpoint.manifest import checkpoints_of, read_manifest
 from megacore.checkpoint_section import AUTO
@@ -94,6 +95,7 @@ def whole(directory: Path, world: Group, *, archived: bool = False) -> str | Non
     manifest, problem = None, None
     try:
         manifest = read_manifest(directory)
+        refuse_unlisted(directory, manifest.files)
     except CheckpointError as error:
         problem = str(error)
     problems = [text for text in all_gather_objects(problem, world) if text is not None]

@@ -24,6 +24,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from megacore.checkpoint.check import check_load
 from megacore.checkpoint.choose import choose_checkpoint, whole
 from megacore.checkpoint.manifest import find_checkpoint, sealed
 from megacore.errors import CheckpointError
@@ -102,6 +103,21 @@ def test_every_bit_of_a_manifests_head_counts(newest: Path) -> None:
         problem = whole(newest, ALONE)
         assert problem is not None
         assert str(file) in problem
+
+
+def test_a_file_beside_the_tokenizer_is_refused_by_name(newest: Path) -> None:
+    (newest / "tokenizer" / "tokenizer.model").touch()
+    refused(newest, newest / "tokenizer" / "tokenizer.model")
+
+
+def test_a_damaged_tokenizer_is_no_other_tokenizer(run: Path, newest: Path) -> None:
+    """What is looked at before torch is loaded is the checkpoint that will be taken."""
+    file = newest / "tokenizer" / "tokenizer.json"
+    file.write_bytes(file.read_bytes().replace(b'"w3"', b'"w;"'))
+    tokenizer = str(run.parent / "tokenizer.json")
+    check_load(make_config((1, 1, 1), newest.parent, load="auto", tokenizer=tokenizer))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not have the XXH3"):
+        check_load(make_config((1, 1, 1), newest.parent, load=str(newest), tokenizer=tokenizer))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])

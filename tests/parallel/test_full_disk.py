@@ -1,4 +1,4 @@
-"""A run on a file system that is filled to its last byte: it stops or trains on, as it is set, and leaves no rubbish."""
+"""A run on a file system that is filled to its last byte: it stops or trains on, as it is set, and leaves no rest."""
 
 from __future__ import annotations
 
