@@ -33,7 +33,7 @@ from megacore.checkpoint.storage import (
     write_text,
 )
 from megacore.config import Config
-from megacore.data.tokenizer import load_tokenizer
+from megacore.data.build import tokenizer_of
 from megacore.errors import DataError, StorageError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
@@ -122,6 +122,7 @@ class CheckpointSaver:
     def __init__(self, config: Config, mesh: Mesh, *, loaded: Path | None = None) -> None:
         self._run, self._config, self._mesh = Path(config.training.output_dir), config, mesh
         self._background = config.checkpoint.async_save
+        self._tokenizer = tokenizer_of(config)  # the one that the run began with, whatever becomes of its file
         self._protected = () if loaded is None else (loaded,)
         self._staging: dict[tuple[str, str], Tensor] = {}
         self._job: _Job | None = None
@@ -269,10 +270,9 @@ class CheckpointSaver:
         run, temporary = self._run, job.temporary
         files, tensors = _merged(contributions)
         fingerprint = None
-        if self._config.data.tokenizer is not None:
-            tokenizer = load_tokenizer(self._config.data.tokenizer)
-            tokenizer.save(temporary / TOKENIZER_DIRECTORY)
-            fingerprint = tokenizer.fingerprint
+        if self._tokenizer is not None:
+            self._tokenizer.save(temporary / TOKENIZER_DIRECTORY)
+            fingerprint = self._tokenizer.fingerprint
             own = sorted(path for path in (temporary / TOKENIZER_DIRECTORY).iterdir() if path.is_file())
             files |= {f"{TOKENIZER_DIRECTORY}/{path.name}": seal(path) for path in own}
             sync_directory(temporary / TOKENIZER_DIRECTORY)

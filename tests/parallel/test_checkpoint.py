@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
-from megacore.checkpoint.manifest import find_checkpoint, sealed
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, sealed
+from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, StorageError
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, gather, make_config, make_trainer
+from tests.parity.runs import VOCAB, Layout, gather, make_config, make_trainer
 
 State = dict[str, dict[str, Tensor]]  # kind -> name -> whole tensor
 
@@ -231,6 +234,23 @@ def test_a_step_that_is_there_already_is_kept_and_the_new_one_published_beside_i
     assert {path.name for path in checkpoint.parent.iterdir() if path.is_dir()} == {checkpoint.name, beside.name}
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
     assert find_checkpoint(checkpoint.parent) == beside
+
+
+def test_the_tokenizer_is_the_one_that_the_run_began_with(tmp_path: Path) -> None:
+    """Its file may change while the run goes on."""
+    file = tmp_path / "tokenizer.json"
+
+    def write(words: list[str]) -> None:
+        Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0")).save(str(file))
+
+    words = [f"w{number}" for number in range(VOCAB)]
+    write(words)
+    fingerprint = load_tokenizer(file).fingerprint
+    trainer = one_process(tmp_path / "run", tokenizer=str(file))
+    write(words[::-1])
+    trainer.save()
+    saved = find_checkpoint(tmp_path / "run")
+    assert load_tokenizer(saved / "tokenizer").fingerprint == read_manifest(saved).tokenizer == fingerprint
 
 
 def test_the_last_that_was_published_is_taken_whatever_its_step(checkpoint: Path) -> None:
