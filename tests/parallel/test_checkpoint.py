@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
+from megacore.checkpoint.check import check_load
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, sealed
 from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, StorageError
@@ -234,6 +235,22 @@ def test_a_step_that_is_there_already_is_kept_and_the_new_one_published_beside_i
     assert {path.name for path in checkpoint.parent.iterdir() if path.is_dir()} == {checkpoint.name, beside.name}
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
     assert find_checkpoint(checkpoint.parent) == beside
+
+
+@pytest.mark.parametrize("kind", ["rope", "alibi", "none", "learned"])
+def test_the_context_may_change_unless_positions_are_a_table(tmp_path: Path, kind: str) -> None:
+    one_process(tmp_path, position_embedding_type=kind).save()
+    for length in (8, 64):
+        longer = make_config((1, 1, 1), tmp_path, position_embedding_type=kind, seq_length=length, load="auto")
+        if kind == "learned":
+            with pytest.raises(CheckpointError, match=f"--max-position-embeddings 16 there, {length} here"):
+                check_load(longer)
+        else:
+            check_load(longer)
+            one_process(tmp_path, position_embedding_type=kind, seq_length=length, load=str(tmp_path))
+    other = make_config((1, 1, 1), tmp_path, position_embedding_type=kind, num_layers=3, norm_epsilon=1e-6, load="auto")
+    with pytest.raises(CheckpointError, match="--num-layers 5 there, 3 here, --norm-epsilon 1e-05 there, 1e-06 here"):
+        check_load(other)
 
 
 def test_the_tokenizer_is_the_one_that_the_run_began_with(tmp_path: Path) -> None:
