@@ -181,6 +181,6 @@ def test_one_writer_and_no_lock_outlives_its_process(tmp_path: Path, monkeypatch
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("precious")
     (tmp_path / "writer.lock").symlink_to(tmp_path / "target")
-    with pytest.raises(OSError, match=r"writer\.lock"):
+    with pytest.raises(UserError, match=r"its lock writer\.lock is a symbolic link, which is not followed: remove it"):
         WriterLock(tmp_path)
     assert (tmp_path / "target").read_text() == "precious"
