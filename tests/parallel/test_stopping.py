@@ -10,7 +10,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megacore.checkpoint import save as save_module
 from megacore.checkpoint import storage
 from megacore.checkpoint.choose import whole
 from megacore.checkpoint.directory import published, step_of
+from megacore.checkpoint.files import FileEntry
 from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import read_manifest
 from megacore.errors import DataError, StorageError, TrainingStopped
@@ -251,10 +252,10 @@ def test_a_pointer_that_cannot_be_written_costs_no_checkpoint(
 DIVERGING = {"lr": 1e20, "clip_grad": 0.0, "max_bad_steps": 1, "save_interval": 1, "async_save": True}
 
 
-def slowly(*given: Any) -> Any:
+def slowly(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Writes a shard while the next step fails."""
     time.sleep(1.0)
-    return storage.write_tensors(*given)
+    return storage.write_tensors(path, tensors)
 
 
 def diverge(rank: int, world_size: int, directory: str) -> str:
