@@ -32,7 +32,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     with contextlib.suppress(FileNotFoundError):
         if subprocess.run(command, capture_output=True, check=False).returncode == 0:
             yield place
-            subprocess.run(["umount", str(place)], check=True)
+            subprocess.run(["umount", "--lazy", str(place)], check=True)  # a run that failed holds files open
             return
     pytest.skip("a file system cannot be mounted here")
 
