@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.checkpoint.check import check_settings
-from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, lost
 from megacore.checkpoint.files import refuse_unlisted
 from megacore.checkpoint.load import verified_together
 from megacore.checkpoint.manifest import checkpoints_of, read_manifest
@@ -27,7 +27,7 @@ class Choice:
 
     Attributes:
         directory: the checkpoint; None for a fresh start.
-        refused: newer ones that were passed over, each with the reason.
+        refused: newer ones that were passed over, or are gone, each with the reason.
     """
 
     directory: Path | None
@@ -51,14 +51,14 @@ def choose_checkpoint(config: Config, world: Group) -> Choice:
     if load != AUTO and (run / MANIFEST_NAME).is_file():
         return Choice(directory=run)  # loading checks it
     refused: list[str] = []
-    candidates = _candidates(run, world)
+    candidates, missed = _candidates(run, world)
     for directory in candidates:
         if (problem := whole(directory, world)) is None:
             check_settings(config, directory, read_manifest(directory))
-            return Choice(directory=directory, refused=tuple(refused))
+            return Choice(directory=directory, refused=(*missed, *refused))
         refused.append(problem)
     if load == AUTO and not candidates:
-        return Choice(directory=None)
+        return Choice(directory=None, refused=missed)
     if not refused:
         raise CheckpointError(
             f"--load {load} holds no checkpoint: give a step_NNNNNNNN directory or a run's output directory"
@@ -70,18 +70,20 @@ def choose_checkpoint(config: Config, world: Group) -> Choice:
     )
 
 
-def _candidates(run: Path, world: Group) -> list[Path]:
-    """The run's checkpoints as the first rank sees them."""
-    found, problem = list[Path](), None
+def _candidates(run: Path, world: Group) -> tuple[list[Path], tuple[str, ...]]:
+    """The run's checkpoints as the first rank sees them, and what it misses there."""
+    found, missed, problem = list[Path](), tuple[str, ...](), None
     if world.is_first:
         try:
             found = checkpoints_of(run)
+            if (gone := lost(run)) is not None:
+                missed = (f"{run / POINTER_NAME} names {gone.name}, which is not there any more",)
         except CheckpointError as error:
             problem = error
-    seen, told = all_gather_objects((found, problem), world)[0]
+    found, missed, told = all_gather_objects((found, missed, problem), world)[0]
     if told is not None:
         raise told
-    return list(seen)
+    return found, missed
 
 
 def whole(directory: Path, world: Group, *, archived: bool = False) -> str | None:

@@ -112,12 +112,22 @@ def expired(run: Path, *, keep_last: int | None, keep_every: int | None, protect
 
 def pointed_to(run: Path) -> Path | None:
     """The checkpoint that the run's pointer names, if there is one."""
+    named = _named(run)
+    return named if named is not None and (named / MANIFEST_NAME).is_file() else None
+
+
+def lost(run: Path) -> Path | None:
+    """The checkpoint that the run's pointer names, where nothing has its name any more."""
+    named = _named(run)
+    return named if named is not None and not os.path.lexists(named) else None
+
+
+def _named(run: Path) -> Path | None:
     try:
         name = (run / POINTER_NAME).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
-    is_one = _STEP.fullmatch(name) and (run / name / MANIFEST_NAME).is_file()
-    return run / name if is_one else None
+    return run / name if _STEP.fullmatch(name) else None
 
 
 def _serial(directory: Path) -> int | None:

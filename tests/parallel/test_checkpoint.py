@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from megacore.checkpoint.check import check_load
+from megacore.checkpoint.choose import choose_checkpoint
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, sealed
 from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, StorageError
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
+from megacore.parallel.mesh import ALONE, Mesh, build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import VOCAB, Layout, gather, make_config, make_trainer
@@ -251,6 +253,19 @@ def test_the_context_may_change_unless_positions_are_a_table(tmp_path: Path, kin
     other = make_config((1, 1, 1), tmp_path, position_embedding_type=kind, num_layers=3, norm_epsilon=1e-6, load="auto")
     with pytest.raises(CheckpointError, match="--num-layers 5 there, 3 here, --norm-epsilon 1e-05 there, 1e-06 here"):
         check_load(other)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_checkpoint_that_is_gone_is_missed(checkpoint: Path, others: bool) -> None:
+    run, aside = checkpoint.parent, checkpoint.parent.parent / "aside"
+    if others:
+        shutil.copytree(checkpoint, run / "step_00000000")
+    checkpoint.rename(aside)
+    choice = choose_checkpoint(make_config((1, 1, 1), run, load="auto"), ALONE)
+    assert choice.directory == (run / "step_00000000" if others else None)
+    assert choice.refused == (f"{run}/latest names step_00000001, which is not there any more",)
+    aside.rename(checkpoint)
+    assert choose_checkpoint(make_config((1, 1, 1), run, load="auto"), ALONE).refused == ()
 
 
 def test_the_tokenizer_is_the_one_that_the_run_began_with(tmp_path: Path) -> None:
