@@ -36,8 +36,8 @@ class CheckpointConfig(Section):
     async_save: bool = False
     """Saves in the background: training waits only while the state is copied to host memory."""
     on_save_error: Literal["stop", "warn"] = "stop"
-    """When a checkpoint cannot be written. stop: all ranks stop. warn: they say so and train on, unless it is the run's
-    last one."""
+    """When a checkpoint, or a line of metrics.jsonl, cannot be written. stop: all ranks stop. warn: they say so and
+    train on, unless it is the run's last checkpoint."""
     exit_interval: Annotated[int | None, Range(1)] = None
     """The run saves and ends at the first step that is a multiple of this. None: at --train-iters."""
     exit_duration_minutes: Annotated[float | None, Range(above=0), Flag(("--exit-duration-in-mins",))] = None

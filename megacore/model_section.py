@@ -208,3 +208,17 @@ class ModelConfig(Section):
             f"--rotary-percent {self.rotary_percent:g} of a head of {size} is {rotated} dimensions, which are rotated "
             f"in pairs: {way_out}"
         )
+
+
+# Fields that say how a model begins, is trained or held in memory, not what it computes.
+_NOT_THE_MODEL = frozenset(
+    ("preset", "init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by")
+)
+
+
+def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
+    """Fields in which two resolved configurations are different models."""
+    names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _NOT_THE_MODEL]
+    if "learned" not in (one.position_embedding_type, other.position_embedding_type):
+        names.remove("max_position_embeddings")  # a limit of use, not a size of a table
+    return [name for name in names if getattr(one, name) != getattr(other, name)]

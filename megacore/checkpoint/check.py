@@ -5,21 +5,25 @@ within a second, once, instead of by every rank after the model is built.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
-from megacore.checkpoint.directory import MANIFEST_NAME, published
-from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, Manifest, find_checkpoint, read_manifest, verify
+from megacore.checkpoint.directory import MANIFEST_NAME
+from megacore.checkpoint.files import verified_tokenizer, verify
+from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoint, read_manifest
 from megacore.checkpoint_section import AUTO
-from megacore.config import Config, known
-from megacore.data.tokenizer import load_tokenizer
+from megacore.config import Config, ModelConfig, known
+from megacore.data.build import tokenizer_of
+from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
 from megacore.fields import Section, field_infos, flag
+from megacore.model_section import differing
+
+S = TypeVar("S", bound=Section)
 
 # The content of files is compared with the manifest at the start up to this many bytes; the rest as it is read.
 _READ_BYTES = 1 << 30
-# The settings of the model that a checkpoint does not bind: how weights begin, how they are padded, what is dropped.
-_FREE = frozenset(("preset", "make_vocab_size_divisible_by", "init_method_std", "hidden_dropout", "attention_dropout"))
 # The settings whose change is no news: where results go, what is reported, when the run saves and ends.
 _UNREPORTED = frozenset(("checkpoint", "logging"))
 _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
@@ -41,12 +45,13 @@ def check_load(config: Config) -> None:
         _check_files(run)
         check_settings(config, run, read_manifest(run))
         return
-    candidates = published(run)
+    candidates = checkpoints_of(run)
     if not candidates and load != AUTO:
         find_checkpoint(run)
     for directory in candidates:
         try:
             manifest = read_manifest(directory)
+            verified_tokenizer(directory, manifest.files)
         except CheckpointError:
             continue
         check_settings(config, directory, manifest)
@@ -77,8 +82,9 @@ def check_settings(config: Config, directory: Path, manifest: Manifest) -> None:
             f"{load}: {directory} is of another model: {', '.join(differences)}: "
             "use the flags that it was made with, or leave --load out"
         )
-    if config.data.tokenizer is not None:
-        refuse_other_tokenizer(directory, config.data.tokenizer, way_out="leave --load out")
+    if (tokenizer := tokenizer_of(config)) is not None:
+        stored = verified_tokenizer(directory, manifest.files)
+        refuse_other_tokenizer(stored, tokenizer, str(config.data.tokenizer), way_out="leave --load out")
     if manifest.step > config.training.train_iters or (
         manifest.step == config.training.train_iters and config.checkpoint.load != AUTO
     ):
@@ -107,22 +113,22 @@ def _check_files(directory: Path) -> None:
         budget -= entry.bytes if whole else 0
 
 
-def refuse_other_tokenizer(directory: Path, tokenizer: str, *, way_out: str) -> None:
+def refuse_other_tokenizer(stored: Path | None, tokenizer: Tokenizer, path: str, *, way_out: str) -> None:
     """Refuse a tokenizer that gives other ids than the one a checkpoint was trained with.
 
     Args:
-        directory: the checkpoint; nothing is compared where it holds no tokenizer.
-        tokenizer: path of the other one.
+        stored: that one's directory, verified; nothing is compared where the checkpoint has none.
+        tokenizer: the other one.
+        path: of the other one, for the message.
         way_out: what else to do, for the message.
 
     Raises:
         CheckpointError: they differ.
-        DataError: one of them cannot be read.
+        DataError: the checkpoint's cannot be read.
     """
-    stored = directory / TOKENIZER_DIRECTORY
-    if stored.is_dir() and load_tokenizer(stored).fingerprint != load_tokenizer(tokenizer).fingerprint:
+    if stored is not None and load_tokenizer(stored).fingerprint != tokenizer.fingerprint:
         raise CheckpointError(
-            f"--tokenizer {tokenizer} is not the one that {directory} was trained with, and its ids mean other texts: "
+            f"--tokenizer {path} is not the one that {stored.parent} was trained with, and its ids mean other texts: "
             f"use --tokenizer {stored}, or {way_out}"
         )
 
@@ -140,18 +146,21 @@ def _differences(manifest: Manifest, config: Config) -> Iterator[str]:
     if ("bert" in manifest.config) != hasattr(config, "bert"):
         yield "a BERT there, a GPT here" if "bert" in manifest.config else "a GPT there, a BERT here"
         return
-    bound = [name for name in field_infos(type(config.model)) if name not in _FREE]
-    yield from _differences_of(manifest, "model", config.model, bound)
+    model = _stored(ModelConfig, manifest.config["model"])
+    # None: the vocabulary of a tokenizer that cannot be read, which is reported by itself.
+    unknown = ("vocab_size",) if config.model.vocab_size is None else ()
+    yield from _told(model, config.model, (name for name in differing(model, config.model) if name not in unknown))
     if isinstance(section := getattr(config, "bert", None), Section):
-        yield from _differences_of(manifest, "bert", section, _ARCHITECTURE_OF_BERT)
+        bert = _stored(type(section), manifest.config["bert"])
+        changed = (name for name in _ARCHITECTURE_OF_BERT if getattr(bert, name) != getattr(section, name))
+        yield from _told(bert, section, changed)
 
 
-def _differences_of(manifest: Manifest, table: str, section: Section, fields: Iterable[str]) -> Iterator[str]:
-    there = manifest.config[table]
-    defaults = {name: info.default for name, info in field_infos(type(section)).items()}
-    for name in fields:
-        here, theirs = getattr(section, name), there.get(name, defaults[name])
-        here = list(here) if isinstance(here, tuple) else here
-        # None: the vocabulary of a tokenizer that cannot be read, which is reported by itself.
-        if theirs != here and not (name == "vocab_size" and here is None):
-            yield f"{flag(name)} {theirs} there, {here} here"
+def _stored(kind: type[S], values: Mapping[str, Any]) -> S:
+    """A section as a manifest has it; what this version adds has its default."""
+    return kind(**{name: value for name, value in values.items() if name in field_infos(kind)})
+
+
+def _told(theirs: Section, here: Section, names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        yield f"{flag(name)} {getattr(theirs, name)} there, {getattr(here, name)} here"

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megacore.checkpoint.check import check_settings
-from megacore.checkpoint.directory import MANIFEST_NAME, published
+from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, lost
+from megacore.checkpoint.files import refuse_unlisted
 from megacore.checkpoint.load import verified_together
-from megacore.checkpoint.manifest import read_manifest
+from megacore.checkpoint.manifest import checkpoints_of, read_manifest
 from megacore.checkpoint_section import AUTO
 from megacore.config import Config
 from megacore.errors import CheckpointError
@@ -26,7 +27,7 @@ class Choice:
 
     Attributes:
         directory: the checkpoint; None for a fresh start.
-        refused: newer ones that were passed over, each with the reason.
+        refused: newer ones that were passed over, or are gone, each with the reason.
     """
 
     directory: Path | None
@@ -49,15 +50,15 @@ def choose_checkpoint(config: Config, world: Group) -> Choice:
     run = Path(config.training.output_dir if load == AUTO else load)
     if load != AUTO and (run / MANIFEST_NAME).is_file():
         return Choice(directory=run)  # loading checks it
-    candidates: list[Path] = all_gather_objects(published(run), world)[0]  # as the first rank sees them
     refused: list[str] = []
+    candidates, missed = _candidates(run, world)
     for directory in candidates:
         if (problem := whole(directory, world)) is None:
             check_settings(config, directory, read_manifest(directory))
-            return Choice(directory=directory, refused=tuple(refused))
+            return Choice(directory=directory, refused=(*missed, *refused))
         refused.append(problem)
     if load == AUTO and not candidates:
-        return Choice(directory=None)
+        return Choice(directory=None, refused=missed)
     if not refused:
         raise CheckpointError(
             f"--load {load} holds no checkpoint: give a step_NNNNNNNN directory or a run's output directory"
@@ -67,6 +68,22 @@ def choose_checkpoint(config: Config, world: Group) -> Choice:
         f"--load {load}: none of the {len(refused)} checkpoints of {run} is whole: {listed}: "
         "bring one back from a copy, or leave --load out to start afresh"
     )
+
+
+def _candidates(run: Path, world: Group) -> tuple[list[Path], tuple[str, ...]]:
+    """The run's checkpoints as the first rank sees them, and what it misses there."""
+    found, missed, problem = list[Path](), tuple[str, ...](), None
+    if world.is_first:
+        try:
+            found = checkpoints_of(run)
+            if (gone := lost(run)) is not None:
+                missed = (f"{run / POINTER_NAME} names {gone.name}, which is not there any more",)
+        except CheckpointError as error:
+            problem = error
+    found, missed, told = all_gather_objects((found, missed, problem), world)[0]
+    if told is not None:
+        raise told
+    return found, missed
 
 
 def whole(directory: Path, world: Group, *, archived: bool = False) -> str | None:
@@ -80,6 +97,7 @@ def whole(directory: Path, world: Group, *, archived: bool = False) -> str | Non
     manifest, problem = None, None
     try:
         manifest = read_manifest(directory)
+        refuse_unlisted(directory, manifest.files)
     except CheckpointError as error:
         problem = str(error)
     problems = [text for text in all_gather_objects(problem, world) if text is not None]

@@ -1,7 +1,8 @@
 """A run's directory: which checkpoints it holds, in which order they were published, and which may go.
 
 Names alone decide what counts: `step_00001000`, or `step_00001000.2` where the step was there already, as a published
-directory is never written again. A serial number in the manifest says which came last, whatever the steps and clocks.
+directory is never written again. Whatever has such a name was a checkpoint once: one without its manifest is damaged,
+not absent. A serial number in the manifest says which came last, whatever the steps and clocks.
 All that is unfinished, or on its way out, has `.tmp-` in its name, and is swept away by the next writer.
 """
 
@@ -35,12 +36,17 @@ def step_of(directory: Path) -> int | None:
 
 
 def published(run: Path) -> list[Path]:
-    """The run's checkpoints, the last published first; before them any whose manifest is damaged, as nobody knows."""
+    """All that has a checkpoint's name, the last published first; before them any whose manifest is damaged or gone.
+
+    A link to a directory that was moved away is the checkpoint that it leads to.
+
+    Raises:
+        OSError: the run's directory is there, and cannot be listed.
+    """
     try:
-        entries = [entry for entry in run.iterdir() if step_of(entry) is not None]
-    except OSError:
+        found = [entry for entry in run.iterdir() if step_of(entry) is not None]
+    except FileNotFoundError:
         return []
-    found = [entry for entry in entries if not entry.is_symlink() and (entry / MANIFEST_NAME).is_file()]
     serials = {entry: _serial(entry) for entry in found}
     return sorted(
         found, key=lambda entry: (serials[entry] is None, serials[entry] or 0, step_of(entry), entry.name), reverse=True
@@ -84,7 +90,10 @@ def sweep(run: Path) -> list[str]:
 
 
 def expired(run: Path, *, keep_last: int | None, keep_every: int | None, protected: Iterable[Path]) -> list[Path]:
-    """The checkpoints that need not be kept, the oldest first; a damaged manifest's is neither counted nor named.
+    """The checkpoints that need not be kept, the oldest first.
+
+    What has a damaged manifest, or is a link to another place, is neither counted nor named; nor is what a link leads
+    to.
 
     Args:
         run: the run's directory.
@@ -94,20 +103,31 @@ def expired(run: Path, *, keep_last: int | None, keep_every: int | None, protect
     """
     if keep_last is None:
         return []
-    kept = {path.resolve() for path in protected}
-    known = [path for path in published(run) if _serial(path) is not None]
-    old = [path for path in known[keep_last:] if path.resolve() not in kept]
+    found = published(run)
+    kept = {os.path.realpath(path) for path in (*protected, *(path for path in found if path.is_symlink()))}
+    known = [path for path in found if not path.is_symlink() and _serial(path) is not None]
+    old = [path for path in known[keep_last:] if os.path.realpath(path) not in kept]
     return [path for path in reversed(old) if not (keep_every and (step_of(path) or 0) % keep_every == 0)]
 
 
 def pointed_to(run: Path) -> Path | None:
     """The checkpoint that the run's pointer names, if there is one."""
+    named = _named(run)
+    return named if named is not None and (named / MANIFEST_NAME).is_file() else None
+
+
+def lost(run: Path) -> Path | None:
+    """The checkpoint that the run's pointer names, where nothing has its name any more."""
+    named = _named(run)
+    return named if named is not None and not os.path.lexists(named) else None
+
+
+def _named(run: Path) -> Path | None:
     try:
         name = (run / POINTER_NAME).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
-    is_one = _STEP.fullmatch(name) and (run / name / MANIFEST_NAME).is_file()
-    return run / name if is_one else None
+    return run / name if _STEP.fullmatch(name) else None
 
 
 def _serial(directory: Path) -> int | None:

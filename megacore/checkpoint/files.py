@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,45 @@ def verify(path: Path, expected: FileEntry, *, content: bool = True, archived: b
     for name, digest, recorded in digests if content else ():
         if digest.hexdigest() != recorded:
             raise CheckpointError(f"{path} does not have the {name} of its manifest: the file is damaged")
+
+
+def verified_tokenizer(directory: Path, files: Mapping[str, FileEntry]) -> Path | None:
+    """Where a checkpoint's tokenizer lies, of which every file is as the manifest says.
+
+    Args:
+        directory: the checkpoint.
+        files: of its manifest.
+
+    Returns:
+        A directory that may be read; None where the checkpoint has no tokenizer.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or not of the checkpoint.
+    """
+    refuse_unlisted(directory, files)
+    own = [name for name in files if name.startswith(f"{TOKENIZER_DIRECTORY}/")]
+    for name in own:
+        verify(directory / name, files[name])
+    return directory / TOKENIZER_DIRECTORY if own else None
+
+
+def refuse_unlisted(directory: Path, names: Iterable[str]) -> None:
+    """Refuse files beside a checkpoint's tokenizer, which would be read in its place.
+
+    Args:
+        directory: the checkpoint.
+        names: of the files that its manifest has.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    stored = directory / TOKENIZER_DIRECTORY
+    try:
+        found = sorted(f"{TOKENIZER_DIRECTORY}/{path.name}" for path in stored.iterdir()) if stored.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{stored}: {error.strerror}") from None
+    if others := [name for name in found if name not in set(names)]:
+        raise CheckpointError(f"{directory / others[0]} is not among the files of the manifest: remove it")
 
 
 def _digest(path: Path, *updates: Callable[[memoryview], None]) -> None:

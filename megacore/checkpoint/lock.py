@@ -31,7 +31,7 @@ class WriterLock:
         warning: why the directory is not locked, where its file system knows no locks; else None.
 
     Raises:
-        UserError: another process writes there.
+        UserError: another process writes there, or the lock is a link.
         OSError: the directory cannot be written.
     """
 
@@ -39,7 +39,15 @@ class WriterLock:
         output_dir.mkdir(parents=True, exist_ok=True)
         self.path, self.warning = output_dir / LOCK_NAME, None
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor: int | None = os.open(self.path, flags, 0o644)
+        try:
+            self._descriptor: int | None = os.open(self.path, flags, 0o644)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise UserError(
+                f"--output-dir {output_dir}: its lock {LOCK_NAME} is a symbolic link, which is not followed: "
+                "remove it, or use another --output-dir"
+            ) from None
         try:
             self._take(self._descriptor)
         except OSError as error:

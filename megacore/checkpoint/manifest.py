@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from megacore.checkpoint.directory import (
     POINTER_NAME,
     is_sealed,
     published,
+    step_of,
 )
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY, FileEntry, describe, open_regular, verify
 from megacore.errors import CheckpointError
@@ -34,6 +36,7 @@ __all__ = [
     "Manifest",
     "Piece",
     "TensorEntry",
+    "checkpoints_of",
     "describe",
     "find_checkpoint",
     "read_manifest",
@@ -130,10 +133,28 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / MANIFEST_NAME).is_file():
         return path
-    found = published(path)
+    found = checkpoints_of(path)
     if not found:
-        raise CheckpointError(f"{path} holds no checkpoint: give a step_NNNNNNNN directory or a run's output directory")
+        lost = f" (its {MANIFEST_NAME} is missing)" if step_of(path) is not None else ""
+        raise CheckpointError(
+            f"{path} holds no checkpoint{lost}: give a step_NNNNNNNN directory or a run's output directory"
+        )
     return found[0]
+
+
+def checkpoints_of(run: Path) -> list[Path]:
+    """What `published` finds, for a reader.
+
+    Raises:
+        CheckpointError: the directory cannot be listed: whether it holds any is not known.
+    """
+    try:
+        return published(run)
+    except OSError as error:
+        raise CheckpointError(
+            f"{run} cannot be looked through for checkpoints ({error.strerror}): "
+            "give a step_NNNNNNNN directory or a run's output directory"
+        ) from None
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -163,12 +184,19 @@ def read_manifest(directory: Path) -> Manifest:
         _require_files(manifest)
         return manifest
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} is not a checkpoint: it has no {MANIFEST_NAME}") from None
+        raise CheckpointError(f"{_missing(directory)}: the checkpoint is incomplete") from None
     except (OSError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise CheckpointError(f"{path} cannot be read as a manifest: {reason}") from None
+
+
+def _missing(directory: Path) -> str:
+    """What is not there, where a manifest is not."""
+    if directory.is_symlink() and not directory.exists():
+        return f"{directory} is a link to {os.readlink(directory)}, which is not there"
+    return f"{directory / MANIFEST_NAME} is missing" if directory.exists() else f"{directory} does not exist"
 
 
 def _unsealed(path: Path) -> bytes:

@@ -33,13 +33,14 @@ from megacore.checkpoint.storage import (
     write_text,
 )
 from megacore.config import Config
-from megacore.data.tokenizer import load_tokenizer
+from megacore.data.build import tokenizer_of
 from megacore.errors import DataError, StorageError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 
 _Shards = dict[str, dict[str, Tensor]]  # file -> tensors by name
 _Tables = dict[str, dict[str, TensorEntry]]  # kind -> entries by name
+_PATIENCE_SECONDS = 10.0  # with a thread that writes what is given up: a disk may hang for ever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,9 @@ class _Work:
     def is_done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
-    def join(self) -> None:
+    def join(self, seconds: float | None = None) -> None:
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         assert self._do is not None
@@ -121,6 +122,7 @@ class CheckpointSaver:
     def __init__(self, config: Config, mesh: Mesh, *, loaded: Path | None = None) -> None:
         self._run, self._config, self._mesh = Path(config.training.output_dir), config, mesh
         self._background = config.checkpoint.async_save
+        self._tokenizer = tokenizer_of(config)  # the one that the run began with, whatever becomes of its file
         self._protected = () if loaded is None else (loaded,)
         self._staging: dict[tuple[str, str], Tensor] = {}
         self._job: _Job | None = None
@@ -150,9 +152,13 @@ class CheckpointSaver:
         first = self._mesh.world.is_first
         make = _Work((lambda: self._make_directory(state.step)) if first else None, self._run, background=False)
         temporary, final = (self._run / name for name in self._agreed(make)[0])
-        shards, tables = self._stage(state)
-        storage.passing("staged")
-        work = _Work(lambda: _write(temporary, shards, tables), temporary, background=self._background)
+        try:
+            shards, tables = self._stage(state)
+            storage.passing("staged")
+            work = _Work(lambda: _write(temporary, shards, tables), temporary, background=self._background)
+        except BaseException:
+            self._discard(temporary)
+            raise
         self._job = _Job(draft=self._draft(state), temporary=temporary, final=final, work=work)
 
     def advance(self) -> Saved | None:
@@ -165,18 +171,18 @@ class CheckpointSaver:
             StorageError: on every rank, where one could not write; nothing is left of the checkpoint then.
         """
         assert self._job is not None
-        job, self._job = self._job, None
+        job = self._job
         try:
             results = self._agreed(job.work)
         except StorageError:
-            if self._mesh.world.is_first:
-                discard(job.temporary)
+            self._job = None
+            self._discard(job.temporary)
             raise
         if job.is_publishing:
+            self._job = None
             return Saved(step=job.draft.step, path=job.final, notes=results[0])
         do = (lambda: self._publish(job, results)) if self._mesh.world.is_first else None
         job.work, job.is_publishing = _Work(do, job.temporary, background=self._background), True
-        self._job = job
         return None
 
     def finish(self) -> Saved | None:
@@ -186,6 +192,18 @@ class CheckpointSaver:
             self._job.work.join()
             saved = self.advance()
         return saved
+
+    def abandon(self) -> None:
+        """Give up the save under way, without a word to the other ranks: they may be gone."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.work.join(_PATIENCE_SECONDS)
+            if job.work.is_done:  # else the thread may yet publish it, and half of it must not be
+                self._discard(job.temporary)
+
+    def _discard(self, temporary: Path) -> None:
+        if self._mesh.world.is_first:
+            discard(temporary)
 
     def _agreed(self, work: _Work) -> list[Any]:
         """Every rank's result, or what the first rank with a problem says, on all of them."""
@@ -252,10 +270,9 @@ class CheckpointSaver:
         run, temporary = self._run, job.temporary
         files, tensors = _merged(contributions)
         fingerprint = None
-        if self._config.data.tokenizer is not None:
-            tokenizer = load_tokenizer(self._config.data.tokenizer)
-            tokenizer.save(temporary / TOKENIZER_DIRECTORY)
-            fingerprint = tokenizer.fingerprint
+        if self._tokenizer is not None:
+            self._tokenizer.save(temporary / TOKENIZER_DIRECTORY)
+            fingerprint = self._tokenizer.fingerprint
             own = sorted(path for path in (temporary / TOKENIZER_DIRECTORY).iterdir() if path.is_file())
             files |= {f"{TOKENIZER_DIRECTORY}/{path.name}": seal(path) for path in own}
             sync_directory(temporary / TOKENIZER_DIRECTORY)

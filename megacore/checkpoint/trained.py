@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 
 from megacore.checkpoint.check import refuse_other_tokenizer
+from megacore.checkpoint.files import verified_tokenizer
 from megacore.checkpoint.load import load_parameters
-from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, Manifest
+from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.config import ModelConfig, known
 from megacore.data.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, UserError
@@ -55,15 +56,15 @@ def tokenizer_of(directory: Path, path: str | None, model: ModelConfig) -> Token
         model: whose vocabulary the tokenizer's must fit in.
 
     Raises:
-        CheckpointError: the checkpoint holds none, or another one than the path.
+        CheckpointError: the checkpoint holds none, a damaged one, or another one than the path.
         UserError: its vocabulary is larger than the model's.
     """
-    stored = directory / TOKENIZER_DIRECTORY
-    if path is None and not stored.is_dir():
+    stored = verified_tokenizer(directory, read_manifest(directory).files)
+    if path is None and stored is None:
         raise CheckpointError(f"{directory} holds no tokenizer (it was trained without one): give --tokenizer PATH")
-    if path is not None:
-        refuse_other_tokenizer(directory, path, way_out="leave --tokenizer out")
     tokenizer = load_tokenizer(path or str(stored))
+    if path is not None:
+        refuse_other_tokenizer(stored, tokenizer, path, way_out="leave --tokenizer out")
     if tokenizer.vocab_size > known(model.vocab_size):
         raise UserError(
             f"the tokenizer {path or stored} has a vocabulary of {tokenizer.vocab_size}, but the model of {directory} "

@@ -15,8 +15,8 @@ from megacore.config import Config
 from megacore.convert.hf_directory import CONFIG, open_directory, read_config
 from megacore.errors import CheckpointError, ConfigError
 from megacore.fields import flag
+from megacore.model_section import differing
 from megacore.models.hf.families import family_of
-from megacore.models.hf.family import differing
 
 if TYPE_CHECKING:
     from megacore.parallel.sharding import ShardedParameter

@@ -23,8 +23,9 @@ from megacore.convert.from_hf import KEPT_CONFIG, KEPT_GENERATION_CONFIG, KEPT_S
 from megacore.convert.hf_directory import CONFIG, GENERATION_CONFIG, INDEX, TOKENIZER_FILES, carry, present, read_config
 from megacore.convert.plan import Step, make_plan, their_shapes
 from megacore.errors import CheckpointError
+from megacore.model_section import differing
 from megacore.models.hf.families import describe_model, family_of
-from megacore.models.hf.family import Family, differing, same_bert
+from megacore.models.hf.family import Family, same_bert
 
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
 

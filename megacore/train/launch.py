@@ -15,7 +15,7 @@ import torch
 
 from megacore import ops
 from megacore.config import Config
-from megacore.errors import EXIT_REFUSED, ConfigError, TrainingStopped, UserError, WorkerDied
+from megacore.errors import EXIT_REFUSED, ConfigError, OutputClosed, TrainingStopped, UserError, WorkerDied
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave
 from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
@@ -57,7 +57,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     except UserError as error:
         problems = "\n".join(f"  - {problem}" for problem in getattr(error, "problems", (str(error),)))
         return _end(f"refused on {_this_rank(watch)}:\n{problems}", EXIT_REFUSED, watch)
-    except TrainingStopped as error:
+    except (TrainingStopped, OutputClosed) as error:
         return _end(f"stopped: {error}", EXIT_FAILED, watch)
     except WorkerDied as error:
         return _end(f"{_this_rank(watch)} failed: {error}", EXIT_FAILED, watch)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from megacore.checkpoint.save import CheckpointSaver, Saved
 from megacore.checkpoint.state import TrainingState
 from megacore.config import Config
-from megacore.errors import StorageError
+from megacore.errors import OutputClosed, StorageError, TrainingStopped
 from megacore.parallel.mesh import Mesh
 from megacore.train.sinks import Report
 
 
 class Saving:
     """Saves a run, in the background or not, and keeps its promises to the user; all ranks call each method together.
+
+    As a context it ends what is under way where the run ends by an exception: in order where all ranks have the same
+    one, or where there is no other rank; else the save is given up, as nobody may be left to agree with.
 
     Args:
         config: resolved.
@@ -26,7 +31,25 @@ class Saving:
     def __init__(self, config: Config, mesh: Mesh, report: Report, *, loaded: Path | None) -> None:
         self._saver = CheckpointSaver(config, mesh, loaded=loaded)
         self._options, self._last, self._report = config.checkpoint, config.training.train_iters, report
+        self._is_alone = mesh.world.size == 1
+        warns = config.checkpoint.on_save_error == "warn"
+        self._goes_on = "; training goes on (--on-save-error warn)" if warns else None
         self._saved_step: int | None = None
+
+    def __enter__(self) -> Saving:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or not self._saver.is_busy:
+            return
+        in_thread = self._options.async_save  # else it is the save itself that has failed
+        if isinstance(error, TrainingStopped) or (self._is_alone and in_thread and isinstance(error, Exception)):
+            with contextlib.suppress(OutputClosed, StorageError):  # what ends the run is the first of them
+                self._guarded(self._saver.finish, "")
+        else:
+            self._saver.abandon()
 
     @property
     def is_waiting(self) -> bool:
@@ -43,24 +66,26 @@ class Saving:
         Raises:
             StorageError: it failed, and the run is not to go on.
         """
-        self._guarded(self._saver.finish)
+        self._guarded(self._saver.finish, self._goes_on)
+        goes_on = None if is_last else self._goes_on
         if self._saved_step != state.step:
-            self._guarded(lambda: self._saver.begin(state), is_last=is_last)
+            self._guarded(lambda: self._saver.begin(state), goes_on)
         if is_last or not self._options.async_save:
-            self._guarded(self._saver.finish, is_last=is_last)
+            self._guarded(self._saver.finish, goes_on)
 
     def go_on(self, *, some_wait: bool) -> None:
         """Take a save in the background one step further, unless some rank is not so far."""
         if self._saver.is_busy and not some_wait:
-            self._guarded(self._saver.advance)
+            self._guarded(self._saver.advance, self._goes_on)
 
-    def _guarded(self, act: Callable[[], Saved | None], *, is_last: bool = False) -> None:
+    def _guarded(self, act: Callable[[], Saved | None], warning: str | None) -> None:
+        """Act, and say what was saved; with a warning, failing is only said, with that at its end."""
         try:
             saved = act()
         except StorageError as error:
-            if is_last or self._options.on_save_error == "stop":
+            if warning is None:
                 raise
-            self._report.say(f"warning: {error}; training goes on (--on-save-error warn)")
+            self._report.say(f"warning: {error}{warning}")
             return
         if saved is None:
             return

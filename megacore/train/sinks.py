@@ -6,13 +6,15 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megacore.errors import StorageError, TrainingStopped, UserError
+from megacore.errors import OutputClosed, StorageError, UserError
 
 
 class Report:
@@ -26,11 +28,15 @@ class Report:
         train_iters: steps of the run, for the bar.
         first_step: steps already done.
         quiet: say and write nothing (every rank but the first).
+        may_drop: a record that cannot be written is left out, and training goes on; else it ends the run.
     """
 
-    def __init__(self, output_dir: Path, *, train_iters: int, first_step: int, quiet: bool) -> None:
-        self._file: TextIO | None = None
+    def __init__(
+        self, output_dir: Path, *, train_iters: int, first_step: int, quiet: bool, may_drop: bool = False
+    ) -> None:
+        self._file: BinaryIO | None = None
         self._bar: Progress | None = None
+        self._may_drop, self._warned, self._dropped = may_drop, False, 0
         if quiet:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -39,7 +45,7 @@ class Report:
             _set_aside(path)
         else:
             _keep_until(path, first_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
         if sys.stderr.isatty():
             columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
@@ -53,17 +59,22 @@ class Report:
             try:
                 print(text, flush=True)
             except BrokenPipeError:
-                raise TrainingStopped("what read the output has closed it") from None
+                raise OutputClosed("what read the output has closed it") from None
+            except OSError as error:  # its file may be on the same full disk
+                if not self._may_drop:
+                    raise StorageError(f"what the run says cannot be written: {error.strerror}") from None
 
     def record(self, values: dict[str, Any]) -> None:
-        """Append one JSON object to metrics.jsonl; floats keep their full precision, and null stands for no number."""
+        """Append one JSON object to metrics.jsonl; floats keep their full precision, and null stands for no number.
+
+        Raises:
+            StorageError: it cannot be written, and is not to be dropped.
+        """
         if self._file is not None:
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-            try:
-                self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-                self._file.flush()
-            except OSError as error:
-                raise StorageError(f"{self._file.name}: {error.strerror}") from None
+            line = json.dumps(finite, allow_nan=False) + "\n"
+            if not self._written(partial(_append, self._file, line.encode())):
+                self._dropped += 1
 
     def step_done(self, step: int) -> None:
         if self._bar is not None:
@@ -73,10 +84,43 @@ class Report:
         if self._bar is not None:
             self._bar.stop()
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self._written(partial(os.fsync, self._file.fileno()))
+            if self._dropped:
+                self.say(f"warning: {self._file.name} lacks {self._dropped} records, which could not be written")
             self._file.close()
             self._file = None
+
+    def _written(self, write: Callable[[], None]) -> bool:
+        """Whether this could be done to the file; where it could not and the run goes on, the first time is told."""
+        assert self._file is not None
+        try:
+            write()
+        except OSError as error:
+            problem = f"{self._file.name}: {error.strerror}"
+            if not self._may_drop:
+                raise StorageError(problem) from None
+            if not self._warned:
+                lost = "what cannot be written is left out, and training goes on (--on-save-error warn)"
+                self.say(f"warning: {problem}; {lost}")
+            self._warned = True
+            return False
+        return True
+
+
+def _append(file: BinaryIO, line: bytes) -> None:
+    """Write a whole line, or leave the file as it was.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    before = os.fstat(file.fileno()).st_size
+    rest = memoryview(line)
+    try:
+        while rest:
+            rest = rest[os.write(file.fileno(), rest) :]
+    except OSError:
+        os.ftruncate(file.fileno(), before)
+        raise
 
 
 def _keep_until(path: Path, step: int) -> None:

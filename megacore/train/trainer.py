@@ -65,8 +65,7 @@ class Trainer:
             tied_copies=self.model.tied_copies,
         )
         self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
-        self.step = 0
-        self.consumed_samples = 0
+        self.step, self.consumed_samples = 0, 0
         self.means = torch.zeros(task.terms.shape, dtype=torch.float64)
         self.stop_requests = StopRequests(config.checkpoint, mesh)
         self.loaded = None if config.checkpoint.load is None else self._restore(Path(config.checkpoint.load))
@@ -81,6 +80,7 @@ class Trainer:
             train_iters=config.training.train_iters,
             first_step=self.step,
             quiet=mesh.world.rank != 0,
+            may_drop=config.checkpoint.on_save_error == "warn",
         )
         load = config.checkpoint.load
         self.saving = Saving(config, mesh, self.report, loaded=None if load is None else Path(load))
@@ -89,7 +89,7 @@ class Trainer:
         """Train until train_iters or until something asks for an end, evaluating, logging and saving as configured;
         leave the result in the output directory."""
         self._announce()
-        with self.stop_requests:
+        with self.stop_requests, self.saving:
             stopped = self._loop(_Clock(self.mesh.device, self.step))
         training = self.config.training
         skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -78,10 +79,29 @@ def test_a_tokenizer_larger_than_the_model_is_told(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = changed(checkpoint, tmp_path, lambda shard: None)
-    (bare / "tokenizer").unlink()
+    shutil.rmtree(bare / "tokenizer")
+    manifest = json.loads((bare / "manifest.json").read_text())
+    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if "/" not in name}
+    (bare / "manifest.json").write_text(sealed(manifest))
     save_tokenizer(tmp_path / "large", "word", 600)
     said = refusal(capsys, checkpoint=bare, tokenizer=tmp_path / "large", prompt="word599")
     assert "has a vocabulary of 600, but the model of" in said
+
+
+def test_a_damaged_tokenizer_is_told(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One bit makes another word of `word3`, which the tokenizers library does not mind."""
+    broken = changed(checkpoint, tmp_path, lambda shard: None)
+    file = broken / "tokenizer" / "tokenizer.json"
+    good = file.read_bytes()
+    file.write_bytes(good.replace(b'"word3"', b'"word;"'))
+    for flags in ({}, {"tokenizer": checkpoint / "tokenizer"}):
+        assert f"{file} does not have the XXH3 of its manifest" in refusal(capsys, checkpoint=broken, **flags)
+    file.write_bytes(good)
+    other = broken / "tokenizer" / "vocab.json"
+    other.write_text("{}")
+    assert f"{other} is not among the files of the manifest" in refusal(capsys, checkpoint=broken)
+    shutil.rmtree(file.parent)
+    assert f"{file}: No such file or directory" in refusal(capsys, checkpoint=broken)
 
 
 def save_tokenizer(folder: Path, stem: str, size: int) -> None:
@@ -129,7 +149,7 @@ def changed(checkpoint: Path, folder: Path, change: Callable[[Path], None]) -> P
     for path in checkpoint.iterdir():
         if path.is_file():
             (copy / path.name).write_bytes(path.read_bytes())
-    (copy / "tokenizer").symlink_to(checkpoint / "tokenizer")
+    shutil.copytree(checkpoint / "tokenizer", copy / "tokenizer")
     (shard,) = copy.glob("model-*.safetensors")
     change(shard)
     manifest = json.loads((copy / "manifest.json").read_text())

@@ -6,20 +6,26 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
-from megacore.checkpoint.manifest import find_checkpoint, sealed
+from megacore.checkpoint.check import check_load
+from megacore.checkpoint.choose import choose_checkpoint
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, sealed
+from megacore.data.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, StorageError
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
+from megacore.parallel.mesh import ALONE, Mesh, build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.parity.runs import Layout, gather, make_config, make_trainer
+from tests.parity.runs import VOCAB, Layout, gather, make_config, make_trainer
 
 State = dict[str, dict[str, Tensor]]  # kind -> name -> whole tensor
 
@@ -195,10 +201,13 @@ def test_a_name_outside_the_directory_is_refused(checkpoint: Path) -> None:
 def test_the_newest_complete_step_of_a_run_is_found(checkpoint: Path) -> None:
     run = checkpoint.parent
     (run / "step_00000009.tmp").mkdir()
-    (run / "step_00000007").mkdir()  # no manifest: never published
     assert find_checkpoint(run) == checkpoint
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        find_checkpoint(run / "step_00000007")
+    (run / "step_00000000").mkdir()  # no manifest: nobody knows when it was published
+    assert find_checkpoint(run) == run / "step_00000000"
+    with pytest.raises(CheckpointError, match=r"step_00000000/manifest.json is missing"):
+        one_process(run / "other", load=str(run))
+    with pytest.raises(CheckpointError, match=r"step_00000000 holds no checkpoint \(its manifest.json is missing\)"):
+        find_checkpoint(run / "step_00000000")
 
 
 def fail_to_save(rank: int, world_size: int, directory: str) -> str:
@@ -228,6 +237,52 @@ def test_a_step_that_is_there_already_is_kept_and_the_new_one_published_beside_i
     assert {path.name for path in checkpoint.parent.iterdir() if path.is_dir()} == {checkpoint.name, beside.name}
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
     assert find_checkpoint(checkpoint.parent) == beside
+
+
+@pytest.mark.parametrize("kind", ["rope", "alibi", "none", "learned"])
+def test_the_context_may_change_unless_positions_are_a_table(tmp_path: Path, kind: str) -> None:
+    one_process(tmp_path, position_embedding_type=kind).save()
+    for length in (8, 64):
+        longer = make_config((1, 1, 1), tmp_path, position_embedding_type=kind, seq_length=length, load="auto")
+        if kind == "learned":
+            with pytest.raises(CheckpointError, match=f"--max-position-embeddings 16 there, {length} here"):
+                check_load(longer)
+        else:
+            check_load(longer)
+            one_process(tmp_path, position_embedding_type=kind, seq_length=length, load=str(tmp_path))
+    other = make_config((1, 1, 1), tmp_path, position_embedding_type=kind, num_layers=3, norm_epsilon=1e-6, load="auto")
+    with pytest.raises(CheckpointError, match="--num-layers 5 there, 3 here, --norm-epsilon 1e-05 there, 1e-06 here"):
+        check_load(other)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_checkpoint_that_is_gone_is_missed(checkpoint: Path, others: bool) -> None:
+    run, aside = checkpoint.parent, checkpoint.parent.parent / "aside"
+    if others:
+        shutil.copytree(checkpoint, run / "step_00000000")
+    checkpoint.rename(aside)
+    choice = choose_checkpoint(make_config((1, 1, 1), run, load="auto"), ALONE)
+    assert choice.directory == (run / "step_00000000" if others else None)
+    assert choice.refused == (f"{run}/latest names step_00000001, which is not there any more",)
+    aside.rename(checkpoint)
+    assert choose_checkpoint(make_config((1, 1, 1), run, load="auto"), ALONE).refused == ()
+
+
+def test_the_tokenizer_is_the_one_that_the_run_began_with(tmp_path: Path) -> None:
+    """Its file may change while the run goes on."""
+    file = tmp_path / "tokenizer.json"
+
+    def write(words: list[str]) -> None:
+        Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0")).save(str(file))
+
+    words = [f"w{number}" for number in range(VOCAB)]
+    write(words)
+    fingerprint = load_tokenizer(file).fingerprint
+    trainer = one_process(tmp_path / "run", tokenizer=str(file))
+    write(words[::-1])
+    trainer.save()
+    saved = find_checkpoint(tmp_path / "run")
+    assert load_tokenizer(saved / "tokenizer").fingerprint == read_manifest(saved).tokenizer == fingerprint
 
 
 def test_the_last_that_was_published_is_taken_whatever_its_step(checkpoint: Path) -> None:

@@ -24,6 +24,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from megacore.checkpoint.check import check_load
 from megacore.checkpoint.choose import choose_checkpoint, whole
 from megacore.checkpoint.manifest import find_checkpoint, sealed
 from megacore.errors import CheckpointError
@@ -104,6 +105,21 @@ def test_every_bit_of_a_manifests_head_counts(newest: Path) -> None:
         assert str(file) in problem
 
 
+def test_a_file_beside_the_tokenizer_is_refused_by_name(newest: Path) -> None:
+    (newest / "tokenizer" / "tokenizer.model").touch()
+    refused(newest, newest / "tokenizer" / "tokenizer.model")
+
+
+def test_a_damaged_tokenizer_is_no_other_tokenizer(run: Path, newest: Path) -> None:
+    """What is looked at before torch is loaded is the checkpoint that will be taken."""
+    file = newest / "tokenizer" / "tokenizer.json"
+    file.write_bytes(file.read_bytes().replace(b'"w3"', b'"w;"'))
+    tokenizer = str(run.parent / "tokenizer.json")
+    check_load(make_config((1, 1, 1), newest.parent, load="auto", tokenizer=tokenizer))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not have the XXH3"):
+        check_load(make_config((1, 1, 1), newest.parent, load=str(newest), tokenizer=tokenizer))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_every_truncated_file_is_refused_by_name(newest: Path, share: float) -> None:
     for file in files_of(newest):
@@ -116,10 +132,9 @@ def test_every_truncated_file_is_refused_by_name(newest: Path, share: float) -> 
 
 def test_every_missing_file_is_refused_by_name(newest: Path) -> None:
     for file in files_of(newest):
-        if file.name != "manifest.json":  # without it there is no checkpoint
-            file.rename(newest.parent / "aside")
-            refused(newest, file)
-            (newest.parent / "aside").rename(file)
+        file.rename(newest.parent / "aside")
+        refused(newest, file)
+        (newest.parent / "aside").rename(file)
 
 
 def test_a_shard_of_another_step_is_refused_by_name(newest: Path) -> None:
@@ -140,6 +155,34 @@ def test_a_run_with_nothing_whole_is_refused_and_never_started_afresh(newest: Pa
     for load in ("auto", str(newest.parent)):
         with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* is whole: .*step_00000002/model.*"):
             choose_checkpoint(make_config((1, 1, 1), newest.parent, load=load), ALONE)
+
+
+def test_a_run_whose_checkpoints_lost_their_manifests_is_never_started_afresh(newest: Path) -> None:
+    for file in newest.parent.glob("step_*/manifest.json"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 2 .*step_00000002/manifest.json is missing.*step_00000001"):
+        choose_checkpoint(make_config((1, 1, 1), newest.parent, load="auto"), ALONE)
+
+
+def test_checkpoints_that_were_moved_away_and_linked_are_taken(newest: Path) -> None:
+    """With one of them gone, it is named, and the other one taken."""
+    big, older = newest.parent.parent / "big", newest.with_name("step_00000001")
+    big.mkdir()
+    for directory in (newest, older):
+        directory.rename(big / directory.name)
+        directory.symlink_to(big / directory.name)
+    config = make_config((1, 1, 1), newest.parent, load="auto")
+    assert choose_checkpoint(config, ALONE).directory == newest
+    loaded = make_config((1, 1, 1), newest.parent, load=str(newest), keep_last=1)
+    trainer = make_trainer(loaded, Mesh(device=torch.device("cpu")))
+    trainer.train_step(next(trainer.batches))
+    trainer.save()
+    assert [whole(big / name, ALONE) for name in (newest.name, older.name)] == [None, None]
+    shutil.rmtree(newest.with_name("step_00000003"))
+    shutil.rmtree(big / newest.name)
+    choice = choose_checkpoint(config, ALONE)
+    problem = f"{newest} is a link to {big / newest.name}, which is not there: the checkpoint is incomplete"
+    assert (choice.directory, choice.refused) == (older, (problem,))
 
 
 def test_auto_without_a_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from megacore.checkpoint import save as save_module
 from megacore.checkpoint import storage
 from megacore.checkpoint.choose import whole
 from megacore.checkpoint.directory import published, step_of
+from megacore.checkpoint.files import FileEntry
 from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import read_manifest
-from megacore.errors import StorageError
+from megacore.errors import DataError, StorageError, TrainingStopped
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -246,6 +247,83 @@ def test_a_pointer_that_cannot_be_written_costs_no_checkpoint(
     trainer.run()
     assert "warning: latest: Disk quota exceeded; the checkpoint itself is whole" in capsys.readouterr().out
     assert [step_of(path) for path in published(tmp_path)] == [2, 1]  # nothing is deleted on a disk like that
+
+
+DIVERGING = {"lr": 1e20, "clip_grad": 0.0, "max_bad_steps": 1, "save_interval": 1, "async_save": True}
+
+
+def slowly(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Writes a shard while the next step fails."""
+    time.sleep(1.0)
+    return storage.write_tensors(path, tensors)
+
+
+def diverge(rank: int, world_size: int, directory: str) -> str:
+    """A run whose second step diverges while rank 1 still writes the checkpoint of the first; how it ends."""
+    config = make_config((1, 1, world_size), directory, train_iters=6, **DIVERGING)
+    if rank == world_size - 1:
+        save_module.write_tensors = slowly
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    with pytest.raises(TrainingStopped) as caught:
+        trainer.run()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_under_way_is_finished_where_the_run_stops_on_all_ranks(tmp_path: Path, ranks: int) -> None:
+    told = run_distributed(diverge, ranks, str(tmp_path))
+    assert len(set(told)) == 1
+    newest = published(tmp_path)[0]
+    assert step_of(newest) == 1
+    assert whole(newest, ALONE) is None
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def fail_elsewhere(rank: int, world_size: int, directory: str) -> None:
+    """A failure of this rank's own while a save is under way: no other rank is asked any more."""
+    config = make_config((1, 1, world_size), directory, train_iters=6, save_interval=1, async_save=True)
+    mesh = build_mesh(config.parallel)
+
+    def fail() -> None:
+        save_module.all_gather_objects = lambda *_: pytest.fail("another rank is asked")
+        raise DataError("sample 16 cannot be read")
+
+    samples = Calling(RaggedData(BATCH * 6), BATCH + 2 * rank, fail)
+    trainer = make_trainer(config, mesh, samples)
+    save_module.write_tensors = slowly
+    with pytest.raises(DataError, match="sample 16"):
+        trainer.run()
+
+
+def test_a_save_under_way_is_given_up_where_one_rank_fails(tmp_path: Path) -> None:
+    run_distributed(fail_elsewhere, 2, str(tmp_path))
+    assert published(tmp_path) == []
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_a_save_under_way_is_finished_where_the_only_rank_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise DataError("sample 16 cannot be read")
+
+    monkeypatch.setattr(save_module, "write_tensors", slowly)
+    samples = Calling(RaggedData(BATCH * 6), BATCH, fail)
+    with pytest.raises(DataError, match="sample 16"):
+        one_process(tmp_path, samples, train_iters=6, save_interval=1, async_save=True).run()
+    assert [whole(path, ALONE) for path in published(tmp_path)] == [None]
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_a_state_that_cannot_be_copied_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    trainer = one_process(tmp_path, train_iters=6, save_interval=1, async_save=True)
+    monkeypatch.setattr(save_module.torch, "empty", fail)
+    with pytest.raises(MemoryError):
+        trainer.save()
+    assert not list(tmp_path.glob("step_*"))
 
 
 def test_two_saves_in_the_background_and_one_that_is_kept(tmp_path: Path) -> None:

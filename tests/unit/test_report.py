@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 
-from megacore.errors import UserError
+from megacore.errors import StorageError, UserError
+from megacore.train import sinks
 from megacore.train.sinks import Report
 
 
-def report(directory: Path, first_step: int) -> Report:
-    return Report(directory, train_iters=10, first_step=first_step, quiet=False)
+def report(directory: Path, first_step: int, *, may_drop: bool = False) -> Report:
+    return Report(directory, train_iters=10, first_step=first_step, quiet=False, may_drop=may_drop)
 
 
 def steps(path: Path) -> list[int]:
@@ -59,3 +62,43 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
         "train/grad_norm": None,
         "train/lr": 0.1,
     }
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that the disk still takes; a write beyond them is cut short, and the next one fails."""
+    left, write = [10**6], os.write
+
+    def write_some(descriptor: int, data: memoryview) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = write(descriptor, data[: left[0]])
+        left[0] -= count
+        return count
+
+    monkeypatch.setattr(sinks.os, "write", write_some)
+    return left
+
+
+def test_a_record_that_cannot_be_written_leaves_no_half_of_a_line(
+    tmp_path: Path, room: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = report(tmp_path, 0, may_drop=True)
+    for step, left in enumerate((1000, 5, 0, 1000), start=1):
+        room[0] = left
+        one.record({"step": step})
+    one.close()
+    assert steps(tmp_path / "metrics.jsonl") == [1, 4]
+    path = tmp_path / "metrics.jsonl"
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"warning: {path}: No space left on device; what cannot be written is left out")
+    assert last == f"warning: {path} lacks 2 records, which could not be written"
+
+
+def test_a_run_that_is_to_stop_does_and_keeps_whole_lines(tmp_path: Path, room: list[int]) -> None:
+    one = report(tmp_path, 0)
+    one.record({"step": 1})
+    room[0] = 5
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: No space left on device"):
+        one.record({"step": 2})
+    assert steps(tmp_path / "metrics.jsonl") == [1]

@@ -23,9 +23,9 @@ from megacore.checkpoint.directory import (
     temporary_name,
 )
 from megacore.checkpoint.lock import WriterLock
-from megacore.checkpoint.manifest import Manifest
+from megacore.checkpoint.manifest import Manifest, checkpoints_of, read_manifest
 from megacore.checkpoint.storage import point_to, publish, retire
-from megacore.errors import UserError
+from megacore.errors import CheckpointError, UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,14 +43,58 @@ def test_the_order_is_that_of_publication_and_not_of_steps(tmp_path: Path) -> No
     names = {"step_00000004": 1, "step_00000008": 2, "step_00000002": 3, "step_00000004.2": 4, "step_100000000": 5}
     for name, serial in names.items():
         checkpoint(tmp_path, name, serial)
-    (tmp_path / "step_00000009").mkdir()  # no manifest
     (tmp_path / "step_00000010.tmp-0123abcd").mkdir()
-    (tmp_path / "step_00000011").symlink_to(tmp_path / "step_00000004")
     assert [path.name for path in published(tmp_path)] == list(reversed(names))
     assert next_serial(tmp_path) == 6
     assert next_serial(tmp_path / "nowhere") == 1
     assert step_of(tmp_path / "step_00000004.2") == 4
     assert step_of(tmp_path / "step_4") is None
+
+
+def test_what_has_lost_its_manifest_or_was_moved_away_is_still_seen(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "step_00000004", 1)
+    checkpoint(tmp_path / "big", "step_00000006", 2)
+    (tmp_path / "step_00000006").symlink_to(tmp_path / "big" / "step_00000006")
+    (tmp_path / "step_00000008").mkdir()
+    (tmp_path / "step_00000009").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "step_00000010").touch()
+    (tmp_path / "step_00000011").symlink_to("step_00000011")
+    names = [path.name for path in published(tmp_path)]
+    assert names == [f"step_{step:08d}" for step in (11, 10, 9, 8, 6, 4)]
+    assert next_serial(tmp_path) == 3
+    assert free_name(tmp_path, 9) == "step_00000009.2"
+    said = []
+    for name in names[:4]:
+        with pytest.raises(CheckpointError) as caught:
+            read_manifest(tmp_path / name)
+        said.append(str(caught.value).removeprefix(f"{tmp_path}/"))
+    assert said == [
+        "step_00000011/manifest.json cannot be read as a manifest: Too many levels of symbolic links",
+        "step_00000010/manifest.json cannot be read as a manifest: Not a directory",
+        f"step_00000009 is a link to {tmp_path}/nowhere, which is not there: the checkpoint is incomplete",
+        "step_00000008/manifest.json is missing: the checkpoint is incomplete",
+    ]
+    assert read_manifest(tmp_path / "step_00000006").serial == 2
+
+
+def test_only_a_directory_that_is_not_there_is_without_checkpoints(tmp_path: Path) -> None:
+    assert published(tmp_path / "nowhere") == checkpoints_of(tmp_path / "nowhere") == []
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file cannot be looked through for checkpoints \(Not a directory\)"):
+        checkpoints_of(tmp_path / "file")
+
+
+def test_retention_deletes_nothing_through_a_link(tmp_path: Path) -> None:
+    """What is linked is neither counted nor deleted, nor is what a link leads to."""
+    for step in (10, 20, 30):
+        checkpoint(tmp_path, f"step_{step:08d}", step)
+    outside = checkpoint(tmp_path / "big", "step_00000005", 5)
+    newest = checkpoint(tmp_path / "big", "step_00000099", 99)
+    for directory in (outside, newest):
+        (tmp_path / directory.name).symlink_to(directory)
+    (tmp_path / "step_00000010.2").symlink_to("step_00000010")
+    found = expired(tmp_path, keep_last=1, keep_every=None, protected=[])
+    assert [path.name for path in found] == ["step_00000020"]
 
 
 def test_a_name_that_is_taken_is_never_given_again(tmp_path: Path) -> None:
@@ -137,6 +181,6 @@ def test_one_writer_and_no_lock_outlives_its_process(tmp_path: Path, monkeypatch
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("precious")
     (tmp_path / "writer.lock").symlink_to(tmp_path / "target")
-    with pytest.raises(OSError, match=r"writer\.lock"):
+    with pytest.raises(UserError, match=r"its lock writer\.lock is a symbolic link, which is not followed: remove it"):
         WriterLock(tmp_path)
     assert (tmp_path / "target").read_text() == "precious"

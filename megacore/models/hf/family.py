@@ -11,7 +11,6 @@ Shape legend: h hidden size, n heads, g head groups, d head size.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from typing import Any, Literal
 from megacore.bert_section import BertSection
 from megacore.config import ModelConfig, known
 from megacore.errors import CheckpointError
+from megacore.model_section import differing
 from megacore.models.hf.config_reader import ConfigReader
 
 
@@ -195,20 +195,6 @@ def refusal(where: str, problems: list[str]) -> str:
     shown = "".join(f"\n  - {problem.removeprefix(f'{where}: ')}" for problem in problems[:20])
     more = f"\n  - and {len(problems) - 20} more" if len(problems) > 20 else ""
     return f"{where} describes a model that megacore cannot represent exactly:{shown}{more}"
-
-
-# Fields that say how a model is trained or held in memory, not what it computes.
-_NOT_THE_MODEL = frozenset(
-    ("preset", "init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by")
-)
-
-
-def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
-    """Fields in which two resolved configurations are different models."""
-    names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _NOT_THE_MODEL]
-    if "learned" not in (one.position_embedding_type, other.position_embedding_type):
-        names.remove("max_position_embeddings")  # a limit of use, not a size of a table
-    return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 
 def same_model(one: ModelConfig, other: ModelConfig) -> bool:
