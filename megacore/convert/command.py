@@ -75,7 +75,7 @@ def _from_hf(args: Namespace, temporary: Path) -> None:
     print(f"{args.input}: {model.family.model_type}, {len(model.found.tensors)} tensors")
     if model.found.left_out:
         names = ", ".join(model.found.left_out[:3])
-        print(f"left out, as they are constants and no weights: {names} ({len(model.found.left_out)} in all)")
+        print(f"left out, as the model does not compute with them: {names} ({len(model.found.left_out)} in all)")
     write_checkpoint(model, temporary, most_bytes=args.max_shard_size)
     tokens = check_tokens(model.config, temporary / TOKENIZER_DIRECTORY, args.check_tokens)
     agreement = compare(args.input, temporary, tokens)

@@ -74,7 +74,8 @@ def open_model(path: Path) -> HFModel:
     paired = any(name.endswith("seq_relationship.weight") for name in directory.tensors)
     bert = family.to_bert(directory.config, directory.where, paired=paired)
     plan = make_plan(family, config, bert)
-    found = find_tensors(plan, family, directory.tensors, str(path))
+    untied = config.untie_embeddings_and_output_weights
+    found = find_tensors(plan, family, directory.tensors, str(path), untied=untied)
     return HFModel(directory=directory, family=family, config=config, bert=bert, plan=plan, found=found)
 
 

@@ -139,10 +139,11 @@ def make_plan(family: Family, config: ModelConfig, bert: BertSection | None = No
 def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ModelConfig, *, number: str) -> Step:
     runs = [Run(source=0, start=0, stop=shape[0])] if rule.layout is None else rule.layout(config)
     assert sum(run.rows for run in runs) == shape[0], f"the runs of {name} cover its rows"
+    names = rule.untied if rule.untied and config.untie_embeddings_and_output_weights else rule.theirs
     return Step(
         ours=name,
         shape=shape,
-        theirs=tuple(theirs.replace("{i}", number) for theirs in rule.theirs),
+        theirs=tuple(theirs.replace("{i}", number) for theirs in names),
         runs=tuple(runs),
         transposed=rule.transposed,
         is_copy=rule.layout is None and not rule.transposed,
@@ -191,8 +192,8 @@ class Found:
     Attributes:
         tensors: name in the family -> where it lies.
         names: name in the family -> stored name, where they differ.
-        left_out: stored names of constants that are no weights.
-        copies: stored name of a tied tensor that is stored too -> the name in the family of the one that it is.
+        left_out: stored names of tensors that the model does not compute with.
+        copies: stored name of a tensor that repeats another -> the name in the family of the one that it repeats.
     """
 
     tensors: dict[str, StoredTensor]
@@ -201,14 +202,24 @@ class Found:
     copies: dict[str, str]
 
 
-def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str) -> Found:
+def find_tensors(
+    plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str, *, untied: bool
+) -> Found:
     """Find every tensor of a plan among the stored ones, and nothing besides.
+
+    Args:
+        plan: the tensors.
+        family: whose they are.
+        stored: what there is, by stored name.
+        where: the directory, for messages.
+        untied: whether the model's output layer is not its embedding.
 
     Raises:
         CheckpointError: tensors are missing, unknown, of another shape, or of several dtypes where they become one.
     """
     wanted = their_shapes(plan)
     found = Found(tensors={}, names={}, left_out=[], copies={})
+    repeated = family.unused if untied else family.ties
     problems = []
     for name, tensor in stored.items():
         canonical = _canonical(name, wanted, family)
@@ -218,8 +229,8 @@ def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTe
             found.tensors[canonical] = tensor
             if name != canonical:
                 found.names[canonical] = name
-        elif canonical in family.ties:
-            found.copies[name] = family.ties[canonical]
+        elif canonical in repeated:
+            found.copies[name] = repeated[canonical]
         elif name.endswith(family.buffers):
             found.left_out.append(name)
         else:
@@ -235,7 +246,13 @@ def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTe
         more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
         raise CheckpointError(f"{where} does not hold what its config.json describes: {'; '.join(problems[:6])}{more}")
     for name, original in found.copies.items():
-        _require_equal(stored[name], found.tensors[original], where)
+        if _equal(stored[name], found.tensors[original]):
+            continue
+        if not untied:
+            raise CheckpointError(
+                f"{where}: config.json ties {name} to {original}, but they differ: one of both is wrong"
+            )
+        found.left_out.append(name)
     return found
 
 
@@ -257,14 +274,11 @@ def _mixed(plan: list[Step], found: Found) -> Iterator[str]:
             yield f"{' and '.join(tensor.name for tensor in tensors)} have different dtypes, and are one tensor here"
 
 
-def _require_equal(copy: StoredTensor, original: StoredTensor, where: str) -> None:
+def _equal(copy: StoredTensor, original: StoredTensor) -> bool:
     same = copy.shape == original.shape and copy.dtype == original.dtype
     step = 4096  # rows at a time
     for start in range(0, original.shape[0] if same else 0, step):
         rows = (start, min(start + step, original.shape[0]))
         one, other = read_rows(copy, *rows), read_rows(original, *rows)
         same = same and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    if not same:
-        raise CheckpointError(
-            f"{where}: config.json ties {copy.name} to {original.name}, but they differ: one of both is wrong"
-        )
+    return same

@@ -91,6 +91,8 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
             config = values | dict.fromkeys([n for n in _DTYPE_FIELDS if n in values] or ["dtype"], _name(dtype))
         if like is None:
             names, copies = _stored_names(tensors)
+    if model.untie_embeddings_and_output_weights:
+        copies = {**family.unused, **copies}
     plan = make_plan(family, model, tensors.bert)
     _require_same_tensors(plan, tensors)
     return Export(

@@ -62,12 +62,14 @@ class TensorRule:
         theirs: names in the family, with the prefix.
         layout: the order of rows; None where there is one source and it is the same tensor.
         transposed: the family stores the matrix as [in, out].
+        untied: the names instead of `theirs` where the output layer is not the embedding.
     """
 
     ours: str
     theirs: tuple[str, ...]
     layout: Layout | None = None
     transposed: bool = False
+    untied: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,8 @@ class Family:
         rules: the tensors.
         aliases: other ends of names under which files store a tensor -> the end of the name in `rules`.
         buffers: ends of names of constants that older files hold, which are no weights.
-        ties: a tensor of theirs that a model may not have of its own -> the one that it then is.
+        ties: a tensor of theirs that a tied model has not of its own -> the one that it then is.
+        unused: a tensor of theirs that an untied model has and does not compute with -> the one that it repeats.
         bert_style: for a BERT, its style; None: it predicts the next token.
         read_bert: BertSection's fields from the file; notes problems in the reader.
         write_bert: those fields for the file.
@@ -109,6 +112,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
     ties: Mapping[str, str]
+    unused: Mapping[str, str] = field(default_factory=dict)
     bert_style: Literal["classic", "modern"] | None = None
     read_bert: Callable[[ConfigReader], dict[str, Any]] = lambda reader: {}
     write_bert: Callable[[ModelConfig, BertSection], dict[str, Any]] = lambda config, bert: {}
