@@ -17,11 +17,21 @@ from torch import Tensor
 
 from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, verify
 from megacore.checkpoint.small_json import read_object
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, known
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
 from megacore.convert.from_hf import KEPT_CONFIG, KEPT_GENERATION_CONFIG, KEPT_SOURCE
-from megacore.convert.hf_directory import CONFIG, GENERATION_CONFIG, INDEX, TOKENIZER_FILES, carry, present, read_config
+from megacore.convert.hf_directory import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    TOKENIZER_FILES,
+    carried_tokenizer,
+    carry,
+    present,
+    read_config,
+)
 from megacore.convert.plan import Step, make_plan, their_shapes
+from megacore.convert.special_tokens import generation_config, special_ids
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import describe_model, family_of
 from megacore.models.hf.family import Family, differing, same_bert
@@ -84,6 +94,8 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
             values = None
     if values is None:
         family, config = describe_model(model, tensors.bert)
+        tokenizer = carried_tokenizer(tensors.directory / TOKENIZER_DIRECTORY)
+        config |= special_ids(tokenizer, known(model.vocab_size), bert=tensors.bert is not None)
         kept = None
     else:
         kept, config = source, None
@@ -153,7 +165,7 @@ def write_directory(export: Export, target: Path, *, most_bytes: int) -> None:
     if len(set(where.values())) > 1:
         size = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in forms.values())
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_json(target / INDEX, index)
     _write_config(export, target)
 
 
@@ -194,7 +206,7 @@ def _write_config(export: Export, target: Path) -> None:
         if kept is None:
             dtypes = {dtype for dtype, _ in dict(_forms(export)).values()}
             config = config | {"dtype": _name(dtypes.pop())} if len(dtypes) == 1 else config
-        (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _write_json(target / CONFIG, config)
     elif kept == tensors.directory:
         (target / CONFIG).write_bytes((kept / KEPT_CONFIG).read_bytes())
     elif kept is not None:
@@ -204,11 +216,17 @@ def _write_config(export: Export, target: Path) -> None:
         (target / GENERATION_CONFIG).write_bytes((tensors.directory / KEPT_GENERATION_CONFIG).read_bytes())
     elif kept is not None and kept != tensors.directory:
         carry(present(kept, (GENERATION_CONFIG,)), target)
+    elif kept is None and tensors.bert is None and (generation := generation_config(config)):
+        _write_json(target / GENERATION_CONFIG, generation)
     tokenizer = tensors.directory / TOKENIZER_DIRECTORY
     if kept is not None and kept != tensors.directory:
         carry(present(kept, TOKENIZER_FILES), target)
     elif tokenizer.is_dir():
         carry(present(tokenizer, TOKENIZER_FILES), target)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _name(dtype: torch.dtype) -> str:

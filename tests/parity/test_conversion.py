@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megacore.checkpoint.load import load_parameters
@@ -30,6 +30,7 @@ from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
+from tests.parity.conversions import require_same, to_hf, to_megacore, weights
 from tests.parity.hf_models import CONFIGS, PLAIN, VOCAB, make_model, save_model, tokens
 from tests.parity.runs import Layout, make_config, make_trainer
 from tools.convert_checkpoint import main as convert
@@ -46,24 +47,6 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     directory = save_model(model, folder / "hf")
     to_megacore(directory, folder / "megacore")
     return model, directory, folder / "megacore"
-
-
-def to_megacore(source: Path, target: Path, **flags: Any) -> None:
-    assert convert([*words(input=source, output=target, **flags), "--from", "hf", "--to", "megacore"]) == 0
-
-
-def to_hf(source: Path, target: Path, **flags: Any) -> None:
-    assert convert([*words(input=source, output=target, **flags), "--from", "megacore", "--to", "hf"]) == 0
-
-
-def weights(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a directory, by stored name."""
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def require_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [n for n, value in one.items() if value.dtype != other[n].dtype or not torch.equal(value, other[n])] == []
 
 
 def test_logits_loss_and_gradients_are_those_of_transformers(converted: Converted) -> None:

@@ -3,17 +3,13 @@ the sentence task."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
-from megacore.checkpoint.manifest import sealed
 from megacore.convert import plan
 from megacore.convert.check import check_tokens, compare
 from megacore.convert.checkpoint_tensors import CheckpointTensors
@@ -21,6 +17,7 @@ from megacore.convert.from_hf import open_model
 from megacore.errors import CheckpointError
 from tests.e2e.launching import alone, words
 from tests.parity.bert_twins import classic_twin, classic_values, disturbed, modern_twin, modern_values
+from tests.parity.conversions import forget_the_config, loads_as, require_same, weights
 from tools.convert_checkpoint import main as convert
 
 THERE, BACK = ("--from", "hf", "--to", "megacore"), ("--from", "megacore", "--to", "hf")
@@ -36,16 +33,6 @@ def save(folder: Path, *, sentences: bool) -> Path:
         twin = masked
     twin.save_pretrained(folder / "hf")
     return folder / "hf"
-
-
-def weights(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a directory, by stored name."""
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def require_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
 
 
 @pytest.mark.parametrize("sentences", [True, False])
@@ -112,22 +99,6 @@ def untied(folder: Path, *, sentences: bool) -> Path:
     assert not torch.equal(twin.cls.predictions.bias, twin.cls.predictions.decoder.bias)
     twin.save_pretrained(folder / "hf")
     return folder / "hf"
-
-
-def loads_as(directory: Path, kind: Any) -> Any:
-    """The model as a user loads it, where nothing is missing or left over."""
-    model, info = kind.from_pretrained(directory, output_loading_info=True, attn_implementation="eager")
-    assert {name: found for name, found in info.items() if found} == {}
-    return model
-
-
-def forget_the_config(checkpoint: Path) -> None:
-    """Take away what a checkpoint keeps of its origin: as if it had been trained here."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    for name in [name for name in manifest["files"] if name.startswith("hf_")]:
-        del manifest["files"][name]
-        (checkpoint / name).unlink()
-    (checkpoint / "manifest.json").write_text(sealed(manifest))
 
 
 @pytest.mark.parametrize("anew", [False, True])
