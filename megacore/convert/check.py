@@ -96,7 +96,7 @@ def compare(hf: Path, checkpoint: Path, tokens: Tensor, *, rounded: torch.dtype 
     )
 
 
-def check_tokens(config: ModelConfig, tokenizer: Path, file: Path | None) -> Tensor:
+def check_tokens(config: ModelConfig, tokenizer: Path | None, file: Path | None) -> Tensor:
     """Token ids to compare on, [1, s].
 
     Args:

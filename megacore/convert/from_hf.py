@@ -86,12 +86,15 @@ def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
         model: what to write.
         target: an empty directory.
         most_bytes: of a file.
+
+    Raises:
+        DataError: its tokenizer cannot be read.
     """
+    tokenizer = carried_tokenizer(model.directory.path)
     tensors = model.found.tensors
     forms = {step.ours: (DTYPES[tensors[step.theirs[0]].dtype], step.shape) for step in model.plan}
     where = write_shards(target, "model", forms, _converted(model), most_bytes=most_bytes)
     kept = _keep(model, target)
-    tokenizer = carried_tokenizer(target / TOKENIZER_DIRECTORY)
     fingerprint = None if tokenizer is None else tokenizer.fingerprint
     config = whole_config(model.config, model.bert)
     manifest = weights_manifest(target, config, forms, where, kept, tokenizer=fingerprint)

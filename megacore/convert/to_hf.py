@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, verify
+from megacore.checkpoint.manifest import verify
 from megacore.checkpoint.small_json import read_object
 from megacore.config import ModelConfig, known
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
+from megacore.convert.export_tokenizer import ExportTokenizer, export_tokenizer
 from megacore.convert.from_hf import KEPT_CONFIG, KEPT_GENERATION_CONFIG, KEPT_SOURCE
 from megacore.convert.hf_directory import (
     CONFIG,
     GENERATION_CONFIG,
     INDEX,
-    TOKENIZER_FILES,
     carried_tokenizer,
     carry,
     present,
@@ -48,20 +48,24 @@ class Export:
         family: what the model becomes.
         config: its config.json; None where the kept one is handed back byte for byte.
         kept: where the kept one, and what goes with it, lies: the checkpoint, or a directory of transformers.
+        tokenizer: what goes beside it.
         plan: its tensors.
         names: name in the family -> stored name, where they differ.
         copies: names under which a tied tensor is stored again -> the name in the family of the one that it is.
         dtype: of what is written; None: as stored.
+        notes: what a user should know.
     """
 
     tensors: CheckpointTensors
     family: Family
     config: dict[str, Any] | None
     kept: Path | None
+    tokenizer: ExportTokenizer
     plan: list[Step]
     names: dict[str, str]
     copies: dict[str, str]
     dtype: torch.dtype | None
+    notes: list[str]
 
 
 def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | None = None) -> Export:
@@ -73,11 +77,14 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
         dtype: of what is written; None: as stored.
 
     Raises:
-        CheckpointError: it is damaged, or no family represents it exactly, or `like` describes another model.
+        CheckpointError: it is damaged, or no family represents it exactly, or `like` describes another model or has
+            another tokenizer.
+        DataError: a tokenizer cannot be read.
     """
     tensors = CheckpointTensors(path)
     model = tensors.config
     source = like or tensors.directory
+    tokenizer = export_tokenizer(tensors, like)
     values = _described(tensors, like)
     names: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -94,8 +101,9 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
             values = None
     if values is None:
         family, config = describe_model(model, tensors.bert)
-        tokenizer = carried_tokenizer(tensors.directory / TOKENIZER_DIRECTORY)
-        config |= special_ids(tokenizer, known(model.vocab_size), bert=tensors.bert is not None)
+        config |= special_ids(
+            carried_tokenizer(tokenizer.directory), known(model.vocab_size), bert=tensors.bert is not None
+        )
         kept = None
     else:
         kept, config = source, None
@@ -108,7 +116,16 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
     plan = make_plan(family, model, tensors.bert)
     _require_same_tensors(plan, tensors)
     return Export(
-        tensors=tensors, family=family, config=config, kept=kept, plan=plan, names=names, copies=copies, dtype=dtype
+        tensors=tensors,
+        family=family,
+        config=config,
+        kept=kept,
+        tokenizer=tokenizer,
+        plan=plan,
+        names=names,
+        copies=copies,
+        dtype=dtype,
+        notes=[note for note in (tokenizer.note,) if note is not None],
     )
 
 
@@ -218,11 +235,7 @@ def _write_config(export: Export, target: Path) -> None:
         carry(present(kept, (GENERATION_CONFIG,)), target)
     elif kept is None and tensors.bert is None and (generation := generation_config(config)):
         _write_json(target / GENERATION_CONFIG, generation)
-    tokenizer = tensors.directory / TOKENIZER_DIRECTORY
-    if kept is not None and kept != tensors.directory:
-        carry(present(kept, TOKENIZER_FILES), target)
-    elif tokenizer.is_dir():
-        carry(present(tokenizer, TOKENIZER_FILES), target)
+    carry(export.tokenizer.files, target)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
