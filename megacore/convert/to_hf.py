@@ -6,6 +6,7 @@ the names under which tensors were stored, and what was carried.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
     values = _described(tensors, like)
     names: dict[str, str] = {}
     copies: dict[str, str] = {}
+    notes = [tokenizer.note] if tokenizer.note is not None else []
     if values is not None:
         family = family_of(values, str(source / CONFIG))
         there = family.to_model(values, str(source / CONFIG))
@@ -109,6 +111,8 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
         kept, config = source, None
         if dtype is not None:
             config = values | dict.fromkeys([n for n in _DTYPE_FIELDS if n in values] or ["dtype"], _name(dtype))
+        elif like is not None:
+            config = _with_dtype(values, tensors, notes)
         if like is None:
             names, copies = _stored_names(tensors)
     if model.untie_embeddings_and_output_weights:
@@ -125,7 +129,7 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
         names=names,
         copies=copies,
         dtype=dtype,
-        notes=[note for note in (tokenizer.note,) if note is not None],
+        notes=notes,
     )
 
 
@@ -150,6 +154,27 @@ def _stored_names(tensors: CheckpointTensors) -> tuple[dict[str, str], dict[str,
     return {str(name): str(stored) for name, stored in names.items()}, {
         str(copy): str(name) for copy, name in copies.items()
     }
+
+
+def _with_dtype(values: dict[str, Any], tensors: CheckpointTensors, notes: list[str]) -> dict[str, Any] | None:
+    """A config.json that names the dtype of the checkpoint's weights; None where it does already, or names none.
+
+    transformers loads a model in the dtype that its config.json names, and would round weights that have another.
+    """
+    written = _name(_widest({tensors.dtype(name) for name in tensors.shapes}))
+    wrong = {name: values[name] for name in _DTYPE_FIELDS if values.get(name) not in (None, written)}
+    if not wrong:
+        return None
+    notes += [
+        f"config.json said {name} {said}, which transformers would round to: it says {written}, as stored"
+        for name, said in wrong.items()
+    ]
+    return values | dict.fromkeys(wrong, written)
+
+
+def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """One that holds the values of all."""
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _of_another_model(like: Path, there: ModelConfig, here: ModelConfig, different: list[str]) -> str:
@@ -221,8 +246,7 @@ def _write_config(export: Export, target: Path) -> None:
     if export.config is not None:
         config = export.config
         if kept is None:
-            dtypes = {dtype for dtype, _ in dict(_forms(export)).values()}
-            config = config | {"dtype": _name(dtypes.pop())} if len(dtypes) == 1 else config
+            config = config | {"dtype": _name(_widest({dtype for dtype, _ in dict(_forms(export)).values()}))}
         _write_json(target / CONFIG, config)
     elif kept == tensors.directory:
         (target / CONFIG).write_bytes((kept / KEPT_CONFIG).read_bytes())

@@ -3,6 +3,7 @@ back bit for bit, and every rank's slices on layouts up to tp 4 and pp 2."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
-from tests.parity.conversions import require_same, to_hf, to_megacore, weights
+from tests.parity.conversions import loads_as, require_same, to_hf, to_megacore, weights
 from tests.parity.hf_models import CONFIGS, PLAIN, VOCAB, make_model, save_model, tokens
 from tests.parity.runs import Layout, make_config, make_trainer
 from tools.convert_checkpoint import main as convert
@@ -143,6 +144,25 @@ def test_an_export_can_be_rounded(tmp_path: Path) -> None:
     rounded = {name: value.bfloat16() for name, value in weights(directory).items()}
     require_same(weights(tmp_path / "back"), rounded)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_like_names_the_dtype_that_is_stored(field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run began with bf16 weights and saved fp32 ones, which transformers must not round to the former."""
+    like = save_model(make_model("llama3", torch.bfloat16), tmp_path / "like")
+    values = json.loads((like / "config.json").read_text())
+    values[field] = values.pop("dtype")
+    (like / "config.json").write_text(json.dumps(values))
+    model = make_model("llama3")
+    to_megacore(save_model(model, tmp_path / "hf"), tmp_path / "megacore")
+    to_hf(tmp_path / "megacore", tmp_path / "out", like=like)
+    assert f"config.json said {field} bfloat16" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == values | {field: "float32"}
+    loaded = loads_as(tmp_path / "out", transformers.AutoModelForCausalLM)
+    assert loaded.dtype == torch.float32
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    to_hf(tmp_path / "megacore", tmp_path / "rounded", like=like, dtype="bf16")
+    assert loads_as(tmp_path / "rounded", transformers.AutoModelForCausalLM).dtype == torch.bfloat16
 
 
 def test_names_without_the_prefix_and_a_stored_copy_come_back(tmp_path: Path) -> None:
