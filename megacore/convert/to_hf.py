@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megacore.checkpoint.manifest import verify
 from megacore.checkpoint.small_json import read_object
-from megacore.config import ModelConfig, known
+from megacore.config import known
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
 from megacore.convert.export_tokenizer import ExportTokenizer, export_tokenizer
 from megacore.convert.from_hf import KEPT_CONFIG, KEPT_GENERATION_CONFIG, KEPT_SOURCE
@@ -92,15 +92,10 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
     notes = [tokenizer.note] if tokenizer.note is not None else []
     if values is not None:
         family = family_of(values, str(source / CONFIG))
-        there = family.to_model(values, str(source / CONFIG))
-        different = differing(there, model)
-        paired = tensors.bert is not None and tensors.bert.sentence_task != "none"
-        if not same_bert(family.to_bert(values, str(source / CONFIG), paired=paired), tensors.bert, model):
-            different = ["bert_style"]
-        if different:
-            if like is not None:
-                raise CheckpointError(_of_another_model(like, there, model, different))
-            values = None
+        problem = _of_another_model(family, values, source, tensors)
+        if problem and like is not None:
+            raise CheckpointError(problem)
+        values = None if problem else values
     if values is None:
         family, config = describe_model(model, tensors.bert)
         config |= special_ids(
@@ -177,11 +172,18 @@ def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes)
 
 
-def _of_another_model(like: Path, there: ModelConfig, here: ModelConfig, different: list[str]) -> str:
+def _of_another_model(family: Family, values: dict[str, Any], source: Path, tensors: CheckpointTensors) -> str | None:
+    """How the model of a config.json differs from the checkpoint's, if it does."""
+    here, where = tensors.config, str(source / CONFIG)
+    there = family.to_model(values, where)
+    different = differing(there, here)
+    paired = tensors.bert is not None and tensors.bert.sentence_task != "none"
+    if not same_bert(family.to_bert(values, where, paired=paired), tensors.bert, here):
+        different = ["bert_style"]
     shown = ", ".join(
         f"{name} {getattr(there, name, 'other')} there, {getattr(here, name, 'other')} here" for name in different
     )
-    return f"--like {like} is of another model than the checkpoint: {shown}"
+    return f"--like {source} is of another model than the checkpoint: {shown}" if different else None
 
 
 def _require_same_tensors(plan: list[Step], tensors: CheckpointTensors) -> None:

@@ -181,8 +181,8 @@ def test_a_wrong_weight_is_found_and_nothing_is_published(
 ) -> None:
     """A rule that is wrong in one place gives a checkpoint that loads, and computes something else."""
     directory = save_model(make_model("gpt2"), tmp_path / "hf")
-    right = family.q_k_v
-    monkeypatch.setattr(family, "q_k_v", lambda config: right(config)[::-1])
+    right = family.q_k_v_runs
+    monkeypatch.setattr(family, "q_k_v_runs", lambda config: reversed(list(right(config))))
     flags = [*words(input=directory, output=tmp_path / "out"), "--from", "hf", "--to", "megacore"]
     assert convert(flags) == 2
     assert "do not compute the same" in capsys.readouterr().err
