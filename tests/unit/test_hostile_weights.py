@@ -205,6 +205,10 @@ def many_digits(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(CONFIG).replace('"n_layer": 1', '"n_layer": ' + "9" * 100_000))
 
 
+def beyond_any_float(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 10**400}))
+
+
 def many_layers(path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**CONFIG, "n_layer": 10_000}))
 
@@ -263,6 +267,7 @@ HOSTILE: dict[Callable[[Path], None], str] = {
     full_index: "names 120000 files",
     full_header: "overlaps another tensor",
     many_digits: "is not valid JSON",
+    beyond_any_float: "is not a finite number",
     many_layers: "too few for the 10000 layers",
     many_heads: "has 300 tensors, too few for the 100 layers",
     many_heads_of_few_layers: "does not hold what its config.json describes",
