@@ -11,7 +11,7 @@ import ast
 import dataclasses
 import functools
 import inspect
-import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
@@ -20,6 +20,7 @@ from megacore.wording import did_you_mean, number, one_of
 
 # Larger whole numbers are slips of the finger, and would overflow the 64-bit products that the data layer computes.
 LARGEST_INT = 2**31 - 1
+_FINITE = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,8 @@ def _text_problem(info: FieldInfo, texts: tuple[str, ...]) -> str | None:
 
 
 def _number_problem(info: FieldInfo, value: float) -> str | None:
-    if not math.isfinite(value):
-        return f"{info.flag} {value} is not a finite number: {_way_out(info, value)}"
+    if not -_FINITE <= value <= _FINITE:  # a whole number may be larger than any float; NaN is neither
+        return f"{info.flag} {_short(value)} is not a finite number: {_way_out(info, value)}"
     if info.range is not None and value not in info.range:
         return f"{info.flag} {number(value)} must be {info.range}: {_way_out(info, value)}"
     if info.kind is int and value > LARGEST_INT and (info.range is None or info.range.high is None):
@@ -203,10 +204,15 @@ def _number_problem(info: FieldInfo, value: float) -> str | None:
     return None
 
 
+def _short(value: float) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
 def _way_out(info: FieldInfo, value: float) -> str:
     """The nearest value that is in range where there is one, else the default."""
     bounds = info.range or Range()
-    if math.isfinite(value):
+    if -_FINITE <= value <= _FINITE:
         if bounds.low is not None and value < bounds.low:
             return f"use {number(bounds.low)} or more" + (", or leave the flag out" if info.optional else "")
         if bounds.high is not None and value > bounds.high:

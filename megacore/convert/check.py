@@ -96,7 +96,7 @@ def compare(hf: Path, checkpoint: Path, tokens: Tensor, *, rounded: torch.dtype 
     )
 
 
-def check_tokens(config: ModelConfig, tokenizer: Path, file: Path | None) -> Tensor:
+def check_tokens(config: ModelConfig, tokenizer: Path | None, file: Path | None) -> Tensor:
     """Token ids to compare on, [1, s].
 
     Args:
@@ -130,29 +130,11 @@ def check_tokens(config: ModelConfig, tokenizer: Path, file: Path | None) -> Ten
 @torch.no_grad()
 def _their_logits(model: HFModel, tokens: Tensor) -> list[Tensor]:
     """Those of the tokens, and of the sentence task where there is one."""
-    transformers = _transformers()
-    config = transformers.AutoConfig.from_pretrained(
-        str(model.directory.path), local_files_only=True, trust_remote_code=False
-    )
-    config.dtype = torch.float32
-    config.slow_but_exact = False
-    with _parameters_on_meta():
-        twin = getattr(transformers, model.family.class_of(model.bert))._from_config(
-            config, attn_implementation="eager", dtype=torch.float32
-        )
-    tensors = model.found.tensors
-
-    def read(name: str) -> Tensor:
-        name = name if name in tensors else model.family.ties.get(name, name)
-        if name not in tensors:
-            raise CheckpointError(f"transformers' model has a weight {name}, which megacore does not know")
-        return read_tensor(tensors[name], torch.float32)
-
-    _stream(twin, lambda name, _: read(name))
+    twin = _their_model(model)
     if model.bert is None:
-        return [twin.eval()(input_ids=tokens, use_cache=False).logits[0]]
+        return [twin(input_ids=tokens, use_cache=False).logits[0]]
     segments = {"token_type_ids": _segments(tokens)} if model.bert.bert_style == "classic" else {}
-    found = twin.eval()(input_ids=tokens, **segments)
+    found = twin(input_ids=tokens, **segments)
     if model.bert.sentence_task == "none":
         return [found.logits[0]]
     return [found.prediction_logits[0], found.seq_relationship_logits[0]]
@@ -177,6 +159,57 @@ def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype
 def _segments(tokens: Tensor) -> Tensor:
     """The first half of one sentence, the other of the next."""
     return (torch.arange(tokens.shape[1]) >= tokens.shape[1] // 2).long().expand_as(tokens)
+
+
+def _their_model(model: HFModel) -> Any:
+    """What transformers' own from_pretrained makes of a directory, its parameters left on the disk.
+
+    It is handed a hollow tensor for each stored one: of the same name and shape, but one number in memory, which says
+    which it stands for. So transformers itself decides what becomes of a stored tensor, what is tied, and what it finds
+    missing or unexpected, as when a user loads the directory.
+
+    Raises:
+        CheckpointError: transformers would load another model than the one that is stored.
+    """
+    transformers = _transformers()
+    stored = list(model.directory.tensors.values())
+    config = transformers.AutoConfig.from_pretrained(
+        str(model.directory.path), local_files_only=True, trust_remote_code=False
+    )
+    config.slow_but_exact = False
+    try:
+        twin, info = getattr(transformers, model.family.class_of(model.bert)).from_pretrained(
+            None,
+            config=config,
+            state_dict={one.name: torch.tensor(-1.0 - i).expand(one.shape) for i, one in enumerate(stored)},
+            output_loading_info=True,
+            attn_implementation="eager",
+            dtype=torch.float32,
+        )
+    except (RuntimeError, ValueError, AssertionError, IndexError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"transformers cannot load {model.directory.path}: {reason[:300]}") from None
+    missing = sorted(info["missing_keys"])
+    unexpected = sorted(name for name in info["unexpected_keys"] if not name.endswith(model.family.buffers))
+    for names, problem in ((missing, "misses, and would make anew,"), (unexpected, "does not expect, and would drop,")):
+        if names:
+            shown = ", ".join(name[:80] for name in names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
+            raise CheckpointError(
+                f"transformers loads another model from {model.directory.path} than is stored there: it {problem} "
+                f"{shown}; nothing was published"
+            )
+    sources = {-1.0 - i: one for i, one in enumerate(stored)}  # no weight that is made anew begins with such a number
+
+    def read(name: str, parameter: nn.Parameter) -> Tensor:
+        source = sources.get(float(parameter.flatten()[0]))
+        if source is None:
+            raise CheckpointError(
+                f"transformers' model has a weight {name}, which {model.directory.path} does not hold"
+            )
+        return read_tensor(source, torch.float32)
+
+    _stream(twin, read)
+    return twin
 
 
 def _transformers() -> Any:

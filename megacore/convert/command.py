@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY
 from megacore.convert.check import check_tokens, compare
 from megacore.convert.freed_memory import give_back_what_is_freed
 from megacore.convert.from_hf import open_model, write_checkpoint
@@ -77,9 +76,9 @@ def _from_hf(args: Namespace, temporary: Path) -> None:
     print(f"{args.input}: {model.family.model_type}, {len(model.found.tensors)} tensors")
     if model.found.left_out:
         names = ", ".join(model.found.left_out[:3])
-        print(f"left out, as they are constants and no weights: {names} ({len(model.found.left_out)} in all)")
+        print(f"left out, as the model does not compute with them: {names} ({len(model.found.left_out)} in all)")
     write_checkpoint(model, temporary, most_bytes=args.max_shard_size)
-    tokens = check_tokens(model.config, temporary / TOKENIZER_DIRECTORY, args.check_tokens)
+    tokens = check_tokens(model.config, args.input, args.check_tokens)
     agreement = compare(args.input, temporary, tokens)
     print(agreement)
     agreement.require(args.tolerance)
@@ -91,8 +90,10 @@ def _to_hf(args: Namespace, temporary: Path) -> None:
     print(f"{export.tensors.directory}: becomes {export.family.class_of(export.tensors.bert)}")
     if export.kept is None:
         print("config.json is made anew from the checkpoint's configuration")
+    for note in export.notes:
+        print(note)
     write_directory(export, temporary, most_bytes=args.max_shard_size)
-    tokens = check_tokens(export.tensors.config, temporary, args.check_tokens)
+    tokens = check_tokens(export.tensors.config, export.tokenizer.directory, args.check_tokens)
     agreement = compare(temporary, export.tensors.directory, tokens, rounded=dtype)
     print(agreement)
     agreement.require(args.tolerance)

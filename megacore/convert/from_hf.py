@@ -25,8 +25,7 @@ from megacore.convert.hf_directory import (
     open_directory,
     present,
 )
-from megacore.convert.plan import Found, Step, find_tensors, make_plan, whole_config
-from megacore.errors import CheckpointError
+from megacore.convert.plan import Found, Step, find_tensors, make_plan, require_enough, whole_config
 from megacore.models.hf.families import family_of
 from megacore.models.hf.family import Family
 
@@ -66,15 +65,13 @@ def open_model(path: Path) -> HFModel:
     directory = open_directory(path)
     family = family_of(directory.config, directory.where)
     config = family.to_model(directory.config, directory.where)
-    if config.num_layers > len(directory.tensors):  # before lists of that length are made
-        raise CheckpointError(
-            f"{path} has {len(directory.tensors)} tensors, too few for the {config.num_layers} layers of {CONFIG}"
-        )
     present(path, (*TOKENIZER_FILES, GENERATION_CONFIG))
     paired = any(name.endswith("seq_relationship.weight") for name in directory.tensors)
     bert = family.to_bert(directory.config, directory.where, paired=paired)
+    require_enough(family, config, bert, len(directory.tensors), str(path))
     plan = make_plan(family, config, bert)
-    found = find_tensors(plan, family, directory.tensors, str(path))
+    untied = config.untie_embeddings_and_output_weights
+    found = find_tensors(plan, family, directory.tensors, str(path), untied=untied)
     return HFModel(directory=directory, family=family, config=config, bert=bert, plan=plan, found=found)
 
 
@@ -85,12 +82,15 @@ def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
         model: what to write.
         target: an empty directory.
         most_bytes: of a file.
+
+    Raises:
+        DataError: its tokenizer cannot be read.
     """
+    tokenizer = carried_tokenizer(model.directory.path)
     tensors = model.found.tensors
     forms = {step.ours: (DTYPES[tensors[step.theirs[0]].dtype], step.shape) for step in model.plan}
     where = write_shards(target, "model", forms, _converted(model), most_bytes=most_bytes)
     kept = _keep(model, target)
-    tokenizer = carried_tokenizer(target / TOKENIZER_DIRECTORY)
     fingerprint = None if tokenizer is None else tokenizer.fingerprint
     config = whole_config(model.config, model.bert)
     manifest = weights_manifest(target, config, forms, where, kept, tokenizer=fingerprint)

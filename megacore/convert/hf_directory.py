@@ -93,13 +93,15 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_object(inside(path, CONFIG))
 
 
-def carried_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer in a directory; None where there is none that megacore reads.
+def carried_tokenizer(directory: Path | None) -> Tokenizer | None:
+    """The tokenizer in a directory; None where there is none, or none that megacore reads without transformers.
 
     Raises:
         DataError: it is damaged.
     """
-    return load_tokenizer(directory) if any((directory / name).exists() for name in _READABLE) else None
+    if directory is None or not any((directory / name).exists() for name in _READABLE):
+        return None
+    return load_tokenizer(directory)
 
 
 def inside(directory: Path, name: str) -> Path:

@@ -12,6 +12,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,14 +25,16 @@ from megacore.errors import CheckpointError
 from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_layers
 from megacore.models.gpt import gpt_layers
-from megacore.models.hf.family import Family, Run, TensorRule
+from megacore.models.hf.family import Family, Layout, Run, TensorRule
 from megacore.models.spec import LayerSpec
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardSpec
 from megacore.pipeline.stage import Stage
 
 _BLOCK = re.compile(r"^blocks\.(\d+)\.")
+_SECOND = "blocks.1."
 _META = torch.device("meta")
+_SPARE = 64  # tensors
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -43,6 +46,7 @@ class Step:
         ours: its global name.
         shape: its global shape, [r] or [r, c].
         theirs: the tensors of the family that it is made of.
+        sizes: rows of each of theirs, as far as this tensor needs it.
         runs: the order of its rows.
         transposed: theirs are stored as [c, r].
         is_copy: theirs is one tensor, and the same.
@@ -51,13 +55,14 @@ class Step:
     ours: str
     shape: tuple[int, ...]
     theirs: tuple[str, ...]
-    runs: tuple[Run, ...]
+    sizes: tuple[int, ...]
+    runs: Callable[[], Iterator[Run]]
     transposed: bool
     is_copy: bool
 
     def shape_of(self, source: int) -> tuple[int, ...]:
         """The shape of one of theirs, as far as this tensor needs it."""
-        rows = max(run.stop for run in self.runs if run.source == source)
+        rows = self.sizes[source]
         return (*self.shape[1:], rows) if self.transposed else (rows, *self.shape[1:])
 
     def assemble(self, read: Callable[[int], Tensor]) -> Tensor:
@@ -104,7 +109,7 @@ class Step:
     def _placed(self, source: int) -> Iterator[tuple[int, Run]]:
         """The runs of one source, each with the row of megacore's tensor where it begins."""
         place = 0
-        for run in self.runs:
+        for run in self.runs():
             if run.source == source:
                 yield place, run
             place += run.rows
@@ -137,13 +142,14 @@ def make_plan(family: Family, config: ModelConfig, bert: BertSection | None = No
 
 
 def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ModelConfig, *, number: str) -> Step:
-    runs = [Run(source=0, start=0, stop=shape[0])] if rule.layout is None else rule.layout(config)
-    assert sum(run.rows for run in runs) == shape[0], f"the runs of {name} cover its rows"
+    layout = rule.layout or Layout(lambda _: shape[:1], lambda _: iter([Run(source=0, start=0, stop=shape[0])]))
+    names = rule.untied if rule.untied and config.untie_embeddings_and_output_weights else rule.theirs
     return Step(
         ours=name,
         shape=shape,
-        theirs=tuple(theirs.replace("{i}", number) for theirs in rule.theirs),
-        runs=tuple(runs),
+        theirs=tuple(theirs.replace("{i}", number) for theirs in names),
+        sizes=layout.sizes(config),
+        runs=partial(layout.runs, config),
         transposed=rule.transposed,
         is_copy=rule.layout is None and not rule.transposed,
     )
@@ -176,9 +182,34 @@ def model_layers(config: ModelConfig, device: torch.device, bert: BertSection | 
 
 
 def model_shapes(config: ModelConfig, bert: BertSection | None = None) -> dict[str, tuple[int, ...]]:
-    """Global name -> global shape of every parameter; nothing is allocated."""
-    parameters = Stage(model_layers(config, _META, bert)).by_name()
-    return {name: parameter.spec.shape for name, parameter in parameters.items()}
+    """Global name -> global shape of every parameter; nothing is allocated, and no more than two blocks are built: the
+    others have the second one's parameters."""
+    layers = min(config.num_layers, 2)
+    parameters = Stage(model_layers(dataclasses.replace(config, num_layers=layers), _META, bert)).by_name()
+    built = {name: parameter.spec.shape for name, parameter in parameters.items()}
+    second = {name.removeprefix(_SECOND): shape for name, shape in built.items() if name.startswith(_SECOND)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in built.items():
+        shapes[name] = shape
+        if name.removeprefix(_SECOND) == next(reversed(second), None):
+            shapes |= {f"blocks.{i}.{end}": one for i in range(2, config.num_layers) for end, one in second.items()}
+    return shapes
+
+
+def require_enough(family: Family, config: ModelConfig, bert: BertSection | None, count: int, where: str) -> None:
+    """Refuse a model of far more tensors than there are, before lists of that length are made.
+
+    Args:
+        family: whose it is.
+        config: the model.
+        bert: what is BERT's own of it.
+        count: tensors that there are.
+        where: the directory, for messages.
+    """
+    names = their_shapes(make_plan(family, dataclasses.replace(config, num_layers=min(config.num_layers, 2)), bert))
+    of_a_block = sum(1 for step in names if re.search(r"\.1\.", step))
+    if len(names) + (config.num_layers - 2) * of_a_block > 2 * count + _SPARE:
+        raise CheckpointError(f"{where} has {count} tensors, too few for the {config.num_layers} layers of config.json")
 
 
 # ---- the family's side -----------------------------------------------------------------------------------------------
@@ -191,8 +222,8 @@ class Found:
     Attributes:
         tensors: name in the family -> where it lies.
         names: name in the family -> stored name, where they differ.
-        left_out: stored names of constants that are no weights.
-        copies: stored name of a tied tensor that is stored too -> the name in the family of the one that it is.
+        left_out: stored names of tensors that the model does not compute with.
+        copies: stored name of a tensor that repeats another -> the name in the family of the one that it repeats.
     """
 
     tensors: dict[str, StoredTensor]
@@ -201,14 +232,24 @@ class Found:
     copies: dict[str, str]
 
 
-def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str) -> Found:
+def find_tensors(
+    plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str, *, untied: bool
+) -> Found:
     """Find every tensor of a plan among the stored ones, and nothing besides.
+
+    Args:
+        plan: the tensors.
+        family: whose they are.
+        stored: what there is, by stored name.
+        where: the directory, for messages.
+        untied: whether the model's output layer is not its embedding.
 
     Raises:
         CheckpointError: tensors are missing, unknown, of another shape, or of several dtypes where they become one.
     """
     wanted = their_shapes(plan)
     found = Found(tensors={}, names={}, left_out=[], copies={})
+    repeated = family.unused if untied else family.ties
     problems = []
     for name, tensor in stored.items():
         canonical = _canonical(name, wanted, family)
@@ -218,8 +259,8 @@ def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTe
             found.tensors[canonical] = tensor
             if name != canonical:
                 found.names[canonical] = name
-        elif canonical in family.ties:
-            found.copies[name] = family.ties[canonical]
+        elif canonical in repeated:
+            found.copies[name] = repeated[canonical]
         elif name.endswith(family.buffers):
             found.left_out.append(name)
         else:
@@ -235,7 +276,13 @@ def find_tensors(plan: list[Step], family: Family, stored: Mapping[str, StoredTe
         more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
         raise CheckpointError(f"{where} does not hold what its config.json describes: {'; '.join(problems[:6])}{more}")
     for name, original in found.copies.items():
-        _require_equal(stored[name], found.tensors[original], where)
+        if _equal(stored[name], found.tensors[original]):
+            continue
+        if not untied:
+            raise CheckpointError(
+                f"{where}: config.json ties {name} to {original}, but they differ: one of both is wrong"
+            )
+        found.left_out.append(name)
     return found
 
 
@@ -257,14 +304,11 @@ def _mixed(plan: list[Step], found: Found) -> Iterator[str]:
             yield f"{' and '.join(tensor.name for tensor in tensors)} have different dtypes, and are one tensor here"
 
 
-def _require_equal(copy: StoredTensor, original: StoredTensor, where: str) -> None:
+def _equal(copy: StoredTensor, original: StoredTensor) -> bool:
     same = copy.shape == original.shape and copy.dtype == original.dtype
     step = 4096  # rows at a time
     for start in range(0, original.shape[0] if same else 0, step):
         rows = (start, min(start + step, original.shape[0]))
         one, other = read_rows(copy, *rows), read_rows(original, *rows)
         same = same and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    if not same:
-        raise CheckpointError(
-            f"{where}: config.json ties {copy.name} to {original.name}, but they differ: one of both is wrong"
-        )
+    return same

@@ -6,6 +6,7 @@ the names under which tensors were stored, and what was carried.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,13 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.checkpoint.manifest import TOKENIZER_DIRECTORY, verify
+from megacore.checkpoint.manifest import verify
 from megacore.checkpoint.small_json import read_object
-from megacore.config import ModelConfig
+from megacore.config import known
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
+from megacore.convert.export_tokenizer import ExportTokenizer, export_tokenizer
 from megacore.convert.from_hf import KEPT_CONFIG, KEPT_GENERATION_CONFIG, KEPT_SOURCE
-from megacore.convert.hf_directory import CONFIG, GENERATION_CONFIG, INDEX, TOKENIZER_FILES, carry, present, read_config
+from megacore.convert.hf_directory import (
+    CONFIG,
+    GENERATION_CONFIG,
+    INDEX,
+    carried_tokenizer,
+    carry,
+    present,
+    read_config,
+)
 from megacore.convert.plan import Step, make_plan, their_shapes
+from megacore.convert.special_tokens import generation_config, special_ids
 from megacore.errors import CheckpointError
 from megacore.model_section import differing
 from megacore.models.hf.families import describe_model, family_of
@@ -39,20 +50,24 @@ class Export:
         family: what the model becomes.
         config: its config.json; None where the kept one is handed back byte for byte.
         kept: where the kept one, and what goes with it, lies: the checkpoint, or a directory of transformers.
+        tokenizer: what goes beside it.
         plan: its tensors.
         names: name in the family -> stored name, where they differ.
         copies: names under which a tied tensor is stored again -> the name in the family of the one that it is.
         dtype: of what is written; None: as stored.
+        notes: what a user should know.
     """
 
     tensors: CheckpointTensors
     family: Family
     config: dict[str, Any] | None
     kept: Path | None
+    tokenizer: ExportTokenizer
     plan: list[Step]
     names: dict[str, str]
     copies: dict[str, str]
     dtype: torch.dtype | None
+    notes: list[str]
 
 
 def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | None = None) -> Export:
@@ -64,38 +79,53 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
         dtype: of what is written; None: as stored.
 
     Raises:
-        CheckpointError: it is damaged, or no family represents it exactly, or `like` describes another model.
+        CheckpointError: it is damaged, or no family represents it exactly, or `like` describes another model or has
+            another tokenizer.
+        DataError: a tokenizer cannot be read.
     """
     tensors = CheckpointTensors(path)
     model = tensors.config
     source = like or tensors.directory
+    tokenizer = export_tokenizer(tensors, like)
     values = _described(tensors, like)
     names: dict[str, str] = {}
     copies: dict[str, str] = {}
+    notes = [tokenizer.note] if tokenizer.note is not None else []
     if values is not None:
         family = family_of(values, str(source / CONFIG))
-        there = family.to_model(values, str(source / CONFIG))
-        different = differing(there, model)
-        paired = tensors.bert is not None and tensors.bert.sentence_task != "none"
-        if not same_bert(family.to_bert(values, str(source / CONFIG), paired=paired), tensors.bert, model):
-            different = ["bert_style"]
-        if different:
-            if like is not None:
-                raise CheckpointError(_of_another_model(like, there, model, different))
-            values = None
+        problem = _of_another_model(family, values, source, tensors)
+        if problem and like is not None:
+            raise CheckpointError(problem)
+        values = None if problem else values
     if values is None:
         family, config = describe_model(model, tensors.bert)
+        config |= special_ids(
+            carried_tokenizer(tokenizer.directory), known(model.vocab_size), bert=tensors.bert is not None
+        )
         kept = None
     else:
         kept, config = source, None
         if dtype is not None:
             config = values | dict.fromkeys([n for n in _DTYPE_FIELDS if n in values] or ["dtype"], _name(dtype))
+        elif like is not None:
+            config = _with_dtype(values, tensors, notes)
         if like is None:
             names, copies = _stored_names(tensors)
+    if model.untie_embeddings_and_output_weights:
+        copies = {**family.unused, **copies}
     plan = make_plan(family, model, tensors.bert)
     _require_same_tensors(plan, tensors)
     return Export(
-        tensors=tensors, family=family, config=config, kept=kept, plan=plan, names=names, copies=copies, dtype=dtype
+        tensors=tensors,
+        family=family,
+        config=config,
+        kept=kept,
+        tokenizer=tokenizer,
+        plan=plan,
+        names=names,
+        copies=copies,
+        dtype=dtype,
+        notes=notes,
     )
 
 
@@ -122,11 +152,39 @@ def _stored_names(tensors: CheckpointTensors) -> tuple[dict[str, str], dict[str,
     }
 
 
-def _of_another_model(like: Path, there: ModelConfig, here: ModelConfig, different: list[str]) -> str:
+def _with_dtype(values: dict[str, Any], tensors: CheckpointTensors, notes: list[str]) -> dict[str, Any] | None:
+    """A config.json that names the dtype of the checkpoint's weights; None where it does already, or names none.
+
+    transformers loads a model in the dtype that its config.json names, and would round weights that have another.
+    """
+    written = _name(_widest({tensors.dtype(name) for name in tensors.shapes}))
+    wrong = {name: values[name] for name in _DTYPE_FIELDS if values.get(name) not in (None, written)}
+    if not wrong:
+        return None
+    notes += [
+        f"config.json said {name} {said}, which transformers would round to: it says {written}, as stored"
+        for name, said in wrong.items()
+    ]
+    return values | dict.fromkeys(wrong, written)
+
+
+def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """One that holds the values of all."""
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _of_another_model(family: Family, values: dict[str, Any], source: Path, tensors: CheckpointTensors) -> str | None:
+    """How the model of a config.json differs from the checkpoint's, if it does."""
+    here, where = tensors.config, str(source / CONFIG)
+    there = family.to_model(values, where)
+    different = differing(there, here)
+    paired = tensors.bert is not None and tensors.bert.sentence_task != "none"
+    if not same_bert(family.to_bert(values, where, paired=paired), tensors.bert, here):
+        different = ["bert_style"]
     shown = ", ".join(
         f"{name} {getattr(there, name, 'other')} there, {getattr(here, name, 'other')} here" for name in different
     )
-    return f"--like {like} is of another model than the checkpoint: {shown}"
+    return f"--like {source} is of another model than the checkpoint: {shown}" if different else None
 
 
 def _require_same_tensors(plan: list[Step], tensors: CheckpointTensors) -> None:
@@ -152,7 +210,7 @@ def write_directory(export: Export, target: Path, *, most_bytes: int) -> None:
     if len(set(where.values())) > 1:
         size = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in forms.values())
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_json(target / INDEX, index)
     _write_config(export, target)
 
 
@@ -191,9 +249,8 @@ def _write_config(export: Export, target: Path) -> None:
     if export.config is not None:
         config = export.config
         if kept is None:
-            dtypes = {dtype for dtype, _ in dict(_forms(export)).values()}
-            config = config | {"dtype": _name(dtypes.pop())} if len(dtypes) == 1 else config
-        (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            config = config | {"dtype": _name(_widest({dtype for dtype, _ in dict(_forms(export)).values()}))}
+        _write_json(target / CONFIG, config)
     elif kept == tensors.directory:
         (target / CONFIG).write_bytes((kept / KEPT_CONFIG).read_bytes())
     elif kept is not None:
@@ -203,11 +260,13 @@ def _write_config(export: Export, target: Path) -> None:
         (target / GENERATION_CONFIG).write_bytes((tensors.directory / KEPT_GENERATION_CONFIG).read_bytes())
     elif kept is not None and kept != tensors.directory:
         carry(present(kept, (GENERATION_CONFIG,)), target)
-    tokenizer = tensors.directory / TOKENIZER_DIRECTORY
-    if kept is not None and kept != tensors.directory:
-        carry(present(kept, TOKENIZER_FILES), target)
-    elif tokenizer.is_dir():
-        carry(present(tokenizer, TOKENIZER_FILES), target)
+    elif kept is None and tensors.bert is None and (generation := generation_config(config)):
+        _write_json(target / GENERATION_CONFIG, generation)
+    carry(export.tokenizer.files, target)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
         """Id of the end-of-document token, or None where the tokenizer has none."""
 
     @property
+    def bos(self) -> int | None:
+        """Id of the token that begins a text, or None where none is named."""
+
+    @property
     def roles(self) -> Mapping[str, int]:
         """Ids of the tokens that BERT needs and this tokenizer has, by `cls`, `sep`, `mask` and `pad`."""
 
@@ -83,7 +87,10 @@ class JsonTokenizer:
             raise DataError(f"{source}: the tokenizer has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod: int | None = vocabulary.get(self._end_token) if self._end_token else None
-        self._role_tokens = role_tokens(vocabulary, named or {})
+        named = named or {}
+        self._first_token = named["bos"] if named.get("bos") in vocabulary else None
+        self.bos: int | None = vocabulary[self._first_token] if self._first_token is not None else None
+        self._role_tokens = role_tokens(vocabulary, named)
         self.roles: Mapping[str, int] = {role: vocabulary[token] for role, token in self._role_tokens.items()}
         added = backend.get_added_tokens_decoder().items()
         ends = () if self.eod is None else (self.eod,)
@@ -120,6 +127,8 @@ class JsonTokenizer:
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         if self._end_token is not None and self.eod is not None:
             config["eos_token"] = self._end_token
+        if self._first_token is not None:
+            config["bos_token"] = self._first_token
         if len(self._role_tokens) == len(ROLES):
             config |= {f"{role}_token": token for role, token in self._role_tokens.items()}
         _replace(folder / "tokenizer_config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
@@ -139,6 +148,7 @@ class SentencePieceTokenizer:
         if self.vocab_size < 1:
             raise DataError(f"{source}: the tokenizer has an empty vocabulary")
         self.eod = self._end_id()
+        self.bos: int | None = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
         pieces = {self._processor.id_to_piece(i): i for i in range(self.vocab_size)}
         self.roles: Mapping[str, int] = {role: pieces[token] for role, token in role_tokens(pieces, {}).items()}
         control = (i for i in range(self.vocab_size) if self._processor.is_control(i) or self._processor.is_unknown(i))
@@ -240,7 +250,7 @@ def _load_transformers(folder: Path) -> Tokenizer:
         raise DataError(
             f"{folder}: this tokenizer has no fast version: convert it to a tokenizer.json with transformers first"
         )
-    named = {role: token for role in ROLES if (token := getattr(tokenizer, f"{role}_token", None))}
+    named = {role: token for role in ("bos", *ROLES) if (token := getattr(tokenizer, f"{role}_token", None))}
     return JsonTokenizer(backend, tokenizer.eos_token or tokenizer.sep_token, str(folder), named=named)
 
 
@@ -302,7 +312,7 @@ def _configured_tokens(path: Path) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({_first_line(error)})") from error
     named = {}
-    for use in ("eos", *ROLES):
+    for use in ("bos", "eos", *ROLES):
         token = config.get(f"{use}_token") if isinstance(config, dict) else None
         if isinstance(token, dict):  # older transformers wrote an AddedToken's fields
             token = token.get("content")

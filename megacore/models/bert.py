@@ -153,7 +153,8 @@ def bert_layers(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
 
 def _blocks(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
     model, modern = config.model, config.bert.packed
-    turns = [Rotary(model.rotary_dimensions, base=base) for base in (model.rotary_base, config.bert.local_rotary_base)]
+    bases = (model.rotary_base, config.bert.local_rotary_base) if modern else ()
+    turns = [Rotary(model.rotary_dimensions, base=base) for base in bases]
     found = []
     for i in range(model.num_layers):
         own, name = _model_of_block(config, i), f"blocks.{i}"

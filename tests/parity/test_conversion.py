@@ -3,13 +3,14 @@ back bit for bit, and every rank's slices on layouts up to tp 4 and pp 2."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megacore.checkpoint.load import load_parameters
@@ -30,6 +31,7 @@ from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
+from tests.parity.conversions import loads_as, require_same, to_hf, to_megacore, weights
 from tests.parity.hf_models import CONFIGS, PLAIN, VOCAB, make_model, save_model, tokens
 from tests.parity.runs import Layout, make_config, make_trainer
 from tools.convert_checkpoint import main as convert
@@ -46,24 +48,6 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     directory = save_model(model, folder / "hf")
     to_megacore(directory, folder / "megacore")
     return model, directory, folder / "megacore"
-
-
-def to_megacore(source: Path, target: Path, **flags: Any) -> None:
-    assert convert([*words(input=source, output=target, **flags), "--from", "hf", "--to", "megacore"]) == 0
-
-
-def to_hf(source: Path, target: Path, **flags: Any) -> None:
-    assert convert([*words(input=source, output=target, **flags), "--from", "megacore", "--to", "hf"]) == 0
-
-
-def weights(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a directory, by stored name."""
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def require_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [n for n, value in one.items() if value.dtype != other[n].dtype or not torch.equal(value, other[n])] == []
 
 
 def test_logits_loss_and_gradients_are_those_of_transformers(converted: Converted) -> None:
@@ -162,6 +146,25 @@ def test_an_export_can_be_rounded(tmp_path: Path) -> None:
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_like_names_the_dtype_that_is_stored(field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run began with bf16 weights and saved fp32 ones, which transformers must not round to the former."""
+    like = save_model(make_model("llama3", torch.bfloat16), tmp_path / "like")
+    values = json.loads((like / "config.json").read_text())
+    values[field] = values.pop("dtype")
+    (like / "config.json").write_text(json.dumps(values))
+    model = make_model("llama3")
+    to_megacore(save_model(model, tmp_path / "hf"), tmp_path / "megacore")
+    to_hf(tmp_path / "megacore", tmp_path / "out", like=like)
+    assert f"config.json said {field} bfloat16" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == values | {field: "float32"}
+    loaded = loads_as(tmp_path / "out", transformers.AutoModelForCausalLM)
+    assert loaded.dtype == torch.float32
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    to_hf(tmp_path / "megacore", tmp_path / "rounded", like=like, dtype="bf16")
+    assert loads_as(tmp_path / "rounded", transformers.AutoModelForCausalLM).dtype == torch.bfloat16
+
+
 def test_names_without_the_prefix_and_a_stored_copy_come_back(tmp_path: Path) -> None:
     """Files of the bare model have no prefix, older ones hold constants, and some store the tied head too."""
     directory = save_model(make_model("gpt2"), tmp_path / "hf")
@@ -178,8 +181,8 @@ def test_a_wrong_weight_is_found_and_nothing_is_published(
 ) -> None:
     """A rule that is wrong in one place gives a checkpoint that loads, and computes something else."""
     directory = save_model(make_model("gpt2"), tmp_path / "hf")
-    right = family.q_k_v
-    monkeypatch.setattr(family, "q_k_v", lambda config: right(config)[::-1])
+    right = family.q_k_v_runs
+    monkeypatch.setattr(family, "q_k_v_runs", lambda config: reversed(list(right(config))))
     flags = [*words(input=directory, output=tmp_path / "out"), "--from", "hf", "--to", "megacore"]
     assert convert(flags) == 2
     assert "do not compute the same" in capsys.readouterr().err

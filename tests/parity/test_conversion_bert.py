@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 
+from megacore.convert import plan
 from megacore.convert.check import check_tokens, compare
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import open_model
+from megacore.errors import CheckpointError
 from tests.e2e.launching import alone, words
-from tests.parity.bert_twins import classic_twin, classic_values, modern_twin, modern_values
+from tests.parity.bert_twins import classic_twin, classic_values, disturbed, modern_twin, modern_values
+from tests.parity.conversions import forget_the_config, loads_as, require_same, weights
 from tools.convert_checkpoint import main as convert
 
 THERE, BACK = ("--from", "hf", "--to", "megacore"), ("--from", "megacore", "--to", "hf")
@@ -31,16 +33,6 @@ def save(folder: Path, *, sentences: bool) -> Path:
         twin = masked
     twin.save_pretrained(folder / "hf")
     return folder / "hf"
-
-
-def weights(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a directory, by stored name."""
-    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def require_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
 
 
 @pytest.mark.parametrize("sentences", [True, False])
@@ -97,6 +89,58 @@ def test_old_names_and_stored_copies_come_back(tmp_path: Path) -> None:
     assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
     assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
     require_same(weights(tmp_path / "back"), stored)
+
+
+def untied(folder: Path, *, sentences: bool) -> Path:
+    """A twin whose output layer is not its embedding, with biases of its own: only the decoder's is added."""
+    config = classic_twin().config
+    config.tie_word_embeddings = False
+    twin = disturbed((transformers.BertForPreTraining if sentences else transformers.BertForMaskedLM)(config).eval())
+    assert not torch.equal(twin.cls.predictions.bias, twin.cls.predictions.decoder.bias)
+    twin.save_pretrained(folder / "hf")
+    return folder / "hf"
+
+
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("sentences", [True, False])
+def test_an_untied_bert_has_the_bias_that_transformers_adds(sentences: bool, anew: bool, tmp_path: Path) -> None:
+    directory = untied(tmp_path, sentences=sentences)
+    assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
+    stored = weights(directory)
+    found = CheckpointTensors(tmp_path / "megacore")
+    assert torch.equal(found.read("head.bias"), stored["cls.predictions.decoder.bias"])
+    if anew:
+        forget_the_config(tmp_path / "megacore")
+    assert convert([*words(input=tmp_path / "megacore", output=tmp_path / "back"), *BACK]) == 0
+    kind = transformers.BertForPreTraining if sentences else transformers.BertForMaskedLM
+    one, other = loads_as(directory, kind), loads_as(tmp_path / "back", kind)
+    batch = torch.randint(0, 101, (2, 24), generator=torch.Generator().manual_seed(0))
+    for logits, expected in zip(other(batch)[:2], one(batch)[:2], strict=True):
+        assert torch.equal(logits, expected)
+    stored["cls.predictions.bias"] = stored["cls.predictions.decoder.bias"]  # the other changes nothing
+    require_same(weights(tmp_path / "back"), stored)
+
+
+@pytest.mark.parametrize(
+    ("gone", "more", "problem"),
+    [
+        ("cls.predictions.bias", None, "it misses, and would make anew, cls.predictions.bias"),
+        (None, "cls.predictions.scale", "it does not expect, and would drop, cls.predictions.scale"),
+    ],
+)
+def test_the_check_sees_what_transformers_would_miss_or_drop(
+    gone: str | None, more: str | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = untied(tmp_path, sentences=True)
+    assert convert([*words(input=directory, output=tmp_path / "megacore"), *THERE]) == 0
+    kept = {name: value for name, value in weights(directory).items() if name != gone}
+    save_file(kept | ({more: torch.ones(3)} if more else {}), directory / "model.safetensors")
+    monkeypatch.setattr(
+        plan, "_canonical", lambda name, wanted, family: "cls.predictions.bias" if name == more else name
+    )
+    batch = check_tokens(CheckpointTensors(tmp_path / "megacore").config, tmp_path / "none", None)
+    with pytest.raises(CheckpointError, match=problem):
+        compare(directory, tmp_path / "megacore", batch)
 
 
 def test_a_config_made_anew_describes_the_same_model(tmp_path: Path) -> None:

@@ -205,12 +205,35 @@ def many_digits(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(CONFIG).replace('"n_layer": 1', '"n_layer": ' + "9" * 100_000))
 
 
+def beyond_any_float(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 10**400}))
+
+
 def many_layers(path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**CONFIG, "n_layer": 10_000}))
 
 
 def wide(path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**CONFIG, "n_embd": 1_000_000, "vocab_size": 100_000_000}))
+
+
+def many_heads(path: Path) -> None:
+    """A million heads: as many runs of rows in each layer, if anybody made them."""
+    shape = {"n_embd": 1_000_000, "n_head": 1_000_000, "n_layer": 100}
+    (path / "config.json").write_text(json.dumps({**CONFIG, **shape}))
+    header(path, {f"t{i}": entry(0, 0, shape=(0,)) for i in range(300)}, data=0)
+
+
+def many_heads_of_few_layers(path: Path) -> None:
+    many_heads(path)
+    text = (path / "config.json").read_text()
+    (path / "config.json").write_text(text.replace('"n_layer": 100', '"n_layer": 20'))
+
+
+def many_heads_of_a_bert(path: Path) -> None:
+    shape = {"hidden_size": 1_000_000, "num_attention_heads": 1_000_000, "num_hidden_layers": 12}
+    (path / "config.json").write_text(json.dumps({"model_type": "bert", **shape, "vocab_size": 11}))
+    header(path, {f"t{i}": entry(0, 0, shape=(0,)) for i in range(300)}, data=0)
 
 
 HOSTILE: dict[Callable[[Path], None], str] = {
@@ -244,7 +267,11 @@ HOSTILE: dict[Callable[[Path], None], str] = {
     full_index: "names 120000 files",
     full_header: "overlaps another tensor",
     many_digits: "is not valid JSON",
+    beyond_any_float: "is not a finite number",
     many_layers: "too few for the 10000 layers",
+    many_heads: "has 300 tensors, too few for the 100 layers",
+    many_heads_of_few_layers: "does not hold what its config.json describes",
+    many_heads_of_a_bert: "does not hold what its config.json describes",
     wide: "does not hold what its config.json describes",
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from megacore.models.hf.family import Family, Same, TensorRule, q_k_v, read_tied, write_tied
 
 _LAYER = "bert.encoder.layer.{i}"
+# Transformers holds the head's bias twice. The decoder's is the one that is added; a tied model takes the other for it.
+_BIAS, _DECODER_BIAS = "cls.predictions.bias", "cls.predictions.decoder.bias"
 
 
 def _both(ours: str, theirs: str) -> tuple[TensorRule, ...]:
@@ -59,7 +61,7 @@ BERT = Family(
         *_both("head.transform", "cls.predictions.transform.dense"),
         *_both("head.transform_norm", "cls.predictions.transform.LayerNorm"),
         TensorRule("head.weight", ("cls.predictions.decoder.weight",)),
-        TensorRule("head.bias", ("cls.predictions.bias",)),
+        TensorRule("head.bias", (_BIAS,), untied=(_DECODER_BIAS,)),
         *_both("head.sentence.pooler", "bert.pooler.dense"),
         *_both("head.sentence.classifier", "cls.seq_relationship"),
     ),
@@ -67,6 +69,7 @@ BERT = Family(
     buffers=(".position_ids",),
     ties={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-        "cls.predictions.decoder.bias": "cls.predictions.bias",
+        _DECODER_BIAS: _BIAS,
     },
+    unused={_BIAS: _DECODER_BIAS},
 )

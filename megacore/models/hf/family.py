@@ -11,7 +11,7 @@ Shape legend: h hidden size, n heads, g head groups, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,7 +35,18 @@ class Run:
         return self.stop - self.start
 
 
-Layout = Callable[[ModelConfig], list[Run]]
+@dataclass(frozen=True)
+class Layout:
+    """An order of rows. A model of a million heads has millions of runs: they are made one at a time, not before the
+    shapes of the stored tensors say that there are so many heads.
+
+    Attributes:
+        sizes: rows of each source, as far as the tensor needs it.
+        runs: the order.
+    """
+
+    sizes: Callable[[ModelConfig], tuple[int, ...]]
+    runs: Callable[[ModelConfig], Iterator[Run]]
 
 
 @dataclass(frozen=True)
@@ -62,12 +73,14 @@ class TensorRule:
         theirs: names in the family, with the prefix.
         layout: the order of rows; None where there is one source and it is the same tensor.
         transposed: the family stores the matrix as [in, out].
+        untied: the names instead of `theirs` where the output layer is not the embedding.
     """
 
     ours: str
     theirs: tuple[str, ...]
     layout: Layout | None = None
     transposed: bool = False
+    untied: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +101,8 @@ class Family:
         rules: the tensors.
         aliases: other ends of names under which files store a tensor -> the end of the name in `rules`.
         buffers: ends of names of constants that older files hold, which are no weights.
-        ties: a tensor of theirs that a model may not have of its own -> the one that it then is.
+        ties: a tensor of theirs that a tied model has not of its own -> the one that it then is.
+        unused: a tensor of theirs that an untied model has and does not compute with -> the one that it repeats.
         bert_style: for a BERT, its style; None: it predicts the next token.
         read_bert: BertSection's fields from the file; notes problems in the reader.
         write_bert: those fields for the file.
@@ -109,6 +123,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
     ties: Mapping[str, str]
+    unused: Mapping[str, str] = field(default_factory=dict)
     bert_style: Literal["classic", "modern"] | None = None
     read_bert: Callable[[ConfigReader], dict[str, Any]] = lambda reader: {}
     write_bert: Callable[[ModelConfig, BertSection], dict[str, Any]] = lambda config, bert: {}
@@ -231,26 +246,29 @@ def write_tied(config: ModelConfig) -> dict[str, Any]:
 # ---- orders of rows --------------------------------------------------------------------------------------------------
 
 
-def stacked_q_k_v(config: ModelConfig) -> list[Run]:
-    """One source, [q of all heads, k of all groups, v of all groups][d]."""
-    query = config.num_attention_heads * config.head_size
-    offsets = (0, query, query + config.query_groups * config.head_size)
-    return [
-        Run(source=0, start=run.start + offsets[run.source], stop=run.stop + offsets[run.source])
-        for run in q_k_v(config)
-    ]
+def _q_k_v_sizes(config: ModelConfig) -> tuple[int, ...]:
+    query, key = config.num_attention_heads * config.head_size, config.query_groups * config.head_size
+    return query, key, key
 
 
-def q_k_v(config: ModelConfig) -> list[Run]:
-    """Three sources, q [n][d], k [g][d] and v [g][d]."""
+def q_k_v_runs(config: ModelConfig) -> Iterator[Run]:
+    """By head group, [q.., k, v], each the next rows of its source."""
     d, groups = config.head_size, config.query_groups
     each = config.num_attention_heads // groups * d  # query rows of a group
-    return [
-        run
-        for g in range(groups)
-        for run in (
-            Run(source=0, start=g * each, stop=(g + 1) * each),
-            Run(source=1, start=g * d, stop=(g + 1) * d),
-            Run(source=2, start=g * d, stop=(g + 1) * d),
-        )
-    ]
+    for g in range(groups):
+        yield Run(source=0, start=g * each, stop=(g + 1) * each)
+        yield Run(source=1, start=g * d, stop=(g + 1) * d)
+        yield Run(source=2, start=g * d, stop=(g + 1) * d)
+
+
+def _stacked_runs(config: ModelConfig) -> Iterator[Run]:
+    query, key, _ = _q_k_v_sizes(config)
+    offsets = (0, query, query + key)
+    for run in q_k_v_runs(config):
+        yield Run(source=0, start=run.start + offsets[run.source], stop=run.stop + offsets[run.source])
+
+
+# Three sources, q [n][d], k [g][d] and v [g][d].
+q_k_v = Layout(_q_k_v_sizes, lambda config: q_k_v_runs(config))
+# One source, [q of all heads, k of all groups, v of all groups][d].
+stacked_q_k_v = Layout(lambda config: (sum(_q_k_v_sizes(config)),), _stacked_runs)

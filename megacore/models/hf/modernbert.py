@@ -3,12 +3,13 @@ one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megacore.bert_section import BertSection
 from megacore.config import ModelConfig, known
 from megacore.models.hf.config_reader import ConfigReader
-from megacore.models.hf.family import Family, Run, Same, TensorRule, read_tied, stacked_q_k_v, write_tied
+from megacore.models.hf.family import Family, Layout, Run, Same, TensorRule, read_tied, stacked_q_k_v, write_tied
 
 _KINDS = ("full_attention", "sliding_attention")
 _BASES = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0)}
@@ -20,14 +21,14 @@ _IGNORED = """
 """
 
 
-def _gate(config: ModelConfig) -> list[Run]:
-    inner = known(config.ffn_hidden_size)
-    return [Run(source=0, start=0, stop=inner)]
+def _half(number: int) -> Layout:
+    """One of the two matrices that are stored as one."""
 
+    def runs(config: ModelConfig) -> Iterator[Run]:
+        inner = known(config.ffn_hidden_size)
+        yield Run(source=0, start=number * inner, stop=(number + 1) * inner)
 
-def _up(config: ModelConfig) -> list[Run]:
-    inner = known(config.ffn_hidden_size)
-    return [Run(source=0, start=inner, stop=2 * inner)]
+    return Layout(lambda config: ((number + 1) * known(config.ffn_hidden_size),), runs)
 
 
 def _read(reader: ConfigReader) -> dict[str, Any]:
@@ -125,8 +126,8 @@ MODERNBERT = Family(
         TensorRule("blocks.{i}.attention.qkv.weight", (f"{_LAYER}.attn.Wqkv.weight",), stacked_q_k_v),
         TensorRule("blocks.{i}.attention.output.weight", (f"{_LAYER}.attn.Wo.weight",)),
         TensorRule("blocks.{i}.mlp_norm.weight", (f"{_LAYER}.mlp_norm.weight",)),
-        TensorRule("blocks.{i}.mlp.gate.weight", (f"{_LAYER}.mlp.Wi.weight",), _gate),
-        TensorRule("blocks.{i}.mlp.up.weight", (f"{_LAYER}.mlp.Wi.weight",), _up),
+        TensorRule("blocks.{i}.mlp.gate.weight", (f"{_LAYER}.mlp.Wi.weight",), _half(0)),
+        TensorRule("blocks.{i}.mlp.up.weight", (f"{_LAYER}.mlp.Wi.weight",), _half(1)),
         TensorRule("blocks.{i}.mlp.down.weight", (f"{_LAYER}.mlp.Wo.weight",)),
         TensorRule("head.norm.weight", ("model.final_norm.weight",)),
         TensorRule("head.transform.weight", ("head.dense.weight",)),
