@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 from megacore.command_line import Given, all_fields, flag_names, read_flags
-from megacore.config import Config, resolve, sections_of, validate
+from megacore.config import Config, ModelConfig, resolve, sections_of, validate
 from megacore.config_file import read_toml, save_toml
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.fields import field_infos
@@ -206,12 +206,15 @@ def _shaped(
 
 
 def _with_defaults(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, over what the preset says, over the entry point's own defaults."""
+    """What is given, over what the preset says, over the entry point's own defaults; of these two without what has no
+    effect beside what is given, which would read as given itself."""
     preset: dict[str, Any] = dict(PRESETS.get(given.get("preset") or "", {}))
     if given.get("tokenizer") is not None:
         preset.pop("vocab_size", None)
-    values = {**preset, **given}
-    return {**kind.defaults(values), **values}
+    assumed = {**kind.defaults({**preset, **given}), **preset}
+    model = {k: v for k, v in {**assumed, **given}.items() if k in field_infos(ModelConfig)}
+    idle = ModelConfig(**model).idle_fields
+    return {**{k: v for k, v in assumed.items() if k not in idle}, **given}
 
 
 def _overridden_preset(flags: Given, file: Given, path: str | None) -> list[str]:

@@ -145,7 +145,8 @@ class Section:
     def without_effect(self, names: tuple[str, ...], wrong: frozenset[str], beside: str, needs: str) -> Iterator[str]:
         """Yields a line for each of the fields that was given where it changes nothing.
 
-        That a field differs from its default is all that tells a given value from none.
+        That a field differs from its default is all that tells a given value from none; presets and styles therefore
+        fill no field that is idle.
 
         Args:
             names: the fields.
@@ -157,8 +158,10 @@ class Section:
         for name in names:
             value = getattr(self, name)
             if name not in wrong and value != infos[name].default:
-                given = "" if value is True else f" {value if isinstance(value, str) else number(value)}"
-                yield f"{flag(name)}{given} has no effect with {beside}: leave it out, or use {needs}"
+                given = f"{flag(name)} {value if isinstance(value, str) else number(value)}"
+                if isinstance(value, bool):
+                    given = flag(name) if value else flag(f"no_{name}")
+                yield f"{given} has no effect with {beside}: leave it out, or use {needs}"
 
     def filled(self) -> Self:
         """This section with the fields that follow from others of it."""

@@ -157,6 +157,23 @@ def test_the_style_decides_what_layers_are_made_of_unless_a_flag_does() -> None:
     assert parse_bert("--activation", "gelu").model.activation == "gelu"
 
 
+def test_what_a_style_says_is_never_taken_for_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    modern = parse_bert("--bert-style", "modern", "--normalization", "RMSNorm")
+    assert (modern.model.normalization, modern.model.disable_bias_linear) == ("RMSNorm", True)
+    save_toml(modern, tmp_path / "config.toml")
+    again = parse_config(["--config", str(tmp_path / "config.toml")], prog="x", description="x", kind=BertConfig)
+    assert again == load_toml(tmp_path / "config.toml", BertConfig) == modern
+    for flags, named in (
+        (("--position-embedding-type", "learned"), "--position-embedding-type learned is not that of"),
+        (("--normalization", "RMSNorm", "--no-norm-bias"), "--no-norm-bias has no effect with --normalization RMSNorm"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parse_bert("--bert-style", "modern", *flags)
+        said = capsys.readouterr().err
+        assert "1 problem\n" in said, said
+        assert named in said
+
+
 @pytest.mark.parametrize("preset", BERT_PRESETS)
 def test_presets_read_back_equal(preset: str, tmp_path: Path) -> None:
     first = parse_bert("--preset", preset)
