@@ -239,21 +239,6 @@ def _stages(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("pp", "schedule", "virtual_stages", "schedule_csv")
-def _schedule_of_pipeline(config: Config, world_size: int) -> Iterator[str]:
-    pp, schedule, virtual = config.parallel.pp, config.parallel.schedule, config.parallel.virtual_stages
-    own = config.parallel.schedule_csv is not None
-    if schedule == "interleaved" and virtual == 1 and not own:
-        yield "--schedule interleaved needs several stages a rank: give --virtual-stages 2 or more, or use 1f1b"
-    if schedule != "interleaved" and virtual > 1 and not own:
-        yield (
-            f"--virtual-stages {virtual} has no effect with --schedule {schedule}: "
-            "leave it out, or use --schedule interleaved"
-        )
-    if pp == 1 and virtual > 1:
-        yield f"--virtual-stages {virtual} needs a pipeline: use --pp 2 or more, or leave --virtual-stages out"
-
-
 @_about("tp", "pp", "dp")
 def _processes(config: Config, world_size: int) -> Iterator[str]:
     tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
@@ -319,12 +304,6 @@ def _start_of_weights(config: Config, world_size: int) -> Iterator[str]:
         yield f"--init-from-hf {source} and --load {load} exclude each other: leave one of them out"
     if source is not None and preset is not None:
         yield f"--preset {preset} has no effect with --init-from-hf {source}, which has its own shape: leave it out"
-
-
-@_about("trace", "trace_steps")
-def _trace(config: Config, world_size: int) -> Iterator[str]:
-    if config.logging.trace_steps is not None and not config.logging.trace:
-        yield f"--trace-steps {config.logging.trace_steps} has no effect without --trace: leave it out, or give --trace"
 
 
 @_about("vocab_size", "tokenizer", "mock_data", "data_path")
