@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from megacore.bert_presets import BERT_PRESETS
+from megacore.bert_presets import BERT_PRESETS, Shape
 from megacore.config import Config
 from megacore.fields import Flag, Range, Section
-from megacore.presets import GPT_PRESETS
-from megacore.wording import one_of
 
 SentenceTask = Literal["nsp", "sop", "none"]
 _MASK_PROB = {"classic": 0.15, "modern": 0.30}
@@ -98,30 +96,34 @@ class BertConfig(Config):
     """Everything that defines a run of pretrain_bert.py."""
 
     bert: BertSection = field(default_factory=BertSection)
+    presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
+    foreign: ClassVar[Mapping[str, str]] = {
+        "embedding_layernorm": "is BLOOM's, and BERT always has a norm after the embedding: leave it out",
+        "parallel_residual": "is of GPT-NeoX's blocks, not of BERT's: leave it out",
+        "eod_mask_loss": (
+            "is for a model that predicts the next token, which BERT does not: leave it out "
+            "(BERT never predicts a special token)"
+        ),
+        "init_from_hf": (
+            "is for pretrain_gpt.py: convert the directory with tools/convert_checkpoint.py, and give --load"
+        ),
+    }
 
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The layers of the style that is given, or of the classic one."""
         return dict(_LAYERS.get(given.get("bert_style", "classic"), {}))
 
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.model.preset in GPT_PRESETS and "preset" not in wrong:
-            yield f"--preset {self.model.preset} is GPT's: use {one_of(list(BERT_PRESETS))}, or start pretrain_gpt.py"
-        if self.data.eod_mask_loss and "eod_mask_loss" not in wrong:
-            yield (
-                "--eod-mask-loss is for a model that predicts the next token, which BERT does not: leave it out "
-                "(BERT never predicts a special token)"
-            )
-        if self.checkpoint.init_from_hf is not None and "init_from_hf" not in wrong:
-            yield (
-                f"--init-from-hf {self.checkpoint.init_from_hf} is for pretrain_gpt.py: convert the directory with "
-                "tools/convert_checkpoint.py, and give --load"
-            )
+    def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
+        found = super().wrong_fields(wrong)
         if not wrong & {"data_path", "mock_data", "tokenizer"} and self.data.data_path and self.data.tokenizer is None:
-            yield (
+            found["tokenizer"] = (
                 "--data-path needs the tokenizer that made it, whose [MASK] and other special tokens pretrain_bert.py "
                 "puts in: give --tokenizer PATH"
             )
+        return found
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if self.bert.whole_word_masking and self.data.mock_data and not wrong & {"whole_word_masking", "mock_data"}:
             yield "--whole-word-masking has no effect with --mock-data, which has no words: leave it out"
         if not wrong & {"seq_length", "sentence_task", "bert_style"}:
@@ -138,7 +140,6 @@ class BertConfig(Config):
                 f"--position-embedding-type {model.position_embedding_type} is not that of {style}: use {positions}, "
                 "or leave it out"
             )
-        yield from model.without_effect(("parallel_residual", "embedding_layernorm"), wrong, style, "pretrain_gpt.py")
         if not self.bert.packed:
             yield from model.without_effect(("window_size",), wrong, style, "--bert-style modern")
 

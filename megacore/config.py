@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from megacore.checkpoint_section import CheckpointConfig
-from megacore.fields import Section
+from megacore.fields import Section, as_given, field_infos
 from megacore.model_section import ModelConfig
 from megacore.pipeline_layout import parse_layout
-from megacore.presets import BERT_PRESETS, GPT_PRESETS
+from megacore.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.sections import DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megacore.update_sections import OptimizerConfig, PrecisionConfig
 from megacore.wording import counted, divisors, nearest_multiples, one_of
@@ -54,20 +54,32 @@ class Config:
     training: TrainingConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    presets: ClassVar[Mapping[str, Shape]] = GPT_PRESETS
+    foreign: ClassVar[Mapping[str, str]] = {}
+    """Fields that are other entry points' alone: after the flag as it was given, why, and the way out."""
 
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Values by field that take the place of the sections' defaults, which may depend on what is given."""
         return {}
 
+    def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
+        """The fields whose value this kind of configuration refuses whatever the others are, each with the message
+        that says so, leaving aside those that are `wrong` on their own."""
+        found = {}
+        if self.model.preset is not None and self.model.preset not in self.presets and "preset" not in wrong:
+            found["preset"] = preset_problem(self.model.preset, self.presets)
+        for section in sections_of(type(self)):
+            for name, info in field_infos(type(getattr(self, section))).items():
+                value = getattr(getattr(self, section), name)
+                if name in self.foreign and name not in wrong and value != info.default:
+                    found[name] = f"{as_given(name, value)} {self.foreign[name]}"
+        return found
+
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         """Yields what is wrong between the sections of this kind of configuration alone, leaving aside the fields that
         are `wrong` on their own."""
-        if self.model.preset in BERT_PRESETS and "preset" not in wrong:
-            yield (
-                f"--preset {self.model.preset} is BERT's: use {one_of(list(GPT_PRESETS))}, or start pretrain_bert.py "
-                "instead"
-            )
+        yield from ()
 
 
 C = TypeVar("C", bound=Config)
@@ -126,13 +138,14 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
     Returns:
         A line a problem, which names the flags, their values, the constraint and the way out; none if all is well.
     """
-    found: list[str] = []
-    wrong = unread
-    for name in sections_of(type(config)):
-        section: Section = getattr(config, name)
-        impossible = section.wrong_fields()
-        wrong |= frozenset(impossible)
-        found += [message for key, message in impossible.items() if key not in unread]
+    sections: list[Section] = [getattr(config, name) for name in sections_of(type(config))]
+    impossible = [section.wrong_fields() for section in sections]
+    wrong = unread.union(*impossible)
+    foreign = config.wrong_fields(wrong)
+    wrong |= foreign.keys()
+    found = list(foreign.values())
+    for section, messages in zip(sections, impossible, strict=True):
+        found += [message for key, message in messages.items() if key not in unread]
         found += section.constraints(wrong)
     for names, constraint in _CONSTRAINTS:
         if not names & wrong:
@@ -306,7 +319,7 @@ def _start_of_weights(config: Config, world_size: int) -> Iterator[str]:
         yield f"--preset {preset} has no effect with --init-from-hf {source}, which has its own shape: leave it out"
 
 
-@_about("vocab_size", "tokenizer", "mock_data", "data_path")
+@_about("vocab_size", "tokenizer", "mock_data", "data_path", "preset")
 def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
     if (
         config.model.vocab_size is None

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megacore.fields import Flag, Range, Section, flag
-from megacore.presets import PRESETS
-from megacore.wording import did_you_mean, divisors, nearest_multiples, one_of
+from megacore.wording import divisors, nearest_multiples, one_of
 
 _LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
 _SCALES = ("rope_scaling_factor", "rope_original_max_positions", *_LLAMA3)
@@ -140,9 +139,6 @@ class ModelConfig(Section):
         )
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.preset is not None and self.preset not in PRESETS:
-            near = did_you_mean(self.preset, PRESETS)
-            yield f"--preset {self.preset} is not known: use {one_of(list(PRESETS))}{near}"
         yield from self._heads(wrong)
         yield from self._idle(wrong)
         yield from self._positions(wrong)

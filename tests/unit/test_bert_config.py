@@ -128,8 +128,13 @@ def test_what_cannot_be_is_refused_by_name_with_the_way_out(values: dict[str, An
             ["--window-size", "8"],
             "--window-size 8 has no effect with --bert-style classic: leave it out, or use --bert",
         ),
-        (["--embedding-layernorm"], "--embedding-layernorm has no effect with --bert-style classic"),
-        (["--bert-style", "modern", "--parallel-residual"], "--parallel-residual has no effect with --bert-style"),
+        (["--embedding-layernorm"], "--embedding-layernorm is BLOOM's, and BERT always has a norm after"),
+        (["--bert-style", "modern", "--parallel-residual"], "--parallel-residual is of GPT-NeoX's blocks"),
+        (["--eod-mask-loss"], "--eod-mask-loss is for a model that predicts the next token"),
+        (["--init-from-hf", "nowhere"], "--init-from-hf nowhere is for pretrain_gpt.py: convert the directory"),
+        (["--init-from-hf", "nowhere", "--preset", "bert-tiny"], "--init-from-hf nowhere is for pretrain_gpt.py"),
+        (["--preset", "gpt2-tinny"], "--preset gpt2-tinny is not known: use bert-tiny, bert-base, bert-large or"),
+        (["--preset", "mistral-7b"], "--preset mistral-7b is GPT's"),
         (
             ["--bert-style", "modern", "--position-embedding-type", "learned"],
             "--position-embedding-type learned is not",
@@ -141,7 +146,30 @@ def test_layers_that_a_style_does_not_have_are_refused(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_bert(*flags)
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert "refused: 1 problem\n" in said, said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data-path", "p"], "--data-path needs the tokenizer that made it"),
+        (["--mock-data", "--preset", "gpt2-tiny"], "--preset gpt2-tiny is GPT's"),
+        (["--mock-data", "--preset", "bert-tiny", "--eod-mask-loss"], "--eod-mask-loss is for a model that predicts"),
+    ],
+)
+def test_one_slip_is_one_problem(
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for ending in (".bin", ".idx"):
+        Path(f"p{ending}").touch()
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(["--train-iters", "1", *flags], prog="x", description="x", kind=BertConfig)
+    said = capsys.readouterr().err
+    assert message in said
+    assert "refused: 1 problem\n" in said, said
 
 
 def test_a_preset_of_berts_is_refused_for_a_gpt(refuse: Refuse) -> None:
