@@ -16,9 +16,8 @@ from megacore.bert_presets import BERT_PRESETS, Shape
 from megacore.config import Config
 from megacore.fields import Flag, Range, Section
 
-SentenceTask = Literal["nsp", "sop", "none"]
 _MASK_PROB = {"classic": 0.15, "modern": 0.30}
-_SENTENCE_TASK: dict[str, SentenceTask] = {"classic": "nsp", "modern": "none"}
+_SENTENCE_TASK: dict[str, Literal["nsp", "none"]] = {"classic": "nsp", "modern": "none"}
 # What the layers are made of, by style: defaults of [model] in the place of GPT-2's.
 _LAYERS: dict[str, dict[str, Any]] = {
     "classic": {"activation": "gelu-exact", "norm_epsilon": 1e-12},
@@ -43,10 +42,10 @@ class BertSection(Section):
     """classic: BERT as it was, with learned positions, token types, norms after each sum, and samples of sentence
     pairs. modern: ModernBERT's choices, with rotary positions, GeGLU, local and global attention, and packed
     documents."""
-    sentence_task: Literal["nsp", "sop", "none"] | None = None
+    sentence_task: Literal["auto", "nsp", "sop", "none"] = "auto"
     """What is predicted of a pair of segments. nsp: whether the second follows the first, or is another document's.
-    sop: whether the two are in order, or swapped. none: there is no pair. None: nsp, or none with --bert-style
-    modern."""
+    sop: whether the two are in order, or swapped. none: there is no pair, and nothing is predicted of one. auto: nsp,
+    or none with --bert-style modern."""
     mask_prob: Annotated[float | None, Range(above=0, below=1)] = None
     """Share of the tokens that are predicted: 80% of them are masked, 10% replaced and 10% kept. None: 0.15, or 0.3
     with --bert-style modern."""
@@ -67,7 +66,7 @@ class BertSection(Section):
         """This section with the style's defaults."""
         return dataclasses.replace(
             self,
-            sentence_task=self.sentence_task or _SENTENCE_TASK[self.bert_style],
+            sentence_task=_SENTENCE_TASK[self.bert_style] if self.sentence_task == "auto" else self.sentence_task,
             mask_prob=_MASK_PROB[self.bert_style] if self.mask_prob is None else self.mask_prob,
         )
 

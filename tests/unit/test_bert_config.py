@@ -57,6 +57,14 @@ def test_the_style_decides_what_is_not_given(style: str, task: str, prob: float)
     assert (section.sentence_task, section.mask_prob) == (task, prob)
     assert parse_bert("--bert-style", style, "--mask-prob", "0.5").bert.mask_prob == 0.5
     assert parse_bert("--sentence-task", "sop").bert.sentence_task == "sop"
+    assert parse_bert("--bert-style", style, "--sentence-task", "auto").bert.sentence_task == task
+
+
+def test_none_is_no_sentence_task_and_no_other_spelling_of_it_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_bert("--sentence-task", "none").bert.sentence_task == "none"
+    with pytest.raises(SystemExit, match="2"):
+        parse_bert("--sentence-task", "None")
+    assert "--sentence-task None is not known" in capsys.readouterr().err
 
 
 def test_a_gpt_run_knows_none_of_them(refuse: Refuse) -> None:
@@ -104,7 +112,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"mask_prob": 0.0}, "--mask-prob 0 must be above 0 and below 1"),
     ({"mask_prob": 1.0}, "--mask-prob 1 must be above 0 and below 1"),
     ({"max_ngram": 0}, "--max-ngram 0 must be at least 1"),
-    ({"sentence_task": "nps"}, "--sentence-task nps is not known: use nsp, sop or none (did you mean nsp?)"),
+    ({"sentence_task": "nps"}, "--sentence-task nps is not known: use auto, nsp, sop or none (did you mean nsp?)"),
+    ({"sentence_task": "None"}, "--sentence-task None is not known: use auto, nsp, sop or none (did you mean none?)"),
     ({"bert_style": "classical"}, "--bert-style classical is not known: use classic or modern (did you mean classic?)"),
 ]
 
