@@ -108,10 +108,39 @@ class BertConfig(Config):
         ),
     }
 
+    meanings: ClassVar[Mapping[str, str]] = {
+        "preset": (
+            f"A named model: {', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. "
+            "It replaces the defaults of the shape, of --seq-length and, without a tokenizer, of --vocab-size; a "
+            "configuration file and flags are stronger."
+        ),
+        "position_embedding_type": (
+            "How positions enter. learned: a table added to the embedding, with --bert-style classic. rope: queries "
+            "and keys are rotated, with --bert-style modern. The styles have no other."
+        ),
+        "rotary_base": (
+            "With --bert-style modern: base of the rotary frequencies in the blocks that attend to the whole document; "
+            "--local-rotary-base is that of the others."
+        ),
+        "window_size": (
+            "With --bert-style modern: where a block does not attend to the whole document (see "
+            "--global-attention-interval), a position sees those up to half as many away, on either side. None: every "
+            "block attends to the whole document."
+        ),
+        "tokenizer": (
+            "A tokenizer.json, a directory that holds one (also a transformers directory), or a SentencePiece .model, "
+            "with [MASK], [CLS], [SEP] and [PAD] or their like; --data-path needs it."
+        ),
+    }
+
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The layers of the style that is given, or of the classic one."""
         return dict(_LAYERS.get(given.get("bert_style", "classic"), {}))
+
+    @classmethod
+    def all_defaults(cls) -> dict[str, dict[str, Any]]:
+        return {f"--bert-style {style}": dict(layers) for style, layers in _LAYERS.items()}
 
     def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
         found = super().wrong_fields(wrong)

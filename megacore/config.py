@@ -57,11 +57,18 @@ class Config:
     presets: ClassVar[Mapping[str, Shape]] = GPT_PRESETS
     foreign: ClassVar[Mapping[str, str]] = {}
     """Fields that are other entry points' alone: after the flag as it was given, why, and the way out."""
+    meanings: ClassVar[Mapping[str, str]] = {}
+    """What fields mean to this entry point, where that is not what their own help texts say."""
 
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Values by field that take the place of the sections' defaults, which may depend on what is given."""
         return {}
+
+    @classmethod
+    def all_defaults(cls) -> dict[str, dict[str, Any]]:
+        """What `defaults` gives, by the flag with its value that it depends on; first what holds without it."""
+        return {"": cls.defaults({})}
 
     def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
         """The fields whose value this kind of configuration refuses whatever the others are, each with the message

@@ -25,9 +25,8 @@ class ModelConfig(Section):
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
     """A named model: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl, llama-3.2-1b, llama-3-8b, qwen3-0.6b, mistral-7b,
-    pythia-160m, bloom-176b, and of pretrain_bert.py bert-base, bert-large, modernbert-base; gpt2-tiny and bert-tiny
-    for tests. It replaces the defaults of the shape, of --seq-length and, without a
-    tokenizer, of --vocab-size; a configuration file and flags are stronger."""
+    pythia-160m, bloom-176b; gpt2-tiny for tests. It replaces the defaults of the shape, of --seq-length and, without
+    a tokenizer, of --vocab-size; a configuration file and flags are stronger."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Transformer blocks in the whole model. --pp need not divide it."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
@@ -50,7 +49,7 @@ class ModelConfig(Section):
     """The vocabulary is padded in memory to a multiple of this times --tp; neither the loss nor a checkpoint sees
     padding."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Norm before attention, before the feed-forward layer and at the end."""
+    """Kind of the model's norms."""
     norm_epsilon: Annotated[float, Range(above=0), Flag(("--layernorm-epsilon",))] = 1e-5
     """Added to the variance in LayerNorm, and to the mean square in RMSNorm."""
     norm_bias: bool = True
