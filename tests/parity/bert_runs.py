@@ -72,8 +72,8 @@ def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> 
     return resolve(BertConfig(**sections, bert=section), layout[0] * layout[1] * layout[2])
 
 
-def make_bert_trainer(config: BertConfig, mesh: Mesh) -> Trainer:
-    """A trainer on as many random samples as the run takes."""
+def make_bert_trainer(config: BertConfig, mesh: Mesh, data: RaggedPairs | None = None) -> Trainer:
+    """A trainer on `data`, by default as many random samples as the run takes."""
     streams = RandomStreams(config.training.seed, mesh.device)
     context = BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)
     loss = BertLoss(config, mesh.tp)
@@ -89,7 +89,7 @@ def make_bert_trainer(config: BertConfig, mesh: Mesh) -> Trainer:
         batch_type=BertBatch,
     )
     samples = known(config.training.global_batch_size) * config.training.train_iters
-    data = RaggedPairs(samples, packed=config.bert.packed, pairs=config.bert.sentence_task != "none")
+    data = data or RaggedPairs(samples, packed=config.bert.packed, pairs=config.bert.sentence_task != "none")
     return Trainer(config, mesh, task, data, data)
 
 
