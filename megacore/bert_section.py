@@ -10,17 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from megacore.bert_presets import BERT_PRESETS
+from megacore.bert_presets import BERT_PRESETS, Shape
 from megacore.config import Config
 from megacore.fields import Flag, Range, Section
-from megacore.presets import GPT_PRESETS
-from megacore.wording import one_of
 
-SentenceTask = Literal["nsp", "sop", "none"]
 _MASK_PROB = {"classic": 0.15, "modern": 0.30}
-_SENTENCE_TASK: dict[str, SentenceTask] = {"classic": "nsp", "modern": "none"}
+_SENTENCE_TASK: dict[str, Literal["nsp", "none"]] = {"classic": "nsp", "modern": "none"}
 # What the layers are made of, by style: defaults of [model] in the place of GPT-2's.
 _LAYERS: dict[str, dict[str, Any]] = {
     "classic": {"activation": "gelu-exact", "norm_epsilon": 1e-12},
@@ -45,10 +42,10 @@ class BertSection(Section):
     """classic: BERT as it was, with learned positions, token types, norms after each sum, and samples of sentence
     pairs. modern: ModernBERT's choices, with rotary positions, GeGLU, local and global attention, and packed
     documents."""
-    sentence_task: Literal["nsp", "sop", "none"] | None = None
+    sentence_task: Literal["auto", "nsp", "sop", "none"] = "auto"
     """What is predicted of a pair of segments. nsp: whether the second follows the first, or is another document's.
-    sop: whether the two are in order, or swapped. none: there is no pair. None: nsp, or none with --bert-style
-    modern."""
+    sop: whether the two are in order, or swapped. none: there is no pair, and nothing is predicted of one. auto: nsp,
+    or none with --bert-style modern."""
     mask_prob: Annotated[float | None, Range(above=0, below=1)] = None
     """Share of the tokens that are predicted: 80% of them are masked, 10% replaced and 10% kept. None: 0.15, or 0.3
     with --bert-style modern."""
@@ -69,7 +66,7 @@ class BertSection(Section):
         """This section with the style's defaults."""
         return dataclasses.replace(
             self,
-            sentence_task=self.sentence_task or _SENTENCE_TASK[self.bert_style],
+            sentence_task=_SENTENCE_TASK[self.bert_style] if self.sentence_task == "auto" else self.sentence_task,
             mask_prob=_MASK_PROB[self.bert_style] if self.mask_prob is None else self.mask_prob,
         )
 
@@ -98,30 +95,63 @@ class BertConfig(Config):
     """Everything that defines a run of pretrain_bert.py."""
 
     bert: BertSection = field(default_factory=BertSection)
+    presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
+    foreign: ClassVar[Mapping[str, str]] = {
+        "embedding_layernorm": "is BLOOM's, and BERT always has a norm after the embedding: leave it out",
+        "parallel_residual": "is of GPT-NeoX's blocks, not of BERT's: leave it out",
+        "eod_mask_loss": (
+            "is for a model that predicts the next token, which BERT does not: leave it out "
+            "(BERT never predicts a special token)"
+        ),
+        "init_from_hf": (
+            "is for pretrain_gpt.py: convert the directory with tools/convert_checkpoint.py, and give --load"
+        ),
+    }
+
+    meanings: ClassVar[Mapping[str, str]] = {
+        "preset": (
+            f"A named model: {', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. "
+            "It replaces the defaults of the shape, of --seq-length and, without a tokenizer, of --vocab-size; a "
+            "configuration file and flags are stronger."
+        ),
+        "position_embedding_type": (
+            "How positions enter. learned: a table added to the embedding, with --bert-style classic. rope: queries "
+            "and keys are rotated, with --bert-style modern. The styles have no other."
+        ),
+        "rotary_base": (
+            "With --bert-style modern: base of the rotary frequencies in the blocks that attend to the whole document; "
+            "--local-rotary-base is that of the others."
+        ),
+        "window_size": (
+            "With --bert-style modern: where a block does not attend to the whole document (see "
+            "--global-attention-interval), a position sees those up to half as many away, on either side. None: every "
+            "block attends to the whole document."
+        ),
+        "tokenizer": (
+            "A tokenizer.json, a directory that holds one (also a transformers directory), or a SentencePiece .model, "
+            "with [MASK], [CLS], [SEP] and [PAD] or their like; --data-path needs it."
+        ),
+    }
 
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The layers of the style that is given, or of the classic one."""
         return dict(_LAYERS.get(given.get("bert_style", "classic"), {}))
 
-    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.model.preset in GPT_PRESETS and "preset" not in wrong:
-            yield f"--preset {self.model.preset} is GPT's: use {one_of(list(BERT_PRESETS))}, or start pretrain_gpt.py"
-        if self.data.eod_mask_loss and "eod_mask_loss" not in wrong:
-            yield (
-                "--eod-mask-loss is for a model that predicts the next token, which BERT does not: leave it out "
-                "(BERT never predicts a special token)"
-            )
-        if self.checkpoint.init_from_hf is not None and "init_from_hf" not in wrong:
-            yield (
-                f"--init-from-hf {self.checkpoint.init_from_hf} is for pretrain_gpt.py: convert the directory with "
-                "tools/convert_checkpoint.py, and give --load"
-            )
+    @classmethod
+    def all_defaults(cls) -> dict[str, dict[str, Any]]:
+        return {f"--bert-style {style}": dict(layers) for style, layers in _LAYERS.items()}
+
+    def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
+        found = super().wrong_fields(wrong)
         if not wrong & {"data_path", "mock_data", "tokenizer"} and self.data.data_path and self.data.tokenizer is None:
-            yield (
+            found["tokenizer"] = (
                 "--data-path needs the tokenizer that made it, whose [MASK] and other special tokens pretrain_bert.py "
                 "puts in: give --tokenizer PATH"
             )
+        return found
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if self.bert.whole_word_masking and self.data.mock_data and not wrong & {"whole_word_masking", "mock_data"}:
             yield "--whole-word-masking has no effect with --mock-data, which has no words: leave it out"
         if not wrong & {"seq_length", "sentence_task", "bert_style"}:
@@ -138,7 +168,6 @@ class BertConfig(Config):
                 f"--position-embedding-type {model.position_embedding_type} is not that of {style}: use {positions}, "
                 "or leave it out"
             )
-        yield from model.without_effect(("parallel_residual", "embedding_layernorm"), wrong, style, "pretrain_gpt.py")
         if not self.bert.packed:
             yield from model.without_effect(("window_size",), wrong, style, "--bert-style modern")
 

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, overload
 
 from megacore.command_line import Given, all_fields, flag_names, read_flags
-from megacore.config import Config, resolve, sections_of, validate
+from megacore.config import Config, ModelConfig, resolve, sections_of, validate
 from megacore.config_file import read_toml, save_toml
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 from megacore.fields import field_infos
 from megacore.help_text import print_help
 from megacore.missing_files import missing_files
-from megacore.presets import PRESETS
 from megacore.wording import counted
 
 __all__ = ["flag_names", "leave_for_launcher", "load_toml", "parse_config", "save_toml"]
@@ -118,6 +117,7 @@ def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[as
     given = read_toml(path, kind)
     config = _build(kind, _with_defaults(kind, given.values))
     own = [problem for name in sections_of(kind) for problem in getattr(config, name).problems()]
+    own += config.wrong_fields(frozenset()).values()
     if given.problems or own:
         raise ConfigError(given.problems or [f"{path}: {problem}" for problem in own])
     return config
@@ -192,7 +192,7 @@ def _read(
     # The first rank of a machine looks at the disk for all of them.
     on_disk = missing_files(config) if process.local_rank == 0 else []
     here = [*process.problems, *file.problems, *on_disk, *unshaped]
-    return _Reading(config, shared, here, _overridden_preset(flags, file, path), path)
+    return _Reading(config, shared, here, _overridden_preset(kind, flags, file, path), path)
 
 
 def _shaped(
@@ -206,17 +206,20 @@ def _shaped(
 
 
 def _with_defaults(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, over what the preset says, over the entry point's own defaults."""
-    preset: dict[str, Any] = dict(PRESETS.get(given.get("preset") or "", {}))
+    """What is given, over what the preset says, over the entry point's own defaults; of these two without what has no
+    effect beside what is given, which would read as given itself."""
+    preset: dict[str, Any] = dict(kind.presets.get(given.get("preset") or "", {}))
     if given.get("tokenizer") is not None:
         preset.pop("vocab_size", None)
-    values = {**preset, **given}
-    return {**kind.defaults(values), **values}
+    assumed = {**kind.defaults({**preset, **given}), **preset}
+    model = {k: v for k, v in {**assumed, **given}.items() if k in field_infos(ModelConfig)}
+    idle = ModelConfig(**model).idle_fields
+    return {**{k: v for k, v in assumed.items() if k not in idle}, **given}
 
 
-def _overridden_preset(flags: Given, file: Given, path: str | None) -> list[str]:
+def _overridden_preset(kind: type[Config], flags: Given, file: Given, path: str | None) -> list[str]:
     """A preset that is asked for by flag, and of which the file leaves only a part, is worth a word."""
-    preset = PRESETS.get(flags.values.get("preset") or "", {})
+    preset = kind.presets.get(flags.values.get("preset") or "", {})
     changed = [f"{k} {file.values[k]} (preset: {v})" for k, v in preset.items() if file.values.get(k, v) != v]
     changed = [text for text in changed if text.split()[0] not in flags.values]
     if not changed:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from megacore.checkpoint_section import CheckpointConfig
-from megacore.fields import Section
+from megacore.fields import Section, as_given, field_infos
 from megacore.model_section import ModelConfig
 from megacore.pipeline_layout import parse_layout
-from megacore.presets import BERT_PRESETS, GPT_PRESETS
+from megacore.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.sections import DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
 from megacore.update_sections import OptimizerConfig, PrecisionConfig
 from megacore.wording import counted, divisors, nearest_multiples, one_of
@@ -54,20 +54,39 @@ class Config:
     training: TrainingConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    presets: ClassVar[Mapping[str, Shape]] = GPT_PRESETS
+    foreign: ClassVar[Mapping[str, str]] = {}
+    """Fields that are other entry points' alone: after the flag as it was given, why, and the way out."""
+    meanings: ClassVar[Mapping[str, str]] = {}
+    """What fields mean to this entry point, where that is not what their own help texts say."""
 
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Values by field that take the place of the sections' defaults, which may depend on what is given."""
         return {}
 
+    @classmethod
+    def all_defaults(cls) -> dict[str, dict[str, Any]]:
+        """What `defaults` gives, by the flag with its value that it depends on; first what holds without it."""
+        return {"": cls.defaults({})}
+
+    def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
+        """The fields whose value this kind of configuration refuses whatever the others are, each with the message
+        that says so, leaving aside those that are `wrong` on their own."""
+        found = {}
+        if self.model.preset is not None and self.model.preset not in self.presets and "preset" not in wrong:
+            found["preset"] = preset_problem(self.model.preset, self.presets)
+        for section in sections_of(type(self)):
+            for name, info in field_infos(type(getattr(self, section))).items():
+                value = getattr(getattr(self, section), name)
+                if name in self.foreign and name not in wrong and value != info.default:
+                    found[name] = f"{as_given(name, value)} {self.foreign[name]}"
+        return found
+
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         """Yields what is wrong between the sections of this kind of configuration alone, leaving aside the fields that
         are `wrong` on their own."""
-        if self.model.preset in BERT_PRESETS and "preset" not in wrong:
-            yield (
-                f"--preset {self.model.preset} is BERT's: use {one_of(list(GPT_PRESETS))}, or start pretrain_bert.py "
-                "instead"
-            )
+        yield from ()
 
 
 C = TypeVar("C", bound=Config)
@@ -126,13 +145,14 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
     Returns:
         A line a problem, which names the flags, their values, the constraint and the way out; none if all is well.
     """
-    found: list[str] = []
-    wrong = unread
-    for name in sections_of(type(config)):
-        section: Section = getattr(config, name)
-        impossible = section.wrong_fields()
-        wrong |= frozenset(impossible)
-        found += [message for key, message in impossible.items() if key not in unread]
+    sections: list[Section] = [getattr(config, name) for name in sections_of(type(config))]
+    impossible = [section.wrong_fields() for section in sections]
+    wrong = unread.union(*impossible)
+    foreign = config.wrong_fields(wrong)
+    wrong |= foreign.keys()
+    found = list(foreign.values())
+    for section, messages in zip(sections, impossible, strict=True):
+        found += [message for key, message in messages.items() if key not in unread]
         found += section.constraints(wrong)
     for names, constraint in _CONSTRAINTS:
         if not names & wrong:
@@ -239,21 +259,6 @@ def _stages(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("pp", "schedule", "virtual_stages", "schedule_csv")
-def _schedule_of_pipeline(config: Config, world_size: int) -> Iterator[str]:
-    pp, schedule, virtual = config.parallel.pp, config.parallel.schedule, config.parallel.virtual_stages
-    own = config.parallel.schedule_csv is not None
-    if schedule == "interleaved" and virtual == 1 and not own:
-        yield "--schedule interleaved needs several stages a rank: give --virtual-stages 2 or more, or use 1f1b"
-    if schedule != "interleaved" and virtual > 1 and not own:
-        yield (
-            f"--virtual-stages {virtual} has no effect with --schedule {schedule}: "
-            "leave it out, or use --schedule interleaved"
-        )
-    if pp == 1 and virtual > 1:
-        yield f"--virtual-stages {virtual} needs a pipeline: use --pp 2 or more, or leave --virtual-stages out"
-
-
 @_about("tp", "pp", "dp")
 def _processes(config: Config, world_size: int) -> Iterator[str]:
     tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
@@ -321,13 +326,7 @@ def _start_of_weights(config: Config, world_size: int) -> Iterator[str]:
         yield f"--preset {preset} has no effect with --init-from-hf {source}, which has its own shape: leave it out"
 
 
-@_about("trace", "trace_steps")
-def _trace(config: Config, world_size: int) -> Iterator[str]:
-    if config.logging.trace_steps is not None and not config.logging.trace:
-        yield f"--trace-steps {config.logging.trace_steps} has no effect without --trace: leave it out, or give --trace"
-
-
-@_about("vocab_size", "tokenizer", "mock_data", "data_path")
+@_about("vocab_size", "tokenizer", "mock_data", "data_path", "preset")
 def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
     if (
         config.model.vocab_size is None

@@ -86,6 +86,13 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def as_given(name: str, value: Any) -> str:
+    """A field as a user gives it: `--num-layers 12`, `--mock-data`, `--no-mock-data`."""
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no_{name}")
+    return f"{flag(name)} {value if isinstance(value, str) else number(value)}"
+
+
 def field_infos(section: type) -> dict[str, FieldInfo]:
     """Describes every field of a section class, in the order of its definition."""
     return _field_infos(section)
@@ -146,7 +153,8 @@ class Section:
     def without_effect(self, names: tuple[str, ...], wrong: frozenset[str], beside: str, needs: str) -> Iterator[str]:
         """Yields a line for each of the fields that was given where it changes nothing.
 
-        That a field differs from its default is all that tells a given value from none.
+        That a field differs from its default is all that tells a given value from none; presets and styles therefore
+        fill no field that is idle.
 
         Args:
             names: the fields.
@@ -158,8 +166,7 @@ class Section:
         for name in names:
             value = getattr(self, name)
             if name not in wrong and value != infos[name].default:
-                given = "" if value is True else f" {value if isinstance(value, str) else number(value)}"
-                yield f"{flag(name)}{given} has no effect with {beside}: leave it out, or use {needs}"
+                yield f"{as_given(name, value)} has no effect with {beside}: leave it out, or use {needs}"
 
     def filled(self) -> Self:
         """This section with the fields that follow from others of it."""

@@ -26,14 +26,15 @@ def print_help(prog: str, description: str, kind: type[Config]) -> None:
             aliases=others,
             metavar=metavar,
             help=doc,
-            help_behavior_hint=f"({default_text(info)})",
+            help_behavior_hint=f"({default_text(info, kind)})",
         )
 
     def section_class(name: str, section: type) -> type:
-        hints, docs = get_type_hints(section), field_docs(section)
+        hints, docs = get_type_hints(section), {**field_docs(section), **kind.meanings}
         fields = [
             (key, Annotated[hints[key], shown(info, docs[key])], dataclasses.field(default=info.default))
             for key, info in field_infos(section).items()
+            if key not in kind.foreign
         ]
         return dataclasses.make_dataclass(name, fields, kw_only=True, namespace={"__doc__": section.__doc__})
 
@@ -46,12 +47,20 @@ def print_help(prog: str, description: str, kind: type[Config]) -> None:
         tyro.cli(tree, prog=prog, description=description, args=["--help"], config=(tyro.conf.OmitArgPrefixes,))
 
 
-def default_text(info: FieldInfo) -> str:
-    """`default: 12`, or that there is none."""
+def default_text(info: FieldInfo, kind: type[Config]) -> str:
+    """`default: 12`, or that there is none; where it depends on a flag, as a style's do, each with that flag."""
     if info.required:
         return "required"
+    variants = kind.all_defaults().items()
+    (_, first), *others = [
+        (beside, _value_text(info, values.get(info.name, info.default))) for beside, values in variants
+    ]
+    return "; ".join([f"default: {first}", *(f"{text} with {beside}" for beside, text in others if text != first)])
+
+
+def _value_text(info: FieldInfo, value: Any) -> str:
     if info.kind is bool:
-        return "default: on" if info.default else "default: off"
-    if info.kind in (int, float) and info.default is not None:
-        return f"default: {number(info.default)}"
-    return "default: none" if info.default == () else f"default: {info.default}"
+        return "on" if value else "off"
+    if info.kind in (int, float) and value is not None:
+        return number(value)
+    return "none" if value == () else str(value)

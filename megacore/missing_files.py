@@ -33,7 +33,7 @@ def missing_files(config: Config) -> list[str]:
     load, init = config.checkpoint.load, config.checkpoint.init_from_hf
     if _given(load) and load != AUTO and not os.path.isdir(load):
         found.append(f"--load {load} is not a directory: give a checkpoint directory, or leave --load out")
-    if _given(init) and not os.path.isdir(init):
+    if _given(init) and "init_from_hf" not in config.foreign and not os.path.isdir(init):
         found.append(f"--init-from-hf {init} is not a directory: give one with config.json and safetensors")
     own = config.parallel.schedule_csv
     if _given(own) and not os.path.isfile(own):

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megacore.fields import Flag, Range, Section
-from megacore.presets import PRESETS
-from megacore.wording import did_you_mean, divisors, nearest_multiples, one_of
+from megacore.fields import Flag, Range, Section, flag
+from megacore.wording import divisors, nearest_multiples, one_of
 
-_SCALES = ("rope_scaling_factor",)
 _LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
+_SCALES = ("rope_scaling_factor", "rope_original_max_positions", *_LLAMA3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +25,8 @@ class ModelConfig(Section):
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
     """A named model: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl, llama-3.2-1b, llama-3-8b, qwen3-0.6b, mistral-7b,
-    pythia-160m, bloom-176b, and of pretrain_bert.py bert-base, bert-large, modernbert-base; gpt2-tiny and bert-tiny
-    for tests. It replaces the defaults of the shape, of --seq-length and, without a
-    tokenizer, of --vocab-size; a configuration file and flags are stronger."""
+    pythia-160m, bloom-176b; gpt2-tiny for tests. It replaces the defaults of the shape, of --seq-length and, without
+    a tokenizer, of --vocab-size; a configuration file and flags are stronger."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Transformer blocks in the whole model. --pp need not divide it."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
@@ -51,7 +49,7 @@ class ModelConfig(Section):
     """The vocabulary is padded in memory to a multiple of this times --tp; neither the loss nor a checkpoint sees
     padding."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Norm before attention, before the feed-forward layer and at the end."""
+    """Kind of the model's norms."""
     norm_epsilon: Annotated[float, Range(above=0), Flag(("--layernorm-epsilon",))] = 1e-5
     """Added to the variance in LayerNorm, and to the mean square in RMSNorm."""
     norm_bias: bool = True
@@ -140,13 +138,9 @@ class ModelConfig(Section):
         )
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        if self.preset is not None and self.preset not in PRESETS:
-            near = did_you_mean(self.preset, PRESETS)
-            yield f"--preset {self.preset} is not known: use {one_of(list(PRESETS))}{near}"
         yield from self._heads(wrong)
+        yield from self._idle(wrong)
         yield from self._positions(wrong)
-        if not self.norm_bias and self.normalization == "RMSNorm" and not wrong & {"normalization", "norm_bias"}:
-            yield "--no-norm-bias has no effect with --normalization RMSNorm, which has no bias: leave it out"
         if self.add_qkv_bias and not self.disable_bias_linear and not wrong & {"add_qkv_bias", "disable_bias_linear"}:
             yield (
                 "--add-qkv-bias has no effect without --disable-bias-linear, as every linear layer has a bias then: "
@@ -171,19 +165,28 @@ class ModelConfig(Section):
                 f"use {one_of(divisors(heads, near=groups, most=6))}"
             )
 
+    @property
+    def idle_fields(self) -> dict[str, str]:
+        """Fields that change nothing, each with the one that makes it so; asked of any values, possible or not."""
+        found = {"norm_bias": "normalization"} if self.normalization == "RMSNorm" else {}
+        if self.position_embedding_type != "rope":
+            names = ("rotary_base", "rotary_percent", "rope_scaling", *_SCALES)
+            return found | dict.fromkeys(names, "position_embedding_type")
+        idle = {"none": _SCALES, "linear": _SCALES[1:], "dynamic": _LLAMA3}.get(self.rope_scaling, ())
+        return found | dict.fromkeys(idle, "rope_scaling")
+
+    def _idle(self, wrong: frozenset[str]) -> Iterator[str]:
+        more = "llama3" if self.rope_scaling != "none" else "linear, dynamic or llama3"
+        needed = {"normalization": "LayerNorm", "position_embedding_type": "rope", "rope_scaling": more}
+        for name, cause in self.idle_fields.items():
+            if cause not in wrong:
+                beside, needs = f"{flag(cause)} {getattr(self, cause)}", f"{flag(cause)} {needed[cause]}"
+                yield from self.without_effect((name,), wrong, beside, needs)
+
     def _positions(self, wrong: frozenset[str]) -> Iterator[str]:
-        kind, scaling = self.position_embedding_type, self.rope_scaling
-        scales = (*_SCALES, "rope_original_max_positions", *_LLAMA3)
-        if "position_embedding_type" not in wrong and kind != "rope":
-            beside = f"--position-embedding-type {kind}"
-            names = ("rotary_base", "rotary_percent", "rope_scaling", *scales)
-            yield from self.without_effect(names, wrong, beside, "--position-embedding-type rope")
+        scaling = self.rope_scaling
+        if wrong & {"position_embedding_type", "rope_scaling"} or self.position_embedding_type != "rope":
             return
-        if wrong & {"position_embedding_type", "rope_scaling"}:
-            return
-        idle = {"none": scales, "linear": scales[1:], "dynamic": _LLAMA3, "llama3": ()}[scaling]
-        needs = "--rope-scaling llama3" if scaling != "none" else "--rope-scaling linear, dynamic or llama3"
-        yield from self.without_effect(idle, wrong, f"--rope-scaling {scaling}", needs)
         if scaling in ("dynamic", "llama3") and self.rope_original_max_positions is None:
             yield (
                 f"--rope-scaling {scaling} needs --rope-original-max-positions: give the context, in tokens, that the "

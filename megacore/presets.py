@@ -11,7 +11,10 @@ Scao et al. 2022 (arXiv 2211.05100), Pythia Biderman et al. 2023 (arXiv 2304.013
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megacore.bert_presets import BERT_PRESETS, Shape
+from megacore.wording import did_you_mean, one_of
 
 
 def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int) -> Shape:
@@ -119,3 +122,11 @@ GPT_PRESETS: dict[str, Shape] = {
 }
 
 PRESETS = {**GPT_PRESETS, **BERT_PRESETS}
+
+
+def preset_problem(name: str, known: Mapping[str, Shape]) -> str:
+    """What is wrong with a name that is not among an entry point's presets."""
+    if name in PRESETS:
+        whose, program = ("GPT's", "pretrain_gpt.py") if name in GPT_PRESETS else ("BERT's", "pretrain_bert.py")
+        return f"--preset {name} is {whose}: use {one_of(list(known))}, or start {program} instead"
+    return f"--preset {name} is not known: use {one_of(list(known))}{did_you_mean(name, known)}"

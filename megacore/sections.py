@@ -73,6 +73,20 @@ class ParallelConfig(Section):
         if self.pipeline_layout is not None:
             layout = f"--pipeline-layout {self.pipeline_layout}"
             yield from self.without_effect(("pipeline_balance",), wrong, layout, "it without a layout")
+        if not wrong & {"pp", "schedule", "virtual_stages", "schedule_csv"}:
+            yield from self._schedule()
+
+    def _schedule(self) -> Iterator[str]:
+        schedule, virtual, own = self.schedule, self.virtual_stages, self.schedule_csv is not None
+        if schedule == "interleaved" and virtual == 1 and not own:
+            yield "--schedule interleaved needs several stages a rank: give --virtual-stages 2 or more, or use 1f1b"
+        if schedule != "interleaved" and virtual > 1 and not own:
+            yield (
+                f"--virtual-stages {virtual} has no effect with --schedule {schedule}: "
+                "leave it out, or use --schedule interleaved"
+            )
+        if self.pp == 1 and virtual > 1:
+            yield f"--virtual-stages {virtual} needs a pipeline: use --pp 2 or more, or leave --virtual-stages out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +229,10 @@ class LoggingConfig(Section):
     """Write OUTPUT_DIR/trace.json: what every rank did in the steps after the first, for Perfetto and draw_schedule."""
     trace_steps: Annotated[int | None, Range(1)] = None
     """Steps that --trace takes. None: 3."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if not wrong & {"trace", "trace_steps"} and self.trace_steps is not None and not self.trace:
+            yield f"--trace-steps {self.trace_steps} has no effect without --trace: leave it out, or give --trace"
 
 
 def _as_number(text: str) -> float | None:

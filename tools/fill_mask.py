@@ -48,12 +48,15 @@ def _fill(args: Namespace) -> None:
     if len(tokens) > room:
         raise UserError(f"the text has {len(tokens)} tokens with its ends, but the model {room} positions: shorten it")
     stage = model_of(directory, partial(bert_layers, config), select_device(args.device))
-    found = fill_mask(stage, tokens, mask=special.mask, vocab_size=known(model.vocab_size), top_k=args.top_k)
+    spelled = [token for token in range(tokenizer.vocab_size) if tokenizer.piece(token)]  # the model may have more ids
+    sizes = {"vocab_size": known(model.vocab_size), "top_k": args.top_k}
+    found = fill_mask(stage, tokens, mask=special.mask, allowed=spelled, **sizes)
     for number, predictions in enumerate(found, start=1):
         if masks > 1:
             print(f"[MASK] {number} of {masks}")
         for token, probability in predictions:
-            print(f"{probability:.4f}  {tokenizer.decode([token]).strip()}")
+            # Special tokens have no text, and neither has white space: their own spelling says which they are.
+            print(f"{probability:.4f}  {tokenizer.decode([token]).strip() or tokenizer.piece(token)}")
 
 
 def _config(directory: Path) -> BertConfig:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megacore.bert_section import BertConfig
 from megacore.command_line import CONFIG_DOC, CONFIG_INFO
-from megacore.config import SECTIONS, sections_of
+from megacore.config import SECTIONS, Config, sections_of
 from megacore.fields import FieldInfo, field_docs, field_infos, flag
 from megacore.help_text import default_text
 from megacore.presets import PRESETS
@@ -69,7 +69,20 @@ def _section_table(section: type) -> Iterator[str]:
     yield "|---|---|---|---|"
     for info in field_infos(section).values():
         names = f"`{info.flag}`" + "".join(f"<br>`{alias}`" for alias in info.aliases)
-        yield f"| {names} | {_value(info)} | {default_text(info).removeprefix('default: ')} | {docs[info.name]} |"
+        yield f"| {names} | {_value(info)} | {_default(info)} | {docs[info.name]}{_to_bert(info)} |"
+
+
+def _default(info: FieldInfo) -> str:
+    """The default, and BERT's where it is another."""
+    gpts, berts = (default_text(info, kind).removeprefix("default: ") for kind in (Config, BertConfig))
+    return gpts if gpts == berts or info.name in BertConfig.foreign else f"{gpts}<br>BERT: {berts}"
+
+
+def _to_bert(info: FieldInfo) -> str:
+    """What the field means to pretrain_bert.py, where it is not the same."""
+    if info.name in BertConfig.foreign:
+        return " Not of pretrain_bert.py."
+    return f"<br>BERT: {BertConfig.meanings[info.name]}" if info.name in BertConfig.meanings else ""
 
 
 def _value(info: FieldInfo) -> str:

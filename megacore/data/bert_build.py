@@ -88,7 +88,7 @@ def build_bert_datasets(config: BertConfig, *, train_samples: int | None = None)
         text = MockBertText(
             vocab_size,
             shape.seq_length,
-            task=known(section.sentence_task),
+            task=section.sentence_task,
             packed=section.packed,
             short_seq_prob=shape.short_seq_prob,
             seed=config.training.seed,

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
 from typing import NoReturn
 
-from megacore.errors import EXIT_REFUSED, UserError
+from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -46,6 +46,8 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
         action(parser.parse_args(argv))
     except SystemExit as stop:  # --help, or SIGTERM
         return stop.code if isinstance(stop.code, int) else 0
+    except ConfigError as error:
+        return _say(parser, "; ".join(error.problems), EXIT_REFUSED)
     except (_Refusal, UserError) as error:
         return _say(parser, str(error), EXIT_REFUSED)
     except KeyboardInterrupt:

@@ -6,7 +6,8 @@
    not a lower-case letter or punctuation that goes on: letters of scripts without case, digits and symbols too.
 4. A single `.` does not after an abbreviation that asks for more (Dr., e.g.; No. and p. before a number), nor after the
    number or letter that a list item begins with. After an initial or acronym (J., U.S.), or an abbreviation that may
-   end a sentence (etc., Inc.), it does only before a word that usually begins one (The, He, In).
+   end a sentence (etc., Inc.), it does only before a word that usually begins one (The, He, In). Titles, days and
+   months are abbreviations only with a capital (Gen., Sun., Mar.), since small ones are words.
 
 Nothing is lost but the white space between sentences. A trained splitter is better at abbreviations it has seen.
 """
@@ -28,6 +29,7 @@ _GOES_ON = frozenset(",;:.!?%)]}…")
 _LAST_WORD = re.compile(r"(?:^|[\s\"'“‘«‹„(\[{/—–-])([^\s\"'“‘«‹„(\[{/—–-]+)\.$")
 _ACRONYM = re.compile(r"[^\W\d_](\.[^\W\d_]{1,2})*")
 _ITEM = re.compile(r"\(?(\d{1,3}|[^\W\d_]|[ivxIVX]+)")
+_ET_AL = re.compile(r"\bet\s+al\.$")
 _WORD = re.compile(r"[^\W\d_]+")
 _LONGEST_WORD = 32  # characters before a full stop that are looked at
 
@@ -36,14 +38,20 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ASKS_FOR_MORE = _words("""
+# Written with a capital, or all in capitals: small, most of them are words (one more rep, the sun, he sat).
+_TITLES = _words("""
     mr mrs ms messrs mme mlle dr drs prof rev revd fr hon sra srta dra gen col lt maj sgt cpl capt cmdr adm gov sen rep
-    pres supt brig vs v cf e.g i.e eg ie viz approx ca c trans repr bzw hrsg vgl u.a z.b d.h p.ej
+    pres supt brig
 """)
+# Only thus: Sun., Mar., Co.
+_DATES = _words("jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thur thurs fri sat sun co")
+_CIRCA = "ca"  # with a capital, and no number after it, a place
+_EDITION = "ed"  # with a capital a name
+_AND_OTHERS = "et al"  # its second word is a name, or Spanish
+_ASKS_FOR_MORE = _words("vs v cf e.g i.e eg ie viz approx c repr bzw hrsg vgl u.a z.b d.h p.ej")
 _BEFORE_A_NUMBER = _words("no nos nr núm fig figs tab eq eqs sec secs ch chap vol vols bd art par pt pp p pág op ver")
 _MAY_END = _words("""
-    etc inc ltd co corp bros plc llc gmbh jr sr esq ph.d al ed eds dept univ st ste mt ft usw
-    jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thur thurs fri sat sun ave blvd rd
+    etc inc ltd corp bros plc llc gmbh jr sr esq ph.d eds dept univ st ste mt ft usw ave blvd rd trans
 """)
 _BEGINS = _words("""
     a after all although an and another any as at because before both but by despite during each every few finally first
@@ -82,7 +90,8 @@ def _ends(text: str, start: int, match: re.Match[str]) -> bool:
     if word is None:
         return True
     is_all = stop - start <= _LONGEST_WORD and before == f"{word[1]}."
-    return _ends_after(word[1], text, following.start(1), is_all)
+    abbreviation = _AND_OTHERS if _ET_AL.search(before) else word[1]
+    return _ends_after(abbreviation, text, following.start(1), is_all)
 
 
 def _ends_after(word: str, text: str, following: int, is_all: bool) -> bool:
@@ -95,11 +104,14 @@ def _ends_after(word: str, text: str, following: int, is_all: bool) -> bool:
         is_all: Whether the word is the whole sentence so far.
     """
     known = word.casefold()
-    if known in _ASKS_FOR_MORE or (is_all and _ITEM.fullmatch(word)):
+    capital = word in (known.capitalize(), known.upper())
+    circa = known == _CIRCA and (word == _CIRCA or text[following].isdigit())
+    if known in _ASKS_FOR_MORE or (capital and known in _TITLES) or circa or (is_all and _ITEM.fullmatch(word)):
         return False
     if known in _BEFORE_A_NUMBER:
         return not text[following].isdigit() and not re.match(r"[IVXLC]+\b", text[following:])
-    if known in _MAY_END or _ACRONYM.fullmatch(word):
+    dated = word == known.capitalize() and known in _DATES  # SAT is a test
+    if known in _MAY_END or dated or word in (_EDITION, _AND_OTHERS) or _ACRONYM.fullmatch(word):
         begins = _WORD.match(text, following)
         return begins is not None and begins[0].casefold() in _BEGINS
     return True

@@ -60,6 +60,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens are left out."""
 
+    def piece(self, index: int) -> str:
+        """How the vocabulary spells an id below `vocab_size`; empty where it has none of that number."""
+
     def word_starts(self) -> list[bool] | None:
         """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
 
@@ -111,6 +114,10 @@ class JsonTokenizer:
         """Text of the ids; special tokens are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def piece(self, index: int) -> str:
+        """How the vocabulary spells an id below `vocab_size`; empty where it has none of that number."""
+        return self._backend.id_to_token(index) or ""
 
     def word_starts(self) -> list[bool] | None:
         """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
@@ -178,6 +185,10 @@ class SentencePieceTokenizer:
         """Text of the ids; control tokens are left out."""
         text: str = self._processor.decode([int(index) for index in ids])
         return text
+
+    def piece(self, index: int) -> str:
+        """How the vocabulary spells an id below `vocab_size`."""
+        return str(self._processor.id_to_piece(index))
 
     def word_starts(self) -> list[bool] | None:
         """Whether each id begins a word by the tokenizer's own marks, None where it has none."""

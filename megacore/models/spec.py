@@ -72,6 +72,15 @@ class Terms:
         """Of the sums and of the counts."""
         return (len(self.names),) if self.names else ()
 
-    def named(self, means: Tensor) -> dict[str, float]:
-        """The means by name; empty where there is one without a name."""
-        return dict(zip(self.names, means.tolist(), strict=True)) if self.names else {}
+    def figures(self, means: Tensor, counts: Tensor, *, losses: int | None = None) -> dict[str, float | None]:
+        """What is reported of a global batch: `loss`, and every mean by its name; None where nothing was counted.
+
+        Args:
+            means: of the sums, 0 where there is nothing to count.
+            counts: of the whole global batch.
+            losses: how many of the means, from the first, add up to the loss; None: all.
+        """
+        pairs = zip(means.reshape(-1).tolist(), counts.reshape(-1).tolist(), strict=True)
+        found = [mean if count else None for mean, count in pairs]
+        counted = [mean for mean in found[:losses] if mean is not None]
+        return {"loss": sum(counted) if counted else None, **dict(zip(self.names, found, strict=False))}

@@ -13,7 +13,9 @@ Predictions = list[tuple[int, float]]  # token ids and their probabilities, the 
 
 
 @torch.no_grad()
-def fill_mask(stage: Stage, tokens: Sequence[int], *, mask: int, vocab_size: int, top_k: int) -> list[Predictions]:
+def fill_mask(
+    stage: Stage, tokens: Sequence[int], *, mask: int, vocab_size: int, top_k: int, allowed: Sequence[int]
+) -> list[Predictions]:
     """The likeliest tokens at each masked position of one text.
 
     Args:
@@ -21,7 +23,8 @@ def fill_mask(stage: Stage, tokens: Sequence[int], *, mask: int, vocab_size: int
         tokens: of the text, [CLS] and [SEP] included; at most as many as the model has positions.
         mask: id of the mask token.
         vocab_size: true size of the vocabulary.
-        top_k: how many tokens of each position.
+        top_k: how many tokens of each position, at most as many as are allowed.
+        allowed: ids to choose from; probabilities are those among the whole vocabulary.
 
     Returns:
         Predictions for every masked position, in order.
@@ -40,6 +43,7 @@ def fill_mask(stage: Stage, tokens: Sequence[int], *, mask: int, vocab_size: int
             "the model's output is not finite (NaN or infinite): use a checkpoint of an earlier step, or one whose "
             "training did not diverge"
         )
-    best = masked.topk(min(top_k, vocab_size))
-    rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [list(zip(ids, probabilities, strict=True)) for ids, probabilities in rows]
+    ids = torch.tensor(list(allowed))
+    best = masked[:, ids].topk(min(top_k, len(ids)))
+    rows = zip(ids[best.indices].tolist(), best.values.tolist(), strict=True)
+    return [list(zip(found, probabilities, strict=True)) for found, probabilities in rows]

@@ -30,16 +30,21 @@ def log_line(record: Mapping[str, Any], train_iters: int, *, terms: Sequence[str
         train_iters: steps of the run.
         terms: names of the loss's terms, where it has several.
     """
-    losses = [f"{_words(name)} {record[f'train/{name}']:.4f}" for name in ("loss", *terms)]
+    losses = [f"{_words(name)} {_figure(record[f'train/{name}'])}" for name in ("loss", *terms)]
     parts = [f"{label} {form.format(record[key])}" for key, label, form in _LINE if key in record]
     skipped = [f"{record['train/skipped_steps']} skipped"] if record.get("train/skipped_steps") else []
     return " | ".join([f"step {record['step']}/{train_iters}", *losses, *parts, *skipped])
 
 
-def evaluation_line(step: int, figures: Mapping[str, float], train_iters: int) -> str:
+def evaluation_line(step: int, figures: Mapping[str, float | None], train_iters: int) -> str:
     """One line an evaluation: `step 20/300 | eval loss 5.4321`, and what else was evaluated."""
-    first, *others = [f"{_words(key.removeprefix('eval/'))} {value:.4f}" for key, value in figures.items()]
+    first, *others = [f"{_words(key.removeprefix('eval/'))} {_figure(value)}" for key, value in figures.items()]
     return " | ".join([f"step {step}/{train_iters}", f"eval {first}", *others])
+
+
+def _figure(value: float | None) -> str:
+    """`none` where nothing was counted."""
+    return "none" if value is None else f"{value:.4f}"
 
 
 def _words(name: str) -> str:

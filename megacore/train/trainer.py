@@ -50,7 +50,7 @@ class Trainer:
         valid_data: validation samples, or None for no evaluation.
 
     Attributes:
-        means: of the last step's loss terms, fp64.
+        means, counts: of the last step's loss terms over the global batch, fp64.
     """
 
     def __init__(self, config: Config, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
@@ -66,7 +66,7 @@ class Trainer:
         )
         self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
         self.step, self.consumed_samples = 0, 0
-        self.means = torch.zeros(task.terms.shape, dtype=torch.float64)
+        self.means = self.counts = torch.zeros(task.terms.shape, dtype=torch.float64)
         self.stop_requests = StopRequests(config.checkpoint, mesh)
         self.loaded = None if config.checkpoint.load is None else self._restore(Path(config.checkpoint.load))
         self.tracer = Tracer(config, mesh, self.model.runtime, self.step)
@@ -102,10 +102,10 @@ class Trainer:
         """Steps, until the last or until all ranks agree to end; returns why they ended early."""
         training, logging, stopped = self.config.training, self.config.logging, None
         while self.step < training.train_iters and stopped is None:
-            loss, norm, rate = self.train_step(next(self.batches))
+            _, norm, rate = self.train_step(next(self.batches))
             self.report.step_done(self.step)
             if _due(self.step, logging.log_interval, training.train_iters):
-                self._log(loss, norm, rate, clock.per_step(self.step))
+                self._log(norm, rate, clock.per_step(self.step))
             if self.tracer.is_complete(self.step):
                 with clock.paused():
                     self.tracer.write(self._microbatches)
@@ -155,12 +155,12 @@ class Trainer:
         outcome = self.update.apply(own_loss, rate)
         if outcome.skipped is not None:
             self.report.say(f"step {self.step}/{self.config.training.train_iters} | skipped: {outcome.skipped}")
-        self.means = outcome.loss * per_count()
+        self.means, self.counts = outcome.loss * per_count(), counts
         return self.means.sum(), outcome.norm, rate
 
-    def evaluate(self) -> float:
+    def evaluate(self) -> float | None:
         """Mean loss (without what only training adds to it, such as label smoothing) over eval_iters global batches of
-        the validation data, the same ones every time."""
+        the validation data, the same ones every time; None where these have nothing to predict."""
         assert self.valid_batches is not None
         self.valid_batches.rewind()
         terms = self.task.eval_terms or self.task.terms
@@ -171,13 +171,12 @@ class Trainer:
             if self.mesh.pp.is_last:
                 sums[1] += torch.stack([terms.counts(microbatch) for microbatch in batch]).sum(0)
         all_reduce_(all_reduce_(sums, self.mesh.dp), self.mesh.pp)
-        means = sums[0] / sums[1].clamp(min=1.0)
-        named = terms.named(means)
-        loss = sum(named[name] for name in self.task.terms.names) if named else float(means)
-        figures = {"eval/loss": loss, **{f"eval/{name}": mean for name, mean in named.items()}}
+        losses = len(self.task.terms.names) or None
+        found = terms.figures(sums[0] / sums[1].clamp(min=1.0), sums[1], losses=losses)
+        figures = {f"eval/{name}": figure for name, figure in found.items()}
         self.report.record({**self._position(), **figures})
         self.report.say(evaluation_line(self.step, figures, self.config.training.train_iters))
-        return loss
+        return found["loss"]
 
     def save(self) -> None:
         """Publish a checkpoint of the current step, and wait for it."""
@@ -234,7 +233,7 @@ class Trainer:
             changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
             self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
 
-    def _log(self, loss: Tensor, norm: Tensor, rate: float, step_seconds: float) -> None:
+    def _log(self, norm: Tensor, rate: float, step_seconds: float) -> None:
         config, training = self.config, self.config.training
         peak = self._largest({"peak": float(peak_memory_bytes(self.mesh.device))})["peak"]
         memory = self._memory()
@@ -243,8 +242,7 @@ class Trainer:
         tflops = flops * sequences / step_seconds / self.mesh.world.size / 1e12
         record = {
             **self._position(),
-            "train/loss": float(loss),
-            **{f"train/{name}": mean for name, mean in self.task.terms.named(self.means).items()},
+            **{f"train/{name}": figure for name, figure in self.task.terms.figures(self.means, self.counts).items()},
             "train/grad_norm": float(norm),
             "train/lr": rate,
             "perf/step_time_s": step_seconds,

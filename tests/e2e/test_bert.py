@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from megacore.data.tokenizer import load_tokenizer
 from tests.e2e.launching import BERT_PROGRAM, alone, small_run, words
 from tools.fill_mask import main as fill_mask
 from tools.preprocess_data import main as preprocess
@@ -108,6 +110,22 @@ def test_the_mask_is_filled_with_words_that_fit(learned: Path, capsys: pytest.Ca
     probabilities = [float(line.split()[0]) for line in lines if not line.startswith("[")]
     assert len(probabilities) == 6
     assert probabilities[:3] == sorted(probabilities[:3], reverse=True)
+
+
+def test_every_token_of_the_tokenizer_is_shown_and_no_other(
+    corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    untrained = run(corpus, tmp_path, train_iters=1, vocab_size=500)
+    assert alone(*untrained, program=BERT_PROGRAM, timeout=120).returncode == 0
+    assert fill_mask([*words(checkpoint=tmp_path, top_k=5_000_000), "a [MASK]"]) == 0
+    shown = [line[8:] for line in capsys.readouterr().out.splitlines()]
+    vocabulary = load_tokenizer(corpus.tokenizer)
+    assert vocabulary.vocab_size < 500
+    assert sorted(shown) == sorted(vocabulary.piece(token) for token in range(vocabulary.vocab_size))
+    assert {"[MASK]", "[CLS]", "the"} <= set(shown)
+    if not torch.accelerator.is_available():
+        assert fill_mask([*words(checkpoint=tmp_path, device="cuda"), "a [MASK]"]) == 2
+        assert capsys.readouterr().err.startswith("fill_mask.py: error: --device cuda: torch finds no such device")
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,6 @@ def hidden_states(stage: Stage, batch: BertBatch) -> list[Tensor]:
 
 
 def loss_of(config: BertConfig, output: Tensor | tuple[Tensor, Tensor], batch: BertBatch) -> Tensor:
-    """The mean loss over the masked tokens, plus that over the pairs."""
+    """The mean loss over the masked tokens, plus that over the pairs; 0 for either where there is none."""
     loss = BertLoss(config, ALONE)
-    return (loss(output, batch) / loss.terms.counts(batch).float()).sum()
+    return (loss(output, batch) / loss.terms.counts(batch).float().clamp(min=1)).sum()

@@ -62,9 +62,15 @@ def test_classic_equals_one_process_on_more_layouts(layout: Layout, changes: dic
 MODERN = {"bert_style": "modern", "window_size": 6}
 
 
-@pytest.mark.parametrize(("layout", "changes"), [((2, 2, 1), SPLIT)], ids=str)
-def test_modern_equals_one_process(layout: Layout, changes: dict[str, Any], run_bert: Run) -> None:
-    agree(run_bert(layout, **MODERN, **changes), run_bert((1, 1, 1), **MODERN))
+@pytest.mark.parametrize(
+    ("layout", "changes", "model"),
+    [((2, 2, 1), SPLIT, {}), ((2, 1, 1), SPLIT, {"normalization": "RMSNorm", "norm_bias": True})],
+    ids=str,
+)
+def test_modern_equals_one_process(
+    layout: Layout, changes: dict[str, Any], model: dict[str, Any], run_bert: Run
+) -> None:
+    agree(run_bert(layout, **MODERN, **changes, **model), run_bert((1, 1, 1), **MODERN, **model))
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""What a position may not see does not reach it, bit for bit: not padding, and not another document of its sample."""
+"""What a position may not see does not reach it, bit for bit: not padding, and not another document of its sample;
+neither what it predicts, nor what its predictions add to loss and gradients."""
 
 from __future__ import annotations
 
@@ -56,9 +57,33 @@ def test_the_content_of_padding_changes_no_bit_of_an_output_or_a_gradient(attent
         assert [name for name in first if name != "logits" and not torch.equal(first[name], second[name])] == []
 
 
+NUMBERS = torch.tensor([[1] * 5 + [2] * 12 + [3] * 4 + [0] * 3, [1] * 20 + [2] * 4])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "fused-softmax"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_no_bit_of_loss_or_gradients_depends_on_a_neighbour_without_masks(number: int, attention: str) -> None:
+    numbers, whole = NUMBERS, batch_of((21, 24), documents=NUMBERS)
+    own = numbers == number
+    # The sentence task reads the first position, which is document 1's.
+    pairs = whole.sentence_labels if number == 1 else torch.full_like(whole.sentence_labels, -1)
+    batch = replace(whole, loss_mask=own.float() * (torch.arange(POSITIONS) % 2), sentence_labels=pairs)
+    for config, stage in models(attention):
+        first, second = (results(config, stage, b) for b in (batch, with_other_content(batch, ~own)))
+        assert torch.equal(first.pop("logits")[own], second.pop("logits")[own])
+        if number > 1:
+            first.pop("pairs", None)
+        assert first["loss"] > 0
+        assert [name for name in first if not torch.equal(first[name], second[name])] == []
+        # The changed documents' own masked tokens do count.
+        masked = replace(batch, loss_mask=whole.loss_mask)
+        third, fourth = (results(config, stage, b) for b in (masked, with_other_content(masked, ~own)))
+        assert all(not torch.equal(third[name], fourth[name]) for name in ("loss", "blocks.0.mlp.up.weight"))
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "fused-softmax"])
 def test_the_content_of_a_neighbour_changes_no_bit(attention: str) -> None:
-    numbers = torch.tensor([[1] * 5 + [2] * 12 + [3] * 4 + [0] * 3, [1] * 20 + [2] * 4])
+    numbers = NUMBERS
     batch = batch_of((21, 24), documents=numbers)
     for config, stage in models(attention):
         first = results(config, stage, batch)["logits"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from megacore.parallel.mesh import Mesh
+from tests.parity.bert_runs import RaggedPairs, make_bert_config, make_bert_trainer
 from tests.parity.runs import VOCAB, make_config, make_trainer
 
 
@@ -28,3 +32,30 @@ def test_an_evaluation_is_the_negative_log_likelihood_of_the_same_batches_every_
         tokens += float(microbatch.loss_mask.sum())
     assert first == pytest.approx(total / tokens, rel=1e-6)
     assert trainer.evaluate() == first
+
+
+class WithoutMasks(RaggedPairs):
+    """Samples of which no token is predicted, and of which some are pairs, or none is."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_what_nothing_was_predicted_of_has_no_figure(
+    pairs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"train_iters": 2, "log_interval": 1, "eval_interval": 2, "eval_iters": 1}
+    config = make_bert_config((1, 1, 1), tmp_path, sentence_task="nsp", **changes)
+    trainer = make_bert_trainer(config, Mesh(device=torch.device("cpu")), WithoutMasks(16, packed=False, pairs=pairs))
+    trainer.run()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for kind, record in (("train", records[1]), ("eval", records[2])):
+        assert record[f"{kind}/mlm_loss"] is None
+        assert record.get(f"{kind}/mlm_accuracy") is None
+        assert (record[f"{kind}/sentence_loss"] is not None) == pairs
+        assert record[f"{kind}/loss"] == record[f"{kind}/sentence_loss"]
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("mlm loss none" in line for line in lines) == 3
+    assert any("eval loss none" in line and "mlm accuracy none" in line for line in lines) != pairs

@@ -57,6 +57,14 @@ def test_the_style_decides_what_is_not_given(style: str, task: str, prob: float)
     assert (section.sentence_task, section.mask_prob) == (task, prob)
     assert parse_bert("--bert-style", style, "--mask-prob", "0.5").bert.mask_prob == 0.5
     assert parse_bert("--sentence-task", "sop").bert.sentence_task == "sop"
+    assert parse_bert("--bert-style", style, "--sentence-task", "auto").bert.sentence_task == task
+
+
+def test_none_is_no_sentence_task_and_no_other_spelling_of_it_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_bert("--sentence-task", "none").bert.sentence_task == "none"
+    with pytest.raises(SystemExit, match="2"):
+        parse_bert("--sentence-task", "None")
+    assert "--sentence-task None is not known" in capsys.readouterr().err
 
 
 def test_a_gpt_run_knows_none_of_them(refuse: Refuse) -> None:
@@ -104,7 +112,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"mask_prob": 0.0}, "--mask-prob 0 must be above 0 and below 1"),
     ({"mask_prob": 1.0}, "--mask-prob 1 must be above 0 and below 1"),
     ({"max_ngram": 0}, "--max-ngram 0 must be at least 1"),
-    ({"sentence_task": "nps"}, "--sentence-task nps is not known: use nsp, sop or none (did you mean nsp?)"),
+    ({"sentence_task": "nps"}, "--sentence-task nps is not known: use auto, nsp, sop or none (did you mean nsp?)"),
+    ({"sentence_task": "None"}, "--sentence-task None is not known: use auto, nsp, sop or none (did you mean none?)"),
     ({"bert_style": "classical"}, "--bert-style classical is not known: use classic or modern (did you mean classic?)"),
 ]
 
@@ -128,8 +137,13 @@ def test_what_cannot_be_is_refused_by_name_with_the_way_out(values: dict[str, An
             ["--window-size", "8"],
             "--window-size 8 has no effect with --bert-style classic: leave it out, or use --bert",
         ),
-        (["--embedding-layernorm"], "--embedding-layernorm has no effect with --bert-style classic"),
-        (["--bert-style", "modern", "--parallel-residual"], "--parallel-residual has no effect with --bert-style"),
+        (["--embedding-layernorm"], "--embedding-layernorm is BLOOM's, and BERT always has a norm after"),
+        (["--bert-style", "modern", "--parallel-residual"], "--parallel-residual is of GPT-NeoX's blocks"),
+        (["--eod-mask-loss"], "--eod-mask-loss is for a model that predicts the next token"),
+        (["--init-from-hf", "nowhere"], "--init-from-hf nowhere is for pretrain_gpt.py: convert the directory"),
+        (["--init-from-hf", "nowhere", "--preset", "bert-tiny"], "--init-from-hf nowhere is for pretrain_gpt.py"),
+        (["--preset", "gpt2-tinny"], "--preset gpt2-tinny is not known: use bert-tiny, bert-base, bert-large or"),
+        (["--preset", "mistral-7b"], "--preset mistral-7b is GPT's"),
         (
             ["--bert-style", "modern", "--position-embedding-type", "learned"],
             "--position-embedding-type learned is not",
@@ -141,7 +155,30 @@ def test_layers_that_a_style_does_not_have_are_refused(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_bert(*flags)
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert "refused: 1 problem\n" in said, said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data-path", "p"], "--data-path needs the tokenizer that made it"),
+        (["--mock-data", "--preset", "gpt2-tiny"], "--preset gpt2-tiny is GPT's"),
+        (["--mock-data", "--preset", "bert-tiny", "--eod-mask-loss"], "--eod-mask-loss is for a model that predicts"),
+    ],
+)
+def test_one_slip_is_one_problem(
+    flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for ending in (".bin", ".idx"):
+        Path(f"p{ending}").touch()
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(["--train-iters", "1", *flags], prog="x", description="x", kind=BertConfig)
+    said = capsys.readouterr().err
+    assert message in said
+    assert "refused: 1 problem\n" in said, said
 
 
 def test_a_preset_of_berts_is_refused_for_a_gpt(refuse: Refuse) -> None:
@@ -155,6 +192,23 @@ def test_the_style_decides_what_layers_are_made_of_unless_a_flag_does() -> None:
     assert (modern.window_size, modern.ffn_hidden_size, modern.hidden_dropout) == (128, 1152, 0.0)
     assert parse_bert("--bert-style", "modern", "--window-size", "64").model.window_size == 64
     assert parse_bert("--activation", "gelu").model.activation == "gelu"
+
+
+def test_what_a_style_says_is_never_taken_for_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    modern = parse_bert("--bert-style", "modern", "--normalization", "RMSNorm")
+    assert (modern.model.normalization, modern.model.disable_bias_linear) == ("RMSNorm", True)
+    save_toml(modern, tmp_path / "config.toml")
+    again = parse_config(["--config", str(tmp_path / "config.toml")], prog="x", description="x", kind=BertConfig)
+    assert again == load_toml(tmp_path / "config.toml", BertConfig) == modern
+    for flags, named in (
+        (("--position-embedding-type", "learned"), "--position-embedding-type learned is not that of"),
+        (("--normalization", "RMSNorm", "--no-norm-bias"), "--no-norm-bias has no effect with --normalization RMSNorm"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parse_bert("--bert-style", "modern", *flags)
+        said = capsys.readouterr().err
+        assert "1 problem\n" in said, said
+        assert named in said
 
 
 @pytest.mark.parametrize("preset", BERT_PRESETS)

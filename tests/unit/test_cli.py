@@ -113,6 +113,13 @@ def test_a_tokenizer_is_stronger_than_the_presets_vocabulary(tmp_path: Path) -> 
     assert config.model.vocab_size is None
 
 
+def test_a_preset_fills_nothing_that_has_no_effect_beside_what_is_given(tmp_path: Path) -> None:
+    learned = parse(*GOOD, "--preset", "llama-3.2-1b", "--position-embedding-type", "learned").model
+    assert (learned.rotary_base, learned.rope_scaling, learned.normalization) == (10_000.0, "none", "RMSNorm")
+    plain = parse(*GOOD, "--preset", "llama-3.2-1b", "--rope-scaling", "none").model
+    assert (plain.rotary_base, plain.rope_scaling_factor, plain.rope_original_max_positions) == (500_000.0, 8.0, None)
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -127,6 +134,8 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--swiglu"], ("--swiglu", "Megatron-LM's", "use --activation swiglu")),
     (["--squared-relu"], ("--squared-relu", "Megatron-LM's", "not have it yet")),
     (["--distributed-backend", "nccl"], ("use --device",)),
+    (["--reset-attention-mask"], ("--reset-attention-mask is Megatron-LM's", "BERT always attends within a document")),
+    (["--masked-softmax-fusion"], ("--masked-softmax-fusion is Megatron-LM's", "leave it out")),
     (["--no-lr"], ("--no-lr", "only a switch", "--lr FLOAT")),
     (["--mock-data", "True"], ("--mock-data True", "--mock-data or --no-mock-data")),
     (["--num-layers", "three"], ("--num-layers 'three' is not a whole number", "12")),

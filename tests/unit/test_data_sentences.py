@@ -55,6 +55,16 @@ CASES = [
     "On Jan. 5 and Sept. 6.",
     "Martin Luther King Jr. Boulevard.",
     "An unknown abbrev. |Is not known.",
+    # words that only a capital makes an abbreviation, and the other way round
+    "The sun. |E.g. this.",
+    "He sat. |John stood. |They wed. |Mary left.",
+    "Do not mar. |Anna said al. |Bob said co. |Max agreed.",
+    "One more rep. |Jim did it. |The gen. |Smith had it. |No sen. |Yuko paid. |A col. |Dan crossed it.",
+    "On Sun. Morning Service, with Gov. Brown, Rep. Smith and GEN. Lee, on Wed. |The rest slept.",
+    "He took the SAT. |John did not.",
+    "Ca. 1900 Acme Co. Limited, ca. Easter, in the 2nd ed. New York.",
+    "Sacramento, CA. |She moved on with Al. |John and Ed. |Nobody knew.",
+    "The hon. |Members of the co. |Directors of it.",
     # list items
     "1. First of all.\n\n|2. Second.",
     "It is so. |B. The second. |3. The third.",
