@@ -27,7 +27,8 @@ class WeightHalf:
     """The second half of a backward, kept until it is wanted.
 
     Args:
-        operators: with the weights that each takes in alone, and what it was given in the first half.
+        operators: with the weights that each takes in alone, and what it was given in the first half, in the order of a
+            backward: all gradients of a layer are there before those of the layer before it.
         early: weights whose gradients the first half has computed, with these.
     """
 
@@ -39,28 +40,26 @@ class WeightHalf:
         while self._early:
             weight, gradient = self._early.pop()
             torch.autograd.backward(weight, gradient)  # and not `+=`: hooks wait for it
-        for operator in self._operators:
+        while self._operators:  # what each was given is let go of as soon as it is used
+            operator = self._operators.pop(0)
             edges = [GradientEdge(operator.node, i) for i, grad in enumerate(operator.given) if grad is not None]
             given = [grad for grad in operator.given if grad is not None]
             if edges:
                 torch.autograd.backward(edges, given, inputs=operator.weights, retain_graph=True)
-        self._operators = []
 
 
 class _Operator:
     """A node of the graph between output and input that takes in weights."""
 
-    def __init__(self, node: Node, weights: list[Tensor]) -> None:
-        self.node, self.weights = node, weights
+    def __init__(self, node: Node, weights: list[Tensor], ran: list[_Operator]) -> None:
+        self.node, self.weights, self._ran = node, weights, ran
         self.given: tuple[Tensor | None, ...] = ()
-        self._hook = node.register_prehook(self._keep)
+        self._hook = node.register_prehook(self.keep)
 
-    def _keep(self, grads: tuple[Tensor, ...]) -> None:
+    def keep(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Remember what the first half gives, once."""
         self.given = grads
-        self.forget()
-
-    def forget(self) -> None:
-        """Listen no more."""
+        self._ran.append(self)
         self._hook.remove()
 
 
@@ -91,8 +90,9 @@ def input_half(
         )
     weights_of = {node: weights for node in on_the_way if (weights := _own_weights(node, on_the_way))}
     early = _early_weights(weights_of.values(), [edge.node for edge in outputs if edge.node not in on_the_way])
+    ran: list[_Operator] = []  # in the order in which autograd comes to them
     operators = [
-        _Operator(node, alone)
+        _Operator(node, alone, ran)
         for node, weights in weights_of.items()
         if (alone := [weight for weight in weights if id(weight) not in early])
     ]
@@ -102,9 +102,9 @@ def input_half(
     for operator in operators:
         if operator.node in anchors and not operator.given:  # autograd stops in front of it
             own = {e.output_nr: grad for e, grad in zip(inputs, found, strict=True) if e.node is operator.node}
-            operator.given = tuple(own.get(i) for i in range(max(own) + 1))
+            operator.keep(tuple(own.get(i) for i in range(max(own) + 1)))
     pairs = zip(early.values(), of_weights, strict=True)
-    return found, WeightHalf(operators, [(weight, grad) for weight, grad in pairs if grad is not None])
+    return found, WeightHalf(ran, [(weight, grad) for weight, grad in pairs if grad is not None])
 
 
 def _early_weights(of_operators: Iterable[list[Tensor]], beside: Sequence[Node]) -> dict[int, Tensor]:
