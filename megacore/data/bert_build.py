@@ -4,6 +4,8 @@ with the tokens that samples are put together with, and documents of sentences w
 
 from __future__ import annotations
 
+import logging
+
 from megacore.bert_section import BertConfig
 from megacore.config import known
 from megacore.data.bert import BertDataset
@@ -25,11 +27,14 @@ from megacore.data.build import (
 from megacore.data.chunks import paired_documents
 from megacore.data.indexed import IndexedDataset
 from megacore.data.masking import Masking, SpecialTokens, make_masking, special_tokens
+from megacore.data.sidecar import read_sidecar
 from megacore.errors import DataError
+
+_LOG = logging.getLogger(__name__)
 
 
 def check_bert_inputs(config: BertConfig) -> None:
-    """Check the tokenizer and every dataset of a configuration.
+    """Check the tokenizer and every dataset of a configuration; warn of a dataset made with --append-eod.
 
     Raises:
         InputErrors: Everything that is wrong.
@@ -45,7 +50,9 @@ def check_bert_inputs(config: BertConfig) -> None:
         problems.append(str(error))
     for prefix in config.data.blend()[0]:
         try:
-            _check_sentences(config, IndexedDataset(prefix))
+            indexed = IndexedDataset(prefix)
+            _check_sentences(config, indexed)
+            _note_ends(indexed)
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -139,6 +146,16 @@ def _masking(config: BertConfig) -> tuple[SpecialTokens, Masking]:
         max_ngram=section.max_ngram,
     )
     return special_tokens(tokenizer, source), masking
+
+
+def _note_ends(indexed: IndexedDataset) -> None:
+    sidecar = read_sidecar(indexed)
+    if sidecar is not None and sidecar.append_eod:
+        _LOG.warning(
+            "%s was made with --append-eod: each document brings an end of its own into its samples, which have [SEP] "
+            "already: better preprocess it without --append-eod",
+            indexed.prefix,
+        )
 
 
 def _check_sentences(config: BertConfig, indexed: IndexedDataset) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +30,13 @@ from megacore.layers.post_norm import PostNormBlock
 from megacore.layers.rotary import Rotary
 from megacore.models.bert_loss import MaskedBatch, Output, has_sentence_head
 from megacore.models.flops import block_flops, head_flops
-from megacore.models.size import block_parameters
+from megacore.models.size import block_parameters, norm_parameters
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import Dropout
 from megacore.parallel.sequence import own_positions
-from megacore.parallel.sharding import ShardedParameter, replicated
+from megacore.parallel.sharding import ShardedParameter, replicated, sharded_parameters
 from megacore.parallel.tensor import (
     VocabParallelEmbedding,
     column_parallel,
@@ -133,18 +134,19 @@ def bert_layers(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
     """
     model = config.model
     tied = {} if model.untie_embeddings_and_output_weights else {"weight": "embedding.tokens.weight"}
+    sizes = dataclasses.replace(context, device=torch.device("meta"))  # where a layer has shapes and no memory
     return [
         LayerSpec(
             name="embedding",
             build=partial(BertEmbedding, config, context),
-            parameters=_embedding_parameters(config),
+            parameters=_parameters(BertEmbedding(config, sizes)),
             flops=2.0 * model.hidden_size,
         ),
         *_blocks(config, context),
         LayerSpec(
             name="head",
             build=partial(BertHead, config, context),
-            parameters=_head_parameters(config),
+            parameters=_parameters(BertHead(config, sizes)),
             flops=head_flops(model) + 2.0 * model.hidden_size**2,
             tied=tied,
         ),
@@ -171,7 +173,7 @@ def _blocks(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
                 rotary=turns[own.window_size is not None],
                 attention_norm=i > 0,  # the first block reads what the embedding has normed already
             )
-            norm = 0 if i else _norm_parameters(model)
+            norm = 0 if i else norm_parameters(model)
         flops = block_flops(own, known(model.max_position_embeddings))
         found.append(
             LayerSpec(name=name, build=build, parameters=block_parameters(own) - norm, flops=flops, is_block=True)
@@ -192,25 +194,9 @@ def bert_flops(config: BertConfig) -> float:
     return 3.0 * length * (blocks + head_flops(model) + 2.0 * model.hidden_size**2)
 
 
-def _norm_parameters(model: ModelConfig) -> int:
-    return model.hidden_size * (2 if model.normalization == "LayerNorm" and model.norm_bias else 1)
-
-
-def _embedding_parameters(config: BertConfig) -> int:
-    model = config.model
-    tables = known(model.vocab_size)
-    if not config.bert.packed:
-        tables += known(model.max_position_embeddings) + SEGMENTS
-    return tables * model.hidden_size + _norm_parameters(model)
-
-
-def _head_parameters(config: BertConfig) -> int:
-    model = config.model
-    h, vocabulary = model.hidden_size, known(model.vocab_size)
-    transform = h * h + (0 if model.disable_bias_linear else h)
-    norms = _norm_parameters(model) * (2 if config.bert.packed else 1)
-    sentence = h * h + h + 2 * h + 2 if has_sentence_head(config) else 0
-    return vocabulary * h + vocabulary + transform + norms + sentence
+def _parameters(layer: nn.Module) -> int:
+    """Of the whole layer, all tensor-parallel slices together."""
+    return sum(prod(parameter.spec.shape) for parameter in sharded_parameters(layer))
 
 
 def bert_input(batch: MaskedBatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,12 +31,25 @@ LINES = [
 ]
 
 
-def write(folder: Path, kind: TokenizerKind, name: str, lines: list[str], *, split_sentences: bool = True) -> str:
+def write(
+    folder: Path,
+    kind: TokenizerKind,
+    name: str,
+    lines: list[str],
+    *,
+    split_sentences: bool = True,
+    append_eod: bool = False,
+) -> str:
     """Tokenize lines, with a tokenizer of the kind; returns the prefix."""
     if not (folder / kind).exists():
         train_tokenizer(LINES, kind, 300).save(folder / kind)
     (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
-    job = Job(inputs=(str(folder / f"{name}.txt"),), output_prefix=str(folder / name), split_sentences=split_sentences)
+    job = Job(
+        inputs=(str(folder / f"{name}.txt"),),
+        output_prefix=str(folder / name),
+        split_sentences=split_sentences,
+        append_eod=append_eod,
+    )
     preprocess(job, load_tokenizer(folder / kind))
     return job.output("text")
 
@@ -126,6 +139,16 @@ def test_documents_without_sentences_do_where_no_pairs_are_asked_for(tmp_path: P
         made = complete_config(config(tmp_path, prefix, **bert))
         check_bert_inputs(made)
         assert build_bert_datasets(made).train[0]["sentence_labels"] == -1
+
+
+def test_ends_of_documents_that_no_sample_needs_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_bert_inputs(config(tmp_path, write(tmp_path, "wordpiece", "plain", LINES)))
+    assert caplog.messages == []
+    prefix = write(tmp_path, "wordpiece", "ended", LINES, append_eod=True)
+    check_bert_inputs(config(tmp_path, prefix))
+    (message,) = caplog.messages
+    assert message.startswith(f"{prefix} was made with --append-eod")
+    assert "\n" not in message
 
 
 def test_a_split_with_too_few_documents_of_sentences_is_named(tmp_path: Path) -> None:
