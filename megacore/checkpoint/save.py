@@ -107,6 +107,7 @@ class _Job:
     temporary: Path
     final: Path
     work: _Work
+    may_be_complete: bool = False
     is_publishing: bool = False
 
 
@@ -172,6 +173,7 @@ class CheckpointSaver:
         """
         assert self._job is not None
         job = self._job
+        job.may_be_complete = True  # and the first rank about to publish it
         try:
             results = self._agreed(job.work)
         except StorageError:
@@ -194,12 +196,15 @@ class CheckpointSaver:
         return saved
 
     def abandon(self) -> None:
-        """Give up the save under way, without a word to the other ranks: they may be gone."""
+        """Give up the save under way, without a word to the other ranks: they may be gone.
+
+        What no rank can have published, each removes once it writes no more, so that the last one leaves nothing.
+        """
         job, self._job = self._job, None
         if job is not None:
             job.work.join(_PATIENCE_SECONDS)
-            if job.work.is_done:  # else the thread may yet publish it, and half of it must not be
-                self._discard(job.temporary)
+            if job.work.is_done and (self._mesh.world.is_first or not job.may_be_complete):
+                discard(job.temporary)
 
     def _discard(self, temporary: Path) -> None:
         if self._mesh.world.is_first:
