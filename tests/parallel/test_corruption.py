@@ -182,7 +182,8 @@ def test_checkpoints_that_were_moved_away_and_linked_are_taken(newest: Path) -> 
     shutil.rmtree(big / newest.name)
     choice = choose_checkpoint(config, ALONE)
     problem = f"{newest} is a link to {big / newest.name}, which is not there: the checkpoint is incomplete"
-    assert (choice.directory, choice.refused) == (older, (problem,))
+    gone = f"{newest.parent / 'latest'} names step_00000003, which is not there any more"
+    assert (choice.directory, choice.refused) == (older, (gone, problem))
 
 
 def test_auto_without_a_checkpoint_is_a_fresh_start(tmp_path: Path) -> None:
