@@ -105,6 +105,16 @@ def test_special_tokens_are_where_they_should_be(trained: dict[str, Tokenizer], 
     assert backend.encode("return").tokens[0] == "[CLS]"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_are_the_vocabularys_own_spelling(kind: str, trained: dict[str, Tokenizer]) -> None:
+    tokenizer = trained[kind]
+    pieces = [tokenizer.piece(index) for index in range(tokenizer.vocab_size)]
+    assert all(pieces)
+    assert len(set(pieces)) == len(pieces)
+    assert tokenizer.eod is not None
+    assert pieces[tokenizer.eod] == ("[SEP]" if kind == "wordpiece" else END_OF_TEXT)
+
+
 def test_the_ids_are_the_libraries_own(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
     trained["bpe"].save(tmp_path / "bpe")
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
