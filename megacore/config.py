@@ -327,10 +327,11 @@ def _trace(config: Config, world_size: int) -> Iterator[str]:
         yield f"--trace-steps {config.logging.trace_steps} has no effect without --trace: leave it out, or give --trace"
 
 
-@_about("vocab_size", "tokenizer", "mock_data", "data_path")
+@_about("vocab_size", "tokenizer", "mock_data", "data_path", "init_from_hf")
 def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
     if (
         config.model.vocab_size is None
+        and config.checkpoint.init_from_hf is None  # whose config.json says it, or is refused
         and config.data.tokenizer is None
         and (config.data.mock_data or config.data.data_path)
     ):
