@@ -326,10 +326,11 @@ def _start_of_weights(config: Config, world_size: int) -> Iterator[str]:
         yield f"--preset {preset} has no effect with --init-from-hf {source}, which has its own shape: leave it out"
 
 
-@_about("vocab_size", "tokenizer", "mock_data", "data_path", "preset")
+@_about("vocab_size", "tokenizer", "mock_data", "data_path", "preset", "init_from_hf")
 def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
     if (
         config.model.vocab_size is None
+        and config.checkpoint.init_from_hf is None  # whose config.json says it, or is refused
         and config.data.tokenizer is None
         and (config.data.mock_data or config.data.data_path)
     ):

@@ -73,6 +73,7 @@ class MegatronModel:
         version: of the order of query, key and value.
         ranks: tensor-parallel ranks.
         stages: pipeline ranks.
+        padded: rows of the embedding in the files.
         merged: its tensors by megacore's names, a gated MLP's two still as one.
         shapes: what megacore's model has.
     """
@@ -82,6 +83,7 @@ class MegatronModel:
     version: float
     ranks: int
     stages: int
+    padded: int
     merged: dict[str, _Merged]
     shapes: dict[str, tuple[int, ...]]
 
@@ -159,6 +161,7 @@ def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronModel:
         version=first.version,
         ranks=len(files[0]),
         stages=len(files),
+        padded=padded,
         merged=merged,
         shapes=shapes,
     )
@@ -233,7 +236,9 @@ def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> No
 def describe(model: MegatronModel) -> str:
     """A line about it."""
     layers, vocabulary = model.config.num_layers, known(model.config.vocab_size)
+    cut = model.padded - vocabulary
+    rest = f": {cut} of {model.padded} rows are cut off as padding (--vocab-size says otherwise)" if cut else ""
     return (
         f"{model.path}: Megatron-LM, tp {model.ranks}, pp {model.stages}, checkpoint_version {model.version:g}, "
-        f"{layers} layers, vocabulary {vocabulary}"
+        f"{layers} layers, vocabulary {vocabulary}{rest}"
     )

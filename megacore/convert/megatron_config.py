@@ -39,7 +39,40 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "num_tokentypes": (0,),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "quick_geglu": (False,),
+    # Of Megatron core as of 2026.
+    "layernorm_zero_centered_gamma": (False,),
+    "softmax_type": ("vanilla",),
+    "softmax_scale": (None,),
+    "window_attn_skip_freq": (None,),
+    "attention_output_gate": (False,),
+    "head_wise_attn_gate": (False,),
+    "experimental_attention_variant": (None,),
+    "linear_attention_type": (None,),
+    "linear_attention_freq": (None,),
+    "no_rope_freq": (None,),
+    "rotary_base_per_layer": (None,),
+    "mrope_section": (None,),
+    "glu_linear_offset": (0,),
+    "activation_func_clamp_value": (None,),
+    "num_moe_experts": (None, 0),
+    "moe_n_hash_layers": (0,),
+    "use_mup": (False,),
+    "mup_embedding_mult": (1,),
+    "mup_output_mult": (1,),
+    "enable_hyper_connections": (False,),
+    "is_hybrid_model": (False,),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "hybrid_attention_ratio": (0,),
+    "hybrid_mlp_ratio": (0,),
+    "mtp_hybrid_override_pattern": (None,),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "retro_add_retriever": (False,),
+    "spec": (None,),
 }
+# Of these tokenizers vocab_size is the size without the token that ends a document, which has a row of its own.
+_WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
 
 
@@ -68,10 +101,12 @@ def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where
             continue
         fields[ours] = value
     said = args.get("vocab_size")
+    if type(said) is int and said > 0:
+        said += args.get("tokenizer_type") in _WITHOUT_END
     fields["vocab_size"] = vocab_size or (said if type(said) is int and said > 0 else padded)
     if fields["vocab_size"] > padded:
         problems.append(f"the embedding has {padded} rows, fewer than the vocabulary of {fields['vocab_size']}")
-    fields |= _layers(args) | _positions(args, problems)
+    fields |= _layers(args, problems) | _positions(args, problems)
     if not problems:
         config = ModelConfig(**fields)
         problems = config.problems()
@@ -81,16 +116,19 @@ def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where
     raise CheckpointError(f"{where}: its args describe a model that megacore cannot represent exactly:{listed}")
 
 
-def _layers(args: Mapping[str, Any]) -> dict[str, Any]:
+def _layers(args: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     bias = bool(args.get("add_bias_linear", True))
     # The fused activation is the tanh form; the plain one is exact.
     tanh = bool(args.get("openai_gelu", False)) or (bias and bool(args.get("bias_gelu_fusion", True)))
-    grouped = bool(args.get("group_query_attention", False))
+    groups = args.get("num_query_groups") if args.get("group_query_attention", False) else None
+    if groups is not None and type(groups) is not int:
+        problems.append(f"num_query_groups is {str(groups)[:40]!r}, not a int")
+        groups = None
     return {
         "activation": "swiglu" if args.get("swiglu", False) else "gelu" if tanh else "gelu-exact",
         "disable_bias_linear": not bias,
         "add_qkv_bias": not bias and bool(args.get("add_qkv_bias", False)),
-        "num_query_groups": args.get("num_query_groups") if grouped else None,
+        "num_query_groups": groups,
     }
 
 
@@ -105,13 +143,24 @@ def _positions(args: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     if given != "rope":
         return fields
     fields |= {
-        "rotary_base": float(args.get("rotary_base") or 10_000.0),
-        "rotary_percent": float(args.get("rotary_percent") or 1.0),
+        "rotary_base": _number(args, "rotary_base", 10_000.0, problems),
+        "rotary_percent": _number(args, "rotary_percent", 1.0, problems),
     }
     if args.get("use_rope_scaling"):
         fields |= {
             "rope_scaling": "llama3",
-            "rope_scaling_factor": float(args.get("rope_scaling_factor") or 8.0),
+            "rope_scaling_factor": _number(args, "rope_scaling_factor", 8.0, problems),
             "rope_original_max_positions": 8192,
         }
     return fields
+
+
+def _number(args: Mapping[str, Any], name: str, default: float, problems: list[str]) -> float:
+    value = args.get(name) or default
+    try:
+        if type(value) in (int, float):
+            return float(value)
+    except OverflowError:
+        pass
+    problems.append(f"{name} is {str(value)[:40]!r}, not a number")
+    return default

@@ -46,8 +46,22 @@ _UNNEEDED = (
     "megatron.enums.ModelType",
     "megatron.model.enums.ModelType",
     "megatron.core.enums.ModelType",
-    "megatron.core.transformer.enums.AttnBackend",
     "signal.Signals",
+    "builtins.getattr",  # by which some versions of Python store a member of an enumeration
+    *(
+        f"megatron.core.transformer.enums.{name}"
+        for name in (
+            *("AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"),
+            *("CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope"),
+        )
+    ),
+    *(
+        f"megatron.core.rerun_state_machine.{name}"
+        for name in ("Call", "Caller", "RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus")
+    ),
+    *(f"megatron.core.enums.{name}" for name in ("Fp4Recipe", "Fp8Recipe")),
+    "megatron.core.inference.moe.InferenceGroupedGemmBackend",
+    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
 )
 
 

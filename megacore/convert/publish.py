@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,14 +19,22 @@ def published(final: Path) -> Iterator[Path]:
     otherwise.
 
     Raises:
-        CheckpointError: there is something of that name already.
+        CheckpointError: there is something of that name already, or nothing can be made there.
     """
+    if final.name in ("", ".."):
+        raise CheckpointError(f"--output {final} is no name of a new directory: give one")
     _require_new(final)
-    final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(final)
+        temporary.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"--output {final} cannot be made: {error.strerror}") from None
+    lock = os.open(temporary, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         for directory in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
             for file in directory.iterdir():
@@ -36,6 +46,25 @@ def published(final: Path) -> Iterator[Path]:
         _sync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_stale(final: Path) -> None:
+    """Remove what killed conversions to the same name have left: of processes that are gone, as the system says, and
+    whose lock is free, since on a shared file system a process may live elsewhere."""
+    prefix = f".{final.name}.tmp-"
+    for left in final.parent.glob(f"{glob.escape(prefix)}*"):
+        number = left.name.removeprefix(prefix)
+        if left.is_symlink() or not left.is_dir() or not number.isdecimal() or Path(f"/proc/{number}").exists():
+            continue
+        lock = os.open(left, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+        except OSError:
+            print(f"{left} may be what a killed conversion left: remove it if none is running")
+        finally:
+            os.close(lock)
 
 
 def _require_new(final: Path) -> None:

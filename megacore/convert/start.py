@@ -7,6 +7,7 @@ reads its own slices.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: its config.json cannot be read, or megacore cannot represent it exactly.
     """
     path = given.get("init_from_hf")
-    if not isinstance(path, str) or not path.strip():
+    if not isinstance(path, str) or not os.path.isdir(path):  # missing_files says so
         return {}
     values = read_config(Path(path))
     where = str(Path(path) / CONFIG)

@@ -11,6 +11,7 @@ Shape legend: h hidden size, n heads, g head groups, d head size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -149,12 +150,22 @@ class Family:
         self.read_bert(reader)
         reader.finish(self.ignored)
         config = ModelConfig(**ours)
-        problems = reader.problems or [f"{where}: {problem}" for problem in config.problems()]
+        problems = reader.problems or [f"{where}: {self._in_its_words(one, values)}" for one in config.problems()]
         if not problems and None in (config.vocab_size, config.max_position_embeddings):
             problems = [f"{where}: the size of the vocabulary or of the context is null"]
         if problems:
             raise CheckpointError(refusal(where, problems))
         return config.with_sizes(known(config.max_position_embeddings))
+
+    def _in_its_words(self, problem: str, values: Mapping[str, Any]) -> str:
+        """What a flag's message says, of the field that the flag's value came from; its way out is one of flags."""
+        theirs = {same.ours: next((one for one in same.theirs if one in values), same.theirs[0]) for same in self.same}
+
+        def name(match: re.Match[str]) -> str:
+            ours = match[1].replace("-", "_")
+            return theirs.get(ours, ours)
+
+        return re.sub(r"--([a-z][a-z-]*)", name, problem.rsplit(": ", 1)[0])
 
     def to_bert(self, values: Mapping[str, Any], where: str, *, paired: bool) -> BertSection | None:
         """What is BERT's own of a config.json that `to_model` accepts; None where the model is none.
