@@ -12,13 +12,14 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
 
-from megacore.checkpoint.manifest import sealed
+from megacore.checkpoint.manifest import describe, sealed
 from megacore.data.tokenizer import JsonTokenizer
 from tests.e2e.launching import PROGRAM, alone, needs_proc, small_run, under_torchrun
 from tests.unit import data_bytes
@@ -174,6 +175,10 @@ def another_tokenizer(inputs: Path) -> dict[str, object]:
     for folder, words in zip((stored, inputs / "other"), names, strict=True):
         model = tokenizers.models.WordLevel({word: k for k, word in enumerate(words)}, words[0])
         JsonTokenizer(tokenizers.Tokenizer(model)).save(folder)
+    path = stored.with_name("manifest.json")
+    manifest = json.loads(path.read_text())
+    manifest["files"] |= {f"tokenizer/{file.name}": asdict(describe(file)) for file in stored.iterdir()}
+    path.write_text(sealed(manifest))
     return {"load": inputs / "trained", "tokenizer": inputs / "other", "train_iters": 6}
 
 
