@@ -34,6 +34,7 @@ TEXT = (
 )
 _MOST_TOKENS = 128
 _FEWEST_TOKENS = 8
+_MOST_BYTES = 1 << 28  # of what more tokens take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +114,41 @@ def check_tokens(config: ModelConfig, tokenizer: Path | None, file: Path | None)
             text = file.read_bytes()[: 64 * _MOST_TOKENS].decode("utf-8", "ignore")
         except OSError as error:
             raise DataError(f"--check-tokens {file} cannot be read: {error.strerror}") from None
-    vocabulary, most = known(config.vocab_size), min(_MOST_TOKENS, known(config.max_position_embeddings))
+    vocabulary, most = known(config.vocab_size), _most_tokens(config)
     found = carried_tokenizer(tokenizer)
     ids = list(text.encode()) if found is None else found.encode(text)
     if file is None and len(ids) < _FEWEST_TOKENS:  # to this tokenizer the text is hardly more than one unknown word
         ids = list(text.encode())
+    if ids and most > _MOST_TOKENS:  # the text again and again, to reach a limit
+        ids *= -(-most // len(ids))
     ids = [token % vocabulary for token in ids][:most]
     if len(ids) < min(_FEWEST_TOKENS, most):
         raise DataError(f"--check-tokens {file} has {len(ids)} tokens: give a text of {_FEWEST_TOKENS} or more")
     return torch.tensor([ids])
+
+
+def _limit(config: ModelConfig) -> int:
+    """The distance at which the model computes something else: a window's, or where positions are stretched."""
+    stretched = config.rope_original_max_positions if config.rope_scaling == "dynamic" else None
+    return max(config.window_size or 0, stretched or 0)
+
+
+def _most_tokens(config: ModelConfig) -> int:
+    """Tokens to compare on: enough to cross the model's limit, where their attention and logits are small enough."""
+    context, limit = known(config.max_position_embeddings), _limit(config)
+    most, beyond = min(_MOST_TOKENS, context), limit + _FEWEST_TOKENS
+    if limit and config.position_embedding_type != "learned" and beyond > most:
+        held = 3 * beyond * (config.num_attention_heads * beyond + known(config.vocab_size))  # scores, and logits
+        if held * torch.float32.itemsize <= _MOST_BYTES:
+            return beyond
+    return most
+
+
+def not_crossed(config: ModelConfig, tokens: Tensor) -> str | None:
+    """What a comparison on these tokens says nothing about."""
+    if _limit(config) < tokens.shape[1]:
+        return None
+    return f"not compared: what the model computes beyond {_limit(config)} positions, for lack of memory"
 
 
 # ---- the two models --------------------------------------------------------------------------------------------------

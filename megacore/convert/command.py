@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megacore.convert.check import check_tokens, compare
+from megacore.convert.check import Agreement, check_tokens, compare, not_crossed
 from megacore.convert.freed_memory import give_back_what_is_freed
 from megacore.convert.from_hf import open_model, write_checkpoint
 from megacore.convert.megatron import describe, open_megatron, write_megatron
@@ -80,7 +80,7 @@ def _from_hf(args: Namespace, temporary: Path) -> None:
     write_checkpoint(model, temporary, most_bytes=args.max_shard_size)
     tokens = check_tokens(model.config, args.input, args.check_tokens)
     agreement = compare(args.input, temporary, tokens)
-    print(agreement)
+    _report(agreement, not_crossed(model.config, tokens))
     agreement.require(args.tolerance)
 
 
@@ -95,8 +95,14 @@ def _to_hf(args: Namespace, temporary: Path) -> None:
     write_directory(export, temporary, most_bytes=args.max_shard_size)
     tokens = check_tokens(export.tensors.config, export.tokenizer.directory, args.check_tokens)
     agreement = compare(temporary, export.tensors.directory, tokens, rounded=dtype)
-    print(agreement)
+    _report(agreement, not_crossed(export.tensors.config, tokens))
     agreement.require(args.tolerance)
+
+
+def _report(agreement: Agreement, untold: str | None) -> None:
+    print(agreement)
+    if untold is not None:
+        print(untold)
 
 
 def _from_megatron(args: Namespace, temporary: Path) -> None:

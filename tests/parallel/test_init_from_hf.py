@@ -119,6 +119,7 @@ def test_flags_that_contradict_the_directory_are_refused(directory: Path, tmp_pa
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
-    done = alone(*words(init_from_hf=tmp_path / "none", mock_data=True, vocab_size=8, train_iters=2))
+    done = alone(*words(init_from_hf=tmp_path / "none", mock_data=True, train_iters=2))
     assert done.returncode == 2
+    assert "refused: 1 problem" in done.stderr
     assert "none is not a directory" in done.stderr

@@ -249,6 +249,27 @@ def test_a_run_of_any_layout_is_exported(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "limit"),
+    [
+        ("mistral", {"max_position_embeddings": 400, "sliding_window": 150}, "sliding_window"),
+        ("llama-dynamic", {"max_position_embeddings": 24}, "max_position_embeddings"),
+    ],
+)
+def test_the_check_goes_beyond_windows_and_contexts(
+    name: str, shape: dict[str, int], limit: str, tmp_path: Path
+) -> None:
+    """A window of 150 positions, and a context of 24 that is stretched: one more would show."""
+    directory = save_model(make_model(name), tmp_path / "hf")
+    values = json.loads((directory / "config.json").read_text()) | shape
+    (directory / "config.json").write_text(json.dumps(values))
+    to_megacore(directory, tmp_path / "megacore")
+    batch = check_tokens(CheckpointTensors(tmp_path / "megacore").config, None, None)
+    assert batch.shape[1] == shape[limit] + 8
+    (directory / "config.json").write_text(json.dumps(values | {limit: values[limit] + 1}))
+    assert compare(directory, tmp_path / "megacore", batch).difference > 1e-4
+
+
 def test_the_check_sees_a_small_difference(tmp_path: Path) -> None:
     directory = save_model(make_model("gpt2"), tmp_path / "hf")
     to_megacore(directory, tmp_path / "megacore")
