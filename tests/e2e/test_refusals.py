@@ -170,15 +170,13 @@ def loads(**changes: object) -> Break:
 
 def another_tokenizer(inputs: Path) -> dict[str, object]:
     """Continue from a run with a tokenizer of the same size as its own, and of other words."""
-    names: list[list[str]] = [[f"{stem}{k}" for k in range(64)] for stem in ("word", "other")]
-    stored = next(inputs.glob("trained/step_*")) / "tokenizer"
-    for folder, words in zip((stored, inputs / "other"), names, strict=True):
-        model = tokenizers.models.WordLevel({word: k for k, word in enumerate(words)}, words[0])
+    path = shard(inputs).with_name("manifest.json")
+    for folder, stem in ((path.with_name("tokenizer"), "word"), (inputs / "other", "other")):
+        model = tokenizers.models.WordLevel({f"{stem}{k}": k for k in range(64)}, f"{stem}0")
         JsonTokenizer(tokenizers.Tokenizer(model)).save(folder)
-    path = stored.with_name("manifest.json")
-    manifest = json.loads(path.read_text())
-    manifest["files"] |= {f"tokenizer/{file.name}": asdict(describe(file)) for file in stored.iterdir()}
-    path.write_text(sealed(manifest))
+    raw = json.loads(path.read_text())
+    raw["files"] |= {f"tokenizer/{file.name}": asdict(describe(file)) for file in path.parent.glob("tokenizer/*")}
+    path.write_text(sealed(raw))
     return {"load": inputs / "trained", "tokenizer": inputs / "other", "train_iters": 6}
 
 
