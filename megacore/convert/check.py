@@ -247,6 +247,7 @@ def _transformers() -> Any:
             "the check compares with transformers' own model: install the package transformers, then convert again"
         ) from None
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
