@@ -28,9 +28,14 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
 def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b"old")
-    with pytest.raises(OSError, match=r"No space left on device: .*/a\.json"), replacing(path) as file:
-        file.write(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def meet_a_full_disk() -> None:
+        with replacing(path) as file:
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"No space left on device: .*/a\.json"):
+        meet_a_full_disk()
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.json"]
 
