@@ -9,16 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
-from tests.parity import test_any_model as any_model
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
 from tests.parity.runs import Layout, make_config, make_trainer
 
