@@ -19,10 +19,10 @@ import torch
 
 import megacore
 from megacore.config import Config, sections_of
-from megacore.data.build import tokenizer_of
-from megacore.data.indexed import bin_path, idx_path
+from megacore.config.fields import field_infos, flag
+from megacore.data.gpt.build import tokenizer_of
+from megacore.data.indexed.reader import bin_path, idx_path
 from megacore.errors import ConfigError, DataError
-from megacore.fields import field_infos, flag
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group, coordinates
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megacore.config import Config
-from megacore.data.writer import IndexedWriter
+from megacore.data.indexed.writer import IndexedWriter
 from megacore.train import same_run
 from megacore.train.same_run import differences, facts
 from tests.e2e.launching import PROGRAM, needs_proc, small_run, under_torchrun

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.data.indexed import DTYPES, IndexedDataset, check_token_ids, token_dtype
-from megacore.data.writer import IndexedWriter, merge
+from megacore.data.indexed.reader import DTYPES, IndexedDataset, check_token_ids, token_dtype
+from megacore.data.indexed.writer import IndexedWriter, merge
 from megacore.errors import DataError
 from tests.unit import data_bytes
 
@@ -314,7 +314,7 @@ def test_a_merge_writes_all_even_where_the_system_writes_a_part(
 
 LIMITED = """
 import resource, signal, sys
-from megacore.data.writer import merge
+from megacore.data.indexed.writer import merge
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 for limit in map(int, sys.argv[1:]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
