@@ -19,8 +19,8 @@ from megacore.optim.clip import clip_factor, scale_gradients, totals
 from megacore.optim.offload import step_on_host
 from megacore.optim.optimizers import build_optimizer, update
 from megacore.optim.precision import LossScaler
-from megacore.parallel.collectives import all_gather_objects, all_reduce_
-from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.collectives import all_gather_objects, all_reduce_, sum_copies_
+from megacore.parallel.mesh import Holders, Mesh
 from megacore.zero.data_parallel import DataParallel
 
 
@@ -46,7 +46,7 @@ class WeightUpdate:
         data_parallel: holds gradients and master weights.
         mesh: this rank's place.
         config: resolved.
-        shared: global names of tied parameters, and the groups over which their gradients are summed.
+        shared: global names of tied parameters, and the ranks over which their gradients are summed.
         tied_copies: those of them that are counted on another rank.
     """
 
@@ -56,7 +56,7 @@ class WeightUpdate:
         mesh: Mesh,
         config: Config,
         *,
-        shared: Mapping[str, Group],
+        shared: Mapping[str, Holders],
         tied_copies: Iterable[str],
     ) -> None:
         self.data_parallel, self.mesh = data_parallel, mesh
@@ -88,8 +88,8 @@ class WeightUpdate:
         data_parallel.note(self._added_to)
         if self._sequence_parallel:
             self._sum_over_positions()
-        for name, group in self._shared.items():
-            self._sum_copies(name, group)
+        for name, holders in self._shared.items():
+            self._sum_copies(name, holders)
         data_parallel.settle()
         exact = data_parallel.options.exact_terms > 0
         scale = 1.0 if exact else self.scaler.scale  # that the gradients still carry
@@ -142,11 +142,11 @@ class WeightUpdate:
             flat = all_reduce_(torch.cat(gradients), self.mesh.tp)
             torch._foreach_copy_(gradients, list(flat.split([gradient.numel() for gradient in gradients])))
 
-    def _sum_copies(self, name: str, group: Group) -> None:
+    def _sum_copies(self, name: str, holders: Holders) -> None:
         for owned in self.data_parallel.segments_of(name):
             gradient = owned.gradient
             assert gradient is not None
-            all_reduce_(gradient, group)
+            sum_copies_(gradient, holders)
 
     def _skip(self, loss: Tensor) -> str:
         """Account for a step that is not finite; returns what happened.

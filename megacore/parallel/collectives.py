@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacore.errors import PeerFailed
 from megacore.parallel import direct
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import Group, Holders
 
 Reduction = Literal["sum", "max"]
 # torch 2.13 renamed these two; older releases know only the second name.
@@ -50,6 +50,14 @@ def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     """Reduce `tensor` in place over the group; every rank gets the same bits."""
     if group.size > 1:
         dist.all_reduce(tensor, op=_OPS[op], group=group.handle)
+    return tensor
+
+
+def sum_copies_(tensor: Tensor, holders: Holders) -> Tensor:
+    """Sum a contiguous `tensor` in place over the holders of a tied parameter; every one gets the same bits."""
+    if len(holders.positions) == holders.pipeline.size:
+        return all_reduce_(tensor, holders.pipeline)
+    direct.sum_among(tensor, holders.pipeline, holders.positions)
     return tensor
 
 

@@ -27,8 +27,8 @@ from megacore.data.loading.loader import Microbatch
 from megacore.models.initialize import initialize
 from megacore.models.spec import LayerSpec, Terms
 from megacore.optim.precision import DTYPES
-from megacore.parallel.collectives import all_reduce_
-from megacore.parallel.mesh import Group, Mesh, along_pipeline
+from megacore.parallel.collectives import sum_copies_
+from megacore.parallel.mesh import Holders, Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter
@@ -86,7 +86,7 @@ class ParallelModel:
         parameters: of this rank, by global name.
         runtime: runs microbatches through the pipeline.
         data_parallel: divides parameters, gradients and optimizer state over data-parallel ranks.
-        shared: global names of tied parameters that other ranks hold too, and the group of their holders.
+        shared: global names of tied parameters that other ranks hold too, and who holds them.
         tied_copies: those of them whose first use lies on another rank.
     """
 
@@ -95,7 +95,7 @@ class ParallelModel:
     parameters: dict[str, ShardedParameter]
     runtime: PipelineRuntime
     data_parallel: DataParallel
-    shared: dict[str, Group]
+    shared: dict[str, Holders]
     tied_copies: frozenset[str]
 
 
@@ -117,7 +117,7 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
     fill = task.initialize or partial(initialize, config=config.model, seed=config.training.seed)
     fill(parameters.values())
     tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
-    shared = _groups_of_holders(task.layers, stages, mesh, parameters)
+    shared = _holders_of_tied(task.layers, stages, mesh, parameters)
     _spread_values(shared, parameters, tied_copies)
     if config.training.recompute == "full":
         _recompute_blocks(chunks, own, task, config.training.recompute_num_layers)
@@ -149,30 +149,33 @@ def stage_ranges(layers: Sequence[LayerSpec], config: ParallelConfig) -> list[ra
     return partition(layers, count, config.pipeline_balance)
 
 
-def _groups_of_holders(
+def _holders_of_tied(
     layers: Sequence[LayerSpec], stages: Sequence[range], mesh: Mesh, parameters: Mapping[str, ShardedParameter]
-) -> dict[str, Group]:
+) -> dict[str, Holders]:
     """For each tied parameter of this rank that other ranks of the pipeline hold too: who holds it."""
     rank_of = {number: stage % mesh.pp.size for stage, numbers in enumerate(stages) for number in numbers}
     number_of = {layer.name: number for number, layer in enumerate(layers)}
-    holders: dict[str, set[int]] = {}
+    positions: dict[str, set[int]] = {}
     for number, layer in enumerate(layers):
         for name in layer.tied.values():
             first = next(i for prefix, i in number_of.items() if name.startswith(f"{prefix}."))
-            holders.setdefault(name, {rank_of[first]}).add(rank_of[number])
-    groups = {name: along_pipeline(mesh, sorted(ranks)) for name, ranks in holders.items() if len(ranks) > 1}
-    return {name: group for name, group in groups.items() if name in parameters}
+            positions.setdefault(name, {rank_of[first]}).add(rank_of[number])
+    return {
+        name: Holders(pipeline=mesh.pp, positions=tuple(sorted(ranks)))
+        for name, ranks in positions.items()
+        if len(ranks) > 1 and name in parameters
+    }
 
 
 @torch.no_grad()
 def _spread_values(
-    shared: Mapping[str, Group], parameters: Mapping[str, ShardedParameter], copies: frozenset[str]
+    shared: Mapping[str, Holders], parameters: Mapping[str, ShardedParameter], copies: frozenset[str]
 ) -> None:
     """Give the copies of tied parameters the value that they have where they are first used."""
-    for name, group in sorted(shared.items()):
+    for name in sorted(shared):
         if name in copies:
             parameters[name].zero_()
-        all_reduce_(parameters[name].data, group)
+        sum_copies_(parameters[name].data, shared[name])
 
 
 def _recompute_blocks(chunks: Sequence[Stage], own: Sequence[range], task: Task, first: int | None) -> None:

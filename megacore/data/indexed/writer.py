@@ -283,10 +283,21 @@ def _copy_sparse(source: int, target: int, offset: int) -> None:
             if error.errno != errno.ENXIO:
                 raise
             break  # only a hole is left
-        for begin in range(start, stop, _COPY):
-            os.pwrite(target, os.pread(source, min(_COPY, stop - begin), begin), offset + begin)
+        while start < stop:
+            data = os.pread(source, min(_COPY, stop - start), start)
+            if not data:
+                raise OSError(errno.EIO, "the dataset became shorter while it was read")
+            _write_at(target, memoryview(data), offset + start)
+            start += len(data)
         position = stop
     os.ftruncate(target, offset + size)
+
+
+def _write_at(target: int, data: memoryview, offset: int) -> None:
+    """Write all of the data at an offset. On a disk that is nearly full a call writes a part; only the next fails."""
+    while data:
+        written = os.pwrite(target, data, offset)
+        data, offset = data[written:], offset + written
 
 
 def _rewound(spool: BinaryIO) -> BinaryIO:
