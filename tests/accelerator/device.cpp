@@ -559,7 +559,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < all.tensors.size(); i++) {
     const auto& t = all.tensors[i];
     if (!t.defined()) continue;
-    if (indexing && i > 0 && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte)) by_host = true;
+    // aten::index itself turns a mask into places with a nonzero of its own.
+    if (indexing && name != "aten::index" && i > 0 && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte)) by_host = true;
     if (!on_device(t)) continue;
     TORCH_CHECK(device < 0 || device == t.device().index(), "pretend: ", name, " mixes tensors of devices ", int(device),
                 " and ", int(t.device().index()));
