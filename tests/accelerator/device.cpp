@@ -501,7 +501,8 @@ const std::set<std::string> kReadByHost = {
     "aten::equal",        "aten::nonzero",       "aten::masked_select",      "aten::_unique",   "aten::_unique2",
     "aten::unique_dim",   "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::bincount", "aten::is_nonzero",
     "aten::repeat_interleave", "aten::_assert_async"};
-const std::set<std::string> kIndexing = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"};
+// Indices may be masks, and may lie on the host. (aten::index calls nonzero and copies by itself.)
+const std::set<std::string> kIndexing = {"aten::index_put_", "aten::_index_put_impl_", "aten::index_put"};
 
 struct Arguments {
   std::vector<at::Tensor> tensors, aliases;
@@ -572,8 +573,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < all.tensors.size(); i++) {
     const auto& t = all.tensors[i];
     if (!t.defined()) continue;
-    // aten::index itself turns a mask into places with a nonzero of its own.
-    if (indexing && name != "aten::index" && i > 0 && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte)) by_host = true;
+    if (indexing && i > 0 && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte)) by_host = true;
     if (!on_device(t)) continue;
     TORCH_CHECK(device < 0 || device == t.device().index(), "pretend: ", name, " mixes tensors of devices ", int(device),
                 " and ", int(t.device().index()));
@@ -583,6 +583,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < all.tensors.size(); i++) {
     const auto& t = all.tensors[i];
     if (!t.defined() || on_device(t) || t.dim() == 0) continue;
+    if (name == "aten::index" && i > 0) continue;
     TORCH_CHECK(indexing && i > 0, "pretend: ", name, " mixes host and device tensors");
     bytes_to_device += static_cast<int64_t>(t.numel() * t.element_size());  // an index is copied, blocking
     wait_for_stream("an index in host memory", device);
