@@ -90,7 +90,7 @@ def steps_of(trainer: Trainer) -> list[Counters]:
     found: list[Counters] = []
     with ExitStack() as stack:
 
-        def step_done(_: int) -> None:
+        def step_done(step: int) -> None:
             stack.close()
             found.append(stack.enter_context(counting()))
 
