@@ -7,7 +7,7 @@ loss or a gradient that is not finite anywhere has found its way.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +29,15 @@ class Outcome:
     """What became of a step.
 
     Attributes:
-        loss: summed over the global batch, fp64, equal on every rank; a scalar or several sums.
-        norm: global gradient norm before clipping, without the loss scale; likewise.
+        loss: summed over the global batch, fp64, equal on every rank; a scalar or several sums, on the device.
+        norm: global gradient norm before clipping, without the loss scale; an fp64 scalar in host memory.
+        votes: of all ranks, summed.
         skipped: why the weights were left as they are, or None.
     """
 
     loss: Tensor
     norm: Tensor
+    votes: tuple[int, ...] = ()
     skipped: str | None = None
 
 
@@ -73,12 +75,16 @@ class WeightUpdate:
         self._added_to = {*shared, *(whole if self._sequence_parallel else ())}  # by ranks other than replicas
 
     @torch.no_grad()
-    def apply(self, loss: Tensor, rate: float) -> Outcome:
+    def apply(self, loss: Tensor, rate: float, *, votes: Sequence[int] = ()) -> Outcome:
         """Update the weights from the step's gradients and publish them, or skip the step on all ranks.
+
+        Which of the two is the only thing in a step that the program must know before it goes on, and so the only time
+        that it waits for an accelerator (once more for each bucket with `offload`, whose gradients it works on).
 
         Args:
             loss: this rank's share of the summed loss.
             rate: the learning rate.
+            votes: what this rank adds to sums over all ranks that travel along; as many on every rank.
 
         Raises:
             TrainingStopped: too many steps in a row were not finite, or the fp16 loss scale is at its minimum.
@@ -100,11 +106,13 @@ class WeightUpdate:
             tied_copies=self._tied_copies,
             loss=loss,
             overflow=data_parallel.overflow(),
+            votes=votes,
             exact=exact,
         )
-        norm = total.norm / scale
+        known = total.to_host()
+        norm, counted = known.norm / scale, tuple(map(int, known.votes.tolist()))
         if not torch.isfinite(norm):
-            return Outcome(loss=total.loss, norm=norm, skipped=self._skip(total.loss))
+            return Outcome(loss=total.loss, norm=norm, votes=counted, skipped=self._skip(known.loss))
         factor = clip_factor(norm, self._clip) / scale
         if data_parallel.options.offload:
             step_on_host(data_parallel, self.optimizer, factor=factor, rate=rate)
@@ -112,7 +120,7 @@ class WeightUpdate:
             self._step_in_place(factor, rate)
         self.scaler.good_step()
         self.updates, self._bad_steps = self.updates + 1, 0
-        return Outcome(loss=total.loss, norm=norm)
+        return Outcome(loss=total.loss, norm=norm, votes=counted)
 
     def _step_in_place(self, factor: Tensor, rate: float) -> None:
         segments = self.data_parallel.segments
@@ -154,7 +162,7 @@ class WeightUpdate:
         A smaller loss scale helps where gradients overflow. It does nothing for a loss, which does not carry it.
 
         Args:
-            loss: of all ranks.
+            loss: of all ranks, in host memory.
         """
         self.skipped_steps += 1
         sound = bool(loss.isfinite().all())

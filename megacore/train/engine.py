@@ -272,7 +272,9 @@ class PipelineEngine:
                     index=(self.step * self.num_microbatches + position) * dp.size + dp.rank,
                     inputs=moved(inputs, device) if pp.is_first else inputs,
                     targets=moved(targets, device) if pp.is_last else targets,
-                    count=torch.as_tensor(number, dtype=torch.float64).to(device, non_blocking=True),
+                    count=number.to(device, torch.float64, non_blocking=True)
+                    if isinstance(number, Tensor)
+                    else torch.full((), number, dtype=torch.float64, device=device),
                 )
             )
         self._learn_forms([microbatch.inputs for microbatch in batch])
@@ -280,12 +282,13 @@ class PipelineEngine:
 
     def _learn_forms(self, inputs: Sequence[Any]) -> None:
         """Try inputs of forms that are new. On ZeRO stage 3 a replica whose are not tries along, as weights are
-        gathered from all replicas."""
+        gathered from all replicas: these must ask each other first, and so wait for the accelerator."""
         new = self._forms.unknown(inputs)
-        tries = torch.tensor(len(new), device=self.mesh.device)
-        if self.config.parallel.zero_stage == 3:
-            all_reduce_(tries, self.mesh.dp, "max")
-        for number in range(int(tries)):
+        tries = len(new)
+        if self.config.parallel.zero_stage == 3 and self.mesh.dp.size > 1:
+            asked = torch.full((), tries, dtype=torch.int64, device=self.mesh.device)
+            tries = int(all_reduce_(asked, self.mesh.dp, "max"))
+        for number in range(tries):
             self._forms.find(new[number] if number < len(new) else inputs[0])
 
     def _summed_loss(self, output: Any, microbatch: PlainMicrobatch) -> Tensor:

@@ -8,7 +8,6 @@ sums over) of the whole global batch, known before the first backward.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import Config, known
-from megacore.data.loading.loader import BatchLoader, Microbatch
+from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.optimizers import state_kinds
 from megacore.optim.update import WeightUpdate
@@ -29,11 +28,12 @@ from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Mesh
 from megacore.plan.flops import CONVENTION, flops_per_sequence, peak_tflops
 from megacore.plan.simulator import Costs, simulate
-from megacore.train.metrics import device_name, evaluation_line, log_line, peak_memory_bytes, synchronize
+from megacore.train.clock import StepClock
+from megacore.train.metrics import device_name, evaluation_line, log_line, peak_memory_bytes
 from megacore.train.parallelize import Task, parallelize
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report
-from megacore.train.stopping import StopRequests
+from megacore.train.stopping import Decision, StopRequests
 from megacore.train.summary import launch_summary
 from megacore.train.tracing import Tracer
 from megacore.zero.memory import measured_bytes, predicted_bytes
@@ -51,6 +51,7 @@ class Trainer:
 
     Attributes:
         means, counts: of the last step's loss terms over the global batch, fp64.
+        decision: what all ranks do after the last step.
     """
 
     def __init__(self, config: Config, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
@@ -67,10 +68,10 @@ class Trainer:
         self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
         self.step, self.consumed_samples = 0, 0
         self.means = self.counts = torch.zeros(task.terms.shape, dtype=torch.float64)
-        self.stop_requests = StopRequests(config.checkpoint, mesh)
+        self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
         self.loaded = None if config.checkpoint.load is None else self._restore(Path(config.checkpoint.load))
         self.tracer = Tracer(config, mesh, self.model.runtime, self.step)
-        self.batches = self._loader(train_data, self.consumed_samples)
+        self.batches = DeviceLoader(self._loader(train_data, self.consumed_samples), mesh.device)
         self._first_log = True
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self.train_data, self.valid_data = train_data, valid_data
@@ -90,7 +91,7 @@ class Trainer:
         leave the result in the output directory."""
         self._announce()
         with self.stop_requests, self.saving:
-            stopped = self._loop(_Clock(self.mesh.device, self.step))
+            stopped = self._loop(StepClock(self.mesh.device, self.step))
         training = self.config.training
         skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
         samples = f"{self.consumed_samples:,} samples"
@@ -98,10 +99,10 @@ class Trainer:
         self.report.say(f"{ended} steps{skipped}, {samples}; everything lies in {training.output_dir}")
         self.report.close()
 
-    def _loop(self, clock: _Clock) -> str | None:
+    def _loop(self, clock: StepClock) -> str | None:
         """Steps, until the last or until all ranks agree to end; returns why they ended early."""
-        training, logging, stopped = self.config.training, self.config.logging, None
-        while self.step < training.train_iters and stopped is None:
+        training, logging = self.config.training, self.config.logging
+        while self.step < training.train_iters and self.decision.stop is None:
             _, norm, rate = self.train_step(next(self.batches))
             self.report.step_done(self.step)
             if _due(self.step, logging.log_interval, training.train_iters):
@@ -113,16 +114,19 @@ class Trainer:
             if self._evaluates and _due(self.step, training.eval_interval, training.train_iters):
                 with clock.paused():
                     self.evaluate()
-            stopped, some_wait = self.stop_requests.agreed(self.step, waiting=lambda: self.saving.is_waiting)
-            with clock.paused():
-                self.saving.go_on(some_wait=some_wait)
-                last = stopped is not None or self.step == training.train_iters
-                if last or _due(self.step, self.config.checkpoint.save_interval or 0, training.train_iters):
+            self.saving.go_on(some_rank_waits=self.decision.some_rank_waits)
+            last = self.decision.stop is not None or self.step == training.train_iters
+            if last or _due(self.step, self.config.checkpoint.save_interval or 0, training.train_iters):
+                with clock.paused():
                     self.saving.save(self._state(), is_last=last)
-        return stopped if self.step < training.train_iters else None
+        return self.decision.stop if self.step < training.train_iters else None
 
     def train_step(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor, float]:
-        """One update of the weights.
+        """One update of the weights; what ranks agree on meanwhile is in `decision`.
+
+        An accelerator is waited for once, for the decision to apply the update (optim/update.py). Whatever is added
+        here must not wait for it: no `float`, `item` or `tolist` of a tensor on the device, and no tensor made on the
+        host and copied there. tests/accelerator/test_synchronizations.py counts.
 
         Args:
             microbatches: this data-parallel rank's share of the global batch.
@@ -143,16 +147,19 @@ class Trainer:
             return (per_count() * self.update.scaler.scale).float()
 
         traced = self.tracer.begin(self.step + 1)
-        self.model.runtime.timer.precise = traced or _due(
+        self.model.runtime.timer.enabled = traced or _due(
             self.step + 1, self.config.logging.log_interval, self.config.training.train_iters
         )
         self.model.data_parallel.begin_step(self.update.scaler.scale)
         own_loss = self.model.runtime.train_step(batch, loss_scale, self.model.data_parallel)
+        self.batches.prefetch()
         self.step += 1
-        self.tracer.end(self.step)
         self.consumed_samples = self.batches.consumed_samples
         rate = learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
-        outcome = self.update.apply(own_loss, rate)
+        votes = self.stop_requests.votes(self.step, waiting=self.saving.is_waiting)
+        outcome = self.update.apply(own_loss, rate, votes=votes)
+        self.decision = self.stop_requests.decision(outcome.votes)
+        self.tracer.end(self.step)
         if outcome.skipped is not None:
             self.report.say(f"step {self.step}/{self.config.training.train_iters} | skipped: {outcome.skipped}")
         self.means, self.counts = outcome.loss * per_count(), counts
@@ -235,8 +242,9 @@ class Trainer:
 
     def _log(self, norm: Tensor, rate: float, step_seconds: float) -> None:
         config, training = self.config, self.config.training
-        peak = self._largest({"peak": float(peak_memory_bytes(self.mesh.device))})["peak"]
-        memory = self._memory()
+        measured = measured_bytes(self.model.data_parallel, self.update.optimizer)
+        memory = self._largest({**measured, "peak": float(peak_memory_bytes(self.mesh.device))})
+        peak = memory.pop("peak")
         sequences = known(training.global_batch_size)
         flops = self.task.flops or flops_per_sequence(config.model, config.data.seq_length)
         tflops = flops * sequences / step_seconds / self.mesh.world.size / 1e12
@@ -278,16 +286,12 @@ class Trainer:
 
     def _measured_bubble(self) -> float:
         """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""
-        timer, device = self.model.runtime.timer, self.mesh.device
-        first, last = timer.window
-        ends = torch.tensor([-first, last], dtype=torch.float64, device=device)
-        window = float(all_reduce_(ends, self.mesh.pp, "max").sum()) * self.mesh.pp.size
-        busy = all_reduce_(torch.tensor(timer.busy_seconds, dtype=torch.float64, device=device), self.mesh.pp)
+        timed, device = self.model.runtime.timer.read(), self.mesh.device
+        computed = timed.computations
+        ends = torch.tensor([-computed[0].start, computed[-1].end], dtype=torch.float64, device=device)
+        window = all_reduce_(ends, self.mesh.pp, "max").sum() * self.mesh.pp.size
+        busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=device), self.mesh.pp)
         return float(all_reduce_(1.0 - busy / window, self.mesh.world)) / self.mesh.world.size
-
-    def _memory(self) -> dict[str, float]:
-        """Bytes of state by kind, each on the rank that keeps most of it."""
-        return self._largest(measured_bytes(self.model.data_parallel, self.update.optimizer))
 
     def _predicted_memory(self) -> dict[str, float]:
         data_parallel = self.model.data_parallel
@@ -306,37 +310,6 @@ class Trainer:
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_samples * self.config.data.seq_length,
         }
-
-
-class _Clock:
-    """Seconds per step since the last look, without what happened while paused."""
-
-    def __init__(self, device: torch.device, step: int) -> None:
-        self._device, self._step, self._start = device, step, time.perf_counter()
-
-    def per_step(self, step: int) -> float:
-        synchronize(self._device)
-        now = time.perf_counter()
-        seconds = (now - self._start) / max(step - self._step, 1)
-        self._step, self._start = step, now
-        return seconds
-
-    def paused(self) -> _Pause:
-        return _Pause(self)
-
-    def shift(self, seconds: float) -> None:
-        self._start += seconds
-
-
-class _Pause:
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._clock.shift(time.perf_counter() - self._since)
 
 
 def _mib(sizes: Mapping[str, float]) -> str:

@@ -25,11 +25,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -110,12 +112,14 @@ struct Timelines {
 
   int64_t advance(int64_t timeline) { return ++seen_by(timeline)[timeline]; }
 
-  // Carry out copies and forget accesses that everything launched from now on comes after.
+  // Carry out copies and forget accesses that everything launched from now on comes after. Memory that only these keep
+  // is freed at the end: freeing it changes `accesses`.
   void settle() {
+    std::vector<std::function<void()>> delivered;
     for (auto& access : accesses) {
       if (access.deliver && covers(host, access.timeline, access.tick)) {
         access.deliver();
-        access.deliver = nullptr;
+        delivered.push_back(std::exchange(access.deliver, nullptr));
       }
     }
     auto over = [&](const Access& access) {
@@ -127,7 +131,16 @@ struct Timelines {
         if (access.timeline != s && !covers(clocks[s], access.timeline, access.tick)) return false;
       return access.timeline < kMaxDevices ? side_streams.empty() : true;
     };
-    accesses.erase(std::remove_if(accesses.begin(), accesses.end(), over), accesses.end());
+    const auto forgotten = take_out(over);
+  }
+
+  // The accesses of which `chosen` is true, which are no longer remembered.
+  template <typename Choice>
+  std::vector<Access> take_out(const Choice& chosen) {
+    const auto first = std::stable_partition(accesses.begin(), accesses.end(), [&](const Access& a) { return !chosen(a); });
+    std::vector<Access> taken(std::make_move_iterator(first), std::make_move_iterator(accesses.end()));
+    accesses.erase(first, accesses.end());
+    return taken;
   }
 
   void host_waits(const Clock& clock) {
@@ -136,10 +149,9 @@ struct Timelines {
     settle();
   }
 
-  void forget(uintptr_t begin, uintptr_t end) {  // memory that is freed
+  void forget(uintptr_t begin, uintptr_t end) {  // memory that is freed, or was given back by a storage that is kept
     std::lock_guard<std::recursive_mutex> guard(mutex);
-    auto inside = [&](const Access& a) { return a.kept.empty() && a.begin >= begin && a.end <= end; };
-    accesses.erase(std::remove_if(accesses.begin(), accesses.end(), inside), accesses.end());
+    const auto forgotten = take_out([&](const Access& a) { return !a.deliver && a.begin >= begin && a.end <= end; });
   }
 };
 Timelines& timelines() {
@@ -174,13 +186,14 @@ void touch(const at::Tensor& t, bool writes, int64_t timeline, const std::string
   const auto [begin, end] = extent(t);
   if (begin == end) return;
   const Clock* clock = nullptr;
+  std::vector<std::function<void()>> delivered;  // what they keep is freed at the end, which changes `accesses`
   for (auto& access : lines.accesses) {
     if (access.end <= begin || end <= access.begin) continue;
     if (clock == nullptr) clock = &lines.seen_by(timeline);
     if (access.timeline == timeline || covers(*clock, access.timeline, access.tick)) {
       if (access.deliver) {
         access.deliver();
-        access.deliver = nullptr;
+        delivered.push_back(std::exchange(access.deliver, nullptr));
       }
       continue;
     }

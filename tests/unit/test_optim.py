@@ -138,6 +138,15 @@ def test_a_loss_that_is_not_finite_poisons_the_norm(poison: float) -> None:
     assert not totals([], alone, sharded=False, overflow=poison).norm.isfinite()
 
 
+def test_votes_travel_with_a_loss_that_is_not_finite_and_do_not_count_as_one() -> None:
+    alone = Mesh(device=torch.device("cpu"))
+    loss = torch.tensor([math.nan, 2.0])
+    found = totals([], alone, sharded=False, loss=loss, votes=[0, 1, 3]).to_host()
+    assert found.votes.tolist() == [0, 1, 3]
+    assert found.loss.isfinite().tolist() == [False, True]
+    assert totals([], alone, sharded=False, loss=1.0, votes=[0, 1, 3]).norm == 0.0
+
+
 def test_a_small_norm_and_a_limit_of_zero_change_nothing() -> None:
     norm = torch.tensor(2.0, dtype=torch.float64)
     assert clip_factor(norm, 10.0) == clip_factor(norm, 0.0) == 1.0
