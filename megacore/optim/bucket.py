@@ -97,7 +97,7 @@ class Bucket:
         self._marks: Tensor | None = None  # a number a parameter: its own gradient was finite as it is
         self._noted: dict[str, Tensor] = {}  # norms of gradients in `.grad` before other ranks' were added
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
-        self._host_gradients = self._on_host(torch.zeros(self.layout.shard_size)) if options.offload else None
+        self._host_gradients = self._on_host(torch.float32) if options.offload else None
         self._on_the_way: list[str] = []  # to the host: gradients of these parameters
         self._all_there: torch.Event | None = None
         self.release()
@@ -105,21 +105,38 @@ class Bucket:
     # ---- parameters
 
     def _take_over(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the parameters into a flat buffer; returns it, the own shard of it, and the own master weights."""
-        exact = torch.zeros(self.layout.size, device=self._device)
-        for parameter in self.parameters:
-            exact[self.layout.place(parameter.spec.name)] = parameter.detach().reshape(-1)
-        full = exact.to(self.options.compute_dtype)
-        for parameter in self.parameters:
-            parameter.data = full[self.layout.place(parameter.spec.name)].view(parameter.shape)
-        own = full[self._shard].clone() if self.options.stage == 3 else full[self._shard]
-        if self.options.offload:
-            return full, own, self._on_host(exact[self._shard])
-        return full, own, own if full is exact else exact[self._shard].clone()
+        """Move the parameters into a flat buffer; returns it, the own shard of it, and the own master weights.
 
-    def _on_host(self, values: Tensor) -> Tensor:
-        """A copy in host memory, from and to which the device can copy on its own."""
-        return torch.empty(values.shape, pin_memory=self._device.type != "cpu").copy_(values)
+        One parameter moves at a time and gives its memory back, so that no second copy of the bucket is needed. On
+        stage 3 the own shard is all that is kept, and the flat buffer comes into being only after the last has moved.
+        """
+        stage, dtype = self.options.stage, self.options.compute_dtype
+        shapes = [parameter.shape for parameter in self.parameters]
+        own_parts = {segment.name: segment for segment in self.segments}
+        full = torch.zeros(0 if stage == 3 else self.layout.size, dtype=dtype, device=self._device)
+        own = full.new_zeros(self.layout.shard_size) if stage == 3 else full[self._shard]
+        master = own
+        if self.options.offload:
+            master = self._on_host(torch.float32)
+        elif dtype != torch.float32:
+            master = torch.zeros(self.layout.shard_size, device=self._device)
+        for parameter in self.parameters:
+            name, values = parameter.spec.name, parameter.detach().reshape(-1)
+            if stage < 3:
+                full[self.layout.place(name)] = values
+            if (part := own_parts.get(name)) is not None:
+                for shard in {id(own): own, id(master): master}.values():
+                    shard[part.place] = values[part.start : part.stop]
+            parameter.data = full.new_empty(0)
+        if stage == 3:
+            full = full.new_empty(self.layout.size)
+        for parameter, shape in zip(self.parameters, shapes, strict=True):
+            parameter.data = full[self.layout.place(parameter.spec.name)].view(shape)
+        return full, own, master
+
+    def _on_host(self, dtype: torch.dtype) -> Tensor:
+        """Zeros of a shard's size in host memory, from and to which the device can copy on its own."""
+        return torch.zeros(self.layout.shard_size, dtype=dtype, pin_memory=self._device.type != "cpu")
 
     def prefetch(self) -> None:
         """Begin to make all parameters present."""

@@ -11,9 +11,8 @@ divided by the tokens of the whole global batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -72,7 +71,8 @@ class DataParallel:
 
     Args:
         chunks: the layers of each of the rank's pipeline stages, initialised, in the order of their use. No bucket
-            holds parameters of two, as their gradients are complete at different times.
+            holds parameters of two, as their gradients are complete at different times. They may come from generators
+            that build them: on stage 3 a layer is divided before the next one is asked for.
         group: the data-parallel group.
         options: ZeRO stage, dtypes, overlap.
         bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk; on stage 3 a
@@ -87,7 +87,7 @@ class DataParallel:
 
     def __init__(
         self,
-        chunks: Sequence[Sequence[nn.Module]],
+        chunks: Iterable[Iterable[nn.Module]],
         group: Group,
         *,
         options: ZeroOptions,
@@ -96,21 +96,25 @@ class DataParallel:
     ) -> None:
         self.group = group
         self.options = options = options if group.size > 1 else replace(options, stage=0)
-        layers = [layer for chunk in chunks for layer in chunk]
-        edges = [0, *accumulate(map(len, chunks))]
-        self._chunks = [range(*edge) for edge in pairwise(edges)]  # of each, the numbers of its layers
-        own = _first_uses(layers)
-        self.parameters = [parameter for members in own for parameter in members]
-        self.buckets: list[Bucket] = []
+        layers: list[nn.Module] = []
+        own: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
+        self._chunks: list[range] = []  # of each, the numbers of its layers
         self._buckets_of_chunk: list[list[Bucket]] = []
-        for numbers in self._chunks:
-            members = [own[number] for number in numbers]
-            runs = members[::-1] if options.stage == 3 else [[p for layer in members for p in layer]]
-            whole = sum(p.numel() * p.element_size() for layer in members for p in layer)
-            limit = 1 << 62 if options.stage == 3 else min(bucket_bytes, whole // _BUCKETS)
-            buckets = [Bucket(b, group, options) for run in runs for b in assign_buckets(run, limit, alone)]
+        for chunk in chunks:
+            first, buckets = len(layers), list[Bucket]()
+            for layer in chunk:
+                layers.append(layer)
+                own.append(_without(sharded_parameters(layer), own))
+                if options.stage == 3:
+                    buckets = [*self._make_buckets(own[-1], 1 << 62, alone), *buckets]
+            if options.stage < 3:
+                members = [parameter for layer_parameters in own[first:] for parameter in layer_parameters]
+                whole = sum(p.numel() * p.element_size() for p in members)
+                buckets = self._make_buckets(members, min(bucket_bytes, whole // _BUCKETS), alone)
+            self._chunks.append(range(first, len(layers)))
             self._buckets_of_chunk.append(buckets)
-            self.buckets = [*buckets, *self.buckets]
+        self.parameters = [parameter for members in own for parameter in members]
+        self.buckets = [bucket for buckets in reversed(self._buckets_of_chunk) for bucket in buckets]
         self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
         # Of each bucket the first layer that uses it: its gradients are there once backward has passed that layer.
         self._first_layer = {
@@ -129,6 +133,9 @@ class DataParallel:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _make_buckets(self, members: Sequence[ShardedParameter], limit: int, alone: frozenset[str]) -> list[Bucket]:
+        return [Bucket(run, self.group, self.options) for run in assign_buckets(members, limit, alone)]
 
     # ---- around the layers
 
@@ -267,6 +274,12 @@ class DataParallel:
         for bucket in self.in_order_of_use():
             bucket.publish()
 
+    def publish_parameter(self, name: str) -> None:
+        """Make the updated master weights of one parameter's bucket the values of its parameters."""
+        self._bucket_of[name].publish()
+        if self.options.stage < 3:
+            self._bucket_of[name].wait()
+
     def in_order_of_use(self) -> list[Bucket]:
         """The buckets, those that the first layers need first."""
         return _unique(bucket for needs in self._needs for bucket in needs)
@@ -320,15 +333,12 @@ def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]
     return found
 
 
-def _first_uses(layers: Sequence[nn.Module]) -> list[list[ShardedParameter]]:
-    """The parameters of each layer that no earlier layer has."""
-    seen: set[str] = set()
-    found = []
-    for layer in layers:
-        members = [p for p in sharded_parameters(layer) if p.spec.name not in seen]
-        seen |= {p.spec.name for p in members}
-        found.append(members)
-    return found
+def _without(
+    parameters: Sequence[ShardedParameter], earlier: Sequence[Sequence[ShardedParameter]]
+) -> list[ShardedParameter]:
+    """The parameters that no earlier layer has."""
+    seen = {parameter.spec.name for members in earlier for parameter in members}
+    return [parameter for parameter in parameters if parameter.spec.name not in seen]
 
 
 def _unique(buckets: Any) -> list[Bucket]:
