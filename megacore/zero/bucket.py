@@ -121,12 +121,12 @@ class Bucket:
         elif dtype != torch.float32:
             master = torch.zeros(self.layout.shard_size, device=self._device)
         for parameter in self.parameters:
-            name, values = parameter.spec.name, parameter.detach().reshape(-1)
+            name = parameter.spec.name
             if stage < 3:
-                full[self.layout.place(name)] = values
+                full[self.layout.place(name)] = parameter.detach().reshape(-1)
             if (part := own_parts.get(name)) is not None:
                 for shard in {id(own): own, id(master): master}.values():
-                    shard[part.place] = values[part.start : part.stop]
+                    shard[part.place] = parameter.detach().reshape(-1)[part.start : part.stop]
             parameter.data = full.new_empty(0)
         if stage == 3:
             full = full.new_empty(self.layout.size)
