@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,13 +94,19 @@ class Bucket:
         self._reducing: tuple[Pending, Tensor, Tensor] | None = None  # under way: result, and its source kept alive
         self._written: set[str] = set()  # parameters that have a value in `_gradients`
         self._missing: set[str] = set()  # parameters whose gradient this backward still owes
-        self._marks: Tensor | None = None  # a number a parameter: its own gradient was finite as it is
-        self._noted: dict[str, Tensor] = {}  # norms of gradients in `.grad` before other ranks' were added
+        self._marks: Tensor | None = None  # a number for each of `_marked`: its own gradient was finite as it is
+        self._marked = [s.name for s in self.segments] if self._keeps_others else list(self._by_name)
+        self._noted: dict[str, Tensor] = {}  # norms of gradients before those of ranks other than replicas were added
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
         self._host_gradients = self._on_host(torch.float32) if options.offload else None
         self._on_the_way: list[str] = []  # to the host: gradients of these parameters
         self._all_there: torch.Event | None = None
         self.release()
+
+    @property
+    def _keeps_others(self) -> bool:
+        """Whether the reduction leaves this rank's own gradients as they are, but for those of its shard."""
+        return self.options.stage == 1 and not self.options.exact_terms
 
     # ---- parameters
 
@@ -224,8 +230,8 @@ class Bucket:
             self._view(name).zero_()
         whole = self._gradients
         assert whole is not None
-        if not self.options.exact_terms:
-            self._note_norms()
+        if self.group.size > 1 and not self.options.exact_terms:
+            self._note_norms(whole)
         if self.options.stage == 0:
             self._reducing = start_all_reduce_(whole, self.group), whole, whole
         else:
@@ -306,19 +312,33 @@ class Bucket:
     def note(self, names: Collection[str]) -> None:
         """Remember what this rank's own gradients of these parameters are, before others' are added to them in place;
         where gradients are reduced over replicas that is known already."""
-        own = {name: p.grad for name, p in self._by_name.items() if name in names and p.grad is not None}
-        if self._in_place and own:
+        own = {name: values for name, values in self._unreduced() if name in names}
+        if self.group.size == 1 and not self.options.exact_terms and own:
             self._noted = dict(zip(own, torch._foreach_norm(list(own.values())), strict=True))
 
     def offenders(self) -> list[str]:
         """Parameters whose gradient was not finite on this rank before any reduction."""
+        bad = set()
+        if self._marks is not None:
+            finite = self._marks.isfinite().tolist()
+            bad = {name for name, good in zip(self._marked, finite, strict=True) if not good}
+        bad |= {name for name, values in self._unreduced() if not self._noted.get(name, values).isfinite().all()}
+        return [name for name in self._by_name if name in bad]
+
+    def _unreduced(self) -> Iterator[tuple[str, Tensor]]:
+        """What there is of this rank's own gradients that no reduction over replicas has overwritten; flat, by name."""
         if self._in_place:
-            own = {name: self._noted.get(name, p.grad) for name, p in self._by_name.items()}
-            return [name for name, found in own.items() if found is not None and not found.isfinite().all()]
-        if self._marks is None:
-            return []
-        finite = self._marks.isfinite().tolist()
-        return [name for name, good in zip(self._by_name, finite, strict=True) if not good]
+            yield from ((name, p.grad.view(-1)) for name, p in self._by_name.items() if p.grad is not None)
+        elif self._gradients is not None and (self.group.size == 1 or self._keeps_others):
+            own = self._shard if self.group.size > 1 else slice(0, 0)
+            for name in self._by_name:
+                place = self.layout.place(name)
+                for part in (
+                    slice(place.start, min(place.stop, own.start)),
+                    slice(max(place.start, own.stop), place.stop),
+                ):
+                    if part.start < part.stop:
+                        yield name, self._gradients[part]
 
     def _view(self, name: str) -> Tensor:
         """A parameter's place in the buffer of all gradients, flat."""
@@ -326,10 +346,16 @@ class Bucket:
             self._gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
         return self._gradients[self.layout.place(name)]
 
-    def _note_norms(self) -> None:
-        """Remember each parameter's own gradient norm, so that a bad sum can be traced to its source afterwards."""
-        norms = torch.stack(torch._foreach_norm([self._view(name) for name in self._by_name]))
-        self._marks = norms if self._marks is None else self._marks + norms
+    def _note_norms(self, whole: Tensor) -> None:
+        """Remember the norms of the own gradients that the reduction overwrites, so that a bad sum can be traced to its
+        source afterwards."""
+        if self._keeps_others:
+            parts = [whole[self._shard][segment.place] for segment in self.segments]
+        else:
+            parts = [whole[self.layout.place(name)] for name in self._by_name]
+        if parts:
+            norms = torch.stack(torch._foreach_norm(parts))
+            self._marks = norms if self._marks is None else self._marks + norms
 
     # ---- for reports and checkpoints
 

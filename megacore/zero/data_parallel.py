@@ -28,6 +28,10 @@ from megacore.zero.flat import Segment, assign_buckets
 # A chunk has at least about so many buckets, however small it is: the first must be full early for its reduction to
 # overlap with the rest of backward.
 _BUCKETS = 4
+# A rank's share of a bucket has at least so many bytes, or this part of the bucket where that is less: what each rank
+# sends to each other is a share, and small messages do not use the network (Megatron-LM's buckets grow likewise).
+_SHARE_BYTES = 1 << 20
+_SMALLEST_SHARE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +79,8 @@ class DataParallel:
             that build them: on stage 3 a layer is divided before the next one is asked for.
         group: the data-parallel group.
         options: ZeRO stage, dtypes, overlap.
-        bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk; on stage 3 a
-            layer is a bucket.
+        bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more in a
+            large group (see `grown`); on stage 3 a layer is a bucket.
         alone: global names of parameters that get a bucket of their own (tied ones, whose sum has a further step).
 
     Attributes:
@@ -110,7 +114,8 @@ class DataParallel:
             if options.stage < 3:
                 members = [parameter for layer_parameters in own[first:] for parameter in layer_parameters]
                 whole = sum(p.numel() * p.element_size() for p in members)
-                buckets = self._make_buckets(members, min(bucket_bytes, whole // _BUCKETS), alone)
+                limit = grown(min(bucket_bytes, whole // _BUCKETS), group.size)
+                buckets = self._make_buckets(members, limit, alone)
             self._chunks.append(range(first, len(layers)))
             self._buckets_of_chunk.append(buckets)
         self.parameters = [parameter for members in own for parameter in members]
@@ -320,6 +325,12 @@ class DataParallel:
             for segment in bucket.segments:
                 master = nn.Parameter(bucket.master[segment.place].detach(), requires_grad=False)
                 yield OwnedSegment(spec=specs[segment.name], segment=segment, bucket=bucket, master=master)
+
+
+def grown(bucket_bytes: int, ranks: int) -> int:
+    """The size of a bucket that is divided over so many ranks: as given, until a rank's share were below 1 MiB or a
+    sixteenth of the bucket; from there on it grows with the ranks."""
+    return max(bucket_bytes, ranks * min(_SHARE_BYTES, bucket_bytes // _SMALLEST_SHARE))
 
 
 def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:

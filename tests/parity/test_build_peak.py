@@ -10,7 +10,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 

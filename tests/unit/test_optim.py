@@ -14,10 +14,10 @@ from megacore.optim.clip import clip_factor, scale_gradients, square_sum, totals
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.offload import step_on_host
 from megacore.optim.optimizers import parameter_groups
-from megacore.parallel.mesh import ALONE, Mesh
+from megacore.parallel.mesh import ALONE, Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.zero.bucket import ZeroOptions
-from megacore.zero.data_parallel import DataParallel
+from megacore.zero.data_parallel import DataParallel, grown
 from megacore.zero.flat import FlatLayout, assign_buckets
 
 
@@ -178,3 +178,23 @@ def test_a_shared_parameter_has_a_bucket_of_its_own() -> None:
     parameters = [parameter(10, name=str(i)) for i in range(4)]
     buckets = assign_buckets(parameters, 1000, frozenset({"2"}))
     assert [[p.spec.name for p in bucket] for bucket in buckets] == [["2"], ["3", "1", "0"]]
+
+
+@pytest.mark.parametrize("ranks", [64, 512])
+def test_a_share_of_a_bucket_stays_large_on_many_ranks(ranks: int) -> None:
+    """Eight layers of 4 MiB: each rank's share of a bucket is what a quarter of the stage gives sixteen ranks, or all
+    that the stage has for it."""
+    layers = [torch.nn.Module() for _ in range(8)]
+    for number, layer in enumerate(layers):
+        layer.weight = parameter(1024, 1024, name=f"{number}.weight")
+    group = Group(ranks=tuple(range(ranks)), rank=0)
+    made = DataParallel([layers], group, options=ZeroOptions(stage=1), bucket_bytes=25 << 20)
+    smallest = min(4 * bucket.layout.shard_size for bucket in made.buckets)
+    assert smallest >= min((8 << 20) // 16, (32 << 20) // ranks)
+
+
+def test_buckets_are_as_configured_up_to_sixteen_ranks() -> None:
+    assert {grown(size, ranks) for size in (1 << 20, 25 << 20) for ranks in (1, 2, 16)} == {1 << 20, 25 << 20}
+    assert grown(25 << 20, 512) == 512 << 20
+    assert grown(100 << 20, 64) == 100 << 20
+    assert grown(1 << 20, 512) == 32 << 20
