@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,11 @@ class ZeroOptions:
         """In which gradients are added up."""
         return torch.int64 if self.exact_terms else self.reduce_dtype
 
+    @property
+    def summed_dtype(self) -> torch.dtype:
+        """Of gradients once they are summed."""
+        return torch.float32 if self.exact_terms else self.reduce_dtype
+
 
 class Bucket:
     """A run of parameters in one flat buffer.
@@ -83,6 +88,8 @@ class Bucket:
         self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
         self.segments: list[Segment] = self.layout.segments(rank)
 
+        self._name_at = {segment.offset: segment.name for segment in self.segments}
+
         self._full, self._own, self.master = self._take_over()
         self._present = True
         self._gathering: Pending | None = None
@@ -98,8 +105,7 @@ class Bucket:
         self._marked = [s.name for s in self.segments] if self._keeps_others else list(self._by_name)
         self._noted: dict[str, Tensor] = {}  # norms of gradients before those of ranks other than replicas were added
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
-        self._host_gradients = self._on_host(torch.float32) if options.offload else None
-        self._on_the_way: list[str] = []  # to the host: gradients of these parameters
+        self._host_gradients = self._on_host(options.summed_dtype) if options.offload else None
         self._all_there: torch.Event | None = None
         self.release()
 
@@ -172,11 +178,19 @@ class Bucket:
     def publish(self) -> None:
         """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'."""
         if self.master is not self._own:
-            self._own.copy_(self.master, non_blocking=True)
+            self._own.copy_(self._weights_to_copy(), non_blocking=True)
         if self.options.stage in (1, 2):
             self._gathering = start_all_gather(self._full.data, self._own, self.group)
             if not self.options.overlap_param_gather:
                 self.wait()
+
+    def _weights_to_copy(self) -> Tensor:
+        """The master weights, in host memory already in the device's format: a copy that converts would hold up the
+        host until it is done. The gradients there have been used, and their memory is large enough."""
+        host = self._host_gradients
+        if host is None or self._device.type == "cpu" or self._own.dtype == self.master.dtype:
+            return self.master
+        return host.view(torch.uint8)[: self._own.nbytes].view(self._own.dtype).copy_(self.master)
 
     # ---- gradients
 
@@ -275,39 +289,56 @@ class Bucket:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return self._marks.sum()
 
-    def gradient(self, segment: Segment) -> Tensor | None:
-        """The reduced gradient of a segment, flat; None where the parameter took no part in any loss."""
+    def runs(self, kind: Callable[[Segment], bool]) -> list[list[Segment]]:
+        """The shard's segments, those together that are of one kind and have nothing between them, padding included:
+        an operator on all of them then computes each entry as on its segment alone, vector by vector. Gradients that
+        stay where autograd puts them lie apart."""
+        found: list[list[Segment]] = []
+        for segment in self.segments:
+            last = found[-1][-1] if found and not self._in_place else None
+            if last is not None and last.place.stop == segment.place.start and kind(last) == kind(segment):
+                found[-1].append(segment)
+            else:
+                found.append([segment])
+        return found
+
+    def gradient(self, place: slice) -> Tensor | None:
+        """The reduced gradient of a segment or run at a place in the shard, flat; None where the parameters took no
+        part in any loss."""
         if self._in_place:
-            gradient = self._by_name[segment.name].grad
+            gradient = self._by_name[self._name_at[place.start]].grad
             return None if gradient is None else gradient.view(-1)
-        return None if self._own_gradients is None else self._own_gradients[segment.place]
+        return None if self._own_gradients is None else self._own_gradients[place]
 
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The reduced gradients of several segments, in the shard's order; neighbours come as one flat tensor, with the
         zeros between them."""
         if self._in_place:
-            return [gradient for segment in segments if (gradient := self.gradient(segment)) is not None]
+            return [gradient for segment in segments if (gradient := self.gradient(segment.place)) is not None]
         own = self._own_gradients
         return [] if own is None else [own[place] for place in runs(segments)]
 
     def begin_download(self) -> None:
         """Begin to copy the own reduced gradients into host memory."""
-        assert self._host_gradients is not None
-        present = {s.name: (s, g) for s in self.segments if (g := self.gradient(s)) is not None}
-        for segment, gradient in present.values():
-            self._host_gradients[segment.place].copy_(gradient, non_blocking=True)
-        event = None if self._device.type == "cpu" else torch.Event(self._device)
-        if event is not None:
-            event.record()
-        self._on_the_way, self._all_there = list(present), event
+        host = self._host_gradients
+        assert host is not None
+        if self._in_place:
+            for segment in self.segments:
+                if (gradient := self.gradient(segment.place)) is not None:
+                    host[segment.place].copy_(gradient, non_blocking=True)
+        elif self._own_gradients is not None:
+            host.copy_(self._own_gradients, non_blocking=True)
+        if self._device.type != "cpu":
+            self._all_there = torch.Event(self._device)
+            self._all_there.record()
 
-    def downloaded(self) -> dict[str, Tensor]:
-        """The own gradients in host memory, flat, by name; waits until they are there."""
+    def downloaded(self) -> Tensor:
+        """The shard's gradients in host memory, flat and in fp32, once they are there; they may be changed, until the
+        weights are published. Where there is no gradient, what stands there means nothing."""
         if self._all_there is not None:
             self._all_there.synchronize()
         assert self._host_gradients is not None
-        places = {segment.name: segment.place for segment in self.segments}
-        return {name: self._host_gradients[places[name]] for name in self._on_the_way}
+        return self._host_gradients.float()
 
     def note(self, names: Collection[str]) -> None:
         """Remember what this rank's own gradients of these parameters are, before others' are added to them in place;

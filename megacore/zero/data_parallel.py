@@ -34,6 +34,28 @@ _SHARE_BYTES = 1 << 20
 _SMALLEST_SHARE = 16
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedRun:
+    """Segments that lie side by side in a shard and decay alike: what the optimizer updates as one tensor.
+
+    Attributes:
+        bucket: where they lie.
+        place: in the bucket's shard.
+        master: their fp32 weights, a view of the bucket's shard.
+        is_matrix: whether they are parts of matrices, judged by the global shape, and not of vectors.
+    """
+
+    bucket: Bucket
+    place: slice
+    master: nn.Parameter
+    is_matrix: bool
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient, flat; None where the parameters took no part in any loss."""
+        return self.bucket.gradient(self.place)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnedSegment:
     """A segment that this rank updates.
@@ -41,18 +63,37 @@ class OwnedSegment:
     Attributes:
         spec: of the parameter that it is a part of.
         segment: which part.
-        bucket: where it lies.
-        master: its fp32 weights, a view of the bucket's shard.
+        run: what it is updated with.
     """
 
     spec: ShardSpec
     segment: Segment
-    bucket: Bucket
-    master: nn.Parameter
+    run: OwnedRun
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.run.bucket
+
+    @property
+    def master(self) -> Tensor:
+        """Its fp32 weights, a view."""
+        return self.run.master.detach()[self._part]
 
     @property
     def gradient(self) -> Tensor | None:
-        return self.bucket.gradient(self.segment)
+        """The reduced gradient, flat; None where the parameter took no part in any loss."""
+        return self.bucket.gradient(self.segment.place)
+
+    def state(self, optimizer: torch.optim.Optimizer, kind: str) -> Tensor | None:
+        """What the optimizer keeps for it under a name such as `exp_avg`, a view; None before the first update."""
+        whole = optimizer.state.get(self.run.master, {}).get(kind)
+        return None if whole is None else whole[self._part]
+
+    @property
+    def _part(self) -> slice:
+        """Its place in the run."""
+        first = self.run.place.start
+        return slice(self.segment.place.start - first, self.segment.place.stop - first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +127,8 @@ class DataParallel:
     Attributes:
         parameters: of the stage, each once, in the order of their use.
         buckets: that the parameters lie in, the last used first.
-        segments: what this rank updates.
+        runs: what this rank updates.
+        segments: of which parameters these are which parts.
     """
 
     def __init__(
@@ -134,7 +176,8 @@ class DataParallel:
         self._due: list[Bucket] = []  # of these, in order, those whose reduction is to begin in this backward
         self._by_layer = True  # whether this backward is through with a layer when it comes to the one before
         self._under_way: Bucket | None = None  # the bucket whose reduction began last
-        self.segments = list(self._own_segments())
+        self.segments = [owned for bucket in reversed(self.buckets) for owned in _own_segments(bucket)]
+        self.runs = list(dict.fromkeys(owned.run for owned in self.segments))
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -319,12 +362,24 @@ class DataParallel:
         chunk = next(c for c, own in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in own)
         return Offender(chunk=chunk, place=places[-1], name=name)
 
-    def _own_segments(self) -> Iterator[OwnedSegment]:
-        for bucket in reversed(self.buckets):
-            specs = {p.spec.name: p.spec for p in bucket.parameters}
-            for segment in bucket.segments:
-                master = nn.Parameter(bucket.master[segment.place].detach(), requires_grad=False)
-                yield OwnedSegment(spec=specs[segment.name], segment=segment, bucket=bucket, master=master)
+
+def _own_segments(bucket: Bucket) -> Iterator[OwnedSegment]:
+    """The segments of a bucket's shard, in runs as long as may be."""
+    specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
+
+    def is_matrix(segment: Segment) -> bool:
+        return len(specs[segment.name].shape) >= 2
+
+    for members in bucket.runs(is_matrix):
+        place = slice(members[0].place.start, members[-1].place.stop)
+        run = OwnedRun(
+            bucket=bucket,
+            place=place,
+            master=nn.Parameter(bucket.master[place].detach(), requires_grad=False),
+            is_matrix=is_matrix(members[0]),
+        )
+        for segment in members:
+            yield OwnedSegment(spec=specs[segment.name], segment=segment, run=run)
 
 
 def grown(bucket_bytes: int, ranks: int) -> int:

@@ -34,11 +34,15 @@ class Recorded:
     def begin_download(self) -> None:
         self.order.append("download")
 
-    def downloaded(self) -> dict[str, torch.Tensor]:
-        return {}
+    def downloaded(self) -> torch.Tensor:
+        return torch.zeros(0)
 
     def publish(self) -> None:
         self.order.append("publish")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def cpu(self) -> torch.Tensor:
         self.order.append("factor")
@@ -49,7 +53,7 @@ def test_the_factor_does_not_wait_for_the_downloads() -> None:
     """On an accelerator a copy to the host waits for all that was queued before it."""
     order: list[str] = []
     one: Any = Recorded(order)
-    holder: Any = SimpleNamespace(in_order_of_use=lambda: [one, one], segments=[])
+    holder: Any = SimpleNamespace(in_order_of_use=lambda: [one, one], runs=[])
     step_on_host(holder, None, factor=one, rate=0.1)
     assert order == ["factor", "download", "download", "publish", "publish"]
 
@@ -146,7 +150,7 @@ def test_a_small_norm_and_a_limit_of_zero_change_nothing() -> None:
 def test_only_matrices_decay() -> None:
     layer = Layer()
     owned = {o.spec.name: o.master for o in data_parallel(layer).segments}
-    decaying, still = parameter_groups(data_parallel(layer).segments, 0.1)
+    decaying, still = parameter_groups(data_parallel(layer).runs, 0.1)
     assert (decaying["params"][0].numel(), decaying["weight_decay"]) == (owned["w"].numel(), 0.1)
     assert (still["params"][0].numel(), still["weight_decay"]) == (owned["b"].numel(), 0.0)
 
