@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megacore.optim.clip import scale_gradients
 from megacore.optim.optimizers import update
+from megacore.parallel.processors import cores_of_rank
 from megacore.zero.data_parallel import DataParallel
 
 
@@ -66,20 +67,16 @@ def _side_stream(device: torch.device) -> torch.Stream:
 
 @contextmanager
 def _all_threads() -> Iterator[None]:
-    """Operators on host memory use this rank's share of the processors inside. Elementwise ones give the same bits on
-    any number of threads."""
+    """Operators on host memory use this rank's share of the cores inside; elementwise ones give the same bits on any
+    number of threads.
+
+    Launchers allow each of several ranks one thread (OMP_NUM_THREADS=1), as if the device did all the work. A rank by
+    itself has the threads that its user wants.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(max(before, _share_of_processors()))
+    by_itself = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    torch.set_num_threads(before if by_itself and "OMP_NUM_THREADS" in os.environ else max(before, cores_of_rank()))
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _share_of_processors() -> int:
-    """The processors that this rank may use, divided by the ranks of its node. Their launcher allows each one thread
-    (OMP_NUM_THREADS=1), as if the device did all the work; a rank by itself has the threads that its user wants."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if ranks == 1 and "OMP_NUM_THREADS" in os.environ:
-        return 1
-    return len(os.sched_getaffinity(0)) // ranks

@@ -3,6 +3,7 @@ stage; the one-process run that of overlap, bucket sizes, SGD and 16 bits."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -165,3 +166,31 @@ def test_norms_read_no_gradient_that_no_sum_changes_twice(tmp_path_factory: pyte
     for world_size, stage, expected in ((1, 0, 1.0), (2, 1, 1 / 2 + 1 / 2)):
         found = run_distributed(entries_read_for_norms, world_size, directory, stage)
         assert found == pytest.approx([expected] * world_size, rel=0.05)
+
+
+def how_the_host_updates(rank: int, world_size: int, directory: str) -> tuple[list[int], set[int], int, int, int]:
+    """Of one step with offload: tensors in each call of AdamW, threads meanwhile and afterwards, and what a rank owns:
+    runs and segments."""
+    config = make_config((1, 1, world_size), directory, zero_stage=1, offload_optimizer=True, num_layers=2)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    tensors, threads, adamw = list[int](), set[int](), torch._fused_adamw_
+
+    def watched(parameters: list[torch.Tensor], *arguments: Any, **options: Any) -> None:
+        tensors.append(len(parameters))
+        threads.add(torch.get_num_threads())
+        adamw(parameters, *arguments, **options)
+
+    os.sched_getaffinity = lambda process: set(range(8))
+    torch._fused_adamw_ = watched  # type: ignore[assignment]
+    trainer.train_step(next(trainer.batches))
+    data_parallel = trainer.model.data_parallel
+    return tensors, threads, torch.get_num_threads(), len(data_parallel.runs), len(data_parallel.segments)
+
+
+def test_the_host_updates_in_one_pass_on_all_threads_of_the_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Eight cores, two ranks."""
+    for tensors, threads, after, runs, segments in run_distributed(
+        how_the_host_updates, 2, str(tmp_path_factory.mktemp("run"))
+    ):
+        assert (threads, after) == ({4}, 1)
+        assert sum(tensors) == runs < segments
