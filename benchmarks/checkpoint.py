@@ -49,12 +49,12 @@ def training_state(megabytes: int) -> TrainingState:
     """Weights and moments of about so many MB, after one update."""
     layers = [Layer(number) for number in range(max(1, round(megabytes * 1e6 / (12 * 4 * WIDTH * WIDTH))))]
     data_parallel = DataParallel([layers], ALONE, options=ZeroOptions(), bucket_bytes=25 << 20)
-    optimizer = build_optimizer(data_parallel.segments, OptimizerConfig())
-    for owned in data_parallel.segments:
-        owned.master.grad = torch.randn_like(owned.master)
+    optimizer = build_optimizer(data_parallel.runs, OptimizerConfig())
+    for run in data_parallel.runs:
+        run.master.grad = torch.randn_like(run.master)
     optimizer.step()
-    for owned in data_parallel.segments:
-        owned.master.grad = None
+    for run in data_parallel.runs:
+        run.master.grad = None
     return TrainingState(
         step=1,
         consumed_samples=0,

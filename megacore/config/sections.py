@@ -51,7 +51,8 @@ class ParallelConfig(Section):
     parameters and gradients."""
     bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
     """Size of the buckets in which gradients are reduced and parameters gathered over --dp, in MiB; at most a quarter
-    of a stage."""
+    of a stage. With more ranks than 16 they grow, so that each rank's share keeps 1 MiB, or 1/16 of this size if that
+    is less."""
     overlap_grad_reduce: bool = True
     """Reduces gradients over --dp while backward goes on."""
     overlap_param_gather: bool = True

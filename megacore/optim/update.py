@@ -62,7 +62,7 @@ class WeightUpdate:
         tied_copies: Iterable[str],
     ) -> None:
         self.data_parallel, self.mesh = data_parallel, mesh
-        self.optimizer = build_optimizer(data_parallel.segments, config.optimizer)
+        self.optimizer = build_optimizer(data_parallel.runs, config.optimizer)
         self.scaler = LossScaler(config.precision)
         self.updates = 0
         self.skipped_steps = 0
@@ -123,11 +123,11 @@ class WeightUpdate:
         return Outcome(loss=total.loss, norm=norm, votes=counted)
 
     def _step_in_place(self, factor: Tensor, rate: float) -> None:
-        segments = self.data_parallel.segments
-        gradients = [None if owned.gradient is None else owned.gradient.float() for owned in segments]
+        runs = self.data_parallel.runs
+        gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
         scale_gradients([gradient for gradient in gradients if gradient is not None], factor)
         if self.optimizer is not None:
-            update(self.optimizer, segments, gradients, rate)
+            update(self.optimizer, runs, gradients, rate)
         self.data_parallel.publish()
 
     def counters(self) -> dict[str, float]:

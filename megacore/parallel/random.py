@@ -29,28 +29,31 @@ def stable_hash(*parts: str | int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def normal_slice(spec: ShardSpec, *, seed: int, std: float) -> Tensor:
+def normal_slice(spec: ShardSpec, *, seed: int, std: float, out: Tensor | None = None) -> Tensor:
     """This rank's slice of a normally distributed global tensor, bit-identical for every way of slicing it.
 
     Args:
         spec: a one- or two-dimensional tensor's name, shape and slice.
         seed: the run's seed.
         std: standard deviation; the mean is 0.
+        out: fp32 of the slice's shape, on any device: is filled block by block; None: a new tensor on the CPU.
 
     Returns:
-        fp32 on the CPU, of the slice's shape.
+        `out`, or the new tensor.
     """
     rows, columns = spec.shape[0], int(np.prod(spec.shape[1:], dtype=np.int64))
     (first, last), (left, right) = (spec.slices[0], spec.slices[1] if len(spec.shape) > 1 else (0, 1))
-    local = np.empty((last - first, right - left), dtype=np.float32)
+    result = torch.empty([b - a for a, b in spec.slices]) if out is None else out
+    local = result.view(last - first, right - left)
     height = max(1, _BLOCK_ELEMENTS // columns)
     for top in range(first - first % height, last, height):
         bottom = min(top + height, rows)
         generator = np.random.Generator(np.random.Philox(key=stable_hash(seed, spec.name, top)))
         block = generator.standard_normal((bottom - top, columns), dtype=np.float32)
         begin, end = max(top, first), min(bottom, last)
-        local[begin - first : end - first] = block[begin - top : end - top, left:right]
-    return torch.from_numpy(local * np.float32(std)).view([b - a for a, b in spec.slices])
+        values = block[begin - top : end - top, left:right] * np.float32(std)
+        local[begin - first : end - first] = torch.from_numpy(values)
+    return result
 
 
 class RandomStreams:

@@ -51,7 +51,7 @@ def predicted_bytes(parameters: int, options: ZeroOptions, ranks: int, *, moment
         "params": parameters * compute / (ranks if stage >= 3 else 1),
         "grads": parameters * reduce / (ranks if stage >= 2 else 1),
         "optimizer": own * (4 * moments + master),
-        "buffers": own * 4 if options.offload else 0.0,
+        "buffers": own * options.summed_dtype.itemsize if options.offload else 0.0,
     }
 
 

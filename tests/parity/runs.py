@@ -181,7 +181,8 @@ def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
 
     def take(kind: str, owned: OwnedSegment) -> Tensor:
         assert optimizer is not None
-        value: Tensor = optimizer.state[owned.master][kind]
+        value = owned.state(optimizer, kind)
+        assert value is not None
         return value
 
     return {kind: gather(trainer, mesh, partial(take, kind)) for kind in state_kinds(trainer.config.optimizer)}

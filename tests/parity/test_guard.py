@@ -179,6 +179,21 @@ def test_the_rank_is_right_where_ranks_add_each_others_gradients(tmp_path_factor
             assert line == f"step 1/20 | skipped: the gradient of {name} on rank {culprit} is not finite"
 
 
+def test_the_rank_is_right_in_its_own_shard_and_in_others(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """On stage 1 the sum overwrites a rank's own gradients in its shard alone; here all lie in one bucket. Sums of one
+    replica in 16 bits are made in place as well."""
+    stage_1: dict[str, Any] = {"zero_stage": 1, "bucket_size_mb": 25.0, "num_layers": 1}
+    bf16: dict[str, Any] = {"precision": "bf16", "num_layers": 2}
+    cases: list[tuple[Layout, dict[str, Any], str, int]] = [
+        *(((1, 1, 2), stage_1, name, rank) for name in ("head.norm.weight", "embedding.positions") for rank in (0, 1)),
+        *(((2, 1, 1), bf16 | {"sequence_parallel": True}, "head.norm.weight", rank) for rank in (0, 1)),
+        *(((1, 2, 1), bf16, "embedding.tokens.weight", rank) for rank in (0, 1)),
+    ]
+    for said in run_distributed(planted, 2, str(tmp_path_factory.mktemp("run")), cases):
+        for line, (_, _, name, culprit) in zip(said, cases, strict=True):
+            assert line == f"step 1/20 | skipped: the gradient of {name} on rank {culprit} is not finite"
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])  # gradients in `.grad`, and in a buffer of the bucket
 def test_finite_gradients_whose_squares_overflow_are_called_just_that(
     precision: str, tmp_path_factory: pytest.TempPathFactory
