@@ -37,7 +37,7 @@ class _LinearOfCopiedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        grad_x = input_gradient(grads, weights)
+        grad_x = input_gradient(grads, weights).contiguous()
         pending = start_all_reduce_(grad_x, ctx.group)
         found = parameter_gradients(x, grads, ctx.has_bias)
         pending.wait()
