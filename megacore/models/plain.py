@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from megacore.errors import ConfigError, UserError

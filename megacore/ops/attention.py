@@ -221,8 +221,7 @@ def _split_root(head_size: int) -> tuple[float, float]:
     """1 / sqrt(d) as a factor and a divisor: a power of two for the query, which loses no bits, and the rest, above 1/2
     and at most 1, for the scores in fp32.
 
-    The products of unscaled queries and keys leave fp16's range, which ends at 65,504, sqrt(d) times earlier than scores
-    do.
+    Products of unscaled queries leave fp16's range, which ends at 65,504, sqrt(d) times earlier than the scores do.
     """
     shrink = 2.0 ** -math.ceil(math.log2(head_size) / 2)
     return shrink, math.sqrt(head_size) * shrink

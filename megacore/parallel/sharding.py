@@ -76,7 +76,7 @@ class ShardedParameter(nn.Parameter):
 class ShardedModule(nn.Module):
     """A module with `ShardedParameter`s of its own, which stay so when it moves.
 
-    Where a tensor cannot take its parameter's place (`to_empty` of a module on the meta device, `to` of another device),
+    Where a tensor cannot take its parameter's place (`to_empty` of a module on the meta device, `to` another device),
     torch makes a plain parameter of it.
     """
 

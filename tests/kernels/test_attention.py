@@ -126,8 +126,8 @@ def test_scaling_the_query_first_costs_no_bit_of_fp32(head_size: int) -> None:
 @pytest.mark.parametrize("implementation", ["sdpa", "fused-softmax"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dropout_leaves_the_mean_as_it_is(dtype: torch.dtype, implementation: Attention) -> None:
-    """Over n = 2^22 weights of equal size the mean of the result strays by sqrt(p / (1 - p) / n) = 1.6e-4 of itself, and
-    is held to five times that. A factor of 1 / 0.9 in bf16 makes it 1.6e-3 too small."""
+    """Over n = 2^22 weights of equal size the mean of the result strays by sqrt(p / (1 - p) / n) = 1.6e-4 of itself,
+    and is held to five times that. A factor of 1 / 0.9 in bf16 makes it 1.6e-3 too small."""
     generator, p = torch.Generator().manual_seed(5), 0.1
     value = (1.0 + torch.rand(16, 64, 64, 4, generator=generator)).to(dtype).requires_grad_()
     query = torch.zeros_like(value)

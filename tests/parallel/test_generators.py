@@ -1,5 +1,4 @@
-"""Dropout leaves the process's random generators to their owner: a step changes no state of theirs, and its masks do not
-depend on it."""
+"""Torch's default generators belong to the caller: training leaves their state as it was, and does not depend on it."""
 
 from __future__ import annotations
 
