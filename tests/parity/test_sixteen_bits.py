@@ -78,8 +78,8 @@ def gradients_of_a_microbatch(
 
 
 def test_gradients_of_a_large_batch_do_not_underflow(tmp_path: Path) -> None:
-    """In a batch of 2^16 microbatches (a million tokens here) the gradients of each are 2^16 times smaller than those of
-    the same one alone, as they are alone with a loss scale that is 2^16 times smaller."""
+    """In a batch of 2^16 microbatches, a million tokens, the gradients of each are 2^16 times smaller than those of the
+    same one alone: as they are alone with a loss scale that is 2^16 times smaller."""
     microbatches = 2**16
     large = make_config((1, 1, 1), tmp_path, precision="fp16", micro_batch_size=2, global_batch_size=2 * microbatches)
     initial = known(large.precision.initial_loss_scale)
