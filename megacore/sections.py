@@ -56,8 +56,9 @@ class ParallelConfig(Section):
     """Reduces gradients over --dp while backward goes on."""
     overlap_param_gather: bool = True
     """Gathers updated parameters (--zero-stage 1, 2) while the next forward begins."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute. auto: cuda where there is one, else cpu. Communication is NCCL on cuda and gloo on cpu."""
+    device: str = "auto"
+    """Where to compute: auto, cpu, cuda, or another accelerator by torch's name for it. auto: cuda where there is one,
+    else cpu. Communication is NCCL on cuda and gloo on cpu."""
     distributed_timeout_minutes: Annotated[float, Range(0.05, 10080)] = 10.0
     """Minutes that a collective waits for a missing rank before the run fails; at most a week."""
 

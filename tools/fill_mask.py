@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -19,15 +18,13 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 from megacore.bert_section import BertConfig, BertSection
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest
 from megacore.checkpoint.trained import model_of, section_of, tokenizer_of
-from megacore.config import ModelConfig, ParallelConfig, TrainingConfig, known
+from megacore.config import ModelConfig, TrainingConfig, known
 from megacore.data.command import ToolParser, positive, run_tool
 from megacore.data.masking import special_tokens
 from megacore.errors import UserError
 from megacore.models.bert import bert_layers
 from megacore.parallel.mesh import select_device
 from megacore.train.fill_mask import fill_mask
-
-DEVICES = get_args(get_type_hints(ParallelConfig)["device"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +73,7 @@ def _parser() -> ToolParser:
     add("--checkpoint", required=True, metavar="DIR", help="a step_NNNNNNNN directory, or a run's (its newest)")
     add("--tokenizer", metavar="PATH", help="tokenizer to use instead of the checkpoint's own")
     add("--top-k", type=positive, default=5, metavar="K", help="predictions of each mask (5)")
-    add("--device", choices=DEVICES, default="auto", help="where to compute (auto)")
+    add("--device", default="auto", help="where to compute: auto, cpu, cuda or another accelerator (auto)")
     return parser
 
 

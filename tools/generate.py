@@ -11,14 +11,14 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, get_args, get_type_hints
+from typing import TypeVar
 
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest
 from megacore.checkpoint.trained import model_of, section_of, tokenizer_of
-from megacore.config import ModelConfig, ParallelConfig
+from megacore.config import ModelConfig
 from megacore.data.command import ToolParser, positive, run_tool
 from megacore.errors import UserError
 from megacore.fields import Range
@@ -28,7 +28,6 @@ from megacore.sections import MAX_SEED
 from megacore.train.generate import Sampling, generate
 
 Number = TypeVar("Number", int, float)
-DEVICES = get_args(get_type_hints(ParallelConfig)["device"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,7 +74,7 @@ def _parser() -> ToolParser:
     add("--top-k", type=top_k, default=0, metavar="K", help="keep the k likeliest tokens; 0 keeps all (0)")
     add("--top-p", type=top_p, default=1.0, metavar="P", help="keep the likeliest tokens up to this probability (1)")
     add("--seed", type=seed, default=1234, metavar="N", help="of the random draws (1234)")
-    add("--device", choices=DEVICES, default="auto", help="where to compute (auto)")
+    add("--device", default="auto", help="where to compute: auto, cpu, cuda or another accelerator (auto)")
     return parser
 
 

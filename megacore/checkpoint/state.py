@@ -18,6 +18,7 @@ from torch import Tensor
 from megacore.optim.bucket import Bucket
 from megacore.optim.data_parallel import DataParallel, OwnedSegment
 from megacore.optim.flat import Segment
+from megacore.parallel.collectives import all_or_none
 from megacore.parallel.sharding import ShardSpec
 
 MODEL = "model"
@@ -51,6 +52,9 @@ class TrainingState:
         """(kind, slice, fp32 tensor without padding) of the stage; all data-parallel ranks go through them together.
 
         A tensor may be the live one: who keeps it while training goes on must copy it.
+
+        Raises:
+            PeerFailed: another data-parallel rank could not prepare what is gathered next.
         """
         for bucket in self.data_parallel.buckets:
             specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
@@ -58,7 +62,9 @@ class TrainingState:
                 if self.data_parallel.options.stage == 0:  # every rank has the whole
                     whole = self._live(bucket, kind)
                 else:
-                    whole = bucket.whole(bucket.master if kind == MODEL else self._optimizer_shard(bucket, kind))
+                    with all_or_none(bucket.group, bucket.parameters[0].device):
+                        shard = bucket.master if kind == MODEL else self._optimizer_shard(bucket, kind)
+                    whole = bucket.whole(shard)
                 for name, tensor in whole.items():
                     yield kind, specs[name], specs[name].own(tensor)
 

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from megacore.optim.exact import LARGEST_SUM, UNIT, from_units, to_units
 from megacore.optim.flat import FlatLayout, Segment, runs
-from megacore.parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
+from megacore.parallel.collectives import (
+    Pending,
+    all_or_none,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter
 
@@ -317,11 +323,18 @@ class Bucket:
     # ---- for reports and checkpoints
 
     def whole(self, shard: Tensor) -> dict[str, Tensor]:
-        """Whole local tensors by name, gathered from every rank's `shard` (master weights or an optimizer's state)."""
-        gathered = shard = shard.to(self._device)
-        if self.options.stage > 0:
-            gathered = shard.new_empty(self.layout.size)
-            start_all_gather(gathered, shard.contiguous(), self.group).wait()
+        """Whole local tensors by name, gathered from every rank's `shard` (master weights or an optimizer's state).
+
+        Raises:
+            PeerFailed: another rank has no memory for them.
+        """
+        if self.options.stage == 0:
+            gathered = shard.to(self._device)
+        else:
+            with all_or_none(self.group, self._device):
+                shard = shard.to(self._device).contiguous()
+                gathered = shard.new_empty(self.layout.size)
+            start_all_gather(gathered, shard, self.group).wait()
         return {name: gathered[self.layout.place(name)].view(p.shape) for name, p in self._by_name.items()}
 
     def storages(self) -> dict[str, list[Tensor]]:

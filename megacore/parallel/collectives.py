@@ -7,13 +7,15 @@ else in megacore calls torch.distributed's collectives; point-to-point transfers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.errors import PeerFailed
 from megacore.parallel import direct
 from megacore.parallel.mesh import Group
 
@@ -99,6 +101,27 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.handle)
     return values
+
+
+@contextlib.contextmanager
+def all_or_none(group: Group, device: torch.device) -> Iterator[None]:
+    """Fail on every rank of the group where the body fails on one, such as for want of memory.
+
+    For what a rank prepares by itself before a collective, where the others would wait for it. The body communicates
+    nothing. Waits for the device: for saves, never for the step.
+
+    Raises:
+        Exception: what the body raised, on the rank where it did.
+        PeerFailed: on the ranks where the body succeeded, when it failed elsewhere.
+    """
+    failed = torch.zeros((), device=device)  # made before the body, which may leave no memory for it
+    try:
+        yield
+    except Exception:
+        all_reduce_(failed.fill_(1.0), group, "max")
+        raise
+    if all_reduce_(failed, group, "max").item():
+        raise PeerFailed("another rank failed before a collective")
 
 
 def barrier(group: Group) -> None:

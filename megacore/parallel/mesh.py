@@ -87,15 +87,20 @@ def world_size() -> int:
 
 
 def select_device(wanted: str) -> torch.device:
-    """The device of this rank: the accelerator of its LOCAL_RANK when there is one and it is wanted, else the CPU.
+    """The device of this rank: the CPU, or the accelerator of its LOCAL_RANK.
+
+    Args:
+        wanted: `auto` (CUDA where there is one, else the CPU), `cpu`, or torch's name of an accelerator.
 
     Raises:
         ConfigError: an accelerator is asked for that this machine lacks, or more ranks run here than it has devices.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if wanted == "cpu" or (wanted == "auto" and accelerator is None):
+    if wanted == "auto":
+        wanted = "cuda" if accelerator is not None and accelerator.type == "cuda" else "cpu"
+    if wanted == "cpu":
         return torch.device("cpu")
-    if accelerator is None or (wanted != "auto" and accelerator.type != wanted):
+    if accelerator is None or accelerator.type != wanted:
         found = accelerator.type if accelerator else "none"
         raise ConfigError(
             [f"--device {wanted}: torch finds no such device here (accelerator: {found}); use --device cpu or auto"]

@@ -193,7 +193,7 @@ def gather(
     """Whole tensors from what every rank owns; where several ranks own the same, they must agree bit for bit."""
     shapes = {name: tuple(parameter.shape) for name, parameter in trainer.model.parameters.items()}
     mine = [
-        (owned.spec, shapes[owned.spec.name], owned.segment.start, owned.segment.stop, value.detach().clone())
+        (owned.spec, shapes[owned.spec.name], owned.segment.start, owned.segment.stop, value.detach().clone().cpu())
         for owned in trainer.model.data_parallel.segments
         if (value := take(owned)) is not None
     ]
