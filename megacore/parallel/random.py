@@ -10,7 +10,7 @@ rank's history.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,17 +64,18 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         seed: 64 bits.
         device: whose generator is seeded besides the CPU's.
     """
-    states: list[tuple[Callable[[Tensor], Any], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
-    torch.default_generator.manual_seed(seed)
+    owners: list[Any] = [torch.random]
     if device is not None and device.type != "cpu":
-        own = torch.get_device_module(device)
-        states.append((own.set_rng_state, own.get_rng_state()))
-        own.manual_seed(seed)
+        owners.append(torch.get_device_module(device))
+    states: list[Tensor] = [owner.get_rng_state() for owner in owners]  # all before any seed: two may share a generator
+    torch.default_generator.manual_seed(seed)
+    for owner in owners[1:]:
+        owner.manual_seed(seed)
     try:
         yield
     finally:
-        for restore, state in states:
-            restore(state)
+        for owner, state in zip(owners, states, strict=True):
+            owner.set_rng_state(state)
 
 
 class RandomStreams:

@@ -165,6 +165,9 @@ class _DeviceModule:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
     def manual_seed_all(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 

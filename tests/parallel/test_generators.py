@@ -24,17 +24,25 @@ from tests.parity.runs import make_config, make_trainer
 Losses = dict[tuple[str, str], list[float]]
 
 
-def losses_of_two_steps(rank: int, world_size: int) -> Losses:
+def losses_of_two_steps(rank: int, world_size: int, device: str = "cpu") -> Losses:
     """By attention and recomputation; building the trainer, reading and training change no state of the generator."""
     found: Losses = {}
     for attention, recompute in itertools.product(get_args(Attention), ("none", "selective", "full")):
-        changes = {"hidden_dropout": 0.1, "attention_dropout": 0.2, "attention": attention, "recompute": recompute}
+        changes = {
+            "device": device,
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.2,
+            "attention": attention,
+            "recompute": recompute,
+        }
         with tempfile.TemporaryDirectory() as directory:
             config = make_config((1, 1, 1), directory, **changes)
             before = torch.manual_seed(len(found)).get_state()
             trainer = make_trainer(config, build_mesh(config.parallel))
             found[attention, recompute] = [float(trainer.train_step(next(trainer.batches))[0]) for _ in range(2)]
             assert torch.equal(torch.get_rng_state(), before), (attention, recompute)
+            if device != "cpu":
+                assert torch.equal(torch.get_device_module(device).get_rng_state(), before), (attention, recompute)
     return found
 
 
