@@ -125,12 +125,14 @@ def resolve(config: C, world_size: int) -> C:
     model, parallel, training = config.model, config.parallel, config.training
     dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
     replace = dataclasses.replace
+    global_batch_size = training.global_batch_size or training.micro_batch_size * dp
     return replace(
         config,
         model=model.with_sizes(config.data.seq_length),
         parallel=replace(parallel, dp=dp),
+        precision=config.precision.with_initial_scale(global_batch_size // training.micro_batch_size),
         optimizer=replace(config.optimizer, lr_decay_iters=_lr_decay_iters(config)),
-        training=replace(training, global_batch_size=training.global_batch_size or training.micro_batch_size * dp),
+        training=replace(training, global_batch_size=global_batch_size),
     )
 
 

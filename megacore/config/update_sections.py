@@ -7,7 +7,7 @@ help.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from megacore.config.fields import Flag, Range, Section
@@ -28,8 +28,9 @@ class PrecisionConfig(Section):
     """Format in which gradients are accumulated and reduced."""
     loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
     """Fixed loss scale of --precision fp16. None: dynamic."""
-    initial_loss_scale: Annotated[float, _LOSS_SCALES] = 65536.0
-    """Loss scale that --precision fp16 begins with."""
+    initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
+    """Loss scale that --precision fp16 begins with. None: 65536 times the microbatches of a global batch, rounded up to
+    a power of two, so that each microbatch's mean loss is scaled by 65536 or more."""
     min_loss_scale: Annotated[float, _LOSS_SCALES] = 1.0
     """Smallest loss scale; an overflow that would halve it further stops the run."""
     loss_scale_window: Annotated[int, Range(1)] = 1000
@@ -48,11 +49,25 @@ class PrecisionConfig(Section):
             fixed = f"--loss-scale {number(self.loss_scale)}, which is fixed"
             yield from self.without_effect(dynamic, wrong, fixed, "a dynamic scale, without --loss-scale")
             return
-        if self.initial_loss_scale < self.min_loss_scale:
+        if self.initial_loss_scale is not None and self.initial_loss_scale < self.min_loss_scale:
             yield (
                 f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "
                 f"{number(self.min_loss_scale)}: use --initial-loss-scale {number(self.min_loss_scale)} or more"
             )
+
+    def with_initial_scale(self, microbatches: int) -> PrecisionConfig:
+        """The same with the loss scale that a dynamic one begins with.
+
+        The loss is the mean over the global batch: a microbatch's part is its own mean over their number, and its
+        gradients are as many times smaller. The customary 2^16 is meant for the mean of one microbatch.
+
+        Args:
+            microbatches: of a global batch, on all replicas.
+        """
+        if self.precision != "fp16" or self.loss_scale is not None or self.initial_loss_scale is not None:
+            return self
+        scale = 65536.0 * (1 << (microbatches - 1).bit_length())
+        return replace(self, initial_loss_scale=max(scale, self.min_loss_scale))
 
 
 @dataclass(frozen=True, kw_only=True)

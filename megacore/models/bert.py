@@ -34,7 +34,7 @@ from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import Dropout
 from megacore.parallel.sequence import own_positions
-from megacore.parallel.sharding import ShardedParameter, replicated, sharded_parameters
+from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated, sharded_parameters
 from megacore.parallel.tensor import (
     VocabParallelEmbedding,
     column_parallel,
@@ -47,7 +47,7 @@ from megacore.plan.model_size import block_parameters, norm_parameters
 SEGMENTS = 2  # token types: the first of a pair, and the second
 
 
-class BertEmbedding(nn.Module):
+class BertEmbedding(ShardedModule):
     """Token embedding, in the classic style plus position and segment embedding; then norm and dropout."""
 
     def __init__(self, config: BertConfig, context: BuildContext) -> None:
@@ -77,7 +77,7 @@ class BertEmbedding(nn.Module):
         return self.dropout(self.norm(x)), documents
 
 
-class BertHead(nn.Module):
+class BertHead(ShardedModule):
     """The output layer over every position, its rows those of the embedding, and the sentence task's over the first."""
 
     def __init__(self, config: BertConfig, context: BuildContext) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacore.config import Config, ModelConfig, known
 from megacore.layers.attention import own_alibi
@@ -24,13 +24,13 @@ from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import Dropout
 from megacore.parallel.sequence import own_positions
-from megacore.parallel.sharding import ShardedParameter, replicated
+from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 from megacore.parallel.tensor import VocabParallelEmbedding, column_parallel, vocab_parallel_weight
 from megacore.plan.flops import block_flops, head_flops
 from megacore.plan.model_size import block_parameters, embedding_parameters, head_parameters
 
 
-class GPTEmbedding(nn.Module):
+class GPTEmbedding(ShardedModule):
     """Token embedding, with a norm or a position table where the model has them, then dropout."""
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
@@ -62,7 +62,7 @@ class GPTEmbedding(nn.Module):
         return embedded
 
 
-class GPTHead(nn.Module):
+class GPTHead(ShardedModule):
     """Final norm and output layer; the output rows are split like the embedding's, and may be the embedding's."""
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:

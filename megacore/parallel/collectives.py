@@ -138,6 +138,12 @@ def barrier(group: Group) -> None:
         dist.barrier(group=group.handle)
 
 
+def _own_copy(x: Tensor) -> Tensor:
+    """A copy to reduce into. A plain clone keeps the strides, which may differ between ranks: NCCL refuses what is not
+    contiguous, and gloo adds elements up as they lie in memory."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -146,13 +152,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_(grad.clone(), ctx.group), None
+        return all_reduce_(_own_copy(grad), ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce_(x.clone(), group)
+        return all_reduce_(_own_copy(x), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

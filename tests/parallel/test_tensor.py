@@ -290,6 +290,29 @@ def test_collective_pairs_are_adjoint(size: int) -> None:
     run_distributed(pairs_are_adjoint, size)
 
 
+def regions_of_strided_numbers(rank: int, size: int) -> None:
+    """Each region, given numbers that lie differently in memory on every rank, against the same numbers in order."""
+    group, order = world_group(rank, size), [(0, 1, 2), (1, 0, 2), (0, 2, 1)][rank % 3]
+
+    def strided(x: Tensor) -> Tensor:
+        return x.permute(order).contiguous().permute(order)
+
+    for region in (copy_to_group, reduce_from_group, gather_from_group, scatter_to_group):
+        x = seeded(4, 6, 12, seed=rank)
+        results = []
+        for lay in (strided, torch.Tensor.contiguous):
+            leaf = lay(x).requires_grad_()
+            found = region(leaf, group)
+            found.backward(lay(seeded(*found.shape, seed=5 + rank)))
+            results.append((found, leaf.grad))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other), region
+
+
+def test_regions_reduce_numbers_however_they_lie_in_memory() -> None:
+    run_distributed(regions_of_strided_numbers, 3)
+
+
 @pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])
 def test_an_indivisible_width_is_refused(layer: type) -> None:
     with pytest.raises(ValueError, match="13 does not divide over 4"):

@@ -32,7 +32,9 @@ def plant(trainer: Trainer, rank: int, culprit: int, value: float) -> list[bool]
 def skip_one(
     rank: int, world_size: int, layout: Layout, directory: str, stage: int, culprit: int, value: float, precision: str
 ) -> tuple[str | None, float, bool, int]:
-    config = make_config(layout, directory, zero_stage=stage, precision=precision, hysteresis=1)
+    config = make_config(
+        layout, directory, zero_stage=stage, precision=precision, hysteresis=1, initial_loss_scale=65536.0
+    )
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
     switch = plant(trainer, rank, culprit, value)
@@ -212,7 +214,8 @@ def test_finite_gradients_whose_squares_overflow_are_called_just_that(
 def loss_in_fp16(rank: int, world_size: int, directory: str) -> tuple[list[str], list[float], list[float]]:
     """The forward gives NaN on one rank: the loss scale is not to blame. Then gradients overflow at the smallest
     scale."""
-    changes = {"precision": "fp16", "hysteresis": 1, "max_bad_steps": 3, "min_loss_scale": 65536.0}
+    scale = {"initial_loss_scale": 65536.0, "min_loss_scale": 65536.0, "hysteresis": 1}
+    changes = {"precision": "fp16", "max_bad_steps": 3, **scale}
     config = make_config((1, 1, 2), directory, **changes)
     trainer = make_trainer(config, build_mesh(config.parallel))
     sound, factor = trainer.model.runtime.loss, [math.nan]

@@ -241,6 +241,7 @@ class _Readers(Generic[B]):
             num_workers=count,
             persistent_workers=True,
             worker_init_fn=_belong_to_the_rank,
+            generator=torch.Generator(),  # draws seeds for the workers, which need none; by default from everybody's
         )
         self._processes: list[BaseProcess] = []
 
