@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu_check.device import copy_rate, matmul_rate, open_device, total_memory, version_of
 from benchmarks.gpu_check.records import Records
-from megacore.models.flops import peak_tflops
+from megacore.plan.flops import peak_tflops
 from megacore.train.metrics import device_name
 
 # What nvidia-smi is asked for; it reads, and changes nothing.

@@ -30,14 +30,14 @@ from benchmarks.gpu_check.fitting import largest_fitting
 from benchmarks.gpu_check.profiling import heaviest
 from benchmarks.gpu_check.records import Records, one_line, read_records
 from benchmarks.workload import megacore_step, megacore_trainer
-from megacore.cli import flag_names, parse_config
 from megacore.config import Config, known
-from megacore.models.flops import block_flops, flops_per_sequence, head_flops, peak_tflops
-from megacore.optim.memory import measured_bytes
+from megacore.config.cli import flag_names, parse_config
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter
+from megacore.plan.flops import block_flops, flops_per_sequence, head_flops, peak_tflops
 from megacore.train.metrics import device_name, peak_memory_bytes, synchronize
 from megacore.train.trainer import Trainer
+from megacore.zero.memory import measured_bytes
 
 Mode = Literal["plain", "compiled", "offload"]
 _WARM_UP_STEPS, _STEPS, _LEAST_STEPS = 3, 12, 3

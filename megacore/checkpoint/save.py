@@ -33,7 +33,7 @@ from megacore.checkpoint.storage import (
     write_text,
 )
 from megacore.config import Config
-from megacore.data.build import tokenizer_of
+from megacore.data.gpt.build import tokenizer_of
 from megacore.errors import DataError, StorageError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
