@@ -56,6 +56,7 @@ def training_state(megabytes: int, device: torch.device) -> TrainingState:
     layers = [Layer(number, device) for number in range(max(1, round(megabytes * 1e6 / (12 * 4 * WIDTH * WIDTH))))]
     data_parallel = DataParallel([layers], ALONE, options=ZeroOptions(), bucket_bytes=25 << 20)
     optimizer = build_optimizer(data_parallel.segments, OptimizerConfig())
+    assert optimizer is not None
     for owned in data_parallel.segments:
         owned.master.grad = torch.randn_like(owned.master)
     optimizer.step()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -117,11 +118,6 @@ class Workloads:
         def rms_inputs() -> tuple[Tensor, ...]:
             return self._random(rows, width), self._random(width)
 
-        def liger_rms_norm() -> Function:
-            from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-            return lambda x, weight: LigerRMSNormFunction.apply(x, weight, 1e-5)
-
         yield Workload(
             name=f"rms_norm {rows} x {width}",
             inputs=rms_inputs,
@@ -129,7 +125,7 @@ class Workloads:
             plain=lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5),
             forward_bytes=2 * tensor,
             backward_bytes=3 * tensor,
-            liger=liger_rms_norm,
+            liger=_liger("rms_norm", "LigerRMSNormFunction", lambda f: lambda x, weight: f(x, weight, 1e-5)),
         )
         yield Workload(
             name=f"layer_norm {rows} x {width}",
@@ -138,6 +134,7 @@ class Workloads:
             plain=lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias),
             forward_bytes=2 * tensor,
             backward_bytes=3 * tensor,
+            liger=_liger("layer_norm", "LigerLayerNormFunction", lambda f: lambda x, w, b: f(x, w, b, 1e-5)),
         )
 
     def _softmax(self, heads: int, length: int) -> Workload:
@@ -157,11 +154,6 @@ class Workloads:
         targets = torch.randint(vocabulary, (tokens,), device=self.device)
         logits = tokens * vocabulary * 2
 
-        def liger() -> Function:
-            from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
-
-            return lambda x: LigerCrossEntropyFunction.apply(x, targets, None, -100)[0]
-
         return Workload(
             name=f"cross_entropy {tokens} x {vocabulary}",
             inputs=lambda: (self._random(tokens, vocabulary),),
@@ -169,7 +161,9 @@ class Workloads:
             plain=lambda x: F.cross_entropy(x.float(), targets, reduction="none"),
             forward_bytes=logits,
             backward_bytes=2 * logits,
-            liger=liger,
+            liger=_liger(
+                "cross_entropy", "LigerCrossEntropyFunction", lambda f: lambda x: f(x, targets, None, -100)[0]
+            ),
             in_one=True,
         )
 
@@ -182,6 +176,7 @@ class Workloads:
             plain=lambda gate, up: F.silu(gate) * up,
             forward_bytes=3 * tensor,
             backward_bytes=5 * tensor,
+            liger=_liger("swiglu", "LigerSiLUMulFunction", lambda f: f),
         )
 
     def _gelu(self, rows: int, width: int) -> Workload:
@@ -200,8 +195,6 @@ class Workloads:
 
     def _residual_norms(self, rows: int, width: int) -> Iterator[Workload]:
         tensor = rows * width * 2
-        # Two tensors read, two written; backward reads two gradients and the sum, and writes one gradient for both.
-        bytes_moved = {"forward_bytes": 4 * tensor, "backward_bytes": 4 * tensor}
 
         def inputs() -> tuple[Tensor, ...]:
             return self._random(rows, width), self._random(rows, width), self._random(width)
@@ -214,15 +207,25 @@ class Workloads:
             total = x + residual
             return F.layer_norm(total, weight.shape, weight, bias), total
 
+        # Two tensors read, two written; backward reads two gradients and the sum, and writes one gradient for both.
         yield Workload(
-            name=f"add_rms_norm {rows} x {width}", inputs=inputs, ours=ops.add_rms_norm, plain=plain_rms, **bytes_moved
+            name=f"add_rms_norm {rows} x {width}",
+            inputs=inputs,
+            ours=ops.add_rms_norm,
+            plain=plain_rms,
+            forward_bytes=4 * tensor,
+            backward_bytes=4 * tensor,
+            liger=_liger(
+                "fused_add_rms_norm", "LigerFusedAddRMSNormFunction", lambda f: lambda x, r, w: f(x, r, w, 1e-5)
+            ),
         )
         yield Workload(
             name=f"add_layer_norm {rows} x {width}",
             inputs=lambda: (*inputs(), self._random(width)),
             ours=ops.add_layer_norm,
             plain=plain_layer,
-            **bytes_moved,
+            forward_bytes=4 * tensor,
+            backward_bytes=4 * tensor,
         )
 
     def _rotary(self, batch: int, positions: int, heads: int, size: int) -> Workload:
@@ -258,7 +261,6 @@ class Workloads:
 
     def _adamw(self, count: int) -> Workload:
         factor, step = torch.ones((), device=self.device), torch.ones((), device=self.device)
-        settings = {"lr": 1e-4, "weight_decay": 0.1}
 
         def inputs() -> tuple[Tensor, ...]:
             parameter, gradient, mean, square = (torch.rand(count, device=self.device) for _ in range(4))
@@ -266,13 +268,14 @@ class Workloads:
 
         def ours(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor) -> None:
             ops.adamw_(
-                parameter, gradient, mean, square, step=1, betas=(0.9, 0.95), factor=factor, copy=copy, **settings
-            )
+                parameter, gradient, mean, square, step=1, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, factor=factor,
+                copy=copy,
+            )  # fmt: skip
 
         def plain(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor) -> None:
             torch._fused_adamw_(
-                [parameter], [gradient], [mean], [square], [], [step], beta1=0.9, beta2=0.95, eps=1e-8, amsgrad=False,
-                maximize=False, grad_scale=factor, **settings,
+                [parameter], [gradient], [mean], [square], [], [step], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1,
+                eps=1e-8, amsgrad=False, maximize=False, grad_scale=factor,
             )  # fmt: skip
             copy.copy_(parameter)
 
@@ -285,6 +288,11 @@ class Workloads:
             forward_bytes=30 * count,
             backward_bytes=None,
         )
+
+
+def _liger(module: str, function: str, adapt: Callable[[Function], Function]) -> Callable[[], Function]:
+    """Makes one of Liger-Kernel's autograd functions, adapted to the arguments of ours."""
+    return lambda: adapt(getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply)
 
 
 def measure_all(
@@ -309,7 +317,7 @@ def measure_all(
     """
     failed = 0
     for workload in workloads:
-        for name, make in _implementations(workload, compile_too).items():
+        for name, make in _implementations(workload, device, compile_too).items():
             try:
                 for direction, seconds, moved in _measure(workload, make(), device):
                     share = moved / seconds / copy
@@ -336,12 +344,12 @@ def measure_all(
     return failed
 
 
-def _implementations(workload: Workload, compile_too: bool) -> dict[str, Callable[[], Function]]:
+def _implementations(workload: Workload, device: torch.device, compile_too: bool) -> dict[str, Callable[[], Function]]:
     """Makers of the functions that are compared, by name."""
     found: dict[str, Callable[[], Function]] = {"megacore": lambda: workload.ours, "torch": lambda: workload.plain}
     if compile_too and not workload.name.startswith("adamw"):  # torch's is one kernel as it is
         found["torch.compile"] = lambda: torch.compile(workload.plain, dynamic=False)
-    if workload.liger is not None:
+    if workload.liger is not None and device.type == "cuda":
         found["liger"] = workload.liger
     return found
 

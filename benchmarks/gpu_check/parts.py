@@ -34,11 +34,13 @@ class Part:
         name: in the report, and of its files.
         arguments: of the interpreter; `--records FILE` is added.
         weight: its share of the time that is left, relative to the weights of the parts after it.
+        required: without it nothing else is started.
     """
 
     name: str
     arguments: Sequence[str]
     weight: float
+    required: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,8 @@ class Outcome:
 
     Attributes:
         name: the part's.
-        status: done; failed (exit status not 0); cut off at its limit; not started, because no time was left.
+        status: done; failed (exit status not 0); cut off at its limit; not started, because no time was left or a
+            required part failed.
         exit_status: of its process; None if it was cut off or never started.
         seconds: that it ran.
         limit_seconds: that it might have run.
@@ -85,12 +88,14 @@ def run_parts(
         report: called with each outcome as soon as it is known.
     """
     end = time.monotonic() + seconds
-    outcomes = []
+    outcomes: list[Outcome] = []
+    useless = False
     for index, part in enumerate(parts):
-        left = end - time.monotonic()
-        limit = max(0.0, left) * part.weight / sum(later.weight for later in parts[index:])
+        left = 0.0 if useless else max(0.0, end - time.monotonic())
+        limit = left * part.weight / sum(later.weight for later in parts[index:])
         outcomes.append(_run(part, directory, limit, environment))
         report(outcomes[-1])
+        useless |= part.required and outcomes[-1].status != "done"
     return outcomes
 
 
