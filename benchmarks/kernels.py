@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -290,7 +291,7 @@ class Workloads:
         )
 
 
-def _liger(module: str, function: str, adapt: Callable[[Function], Function]) -> Callable[[], Function]:
+def _liger(module: str, function: str, adapt: Callable[[Any], Function]) -> Callable[[], Function]:
     """Makes one of Liger-Kernel's autograd functions, adapted to the arguments of ours."""
     return lambda: adapt(getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply)
 
