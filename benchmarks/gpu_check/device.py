@@ -87,11 +87,16 @@ def matmul_rate(device: torch.device, *, small: bool = False) -> float:
 
 
 def host_synchronisations(function: Callable[[], object], device: torch.device) -> int | None:
-    """How often a call makes the host wait for the device, as CUDA's own debug mode counts it; None on other devices.
+    """How often a call makes the host wait for the device; None on a CPU.
 
-    Calls that ask for a wait by name, such as `torch.cuda.synchronize`, are not counted.
+    On CUDA torch's own debug mode counts: a call that asks for a wait by name, such as `torch.cuda.synchronize`, is not
+    among them.
     """
-    if device.type != "cuda":
+    if device.type == "pretend":
+        with importlib.import_module(_PRETEND).counting() as counters:
+            function()
+        return int(counters.host_syncs)
+    if device.type == "cpu":
         function()
         return None
     with warnings.catch_warnings(record=True) as caught:
@@ -105,5 +110,5 @@ def host_synchronisations(function: Callable[[], object], device: torch.device) 
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of the device's memory; None where the driver does not say, as on a CPU."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    """Bytes of the device's memory; None on a CPU."""
+    return None if device.type == "cpu" else int(torch.accelerator.get_memory_info(device)[1])

@@ -189,10 +189,14 @@ def _checkpoint(runs: list[Record]) -> str:
     for run in runs:
         seconds, size = run["seconds"], run["bytes"] / 1e9
         rows = [
-            (f"{act}, GB/s", *(f"{size / seconds[f'{act}_{who}']:.2f}" for who in ("ours", "torch", "dcp")))
+            (f"{act}, GB/s", *(_rate(size, seconds.get(f"{act}_{who}")) for who in ("ours", "torch", "dcp")))
             for act in ("save", "load")
         ]
         share = seconds["stall"] / seconds["save_ours"]
         stall = f"`--async-save` stalls for {seconds['stall']:.3f} s, {share:.1%} of a save."
         text += f"### Checkpoints\n\n{size:.2f} GB of training state on the device.\n\n{_table(head, rows)}\n\n{stall}"
     return text
+
+
+def _rate(amount: float, seconds: float | None) -> str:
+    return _number(None if seconds is None else amount / seconds, ".2f")
