@@ -1,5 +1,6 @@
-"""The trainer on a CUDA device: what it computes, keeps, saves and waits for. Most of it takes one GPU; `make gpu-check`
-runs these tests."""
+"""The trainer on a CUDA device: what it computes, keeps, saves and waits for. One GPU does for most of it.
+
+`make gpu-check` runs these tests."""
 
 from __future__ import annotations
 
@@ -251,6 +252,6 @@ def has_asked_for_cuda(rank: int, world_size: int) -> bool:
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 def test_ranks_may_use_cuda() -> None:
-    """Whoever asks the CUDA driver anything leaves it unusable to processes that are forked from it: the fork server must
-    not, nor what it imports."""
+    """Whoever asks the CUDA driver anything leaves it unusable to processes that are forked from it: the fork server
+    must not, nor what it imports."""
     assert run_distributed(has_asked_for_cuda, 1) == [False]
