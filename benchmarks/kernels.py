@@ -17,7 +17,7 @@ import csv
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from megacore import ops
 
 Function = Callable[..., Tensor | tuple[Tensor, ...] | None]
 DTYPE = torch.bfloat16
+LIGER, COMPILED = "liger", "torch.compile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class Workload:
         backward_bytes: what backward must move; None: there is none.
         liger: makes Liger-Kernel's function, where it has one; raises ImportError where it is not installed.
         in_one: backward destroys what forward was given, so that the two are timed together.
+        compiles: whether torch.compile may make something else of `plain`.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Workload:
     backward_bytes: int | None
     liger: Callable[[], Function] | None = None
     in_one: bool = False
+    compiles: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +291,7 @@ class Workloads:
             plain=plain,
             forward_bytes=30 * count,
             backward_bytes=None,
+            compiles=False,  # torch's is one kernel already
         )
 
 
@@ -297,14 +301,14 @@ def _liger(module: str, function: str, adapt: Callable[[Any], Function]) -> Call
 
 
 def measure_all(
-    workloads: Iterable[Workload],
+    workloads: Sequence[Workload],
     device: torch.device,
     *,
     copy: float,
     compile_too: bool,
     report: Callable[[Figure], None],
 ) -> int:
-    """Take every figure that can be taken, and report each at once.
+    """Take every figure that can be taken, and report each at once; compiled functions come last, as they take longest.
 
     Args:
         workloads: what to measure.
@@ -316,43 +320,43 @@ def measure_all(
     Returns:
         How many could not be taken.
     """
+    tasks = [(workload, name, make) for workload in workloads for name, make in _implementations(workload, device)]
+    if compile_too:
+        tasks += [(workload, COMPILED, partial(_compiled, workload)) for workload in workloads if workload.compiles]
     failed = 0
-    for workload in workloads:
-        for name, make in _implementations(workload, device, compile_too).items():
-            try:
-                for direction, seconds, moved in _measure(workload, make(), device):
-                    share = moved / seconds / copy
-                    report(
-                        Figure(
-                            operator=workload.name,
-                            direction=direction,
-                            implementation=name,
-                            seconds=seconds,
-                            bytes=moved,
-                            share_of_copy=share,
-                        )
+    for workload, name, make in tasks:
+        try:
+            for direction, seconds, moved in _measure(workload, make(), device):
+                report(
+                    Figure(
+                        operator=workload.name,
+                        direction=direction,
+                        implementation=name,
+                        seconds=seconds,
+                        bytes=moved,
+                        share_of_copy=moved / seconds / copy,
                     )
-            except ImportError as missing:
-                if name != "liger":
-                    raise
-                report(Figure(operator=workload.name, direction="all", implementation=name, error=f"no {missing.name}"))
-            except Exception as error:
-                failed += 1
-                reason = one_line(error)
-                report(Figure(operator=workload.name, direction="all", implementation=name, error=reason))
+                )
+        except Exception as error:
+            absent = name == LIGER and isinstance(error, ImportError)  # then there is nothing to measure
+            failed += not absent
+            report(Figure(operator=workload.name, direction="all", implementation=name, error=one_line(error)))
         if device.type != "cpu":
             torch.accelerator.empty_cache()
     return failed
 
 
-def _implementations(workload: Workload, device: torch.device, compile_too: bool) -> dict[str, Callable[[], Function]]:
-    """Makers of the functions that are compared, by name."""
-    found: dict[str, Callable[[], Function]] = {"megacore": lambda: workload.ours, "torch": lambda: workload.plain}
-    if compile_too and not workload.name.startswith("adamw"):  # torch's is one kernel as it is
-        found["torch.compile"] = lambda: torch.compile(workload.plain, dynamic=False)
+def _implementations(workload: Workload, device: torch.device) -> Iterator[tuple[str, Callable[[], Function]]]:
+    """Names and makers of the functions that are compared without a compiler."""
+    yield "megacore", lambda: workload.ours
+    yield "torch", lambda: workload.plain
     if workload.liger is not None and device.type == "cuda":
-        found["liger"] = workload.liger
-    return found
+        yield LIGER, workload.liger
+
+
+def _compiled(workload: Workload) -> Function:
+    function: Function = torch.compile(workload.plain, dynamic=False)
+    return function
 
 
 def _measure(workload: Workload, function: Function, device: torch.device) -> Iterator[tuple[str, float, int]]:
@@ -413,7 +417,7 @@ def main(argv: list[str] | None = None) -> int:
         records.add("kernel", **asdict(figure))
         print(*_row(figure), sep=" | ", flush=True)
 
-    chosen = (workload for workload in Workloads(device=device, small=options.small) if options.only in workload.name)
+    chosen = [workload for workload in Workloads(device=device, small=options.small) if options.only in workload.name]
     failed = measure_all(chosen, device, copy=copy, compile_too=not options.no_compile, report=report)
     if options.output is not None:
         _write(options.output, machine, [_row(figure) for figure in figures])

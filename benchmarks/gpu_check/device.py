@@ -106,7 +106,7 @@ def host_synchronisations(function: Callable[[], object], device: torch.device) 
             function()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in caught)
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
 def total_memory(device: torch.device) -> int | None:

@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cuda=torch.version.cuda,
         kernel=platform.release(),
         driver=driver() if device.type == "cuda" else {},
+        allocator=os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         versions={name: version_of(name) for name in _PACKAGES},
     )
     records.add(
