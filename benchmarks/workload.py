@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTLoss, gpt_layers
 from megacore.parallel.mesh import Mesh, world_size
 from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardedParameter
 from megacore.train.parallelize import Task
 from megacore.train.trainer import Trainer
 
@@ -68,11 +69,25 @@ def configuration(
     return resolve(config, world_size())
 
 
-def megacore_trainer(config: Config, mesh: Mesh) -> Trainer:
-    """megacore's trainer on the workload."""
+def megacore_trainer(
+    config: Config, mesh: Mesh, *, initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
+) -> Trainer:
+    """megacore's trainer on generated data.
+
+    Args:
+        config: resolved.
+        mesh: this rank's place.
+        initialize: gives the parameters their values; None: as the configuration says.
+    """
     streams = RandomStreams(1, mesh.device)
     layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
+    task = Task(
+        layers=layers,
+        first_input=lambda batch: batch.tokens,
+        loss=GPTLoss(config, mesh.tp),
+        streams=streams,
+        initialize=initialize,
+    )
     return Trainer(config, mesh, task, dataset(config), None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from unittest import mock
 
 # CUDA must not be initialised before the fork; this makes torch ask the driver's library instead.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -29,7 +30,9 @@ def warm_up() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     # No backward: autograd counts the devices on its first one, and a rank may still register one.
     model.weight.grad, model.bias.grad = torch.zeros(4, 4), torch.zeros(4)
-    optimizer.step()
+    # The optimizer asks whether a CUDA graph is being captured, and a process that has asked cannot be forked.
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        optimizer.step()
     np.random.default_rng(0).permutation(4)
     assert tests.distributed.SERVER_READY is False
     gc.collect()

@@ -1,0 +1,78 @@
+"""`python benchmarks/gpu.py` from end to end, at small sizes, where there is no GPU: on the CPU a part of it, on the
+tests' pretend accelerator all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.packaging_builds import ROOT
+
+needs_pretend = pytest.mark.skipif(
+    importlib.util.find_spec("tests.accelerator.device") is None or shutil.which("g++") is None,
+    reason="the pretend accelerator needs g++",
+)
+KINDS = {
+    "machine": {"machine", "rates"},
+    "tests": {"test"},
+    "train gpt2-small": {"fit", "training", "synchronisations", "profile"},
+    "train gpt2-xl": {"fit", "training", "synchronisations", "profile"},
+    "train llama-3.2-1b": {"fit", "training", "synchronisations", "profile"},
+    "kernels": {"kernel"},
+    "train gpt2-xl, offload": {"training", "synchronisations", "profile"},
+    "checkpoint": {"checkpoint"},
+    "train gpt2-small, compiled": {"training", "synchronisations", "profile"},
+    "train gpt2-xl, compiled": {"training", "synchronisations", "profile"},
+    "train llama-3.2-1b, compiled": {"training", "synchronisations", "profile"},
+}
+
+
+def check(output: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """Run the command; exit status, what it said, and its report."""
+    command = [sys.executable, "benchmarks/gpu.py", "--small", "--output", str(output), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    path = output / "gpu-report.json"
+    return done.returncode, done.stdout + done.stderr, json.loads(path.read_text()) if path.exists() else {}
+
+
+def test_some_parts_on_the_cpu(tmp_path: Path) -> None:
+    status, said, report = check(tmp_path, "--device", "cpu", "--only", "kernels")
+    assert status == 0, said
+    assert [(part["name"], part["status"]) for part in report["parts"]] == [("machine", "done"), ("kernels", "done")]
+    assert report["small"] and len(report["source"]["sha256"]) == 64
+    assert (tmp_path / "gpu-report.md").read_text() in said
+    assert "| swiglu 16 x 64 | forward |" in said
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    status, said, report = check(tmp_path, "--only", "kernels")
+    assert status == 2
+    assert [part["status"] for part in report["parts"]] == ["failed", "not started"]
+    assert "--device cuda" in (tmp_path / "gpu-report.log").read_text(), said
+
+
+@pytest.mark.slow
+@needs_pretend
+def test_every_part_on_the_pretend_accelerator(tmp_path: Path) -> None:
+    status, said, report = check(tmp_path, "--device", "pretend")
+    assert status == 0, said + (tmp_path / "gpu-report.log").read_text()
+    assert {part["name"]: {record["kind"] for record in part["records"]} for part in report["parts"]} == KINDS
+    for record in (record for part in report["parts"] for record in part["records"]):
+        if record["kind"] == "training":
+            counted, predicted = record["state_bytes_counted"], record["state_bytes_predicted"]
+            assert all(counted[kind] == pytest.approx(predicted[kind], rel=0.01) for kind in predicted)
+            on_device = ["params", "grads"] if record["mode"] == "offload" else list(predicted)
+            assert record["peak_bytes"] > sum(counted[kind] for kind in on_device)
+        elif record["kind"] == "kernel":
+            assert record["error"] is None and record["seconds"] > 0
+        elif record["kind"] == "synchronisations":
+            assert record["per_step"] >= 1
