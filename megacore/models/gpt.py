@@ -19,8 +19,7 @@ from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import Rotary
-from megacore.models.flops import block_flops, head_flops
-from megacore.models.size import block_parameters, embedding_parameters, head_parameters
+from megacore.models.outline import gpt_outline
 from megacore.models.spec import LayerSpec, TokenBatch
 from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
 from megacore.parallel.mesh import ALONE, Group
@@ -97,7 +96,6 @@ def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
         config: a resolved configuration (vocabulary and positions known).
         context: where the layers will stand.
     """
-    tied = {} if config.untie_embeddings_and_output_weights else {"weight": "embedding.tokens.weight"}
     block = partial(
         TransformerBlock,
         config,
@@ -106,30 +104,11 @@ def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
         rotary=Rotary.of(config),
         alibi=own_alibi(config, context),
     )
+    first, *blocks, last = gpt_outline(config, context.tp.size)
     return [
-        LayerSpec(
-            name="embedding",
-            build=partial(GPTEmbedding, config, context),
-            parameters=embedding_parameters(config),
-            flops=2.0 * config.hidden_size,
-        ),
-        *(
-            LayerSpec(
-                name=f"blocks.{i}",
-                build=partial(block, f"blocks.{i}"),
-                parameters=block_parameters(config),
-                flops=block_flops(config, known(config.max_position_embeddings)),
-                is_block=True,
-            )
-            for i in range(config.num_layers)
-        ),
-        LayerSpec(
-            name="head",
-            build=partial(GPTHead, config, context),
-            parameters=head_parameters(config),
-            flops=head_flops(config),
-            tied=tied,
-        ),
+        LayerSpec.of(first, partial(GPTEmbedding, config, context)),
+        *(LayerSpec.of(size, partial(block, size.name)) for size in blocks),
+        LayerSpec.of(last, partial(GPTHead, config, context)),
     ]
 
 

@@ -9,11 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Protocol
 
-from megacore.models.spec import LayerSpec
+from megacore.config import ParallelConfig
+from megacore.pipeline_layout import parse_layout
 
 
-def costs(layers: Sequence[LayerSpec], balance: str) -> list[float]:
+class LayerCost(Protocol):
+    """What is asked of a layer: a `LayerSpec`, or a `LayerOutline` before torch is loaded."""
+
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def flops(self) -> float: ...
+    @property
+    def is_block(self) -> bool: ...
+
+
+def costs(layers: Sequence[LayerCost], balance: str) -> list[float]:
     """The cost of each layer.
 
     Args:
@@ -23,7 +36,15 @@ def costs(layers: Sequence[LayerSpec], balance: str) -> list[float]:
     return [{"parameters": layer.parameters, "flops": layer.flops, "uniform": 1}[balance] for layer in layers]
 
 
-def partition(layers: Sequence[LayerSpec], stages: int, balance: str = "parameters") -> list[range]:
+def stage_ranges(layers: Sequence[LayerCost], config: ParallelConfig) -> list[range]:
+    """Which layers every stage of the model holds: as laid out by hand, or balanced."""
+    count = config.pp * config.virtual_stages
+    if config.pipeline_layout is not None:
+        return parse_layout(config.pipeline_layout, stages=count, blocks=sum(layer.is_block for layer in layers))
+    return partition(layers, count, config.pipeline_balance)
+
+
+def partition(layers: Sequence[LayerCost], stages: int, balance: str = "parameters") -> list[range]:
     """Consecutive layer ranges, one per stage, with the smallest possible largest cost; every stage holds a block.
 
     Among equal largest costs the smallest sum of squares wins, so that what remains is even too.

@@ -35,12 +35,11 @@ from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.actions import Schedule
 from megacore.pipeline.own import load_schedule
-from megacore.pipeline.partition import partition
+from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import Forms, PipelineRuntime
 from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import TensorForm, Transport
-from megacore.pipeline_layout import parse_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +138,6 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
         shared=shared,
         tied_copies=tied_copies,
     )
-
-
-def stage_ranges(layers: Sequence[LayerSpec], config: ParallelConfig) -> list[range]:
-    """Which layers every stage of the model holds: as laid out by hand, or balanced."""
-    count = config.pp * config.virtual_stages
-    if config.pipeline_layout is not None:
-        return parse_layout(config.pipeline_layout, stages=count, blocks=sum(layer.is_block for layer in layers))
-    return partition(layers, count, config.pipeline_balance)
 
 
 def _groups_of_holders(

@@ -1,0 +1,132 @@
+"""A model as the sizes of its layers, without torch: what is known of each layer before anything is built.
+
+The models' own lists of layers (gpt.py, bert.py) take names, parameters and operations from here, so that what is
+planned before torch is loaded and what is built later are the same stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megacore.bert_section import BertConfig
+from megacore.config import Config, ModelConfig, known
+from megacore.models.flops import block_flops, head_flops
+from megacore.models.size import (
+    bert_embedding_parameters,
+    bert_head_parameters,
+    block_parameters,
+    embedding_parameters,
+    head_parameters,
+    norm_parameters,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOutline:
+    """One layer.
+
+    Attributes:
+        name: global name, the prefix of its parameters' names.
+        parameters: of the whole layer, without padding.
+        held: parameters that one tensor-parallel rank holds, padding included.
+        flops: operations of its forward for one token.
+        is_block: one of the repeated layers.
+        tied: parameters' local names -> global names of the earlier layer's parameters that they are.
+        block: the configuration of a block, whose window may be its own; None for the embedding and the head.
+    """
+
+    name: str
+    parameters: int
+    held: int
+    flops: float
+    is_block: bool = False
+    tied: Mapping[str, str] = field(default_factory=dict)
+    block: ModelConfig | None = None
+
+
+def outline(config: Config) -> list[LayerOutline]:
+    """The layers of a GPT's or a BERT's resolved configuration, from the embedding to the head."""
+    if isinstance(config, BertConfig):
+        return bert_outline(config)
+    return gpt_outline(config.model, config.parallel.tp)
+
+
+def gpt_outline(config: ModelConfig, tp: int) -> list[LayerOutline]:
+    """The layers of a causal language model.
+
+    Args:
+        config: a resolved configuration.
+        tp: tensor-parallel ranks.
+    """
+    block = LayerOutline(
+        name="",
+        parameters=block_parameters(config),
+        held=block_parameters(config, tp),
+        flops=block_flops(config, known(config.max_position_embeddings)),
+        is_block=True,
+        block=config,
+    )
+    return [
+        LayerOutline(
+            name="embedding",
+            parameters=embedding_parameters(config),
+            held=embedding_parameters(config, tp),
+            flops=2.0 * config.hidden_size,
+        ),
+        *(dataclasses.replace(block, name=f"blocks.{i}") for i in range(config.num_layers)),
+        LayerOutline(
+            name="head",
+            parameters=head_parameters(config),
+            held=head_parameters(config, tp),
+            flops=head_flops(config),
+            tied=_tied(config),
+        ),
+    ]
+
+
+def bert_outline(config: BertConfig) -> list[LayerOutline]:
+    """The layers of a BERT."""
+    model, tp = config.model, config.parallel.tp
+    blocks = []
+    for i in range(model.num_layers):
+        own = bert_block(config, i)
+        # ModernBERT's first block reads what the embedding has normed already.
+        missing = norm_parameters(model) if config.bert.packed and i == 0 else 0
+        blocks.append(
+            LayerOutline(
+                name=f"blocks.{i}",
+                parameters=block_parameters(own) - missing,
+                held=block_parameters(own, tp) - missing,
+                flops=block_flops(own, known(model.max_position_embeddings)),
+                is_block=True,
+                block=own,
+            )
+        )
+    return [
+        LayerOutline(
+            name="embedding",
+            parameters=bert_embedding_parameters(config),
+            held=bert_embedding_parameters(config, tp),
+            flops=2.0 * model.hidden_size,
+        ),
+        *blocks,
+        LayerOutline(
+            name="head",
+            parameters=bert_head_parameters(config),
+            held=bert_head_parameters(config, tp),
+            flops=head_flops(model) + 2.0 * model.hidden_size**2,
+            tied=_tied(model),
+        ),
+    ]
+
+
+def bert_block(config: BertConfig, number: int) -> ModelConfig:
+    """The configuration with the window of a block: None where it sees the whole document."""
+    is_local = config.bert.packed and number % config.bert.global_attention_interval > 0
+    return config.model if is_local else dataclasses.replace(config.model, window_size=None)
+
+
+def _tied(config: ModelConfig) -> Mapping[str, str]:
+    return {} if config.untie_embeddings_and_output_weights else {"weight": "embedding.tokens.weight"}
