@@ -7,8 +7,10 @@ planned before torch is loaded and what is built later are the same stages.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from megacore.bert_section import BertConfig
 from megacore.config import Config, ModelConfig, known
@@ -20,6 +22,7 @@ from megacore.models.size import (
     embedding_parameters,
     head_parameters,
     norm_parameters,
+    vocabulary_rows,
 )
 
 
@@ -34,6 +37,7 @@ class LayerOutline:
         flops: operations of its forward for one token.
         is_block: one of the repeated layers.
         tied: parameters' local names -> global names of the earlier layer's parameters that they are.
+        shared: how many of `held` are these, and are held once where both layers lie on one rank.
         block: the configuration of a block, whose window may be its own; None for the embedding and the head.
     """
 
@@ -43,6 +47,7 @@ class LayerOutline:
     flops: float
     is_block: bool = False
     tied: Mapping[str, str] = field(default_factory=dict)
+    shared: int = 0
     block: ModelConfig | None = None
 
 
@@ -81,7 +86,7 @@ def gpt_outline(config: ModelConfig, tp: int) -> list[LayerOutline]:
             parameters=head_parameters(config),
             held=head_parameters(config, tp),
             flops=head_flops(config),
-            tied=_tied(config),
+            **_tied(config, tp),
         ),
     ]
 
@@ -117,7 +122,7 @@ def bert_outline(config: BertConfig) -> list[LayerOutline]:
             parameters=bert_head_parameters(config),
             held=bert_head_parameters(config, tp),
             flops=head_flops(model) + 2.0 * model.hidden_size**2,
-            tied=_tied(model),
+            **_tied(model, tp),
         ),
     ]
 
@@ -125,8 +130,21 @@ def bert_outline(config: BertConfig) -> list[LayerOutline]:
 def bert_block(config: BertConfig, number: int) -> ModelConfig:
     """The configuration with the window of a block: None where it sees the whole document."""
     is_local = config.bert.packed and number % config.bert.global_attention_interval > 0
-    return config.model if is_local else dataclasses.replace(config.model, window_size=None)
+    return config.model if is_local or config.model.window_size is None else _without_window(config.model)
 
 
-def _tied(config: ModelConfig) -> Mapping[str, str]:
-    return {} if config.untie_embeddings_and_output_weights else {"weight": "embedding.tokens.weight"}
+@functools.lru_cache(maxsize=16)  # one object for all blocks that are alike
+def _without_window(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(config, window_size=None)
+
+
+class _Tie(TypedDict, total=False):
+    tied: Mapping[str, str]
+    shared: int
+
+
+def _tied(config: ModelConfig, tp: int) -> _Tie:
+    """What the head has of the embedding."""
+    if config.untie_embeddings_and_output_weights:
+        return {}
+    return {"tied": {"weight": "embedding.tokens.weight"}, "shared": vocabulary_rows(config, tp) * config.hidden_size}

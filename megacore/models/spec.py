@@ -29,6 +29,7 @@ class LayerSpec:
         is_block: one of the repeated layers, of which every stage holds at least one.
         tied: local parameter name -> global name of the earlier layer's parameter that it is.
         held: parameters that one tensor-parallel rank holds, padding included; None: `parameters`.
+        shared: how many of these are tied, and are held once where both layers lie on one rank.
         block: a transformer block's configuration, from which its activations follow; None for any other layer.
     """
 
@@ -39,6 +40,7 @@ class LayerSpec:
     is_block: bool = False
     tied: Mapping[str, str] = field(default_factory=dict)
     held: int | None = None
+    shared: int = 0
     block: ModelConfig | None = None
 
     @classmethod
@@ -52,6 +54,7 @@ class LayerSpec:
             is_block=outline.is_block,
             tied=outline.tied,
             held=outline.held,
+            shared=outline.shared,
             block=outline.block,
         )
 

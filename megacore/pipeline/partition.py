@@ -7,6 +7,7 @@ blocks on 12 stages come out as 5, ten times 6, 5).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
@@ -60,13 +61,17 @@ def partition(layers: Sequence[LayerCost], stages: int, balance: str = "paramete
     blocks = sum(layer.is_block for layer in layers)
     if stages > blocks:
         raise ValueError(f"{stages} stages are more than the model's {blocks} blocks: use {blocks} or less")
-    cost = [0, *accumulate(costs(layers, balance))]
-    held = [0, *accumulate(int(layer.is_block) for layer in layers)]
+    return list(_partition(tuple(costs(layers, balance)), tuple(layer.is_block for layer in layers), stages))
+
+
+@functools.lru_cache(maxsize=256)  # the planner asks for the same stages with other batches and precisions
+def _partition(layer_costs: tuple[float, ...], is_block: tuple[bool, ...], stages: int) -> tuple[range, ...]:
+    cost, held = [0, *accumulate(layer_costs)], [0, *accumulate(map(int, is_block))]
     # best[k][j]: (largest cost, sum of squares, start of the last stage) of layers [0, j) on k stages
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
     for _ in range(stages):
         row: dict[int, tuple[float, float, int]] = {}
-        for end in range(1, len(layers) + 1):
+        for end in range(1, len(layer_costs) + 1):
             options = [
                 (max(largest, part := cost[end] - cost[start]), squares + part * part, start)
                 for start, (largest, squares, _) in best[-1].items()
@@ -75,9 +80,9 @@ def partition(layers: Sequence[LayerCost], stages: int, balance: str = "paramete
             if options:
                 row[end] = min(options)
         best.append(row)
-    ranges, end = [], len(layers)
+    ranges, end = [], len(layer_costs)
     for row in reversed(best[1:]):
         start = row[end][2]
         ranges.append(range(start, end))
         end = start
-    return ranges[::-1]
+    return tuple(ranges[::-1])
