@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.bert_section import BertConfig
 from megacore.config import ModelConfig, known
+from megacore.config.bert import BertConfig
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
@@ -27,9 +27,6 @@ from megacore.layers.norm import build_norm
 from megacore.layers.post_norm import PostNormBlock
 from megacore.layers.rotary import Rotary
 from megacore.models.bert_loss import MaskedBatch, Output
-from megacore.models.flops import block_flops, head_flops
-from megacore.models.outline import bert_block, bert_outline
-from megacore.models.size import SEGMENTS
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
@@ -42,6 +39,9 @@ from megacore.parallel.tensor import (
     vocab_parallel_bias,
     vocab_parallel_weight,
 )
+from megacore.plan.flops import block_flops, head_flops
+from megacore.plan.model_size import SEGMENTS
+from megacore.plan.outline import bert_block, bert_outline
 
 
 class BertEmbedding(nn.Module):

@@ -19,7 +19,6 @@ from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import Rotary
-from megacore.models.outline import gpt_outline
 from megacore.models.spec import LayerSpec, TokenBatch
 from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
 from megacore.parallel.mesh import ALONE, Group
@@ -27,6 +26,7 @@ from megacore.parallel.random import Dropout
 from megacore.parallel.sequence import own_positions
 from megacore.parallel.sharding import ShardedParameter, replicated
 from megacore.parallel.tensor import VocabParallelEmbedding, column_parallel, vocab_parallel_weight
+from megacore.plan.outline import gpt_outline
 
 
 class GPTEmbedding(nn.Module):

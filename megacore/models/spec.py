@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import ModelConfig
-from megacore.models.outline import LayerOutline
+from megacore.plan.outline import LayerOutline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.model_section import padded_rows
+from megacore.config.model import padded_rows
 from megacore.parallel.collectives import copy_to_group, reduce_from_group, start_all_reduce_
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import Parameters, input_gradient, parameter_gradients, products

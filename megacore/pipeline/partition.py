@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from megacore.config import ParallelConfig
-from megacore.pipeline_layout import parse_layout
+from megacore.config.pipeline_layout import parse_layout
 
 
 class LayerCost(Protocol):

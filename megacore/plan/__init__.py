@@ -1,1 +1,2 @@
-"""What a run needs, computed from its configuration alone: no torch, no tensors, the same answer on any machine."""
+"""What a run needs, computed from its configuration alone, without torch: schedules simulated and drawn, model
+sizes, operations, memory."""

@@ -9,9 +9,9 @@ MLP, V vocabulary, t tensor-parallel ranks, e bytes of an element.
 
 from __future__ import annotations
 
-from megacore.bert_section import BertConfig
 from megacore.config import Config, ModelConfig
-from megacore.models.size import vocabulary_rows
+from megacore.config.bert import BertConfig
+from megacore.plan.model_size import vocabulary_rows
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacore.config import Config, ModelConfig, known, resolve, validate
+from megacore.config.fields import field_infos
+from megacore.config.messages import counted
 from megacore.errors import ConfigError
-from megacore.fields import field_infos
-from megacore.models.outline import outline
 from megacore.plan.memory import GIB, PlannedLayer, RankMemory, plan_memory
+from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
-from megacore.wording import counted
 
 # What the drivers of NVIDIA, AMD and WSL put there where there is an accelerator.
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -129,30 +129,39 @@ def _message(
         return sum(map(part, ranks))
 
     training, count = config.training, len(ranks)
-    parameters = sum(layer.parameters for layer in layers) - sum(layer.shared for layer in layers)
     name = f"--preset {config.model.preset}" if config.model.preset else "the model"
     where = "this machine" if on_cpu else "the device"
-    state = ", ".join(
-        f"{kind} {_gib(size)}" for kind in ranks[0].state if (size := total(lambda rank: rank.state[kind])) > 0
-    )
-    moment = max(rank.building for rank in ranks) + 1 > max(rank.certain - rank.overhead[0] for rank in ranks)
+    kinds = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer", "buffers": "copies for the host"}
+    sums = {label: sum(rank.state[kind] for rank in ranks) for kind, label in kinds.items()}
+    state = ", ".join(f"{label} {_gib(size)}" for label, size in sums.items() if size)
     lines = [
         f"{name} needs at least {_gib(total(lambda rank: rank.certain))} of memory for "
         f"{counted(count, 'rank')} on {where}, but {_gib(room.available)} are available ({room.source}):",
-        f"  model        {parameters / 1e6:,.2f}M parameters in {config.precision.precision}, "
+        f"  model        {whole_parameters(config, layers) / 1e6:,.2f}M parameters in {config.precision.precision}, "
         f"{max(rank.parameters for rank in ranks) / 1e6:,.2f}M of them on the fullest rank",
-        f"  state        {_gib(total(lambda rank: sum(rank.state.values())))}: {state}"
-        + (f", of which {_gib(total(lambda rank: rank.on_host))} in host memory" if ranks[0].on_host else ""),
-        f"  activations  {_gib(total(lambda rank: rank.activations + rank.working))}: --recompute "
-        f"{training.recompute}, {max(rank.in_flight for rank in ranks)} in flight of "
-        f"{training.micro_batch_size} x {config.data.seq_length} tokens",
-        *([f"  building     {_gib(total(lambda rank: rank.building))}: parameters in fp32"] if moment else []),
+        f"  state        {_gib(sum(sums.values()))}: {state}"
+        + (f"; of it {_gib(total(lambda rank: rank.on_host))} in host memory" if ranks[0].on_host else ""),
+        f"  activations  {_gib(total(lambda rank: rank.activations + rank.working))}: "
+        f"{counted(max(rank.in_flight for rank in ranks), 'microbatch', 'microbatches')} of "
+        f"{training.micro_batch_size} x {config.data.seq_length} tokens in flight, --recompute {training.recompute}",
     ]
-    found = list(ways_out(config, room, on_cpu=on_cpu, sharing=count)) if hasattr(layers[0], "held") else []
-    if found:
+    if found := list(ways_out(config, room, on_cpu=on_cpu, sharing=count)) if _describes(config, layers) else []:
         lines.append("ways out, with what a rank is expected to take by the same formulas (docs/memory.md):")
         lines += [f"  {number}. {text}" for number, text in enumerate(found, start=1)]
     return "\n".join([*lines, _TRY_ANYWAY])
+
+
+def _describes(config: Config, layers: Sequence[PlannedLayer]) -> bool:
+    """Whether the layers are those of the configuration, so that it is known what other flags would make of them."""
+    names = [layer.name for layer in layers]
+    return config.model.vocab_size is not None and names == [layer.name for layer in outline(config)]
+
+
+def whole_parameters(config: Config, layers: Sequence[PlannedLayer]) -> int:
+    """Of the whole model, a tied one counted once."""
+    tables = known(config.model.vocab_size) * config.model.hidden_size if config.model.vocab_size else 0
+    tied = (tables if layer.held is not None else layer.shared for layer in layers if layer.tied)
+    return sum(layer.parameters for layer in layers) - sum(tied)
 
 
 def _gib(size: float) -> str:
@@ -266,7 +275,8 @@ def _more_stages(config: Config, sharing: int) -> Iterator[Change]:
                 pp = ranks // tp
                 grown = tp >= parallel.tp and pp >= parallel.pp and tp * pp > parallel.tp * parallel.pp
                 if grown and tp * pp * known(parallel.dp) % sharing == 0:
-                    yield start.and_("parallel", f"--tp {tp} --pp {pp}", tp=tp, pp=pp)
+                    degrees = [f"--{name} {degree}" for name, degree in (("tp", tp), ("pp", pp)) if degree > 1]
+                    yield start.and_("parallel", " ".join(degrees), tp=tp, pp=pp)
 
 
 def _with_batch(change: Change, dp: int) -> Change:
@@ -283,15 +293,16 @@ def _smaller_models(config: Config, *, on_cpu: bool) -> Iterator[Change]:
     name = config.model.preset
     if name is None:
         layers = config.model.num_layers
-        for fewer in sorted({layers * n // 8 for n in range(1, 8)} - {0}, reverse=True):
+        fractions = {layers * n // 8 for n in range(1, 8)} | {layers >> n for n in range(4, 16)}
+        for fewer in sorted(fractions - {0}, reverse=True):
             change = Change(config).and_("model", f"--num-layers {fewer}", num_layers=fewer)
             yield from _thrifty(change)
         return
     if not _is_as_named(config, name):
         return  # the flags that change its shape would change another one's as well
     candidates = [_as_preset(config, other) for other in config.presets if other != name]
-    sized = [(sum(layer.parameters for layer in outline(c.config)), c) for c in candidates if c is not None]
-    own = sum(layer.parameters for layer in outline(config))
+    sized = [(whole_parameters(c.config, outline(c.config)), c) for c in candidates if c is not None]
+    own = whole_parameters(config, outline(config))
     for size, change in sorted(sized, key=lambda item: item[0], reverse=True):
         if size < own:
             yield from _thrifty(change)

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from megacore.config import Config, ModelConfig, ParallelConfig, known
 from megacore.pipeline.actions import Action, Op
-from megacore.pipeline.own import load_schedule
 from megacore.pipeline.partition import LayerCost, stage_ranges
 from megacore.pipeline.schedule import rank_order
+from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import (
     ELEMENT_BYTES,
     attention_core_bytes,
@@ -64,7 +64,7 @@ class RankMemory:
         activations: kept for backward by the microbatches in flight.
         in_flight: microbatches of which the rank's stages keep activations, of all its stages together.
         working: what exists beside them at the end of a forward: logits, or a block that is computed again.
-        building: all of the rank's parameters in fp32, before they are divided.
+        building: what exists when the last layer has been made.
         gradients_apart: whether gradients are gone while all activations are there.
         passing: an estimate of what exists for a moment: buckets under way, gradients of one layer.
         overhead: of the process, certain and expected.
@@ -173,7 +173,7 @@ def _rank_memory(
         activations=_products(flying, chunks) + (shared_bytes(config) if blocks else 0.0),
         in_flight=sum(flying),
         working=max(logits, again),
-        building=4.0 * parameters,
+        building=_building_bytes(config, state, [layers[i] for numbers in own for i in numbers]),
         gradients_apart=forgotten > 0 and sum(flying) == 1 and num_microbatches(config) == 1,
         passing=_passing_bytes(config, [layers[i] for numbers in own for i in numbers], blocks, on_cpu=on_cpu)
         + max(_products(longer, chunks) - _products(flying, chunks), 0.0),
@@ -215,6 +215,8 @@ def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: 
     if parallel.schedule_csv is not None:
         order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
         return _peak(order, parallel.pp, parallel.virtual_stages, until)
+    if parallel.schedule != "gpipe":  # in all others the most are in flight after the first few
+        microbatches = min(microbatches, 4 * parallel.pp)
     return _in_flight(parallel.schedule, rank, parallel.pp, microbatches, parallel.virtual_stages, until)
 
 
@@ -271,6 +273,21 @@ def _computed_again(config: Config, blocks: Sequence[ModelConfig], *, on_cpu: bo
     return 0.0
 
 
+def _building_bytes(config: Config, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
+    """What exists when the last layer has been made: parameters and master weights, and on stage 3 that layer whole."""
+    dp, moments = known(config.parallel.dp), optimizer_moments(config)
+    master = 0.0
+    if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
+        master = state["optimizer"] / (moments + 1)
+    whole = 4.0 * _largest_layer(layers) if dp > 1 and config.parallel.zero_stage == 3 else 0.0
+    return state["params"] + master + whole
+
+
+def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
+    """Parameters that a rank holds of its largest layer."""
+    return max((layer.parameters if layer.held is None else layer.held for layer in layers), default=0)
+
+
 def _forgets_gradients(config: Config) -> bool:
     """Whether no buffer of gradients outlives a step."""
     dp = known(config.parallel.dp)
@@ -287,7 +304,7 @@ def _passing_bytes(
     """What exists for a moment: the gradients of a layer before they are added up, those of the activations of a block,
     buckets of ZeRO's stages 2 and 3, and on stage 3 the parameters of two layers."""
     e = ELEMENT_BYTES[config.precision.precision]
-    largest = max((layer.parameters if layer.held is None else layer.held for layer in layers), default=0)
+    largest = _largest_layer(layers)
     stage = config.parallel.zero_stage if known(config.parallel.dp) > 1 else 0
     moment = e * largest + _largest_block(config, blocks, on_cpu=on_cpu) / 2
     if stage == 2:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,10 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, ParallelConfig, known
-from megacore.data.batch import Batch
-from megacore.data.loader import Microbatch
+from megacore.data.loading.batch import Batch
+from megacore.data.loading.loader import Microbatch
 from megacore.models.initialize import initialize
 from megacore.models.spec import LayerSpec, Terms
-from megacore.optim.bucket import ZeroOptions
-from megacore.optim.data_parallel import DataParallel
 from megacore.optim.precision import DTYPES
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Group, Mesh, along_pipeline
@@ -34,12 +33,14 @@ from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.actions import Schedule
-from megacore.pipeline.own import load_schedule
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import Forms, PipelineRuntime
 from megacore.pipeline.schedule import build_schedule
+from megacore.pipeline.schedule_file import load_schedule
 from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import TensorForm, Transport
+from megacore.zero.bucket import ZeroOptions
+from megacore.zero.data_parallel import DataParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +196,7 @@ def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) ->
         mesh.pp,
         transport=Transport(mesh.pp, mesh.device),
         forms=task.forms or (lambda _: forms),
-        schedule=lambda microbatches: _schedule(parallel, microbatches),
+        schedule=lambda microbatches: training_schedule(parallel, microbatches),
         streams=task.streams,
         first_input=task.first_input,
         loss=task.loss,
@@ -213,7 +214,9 @@ def _between_stages(config: Config, *, documents: bool) -> tuple[TensorForm, ...
     return (hidden, TensorForm((batch, length), torch.int64)) if documents else (hidden,)
 
 
-def _schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
+@functools.lru_cache(maxsize=4)
+def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
+    """What all ranks of a pipeline do in a step, as configured."""
     if parallel.schedule_csv is not None:
         return load_schedule(Path(parallel.schedule_csv))
     return build_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megacore.model_section import padded_rows
+from megacore.config.model import padded_rows
 from megacore.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
 from megacore.parallel.cross_entropy import (
     CrossEntropyOptions,

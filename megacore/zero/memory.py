@@ -1,0 +1,40 @@
+"""How much memory the state of training takes on a rank, counted from the storages that exist; by formula it is in
+`megacore.plan.memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megacore.zero.data_parallel import DataParallel
+
+KINDS = ("params", "grads", "optimizer", "buffers")
+
+
+def measured_bytes(data_parallel: DataParallel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Bytes this rank holds now, by kind; every storage counts once, under the first kind that has it.
+
+    Gradients are those of the last step, so that this is what a step keeps until its end. `buffers` are reductions
+    under way; what a layer gathers for its own computation on stage 3 is not held now.
+    """
+    tensors: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
+    for bucket in data_parallel.buckets:
+        for kind, held in bucket.storages().items():
+            tensors[kind] += held
+    if optimizer is not None:
+        states = (state.values() for state in optimizer.state.values())
+        tensors["optimizer"] += [value for values in states for value in values if isinstance(value, Tensor)]
+    seen: set[int] = set()
+    return {kind: _new_bytes(held, seen) for kind, held in tensors.items()}
+
+
+def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
