@@ -256,12 +256,11 @@ def _thrifty(change: Change) -> Iterator[Change]:
 def _more_replicas(config: Config, sharing: int) -> Iterator[Change]:
     """ZeRO stage 3 over more and more data-parallel ranks."""
     parallel, dp = config.parallel, known(config.parallel.dp)
-    for start in _thrifty(Change(config)):
-        while (dp := dp * 2) * parallel.tp * parallel.pp <= _MOST_RANKS:
-            if dp * parallel.tp * parallel.pp % sharing == 0:
+    while (dp := dp * 2) * parallel.tp * parallel.pp <= _MOST_RANKS:
+        if dp * parallel.tp * parallel.pp % sharing == 0:
+            for start in _thrifty(Change(config)):
                 change = _with_batch(start, dp)
                 yield change.and_("parallel", f"--dp {dp} --zero-stage 3", dp=dp, zero_stage=3)
-        dp = known(parallel.dp)
 
 
 def _more_stages(config: Config, sharing: int) -> Iterator[Change]:
@@ -269,8 +268,8 @@ def _more_stages(config: Config, sharing: int) -> Iterator[Change]:
     parallel = config.parallel
     if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
         return
-    for start in _thrifty(Change(config)):
-        for ranks in (2**n for n in range(1, 9)):
+    for ranks in (2**n for n in range(1, 9)):
+        for start in _thrifty(Change(config)):
             for tp in (t for t in (8, 4, 2, 1) if ranks % t == 0):
                 pp = ranks // tp
                 grown = tp >= parallel.tp and pp >= parallel.pp and tp * pp > parallel.tp * parallel.pp
