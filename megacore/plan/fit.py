@@ -145,7 +145,9 @@ def _message(
         f"{counted(max(rank.in_flight for rank in ranks), 'microbatch', 'microbatches')} of "
         f"{training.micro_batch_size} x {config.data.seq_length} tokens in flight, --recompute {training.recompute}",
     ]
-    if found := list(ways_out(config, room, on_cpu=on_cpu, sharing=count)) if _describes(config, layers) else []:
+    if not _describes(config, layers):  # PipelineEngine's
+        return "\n".join([*lines, "memory_check=False starts the run all the same"])
+    if found := list(ways_out(config, room, on_cpu=on_cpu, sharing=count)):
         lines.append("ways out, with what a rank is expected to take by the same formulas (docs/memory.md):")
         lines += [f"  {number}. {text}" for number, text in enumerate(found, start=1)]
     return "\n".join([*lines, _TRY_ANYWAY])

@@ -6,6 +6,8 @@ ranks agree before any of them allocates: one has not enough, and all end with i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megacore.config import Config
@@ -15,8 +17,6 @@ from megacore.parallel.mesh import Mesh
 from megacore.plan.fit import device_problem, host_problem, offload_problem
 from megacore.plan.memory import PlannedLayer
 from megacore.plan.room import Room
-
-from collections.abc import Sequence  # isort: skip
 
 
 def check_memory_of_ranks(config: Config, mesh: Mesh, layers: Sequence[PlannedLayer]) -> None:
