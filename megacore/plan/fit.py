@@ -281,11 +281,11 @@ def _more_stages(config: Config, sharing: int) -> Iterator[Change]:
 
 
 def _with_batch(change: Change, dp: int) -> Change:
-    """A global batch that so many replicas share; the given one, where it was more than one microbatch a replica."""
-    training, old = change.config.training, known(change.config.parallel.dp)
-    if known(training.global_batch_size) > training.micro_batch_size * old:
-        return change
+    """A global batch that so many replicas can share: the given one, or one microbatch for each."""
+    training = change.config.training
     batch = training.micro_batch_size * dp
+    if known(training.global_batch_size) % batch == 0:
+        return change
     return change.and_("training", f"--global-batch-size {batch}", global_batch_size=batch)
 
 
