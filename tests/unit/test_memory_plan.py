@@ -1,4 +1,4 @@
-"""What a run needs of memory, against hand-computed numbers; and what is said, and recommended, where it does not fit."""
+"""What a run needs of memory, against hand-computed numbers; what is said and recommended where it does not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import Config, OptimizerConfig
+from megacore.config import OptimizerConfig
 from megacore.optim.optimizers import state_kinds
 from megacore.pipeline.actions import Op
 from megacore.plan import fit
@@ -33,7 +33,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Room:
     return room
 
 
-def ranks_of(config: Config, world: int, monkeypatch: pytest.MonkeyPatch, local: int = 1) -> None:
+def ranks_of(world: int, monkeypatch: pytest.MonkeyPatch, local: int = 1) -> None:
     """This process is the first of a job of so many ranks, `local` of them on each machine."""
     for name, value in {"WORLD_SIZE": world, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}.items():
         monkeypatch.setenv(name, str(value))
@@ -78,7 +78,7 @@ def test_what_is_recommended_fits(
         for flag in (word for word in changed if word.startswith("--") and word in kept):
             at = kept.index(flag)
             del kept[at : at + 2]
-        ranks_of(parse(*given), int(machines or 1), monkeypatch)
+        ranks_of(int(machines or 1), monkeypatch)
         config = parse(*kept, *changed, checks=[check_memory])
         needed = max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=True)) / GIB
         assert needed == pytest.approx(float(size), abs=0.06)
@@ -100,9 +100,9 @@ def test_what_fits_is_not_refused(flags: tuple[str, ...], machine: Room) -> None
 
 def test_ranks_that_share_a_machine_share_its_memory(machine: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = (*MOCK, "--device", "cpu", "--preset", "gpt2-large", "--recompute", "full")
-    ranks_of(parse(*flags), 4, monkeypatch, local=1)
+    ranks_of(4, monkeypatch, local=1)
     parse(*flags, checks=[check_memory])
-    ranks_of(parse(*flags), 4, monkeypatch, local=4)
+    ranks_of(4, monkeypatch, local=4)
     with pytest.raises(SystemExit):
         parse(*flags, checks=[check_memory])
 
@@ -140,11 +140,8 @@ def test_microbatches_in_flight() -> None:
 
 def test_the_optimizers_moments() -> None:
     config = parse(*MOCK, "--vocab-size", "64")
-    for optimizer in (
-        OptimizerConfig(),
-        OptimizerConfig(optimizer="sgd"),
-        OptimizerConfig(optimizer="sgd", sgd_momentum=0),
-    ):
+    sgd = OptimizerConfig(optimizer="sgd")
+    for optimizer in (OptimizerConfig(), sgd, dataclasses.replace(sgd, sgd_momentum=0.0)):
         own = dataclasses.replace(config, optimizer=optimizer)
         assert optimizer_moments(own) == len(state_kinds(optimizer))
 
