@@ -20,7 +20,7 @@ from typing import Any, Generic, NoReturn, TypeVar, overload
 
 from megacore.config import Config, ModelConfig, resolve, sections_of, validate
 from megacore.config.fields import field_infos
-from megacore.config.flags import Given, all_fields, flag_names, read_flags
+from megacore.config.flags import Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import print_help
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
@@ -184,6 +184,10 @@ def _read(
     given = {**file.values, **flags.values}
     shaped, unshaped = _shaped(shape, given)
     config = _build(kind, _with_defaults(kind, {**shaped, **given}))
+    if flags.foreign:
+        translate_foreign(flags, given, config)
+        given = {**file.values, **flags.values}
+        config = _build(kind, _with_defaults(kind, {**shaped, **given}))
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     shared = flags.problems

@@ -7,12 +7,13 @@ collected, so that one message can name them together. Underscores count as dash
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config import Config, megatron_flags, sections_of
-from megacore.config.fields import FieldInfo, field_infos
+from megacore.config.fields import FieldInfo, as_given, field_infos
+from megacore.config.megatron_values import FOREIGN, Shape, translate
 from megacore.config.messages import nearest_name
 
 
@@ -23,6 +24,7 @@ class Given:
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)  # fields that were meant, but whose value could not be read
+    foreign: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)  # Megatron-LM's flags, to be translated
 
 
 @dataclass
@@ -61,7 +63,10 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
     texts: dict[str, _Word] = {}
     for word in _words(argv, given):
         info = known.get(word.flag) or known.get(_positive(word.flag))
-        if info is None or (word.flag not in known and info.kind is not bool):
+        if word.flag in FOREIGN:
+            if (foreign := (word.flag, tuple(word.values))) not in given.foreign:
+                given.foreign.append(foreign)
+        elif info is None or (word.flag not in known and info.kind is not bool):
             _refuse_unknown(word, info, known, given)
         elif info.name in texts:
             _refuse_contradiction(texts[info.name], word, info, given)
@@ -69,6 +74,40 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
             texts[info.name] = word
             _read_value(word, info, given)
     return given
+
+
+def translate_foreign(given: Given, values: Mapping[str, Any], config: Config) -> None:
+    """Make fields of Megatron-LM's flags, where they have the same meaning in another form.
+
+    Args:
+        given: the command line's; gets the fields, and what is wrong with the flags.
+        values: what all sources give, by field; a flag that contradicts them is refused.
+        config: of these values, from which the model's layers and the pipeline's degree are read.
+    """
+    shape = Shape(_positive_number(config.model.num_layers), _positive_number(config.parallel.pp))
+    said = {name: as_given(name, value) for name, value in values.items()}
+    for flag, words in given.foreign:
+        try:
+            found = translate(flag, words, shape)
+        except ValueError as error:
+            given.problems.append(str(error))
+            given.unread.update(FOREIGN[flag].fields)
+            continue
+        for name, value in found.values.items():
+            if name in said and {**values, **given.values}[name] != value:
+                own = " ".join([flag, *words])
+                given.problems.append(
+                    f"{own} is {as_given(name, value)}, and {said[name]} is given as well: keep one of them"
+                )
+                given.unread.add(name)
+                continue
+            given.values[name], said[name] = value, " ".join([flag, *words])
+        if "schedule_csv" not in values:
+            given.values.update({k: v for k, v in found.implied.items() if k not in values})
+
+
+def _positive_number(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _words(argv: Sequence[str], given: Given) -> Iterator[_Word]:

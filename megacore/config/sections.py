@@ -183,7 +183,8 @@ class TrainingConfig(Section):
     train_iters: Annotated[int, Range(1)]
     """Steps to train, counted from the start of the run."""
     seed: Annotated[int, Range(0, MAX_SEED)] = 1234
-    """Seed of initial weights, dropout and data order. Two runs with the same seed are bitwise equal."""
+    """Seed of initial weights, dropout and data order. Two runs with the same seed and layout are bitwise equal on
+    CPUs; on cuda with --reproducible only."""
     reproducible: bool = False
     """Makes losses and weights bitwise the same for every --pp, --dp, --zero-stage and schedule, with the same
     --micro-batch-size and --tp. Slower, and gradients take 8 bytes while they are added up."""
@@ -212,6 +213,9 @@ class TrainingConfig(Section):
     out."""
     z_loss: Annotated[float, Range(0)] = 0.0
     """Weight of the squared log-normaliser of the softmax in the loss. 0: off. Evaluations leave it out."""
+    memory_check: bool = True
+    """Refuses, before anything is allocated, a run that by formula needs more memory than there is, and says what would
+    fit (docs/memory.md)."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"recompute", "recompute_num_layers"} and self.recompute_num_layers and self.recompute != "full":
@@ -231,6 +235,9 @@ class LoggingConfig(Section):
     """Write OUTPUT_DIR/trace.json: what every rank did in the steps after the first, for Perfetto and draw_schedule."""
     trace_steps: Annotated[int | None, Range(1)] = None
     """Steps that --trace takes. None: 3."""
+    peak_tflops: Annotated[float | None, Range(above=0)] = None
+    """Peak of one device in TFLOP/s, dense and in the format of --precision, of which the reported MFU is a share.
+    None: the data sheet's, where the device is a known one."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"trace", "trace_steps"} and self.trace_steps is not None and not self.trace:

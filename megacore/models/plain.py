@@ -124,6 +124,7 @@ def describe_layers(
                 parameters=sum(map(math.prod, shapes.values())),
                 is_block=True,
                 tied=tied,
+                shared=sum(math.prod(shapes[local]) for local in tied if local in shapes),
             )
         )
     if not known and not problems:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacore.config.model import padded_rows
 from megacore.parallel.collectives import copy_to_group, reduce_from_group, start_all_reduce_
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import Parameters, input_gradient, parameter_gradients, products
@@ -233,12 +234,6 @@ def _products(
         return products_of_gathered_input(x, parameters, group)
     found: tuple[Tensor, ...] = _LinearOfCopiedInput.apply(x, group, *parameters)
     return found
-
-
-def padded_rows(vocab_size: int, parts: int, multiple: int) -> int:
-    """Rows of a rank's local vocabulary table: enough for its share, rounded up to `multiple`."""
-    share = -(-vocab_size // parts)
-    return -(-share // multiple) * multiple
 
 
 def vocab_parallel_weight(

@@ -37,6 +37,7 @@ from megacore.parallel.random import RandomStreams
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageForms
 from megacore.train.batches import Pair, PlainMicrobatch, cut, moved, samples_of
+from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.parallelize import Task, parallelize
 
 __all__ = ["Layer", "PipelineEngine"]
@@ -59,6 +60,7 @@ class PipelineEngine:
         seed: of initial weights and dropout.
         reproducible: makes losses and weights bitwise the same for every pp, dp, ZeRO stage and schedule.
         mesh: this rank's place; None: it is found.
+        memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
 
     Attributes:
         step: steps taken.
@@ -67,7 +69,8 @@ class PipelineEngine:
         stages: numbers of the layers of every pipeline stage.
 
     Raises:
-        ConfigError: everything that is wrong with the layers' names and ties, or with the configuration.
+        ConfigError: everything that is wrong with the layers' names and ties, or with the configuration; or the state
+            does not fit into memory.
         ScheduleError: a schedule from a file does not fit.
     """
 
@@ -85,8 +88,10 @@ class PipelineEngine:
         seed: int = 1234,
         reproducible: bool = False,
         mesh: Mesh | None = None,
+        memory_check: bool = True,
     ) -> None:
         training = TrainingConfig(
+            memory_check=memory_check,
             train_iters=train_iters,
             seed=seed,
             reproducible=reproducible,
@@ -103,9 +108,11 @@ class PipelineEngine:
         self._loss, self._mean, self._count = loss, reduction == "mean", count
         self._metric: Callable[[Any, Any], Tensor] | None = None
         streams = RandomStreams(seed, self.mesh.device)
+        described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams)
+        check_memory_of_ranks(self.config, self.mesh, described)
         self.model = parallelize(
             Task(
-                layers=describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams),
+                layers=described,
                 first_input=lambda microbatch: microbatch.inputs,
                 loss=self._summed_loss,
                 eval_loss=self._summed_metric,

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from megacore.config import Config, ParallelConfig, known
-from megacore.config.pipeline_layout import parse_layout
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.initialize import initialize
@@ -34,7 +34,7 @@ from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 from megacore.pipeline.actions import Schedule
-from megacore.pipeline.partition import partition
+from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import Forms, PipelineRuntime
 from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.schedule_file import load_schedule
@@ -136,14 +136,6 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
     )
 
 
-def stage_ranges(layers: Sequence[LayerSpec], config: ParallelConfig) -> list[range]:
-    """Which layers every stage of the model holds: as laid out by hand, or balanced."""
-    count = config.pp * config.virtual_stages
-    if config.pipeline_layout is not None:
-        return parse_layout(config.pipeline_layout, stages=count, blocks=sum(layer.is_block for layer in layers))
-    return partition(layers, count, config.pipeline_balance)
-
-
 def _layers(chunk: Stage, task: Task, config: Config, parameters: dict[str, ShardedParameter]) -> Iterator[nn.Module]:
     """Build a stage layer by layer, each with its initial values, and wrapped where it keeps only its input.
 
@@ -222,7 +214,7 @@ def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) ->
         mesh.pp,
         transport=Transport(mesh.pp, mesh.device),
         forms=task.forms or (lambda _: forms),
-        schedule=lambda microbatches: _schedule(parallel, microbatches),
+        schedule=lambda microbatches: training_schedule(parallel, microbatches),
         streams=task.streams,
         first_input=task.first_input,
         loss=task.loss,
@@ -240,7 +232,9 @@ def _between_stages(config: Config, *, documents: bool) -> tuple[TensorForm, ...
     return (hidden, TensorForm((batch, length), torch.int64)) if documents else (hidden,)
 
 
-def _schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
+@functools.lru_cache(maxsize=4)
+def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
+    """What all ranks of a pipeline do in a step, as configured."""
     if parallel.schedule_csv is not None:
         return load_schedule(Path(parallel.schedule_csv))
     return build_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)

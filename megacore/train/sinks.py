@@ -57,13 +57,7 @@ class Report:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._file is not None:
-            try:
-                print(text, flush=True)
-            except BrokenPipeError:
-                raise OutputClosed("what read the output has closed it") from None
-            except OSError as error:  # its file may be on the same full disk
-                if not self._may_drop:
-                    raise StorageError(f"what the run says cannot be written: {error.strerror}") from None
+            say(text, may_fail=self._may_drop)
 
     def record(self, values: dict[str, Any]) -> None:
         """Append one JSON object to metrics.jsonl; floats keep their full precision, and null stands for no number.
@@ -106,6 +100,26 @@ class Report:
             self._warned = True
             return False
         return True
+
+
+def say(text: str, *, may_fail: bool = False) -> None:
+    """Print at once.
+
+    Args:
+        text: a line or several.
+        may_fail: where it cannot be written, go on without it.
+
+    Raises:
+        OutputClosed: nobody reads it.
+        StorageError: it cannot be written, and must not be lost.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise OutputClosed("what read the output has closed it") from None
+    except OSError as error:  # its file may be on the same full disk
+        if not may_fail:
+            raise StorageError(f"what the run says cannot be written: {error.strerror}") from None
 
 
 def _append(file: BinaryIO, line: bytes) -> None:

@@ -26,17 +26,21 @@ from megacore.optim.optimizers import state_kinds
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Mesh
-from megacore.plan.flops import CONVENTION, flops_per_sequence, peak_tflops
+from megacore.pipeline.partition import stage_ranges
+from megacore.plan.flops import CONVENTION, flops_per_sequence
+from megacore.plan.memory import fullest_state, plan_memory
+from megacore.plan.peaks import Format, peak_tflops
 from megacore.plan.simulator import Costs, simulate
 from megacore.train.clock import StepClock
+from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.metrics import device_name, evaluation_line, log_line, peak_memory_bytes
-from megacore.train.parallelize import Task, parallelize
+from megacore.train.parallelize import Task, parallelize, training_schedule
 from megacore.train.saving import Saving
-from megacore.train.sinks import Report
+from megacore.train.sinks import Report, say
 from megacore.train.stopping import Decision, StopRequests
 from megacore.train.summary import launch_summary
 from megacore.train.tracing import Tracer
-from megacore.zero.memory import measured_bytes, predicted_bytes
+from megacore.zero.memory import measured_bytes
 
 
 class Trainer:
@@ -56,6 +60,11 @@ class Trainer:
 
     def __init__(self, config: Config, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
         self.config, self.mesh, self.task = config, mesh, task
+        self.train_data, self.valid_data = train_data, valid_data
+        self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
+        self._peak = self._peak_tflops()
+        self._announce()
+        check_memory_of_ranks(config, mesh, task.layers)
         self.model = parallelize(task, config, mesh)
         self.parameters = self.model.parameters
         self.update = WeightUpdate(
@@ -65,7 +74,6 @@ class Trainer:
             shared=self.model.shared,
             tied_copies=self.model.tied_copies,
         )
-        self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
         self.step, self.consumed_samples = 0, 0
         self.means = self.counts = torch.zeros(task.terms.shape, dtype=torch.float64)
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
@@ -74,7 +82,6 @@ class Trainer:
         self.batches = DeviceLoader(self._loader(train_data, self.consumed_samples), mesh.device)
         self._first_log = True
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
-        self.train_data, self.valid_data = train_data, valid_data
         self._evaluates = valid_data is not None and config.training.eval_interval > 0
         self.report = Report(
             Path(config.training.output_dir),
@@ -89,7 +96,9 @@ class Trainer:
     def run(self) -> None:
         """Train until train_iters or until something asks for an end, evaluating, logging and saving as configured;
         leave the result in the output directory."""
-        self._announce()
+        if self.loaded is not None:
+            changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
+            self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
         with self.stop_requests, self.saving:
             stopped = self._loop(StepClock(self.mesh.device, self.step))
         training = self.config.training
@@ -222,23 +231,18 @@ class Trainer:
         )
 
     def _announce(self) -> None:
+        """Say what is about to be built."""
+        if self.mesh.world.rank != 0:
+            return
         samples = (len(self.train_data), 0 if self.valid_data is None else len(self.valid_data))
         layers = list(self.task.layers)
-        self.report.say(
-            launch_summary(
-                self.config,
-                self.mesh,
-                layers,
-                self.model.stages,
-                samples=samples,
-                idle_share=self.bubble_predicted,
-            )
-        )
-        self.report.say(f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}")
-        self.report.say(f"  {'memory':<10}MiB of state on the fullest rank, by formula: {_mib(self.memory_predicted)}")
-        if self.loaded is not None:
-            changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
-            self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
+        stages = stage_ranges(layers, self.config.parallel)
+        lines = [
+            launch_summary(self.config, self.mesh, layers, stages, samples=samples, idle_share=self.bubble_predicted),
+            f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}{self._about_mfu()}",
+            f"  {'memory':<10}MiB of state on the fullest rank, by formula: {_mib(self.memory_predicted)}",
+        ]
+        say("\n".join(lines), may_fail=self.config.checkpoint.on_save_error == "warn")
 
     def _log(self, norm: Tensor, rate: float, step_seconds: float) -> None:
         config, training = self.config, self.config.training
@@ -265,18 +269,35 @@ class Trainer:
         }
         if self.config.precision.precision == "fp16":
             record["train/loss_scale"] = self.update.scaler.scale
-        if device_peak := peak_tflops(device_name(self.mesh.device)):
-            record["perf/mfu"] = tflops / device_peak
+        if self._peak is not None:
+            record["perf/mfu"] = tflops / self._peak
         self.report.record(record)
         self.report.say(log_line(record, training.train_iters, terms=self.task.terms.names))
         if self._first_log:
             self.report.say(f"  {'memory':<10}MiB of state on the fullest rank, counted: {_mib(memory)}")
         self._first_log = False
 
+    @property
+    def _form(self) -> Format:
+        """What matrix products multiply."""
+        precision = self.config.precision.precision
+        return "tf32" if precision == "fp32" and torch.get_float32_matmul_precision() != "highest" else precision
+
+    def _peak_tflops(self) -> float | None:
+        """Of this rank's device, as given or by its data sheet."""
+        return self.config.logging.peak_tflops or peak_tflops(device_name(self.mesh.device), self._form)
+
+    def _about_mfu(self) -> str:
+        name = device_name(self.mesh.device)
+        if self._peak is not None:
+            return f"; MFU is a share of {self._peak:,g} TFLOP/s ({name}, {self._form})"
+        return "" if name == "cpu" else f"; no MFU: {name} is not known in {self._form}, give --peak-tflops"
+
     def _predicted_bubble(self) -> float:
         """Share of the ranks' time that the schedule leaves them idle, if time goes as operations."""
-        flops = [sum(self.task.layers[i].flops for i in stage) for stage in self.model.stages]
-        return simulate(self.model.runtime.training_schedule(self._microbatches), Costs.proportional(flops)).idle_share
+        layers, parallel = self.task.layers, self.config.parallel
+        flops = [sum(layers[i].flops for i in stage) for stage in stage_ranges(layers, parallel)]
+        return simulate(training_schedule(parallel, self._microbatches), Costs.proportional(flops)).idle_share
 
     @property
     def _microbatches(self) -> int:
@@ -294,10 +315,8 @@ class Trainer:
         return float(all_reduce_(1.0 - busy / window, self.mesh.world)) / self.mesh.world.size
 
     def _predicted_memory(self) -> dict[str, float]:
-        data_parallel = self.model.data_parallel
-        count = sum(parameter.numel() for parameter in data_parallel.parameters)
-        moments = len(state_kinds(self.config.optimizer))
-        return self._largest(predicted_bytes(count, data_parallel.options, self.mesh.dp.size, moments=moments))
+        on_cpu = self.mesh.device.type == "cpu"
+        return fullest_state(plan_memory(self.config, self.task.layers, on_cpu=on_cpu))
 
     def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value's maximum over all ranks."""

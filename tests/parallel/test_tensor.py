@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megacore.config.model import padded_rows
 from megacore.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
 from megacore.parallel.cross_entropy import (
     CrossEntropyOptions,
@@ -19,7 +20,7 @@ from megacore.parallel.cross_entropy import (
 )
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter, split_evenly
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_rows
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.distributed import run_distributed
 
 
