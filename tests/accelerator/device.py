@@ -144,6 +144,9 @@ class _DeviceModule:
     def is_available(self) -> bool:
         return True
 
+    def _lazy_init(self) -> None:
+        """Without it torch 2.11 takes the device to be unused, and never synchronises."""
+
     def _is_in_bad_fork(self) -> bool:
         return False
 
@@ -164,6 +167,9 @@ class _DeviceModule:
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
+
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
