@@ -29,7 +29,7 @@ pytestmark = needs_pretend
 Figures = dict[tuple[int, str], float]
 OPTIONS: dict[str, Any] = {"global_batch_size": 4, "save_interval": 2, "eval_interval": 2, "eval_iters": 1, "lr": 1e-3}
 OPTIONS |= {"hidden_dropout": 0, "attention_dropout": 0}  # masks differ between degrees of tp
-SOURCE = {"pp": 2, "dp": 2, "zero_stage": 2, "offload_optimizer": True, "async_save": True}
+SOURCE: dict[str, Any] = {"pp": 2, "dp": 2, "zero_stage": 2, "offload_optimizer": True, "async_save": True}
 TARGETS: list[dict[str, Any]] = [
     SOURCE,
     {"tp": 2, "dp": 2, "zero_stage": 3, "sequence_parallel": True},
