@@ -92,14 +92,6 @@ def library() -> ctypes.CDLL:
     return found
 
 
-def register() -> None:
-    """Make the device and its collectives known to torch in this process."""
-    library()
-    from tests.accelerator import collectives  # it asks torch for the device
-
-    collectives.register()
-
-
 @contextlib.contextmanager
 def counting() -> Iterator[Counters]:
     """Count what this rank does on the device inside; the figures are there when the block ends."""

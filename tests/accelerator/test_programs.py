@@ -9,17 +9,16 @@ import contextlib
 import io
 import json
 import random
+import runpy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import pretrain_bert
-import pretrain_gpt
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
-from tests.e2e.launching import PROGRAM, ROOT, small_run, under_torchrun, words
+from tests.e2e.launching import BERT_PROGRAM, PROGRAM, ROOT, small_run, under_torchrun, words
 from tools.fill_mask import main as fill_mask
 from tools.generate import main as generate
 from tools.train_tokenizer import main as train_tokenizer
@@ -39,7 +38,8 @@ TARGETS: list[dict[str, Any]] = [
 
 
 def train(rank: int, world_size: int, flags: list[str], program: str) -> int:
-    return {"gpt": pretrain_gpt, "bert": pretrain_bert}[program].main(flags)
+    status: int = runpy.run_path(str({"gpt": PROGRAM, "bert": BERT_PROGRAM}[program]))["main"](flags)
+    return status
 
 
 def run(directory: Path, device: str, *, program: str = "gpt", **changes: Any) -> Figures:
