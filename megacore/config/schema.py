@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from megacore.config.checkpoint_section import CheckpointConfig
@@ -121,10 +121,9 @@ def resolve(config: C, world_size: int) -> C:
         config: a valid configuration.
         world_size: the number of processes of the run.
     """
-    config = dataclasses.replace(config, **{name: getattr(config, name).filled() for name in sections_of(type(config))})
+    config = replace(config, **{name: getattr(config, name).filled() for name in sections_of(type(config))})
     model, parallel, training = config.model, config.parallel, config.training
     dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
-    replace = dataclasses.replace
     global_batch_size = training.global_batch_size or training.micro_batch_size * dp
     return replace(
         config,
