@@ -232,12 +232,14 @@ def _between_stages(config: Config, *, documents: bool) -> tuple[TensorForm, ...
     return (hidden, TensorForm((batch, length), torch.int64)) if documents else (hidden,)
 
 
-@functools.lru_cache(maxsize=4)
+_built_schedule = functools.lru_cache(maxsize=4)(build_schedule)  # the summary asks for it, and then the runtime
+
+
 def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
     """What all ranks of a pipeline do in a step, as configured."""
     if parallel.schedule_csv is not None:
         return load_schedule(Path(parallel.schedule_csv))
-    return build_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
+    return _built_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
 
 
 def _terms(layers: Sequence[LayerSpec], config: Config) -> int:

@@ -6,10 +6,12 @@ import re
 
 import pytest
 
-from megacore.config import Config
+from megacore.config import Config, TrainingConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names, parse_config
+from megacore.config.fields import field_docs
 from megacore.config.help import print_help
+from megacore.config.megatron_flags import advice
 from megacore.config.messages import number
 from megacore.config.presets import BERT_PRESETS, GPT_PRESETS
 from tests.unit import refusals
@@ -77,3 +79,10 @@ def test_a_window_is_told_as_each_model_has_it(
 ) -> None:
     assert "last so many positions" in help_of(Config, capsys, monkeypatch)["--window-size"]
     assert "half as many away, on either side" in help_of(BertConfig, capsys, monkeypatch)["--window-size"]
+
+
+def test_equal_bits_of_equal_seeds_are_claimed_for_cpus_alone() -> None:
+    """On cuda operators may add in any order, unless --reproducible forbids it."""
+    claim = field_docs(TrainingConfig)["seed"]
+    assert "on CPUs; on cuda with --reproducible only" in claim
+    assert "use --reproducible" in str(advice("--deterministic-mode"))
