@@ -67,7 +67,7 @@ class GPTHead(ShardedModule):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.group, self.sequence_parallel = context.tp, context.sequence_parallel
-        self.split_backward = context.split_backward
+        self.split_backward, self.products = context.split_backward, context.products
         self.norm = build_norm(config, device=context.device)
         self.weight = vocab_parallel_weight(
             known(config.vocab_size),
@@ -86,6 +86,7 @@ class GPTHead(ShardedModule):
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
+            products=self.products,
         )
 
 

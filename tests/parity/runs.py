@@ -33,6 +33,7 @@ from megacore.models.gpt import GPTLoss, gpt_layers
 from megacore.optim.optimizers import state_kinds
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
+from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardSpec
 from megacore.train.engine import PipelineEngine
@@ -135,10 +136,11 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Confi
     return resolve(Config(**sections), tp * pp * dp)
 
 
-def make_trainer(config: Config, mesh: Mesh, data: Any = None) -> Trainer:
-    """A trainer on `data`, by default as many random samples as the run takes."""
+def make_trainer(config: Config, mesh: Mesh, data: Any = None, *, products: Products = TORCH) -> Trainer:
+    """A trainer on `data`, by default as many random samples as the run takes, whose linear layers use `products`."""
     streams = RandomStreams(config.training.seed, mesh.device)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
+    context = BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)
+    layers = gpt_layers(config.model, dataclasses.replace(context, products=products))
     loss = GPTLoss(config, mesh.tp)
     task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, eval_loss=loss.plain, streams=streams)
     data = data or RaggedData(known(config.training.global_batch_size) * config.training.train_iters)
