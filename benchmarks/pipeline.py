@@ -106,7 +106,11 @@ def theirs(config: Config, mesh: Mesh, name: str, stages: list[range]) -> Step:
     o = config.optimizer
     parameters = [p for stage in own for p in stage.submod.parameters()]
     adamw = torch.optim.AdamW(
-        parameters, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), weight_decay=o.weight_decay, fused=True
+        parameters,
+        lr=o.lr,
+        betas=(config.adamw.adam_beta1, config.adamw.adam_beta2),
+        weight_decay=o.weight_decay,
+        fused=True,
     )
     data, batch, position = dataset(config), training.global_batch_size, 0
 
@@ -148,7 +152,7 @@ def deepspeeds(config: Config, mesh: Mesh, stages: list[range]) -> Step:
                 "type": "AdamW",
                 "params": {
                     "lr": o.lr,
-                    "betas": [o.adam_beta1, o.adam_beta2],
+                    "betas": [config.adamw.adam_beta1, config.adamw.adam_beta2],
                     "weight_decay": o.weight_decay,
                     "torch_adam": True,
                 },

@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
+from megacore.config import (
+    AdamWConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainingConfig,
+    resolve,
+)
 from megacore.data.gpt.mock import MockDataset
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTLoss, gpt_layers
@@ -63,9 +72,16 @@ def configuration(
     training = TrainingConfig(
         micro_batch_size=micro_batch, global_batch_size=sizes.batch, train_iters=100_000, output_dir=directory
     )
-    optimizer = OptimizerConfig(lr=1e-3, adam_beta2=0.95, weight_decay=0.1, clip_grad=clip_grad)
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=clip_grad)
     data = DataConfig(seq_length=sizes.seq, mock_data=True)
-    config = Config(model=model, parallel=parallel, data=data, optimizer=optimizer, training=training)
+    config = Config(
+        model=model,
+        parallel=parallel,
+        data=data,
+        optimizer=optimizer,
+        adamw=AdamWConfig(adam_beta2=0.95),
+        training=training,
+    )
     return resolve(config, world_size())
 
 

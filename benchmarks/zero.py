@@ -59,7 +59,12 @@ def theirs(config: Config, mesh: Mesh, name: str) -> Step:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     parameters = [p for p in model.parameters() if p.requires_grad]
     o = config.optimizer
-    settings = {"lr": o.lr, "betas": (o.adam_beta1, o.adam_beta2), "weight_decay": o.weight_decay, "fused": True}
+    settings = {
+        "lr": o.lr,
+        "betas": (config.adamw.adam_beta1, config.adamw.adam_beta2),
+        "weight_decay": o.weight_decay,
+        "fused": True,
+    }
     optimizer: torch.optim.Optimizer = (
         ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **settings)  # type: ignore[arg-type]
         if name == "ZeroRedundancyOptimizer"

@@ -1,20 +1,23 @@
 """What a checkpoint holds of a rank: tensors by (kind, global name), each with the slice of the global tensor that
 it is.
 
-Kinds are `model` for the fp32 weights and the optimizer's own names for its state (`exp_avg`, `exp_avg_sq`,
-`momentum_buffer`). How data-parallel ranks divide them is undone here, and vocabulary padding is left out, so that
-nothing written depends on the layout.
+Kinds are `model` for the fp32 weights and the names that the optimizer gives to its state (`exp_avg`, for example). How
+data-parallel ranks divide them is undone here, and vocabulary padding is left out, so that nothing written depends on
+the layout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megacore.config.optimizers import StateKind
+from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_or_none
 from megacore.parallel.sharding import ShardSpec
 from megacore.zero.bucket import Bucket
@@ -22,6 +25,7 @@ from megacore.zero.data_parallel import DataParallel, OwnedSegment
 from megacore.zero.flat import Segment
 
 MODEL = "model"
+_WEIGHTS = StateKind(name=MODEL)
 Slices = tuple[tuple[int, int], ...]  # [start, stop) of every dimension
 Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
 
@@ -34,8 +38,7 @@ class TrainingState:
         step: steps done.
         consumed_samples: the data loader's whole state.
         data_parallel: holds the weights.
-        optimizer: holds the state of what this rank owns; None where it owns nothing.
-        kinds: names of the optimizer's per-element state, the same on every rank.
+        optimizer: holds the state of what this rank updates.
         tied_copies: names of parameters that another stage holds and saves.
         counters: further numbers, the same on every rank (updates done, loss scale).
     """
@@ -43,8 +46,7 @@ class TrainingState:
     step: int
     consumed_samples: int
     data_parallel: DataParallel
-    optimizer: torch.optim.Optimizer | None
-    kinds: tuple[str, ...]
+    optimizer: Optimizer[Any]
     tied_copies: frozenset[str] = frozenset()
     counters: dict[str, float] = field(default_factory=dict)
 
@@ -58,18 +60,20 @@ class TrainingState:
         """
         for bucket in self.data_parallel.buckets:
             specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
-            for kind in (MODEL, *self.kinds):
+            for kind in (_WEIGHTS, *self.optimizer.kinds):
                 if self.data_parallel.options.stage == 0:  # every rank has the whole
                     whole = self._live(bucket, kind)
                 else:
                     with all_or_none(bucket.group, bucket.parameters[0].device):
-                        shard = bucket.master if kind == MODEL else self._optimizer_shard(bucket, kind)
+                        shard = bucket.master if kind is _WEIGHTS else self._optimizer_shard(bucket, kind)
                     whole = bucket.whole(shard)
                 for name, tensor in whole.items():
-                    yield kind, specs[name], specs[name].own(tensor)
+                    if kind.exists(whole=name in bucket.uncut):
+                        spec = _spec_of_state(kind, specs[name])
+                        yield kind.name, spec, spec.own(_leading(tensor, spec.shape, kind))
 
-    def fill(self, read: Read, kinds: tuple[str, ...], updates: int) -> None:
-        """Set everything that this rank owns, and publish the weights.
+    def fill(self, read: Read, kinds: Sequence[StateKind], updates: int) -> None:
+        """Set everything that this rank updates, and publish the weights.
 
         One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank owns.
 
@@ -88,47 +92,60 @@ class TrainingState:
                 part = scratch[: math.prod(shape)].view(shape)
                 wanted = _wanted(parameter.spec, rows)
                 first = owned.segment.start - rows.start * width
-                for kind in (MODEL, *kinds):
-                    _read_part(part, read, kind, parameter.spec.name, wanted)
-                    values = part.view(-1)[first : first + owned.segment.stop - owned.segment.start]
-                    self._fill_segment(owned, kind, values, updates)
+                for kind in (_WEIGHTS, *kinds):
+                    if not kind.exists(whole=owned.run.shape is not None):
+                        continue
+                    if kind.per == "element":
+                        _read_part(part, read, kind.name, parameter.spec.name, wanted)
+                        values = part.view(-1)[first : first + owned.segment.stop - owned.segment.start]
+                    else:
+                        spec = _spec_of_state(kind, parameter.spec)
+                        values = read(kind.name, spec.name, spec.slices, None).view(-1)
+                    self._fill_segment(owned, kind, values)
+        if kinds:
+            self.optimizer.resume(updates)
         self.data_parallel.publish()
 
     @torch.no_grad()
-    def _fill_segment(self, owned: OwnedSegment, kind: str, values: Tensor, updates: int) -> None:
-        if kind == MODEL:
+    def _fill_segment(self, owned: OwnedSegment, kind: StateKind, values: Tensor) -> None:
+        if kind is _WEIGHTS:
             owned.master.copy_(values)
             return
-        assert self.optimizer is not None
-        master, state = owned.run.master, self.optimizer.state[owned.run.master]
-        if kind not in state:
-            state[kind] = torch.zeros_like(master)
-        part = owned.state(self.optimizer, kind)
+        self.optimizer.tensor(owned.run, kind)
+        part = owned.state(self.optimizer, kind.name)
         assert part is not None
         part.copy_(values)
-        if isinstance(self.optimizer, torch.optim.AdamW):
-            state["step"] = torch.tensor(float(updates), device=master.device)
 
-    def _live(self, bucket: Bucket, kind: str) -> dict[str, Tensor]:
+    def _live(self, bucket: Bucket, kind: StateKind) -> dict[str, Tensor]:
         """Whole local tensors by name, where this rank owns all of every parameter."""
         shapes = {parameter.spec.name: parameter.shape for parameter in bucket.parameters}
-        found = {}
+        live = {}
         for owned in self.data_parallel.segments:
             if owned.bucket is bucket:
-                flat = owned.master if kind == MODEL else self._of_optimizer(owned, kind)
-                flat = torch.zeros_like(owned.master) if flat is None else flat
-                found[owned.spec.name] = flat.view(shapes[owned.spec.name])
-        return found
+                flat = owned.master if kind is _WEIGHTS else owned.state(self.optimizer, kind.name)
+                if flat is None:
+                    flat = torch.zeros_like(owned.master, dtype=getattr(torch, kind.dtype))
+                live[owned.spec.name] = flat.view(shapes[owned.spec.name]) if kind.per == "element" else flat
+        return live
 
-    def _of_optimizer(self, owned: OwnedSegment, kind: str) -> Tensor | None:
-        return None if self.optimizer is None else owned.state(self.optimizer, kind)
-
-    def _optimizer_shard(self, bucket: Bucket, kind: str) -> Tensor:
-        shard = torch.zeros_like(bucket.master)
+    def _optimizer_shard(self, bucket: Bucket, kind: StateKind) -> Tensor:
+        """One kind of state of the shard, where the weights lie; what has fewer numbers, where its parameter begins."""
+        shard = torch.zeros_like(bucket.master, dtype=getattr(torch, kind.dtype))
         for owned in self.data_parallel.segments:
-            if owned.bucket is bucket and (state := self._of_optimizer(owned, kind)) is not None:
-                shard[owned.segment.place] = state
+            if owned.bucket is bucket and (state := owned.state(self.optimizer, kind.name)) is not None:
+                first = owned.segment.offset
+                shard[first : first + state.numel()] = state
         return shard
+
+
+def _spec_of_state(kind: StateKind, spec: ShardSpec) -> ShardSpec:
+    """Which slice of which global tensor the state of a parameter is."""
+    return spec if kind.per == "element" else ShardSpec(name=spec.name, shape=kind.shape(spec.shape))
+
+
+def _leading(tensor: Tensor, shape: tuple[int, ...], kind: StateKind) -> Tensor:
+    """The state of a parameter, from a tensor that begins with it."""
+    return tensor if kind.per == "element" else tensor.reshape(-1)[: math.prod(shape)].view(shape)
 
 
 def _rows(segment: Segment, shape: torch.Size) -> tuple[range, int]:

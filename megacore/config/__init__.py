@@ -1,5 +1,6 @@
 """The configuration of a run: sections, validation, presets, the command line, TOML files."""
 
+from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
 from megacore.config.schema import (
     SECTIONS,
     CheckpointConfig,
@@ -19,14 +20,17 @@ from megacore.config.schema import (
 
 __all__ = [
     "SECTIONS",
+    "AdamWConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "OptimizerSettings",
     "ParallelConfig",
     "PrecisionConfig",
+    "SGDConfig",
     "TrainingConfig",
     "known",
     "resolve",

@@ -12,9 +12,9 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 from megacore.config.messages import did_you_mean, number, one_of
 
@@ -54,6 +54,13 @@ class Range:
         return " and ".join(f"{words} {number(bound)}" for words, bound in bounds if bound is not None)
 
 
+@dataclass(frozen=True)
+class Choices:
+    """The names that a field may have, of a registry that may grow."""
+
+    names: Collection[str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FieldInfo:
     """One field of a section, as its annotation describes it."""
@@ -61,11 +68,15 @@ class FieldInfo:
     name: str
     kind: type  # bool, int, float, str, or tuple for a tuple of strings
     optional: bool
-    choices: tuple[str, ...]
+    registered: Collection[str]  # the names that it may have; empty: any value of its kind
     range: Range | None
     aliases: tuple[str, ...]
     metavar: str
     default: Any  # dataclasses.MISSING where the field is required
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return tuple(self.registered)
 
     @property
     def flag(self) -> str:
@@ -109,14 +120,15 @@ def _describe(field: dataclasses.Field[Any], hint: Any) -> FieldInfo:
     optional = type(None) in get_args(hint)
     if optional:
         hint = next(a for a in get_args(hint) if a is not type(None))
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    choices: Collection[str] = get_args(hint) if get_origin(hint) is Literal else ()
+    choices = next((e.names for e in extras if isinstance(e, Choices)), choices)
     kind = str if choices else (get_origin(hint) or hint)
     named = next((e for e in extras if isinstance(e, Flag)), Flag())
     return FieldInfo(
         name=field.name,
         kind=kind,
         optional=optional,
-        choices=choices,
+        registered=choices,
         range=next((e for e in extras if isinstance(e, Range)), None),
         aliases=named.aliases,
         metavar=named.metavar or (f"{{{','.join(choices)}}}" if choices else kind.__name__.upper()),
@@ -139,6 +151,9 @@ def field_docs(section: type) -> dict[str, str]:
 
 class Section:
     """A part of the configuration that checks itself."""
+
+    earlier_table: ClassVar[str | None] = None
+    """The table that had these fields in files of an earlier version; they are read from there too."""
 
     def wrong_fields(self) -> dict[str, str]:
         """The fields whose value is impossible on its own, each with the message that says so."""

@@ -17,6 +17,7 @@ from megacore.config.checkpoint_section import CheckpointConfig
 from megacore.config.fields import Section, as_given, field_infos
 from megacore.config.messages import counted, divisors, nearest_multiples, one_of
 from megacore.config.model import ModelConfig
+from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.config.sections import DataConfig, LoggingConfig, ParallelConfig, TrainingConfig
@@ -51,6 +52,8 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    sgd: SGDConfig = field(default_factory=SGDConfig)
     training: TrainingConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -59,6 +62,12 @@ class Config:
     """Fields that are other entry points' alone: after the flag as it was given, why, and the way out."""
     meanings: ClassVar[Mapping[str, str]] = {}
     """What fields mean to this entry point, where that is not what their own help texts say."""
+
+    @property
+    def optimizer_settings(self) -> OptimizerSettings:
+        """The section of the optimizer that is chosen."""
+        settings: OptimizerSettings = getattr(self, self.optimizer.optimizer)
+        return settings
 
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,6 +324,25 @@ def _schedule(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} = {warmup + final} must be at most "
             f"{name} {end}: use --lr-wsd-decay-iters {end - warmup} or less"
+        )
+
+
+@_about("optimizer")
+def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
+    for name in sections_of(type(config)):
+        section = getattr(config, name)
+        if isinstance(section, OptimizerSettings) and name != config.optimizer.optimizer:
+            wrong, fields = frozenset(section.wrong_fields()), tuple(field_infos(type(section)))
+            chosen = f"--optimizer {config.optimizer.optimizer}"
+            yield from section.without_effect(fields, wrong, chosen, f"--optimizer {name}")
+
+
+@_about("optimizer", "tp")
+def _whole_matrices(config: Config, world_size: int) -> Iterator[str]:
+    if config.parallel.tp > 1 and config.optimizer_settings.takes_some_whole:
+        yield (
+            f"--optimizer {config.optimizer.optimizer} needs whole matrices, which --tp {config.parallel.tp} splits: "
+            "use --tp 1, or another --optimizer"
         )
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from megacore.config.fields import Flag, Range, Section
+from megacore.config.fields import Choices, Flag, Range, Section
 from megacore.config.messages import number
+from megacore.config.optimizers import OPTIMIZERS
 
 # Backward begins with the scale in fp32, where it must be neither 0 nor infinite.
 _LOSS_SCALES = Range(1e-37, 1e38)
@@ -72,10 +73,11 @@ class PrecisionConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """The optimizer and its learning-rate schedule."""
+    """Which optimizer, its learning-rate schedule, weight decay and clipping."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """adamw: decoupled weight decay. sgd: with --sgd-momentum."""
+    optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
+    """Which optimizer updates the weights; each has a section of settings. adamw: decoupled weight decay. sgd: with
+    --sgd-momentum."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Highest learning rate, reached after the warm-up."""
     min_lr: Annotated[float, Range(0)] = 0.0
@@ -95,21 +97,11 @@ class OptimizerConfig(Section):
     """Weight decay of matrices; biases and norms have none. 0: off."""
     clip_grad: Annotated[float, Range(0)] = 1.0
     """Largest global gradient norm (2-norm); larger gradients are scaled down to it. 0: no clipping."""
-    adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
-    """Decay of AdamW's running mean of gradients."""
-    adam_beta2: Annotated[float, Range(0, below=1)] = 0.999
-    """Decay of AdamW's running mean of squared gradients."""
-    adam_eps: Annotated[float, Range(above=0)] = 1e-8
-    """Added to AdamW's denominator."""
-    sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
-    """Momentum of --optimizer sgd. 0: plain SGD."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         lr, min_lr = number(self.lr), number(self.min_lr)
         if not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
             yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
-        if self.optimizer != "sgd" and "optimizer" not in wrong:
-            yield from self.without_effect(("sgd_momentum",), wrong, f"--optimizer {self.optimizer}", "--optimizer sgd")
         if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
             return
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:

@@ -114,16 +114,9 @@ def state_bytes(parameters: int, config: Config) -> dict[str, float]:
     return {
         "params": parameters * compute / (ranks if stage >= 3 else 1),
         "grads": parameters * reduce / (ranks if stage >= 2 else 1),
-        "optimizer": own * (4 * optimizer_moments(config) + master),
+        "optimizer": own * (config.optimizer_settings.bytes_per_parameter + master),
         "buffers": own * summed if offload else 0.0,
     }
-
-
-def optimizer_moments(config: Config) -> int:
-    """fp32 numbers that the optimizer keeps for each parameter besides its weight."""
-    if config.optimizer.optimizer == "sgd":
-        return 1 if config.optimizer.sgd_momentum else 0
-    return 2
 
 
 def plan_memory(config: Config, layers: Sequence[PlannedLayer], *, on_cpu: bool) -> list[RankMemory]:
@@ -276,10 +269,10 @@ def _computed_again(config: Config, blocks: Sequence[ModelConfig], *, on_cpu: bo
 
 def _building_bytes(config: Config, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
     """What exists when the last layer has been made: parameters and master weights, and on stage 3 that layer whole."""
-    dp, moments = known(config.parallel.dp), optimizer_moments(config)
+    dp, kept = known(config.parallel.dp), config.optimizer_settings.bytes_per_parameter
     master = 0.0
     if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
-        master = state["optimizer"] / (moments + 1)
+        master = state["optimizer"] * 4 / (kept + 4)
     whole = 4.0 * _largest_layer(layers) if dp > 1 and config.parallel.zero_stage == 3 else 0.0
     return state["params"] + master + whole
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,11 +23,13 @@ from megacore.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    OptimizerSettings,
     ParallelConfig,
     TrainingConfig,
     resolve,
     validate,
 )
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_layers
 from megacore.optim.lr_schedules import learning_rate
@@ -56,7 +59,8 @@ class PipelineEngine:
         train_iters: steps of the run, over which the learning rate decays.
         num_microbatches: of one step, on each data-parallel replica.
         parallel: pp, dp, schedule, ZeRO stage and so on; tp is 1, and pipeline_layout is GPT's.
-        optimizer: with its learning-rate schedule and the clipping of gradients.
+        optimizer: which one, its learning-rate schedule and the clipping of gradients.
+        optimizer_settings: of that optimizer, such as `AdamWConfig(adam_beta2=0.95)`; None: its defaults.
         seed: of initial weights and dropout.
         reproducible: makes losses and weights bitwise the same for every pp, dp, ZeRO stage and schedule.
         mesh: this rank's place; None: it is found.
@@ -85,6 +89,7 @@ class PipelineEngine:
         num_microbatches: int = 1,
         parallel: ParallelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
+        optimizer_settings: OptimizerSettings | None = None,
         seed: int = 1234,
         reproducible: bool = False,
         mesh: Mesh | None = None,
@@ -98,7 +103,7 @@ class PipelineEngine:
             global_batch_size=num_microbatches * _replicas(parallel or ParallelConfig()),
         )
         self.config = _checked_config(
-            len(layers), parallel or ParallelConfig(), optimizer or OptimizerConfig(), training
+            len(layers), parallel or ParallelConfig(), optimizer or OptimizerConfig(), training, optimizer_settings
         )
         check_schedule(self.config)
         if reproducible:
@@ -316,7 +321,11 @@ def _replicas(parallel: ParallelConfig) -> int:
 
 
 def _checked_config(
-    layers: int, parallel: ParallelConfig, optimizer: OptimizerConfig, training: TrainingConfig
+    layers: int,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    training: TrainingConfig,
+    settings: OptimizerSettings | None,
 ) -> Config:
     """The configuration of the run, resolved; its model and data sections mean nothing here.
 
@@ -340,6 +349,9 @@ def _checked_config(
         config = Config(
             model=model, data=DataConfig(mock_data=True), parallel=parallel, optimizer=optimizer, training=training
         )
+        if settings is not None:
+            sections: dict[str, Any] = {name: settings for name, kind in OPTIMIZERS.items() if kind is type(settings)}
+            config = replace(config, **sections)
         problems += validate(config, world_size())
     if problems:
         raise ConfigError(problems)

@@ -201,6 +201,7 @@ def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         offload=parallel.offload_optimizer,
+        optimizer=config.optimizer_settings,
         exact_terms=_terms(layers, config) if config.training.reproducible else 0,
     )
 

@@ -22,7 +22,6 @@ from megacore.checkpoint.state import TrainingState
 from megacore.config import Config, known
 from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
 from megacore.optim.lr_schedules import learning_rate
-from megacore.optim.optimizers import state_kinds
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Mesh
@@ -211,7 +210,6 @@ class Trainer:
             consumed_samples=self.consumed_samples,
             data_parallel=self.model.data_parallel,
             optimizer=self.update.optimizer,
-            kinds=state_kinds(self.config.optimizer),
             tied_copies=self.model.tied_copies,
             counters=self.update.counters() | {"learning_rate": rate},
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ _BUCKETS = 4
 # sends to each other is a share, and small messages do not use the network (Megatron-LM's buckets grow likewise).
 _SHARE_BYTES = 1 << 20
 _SMALLEST_SHARE = 16
+# A shard of a bucket has room for at least so many parameters that no shard may cut, so that little of it stays empty.
+_WHOLE_PER_SHARD = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,17 +45,27 @@ class OwnedRun:
         place: in the bucket's shard.
         master: their fp32 weights, a view of the bucket's shard.
         is_matrix: whether they are parts of matrices, judged by the global shape, and not of vectors.
+        shape: of the one parameter that the run is, if the optimizer takes it whole; None: the run is flat.
     """
 
     bucket: Bucket
     place: slice
     master: nn.Parameter
     is_matrix: bool
+    shape: tuple[int, ...] | None = None
 
     @property
     def gradient(self) -> Tensor | None:
         """The reduced gradient, flat; None where the parameters took no part in any loss."""
         return self.bucket.gradient(self.place)
+
+
+class HasState(Protocol):
+    """An optimizer, as far as ZeRO looks into it."""
+
+    @property
+    def state(self) -> Mapping[OwnedRun, Mapping[str, Tensor]]:
+        """The tensors that it keeps for each run, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +96,12 @@ class OwnedSegment:
         """The reduced gradient, flat; None where the parameter took no part in any loss."""
         return self.bucket.gradient(self.segment.place)
 
-    def state(self, optimizer: torch.optim.Optimizer, kind: str) -> Tensor | None:
-        """What the optimizer keeps for it under a name such as `exp_avg`, a view; None before the first update."""
-        whole = optimizer.state.get(self.run.master, {}).get(kind)
-        return None if whole is None else whole[self._part]
+    def state(self, optimizer: HasState, kind: str) -> Tensor | None:
+        """What the optimizer keeps for it under a name such as `exp_avg`, a flat view; None before the first update."""
+        whole = optimizer.state[self.run].get(kind)
+        if whole is None or self.run.shape is not None:  # a run of its own
+            return None if whole is None else whole.view(-1)
+        return whole[self._part]
 
     @property
     def _part(self) -> slice:
@@ -157,6 +171,8 @@ class DataParallel:
                 members = [parameter for layer_parameters in own[first:] for parameter in layer_parameters]
                 whole = sum(p.numel() * p.element_size() for p in members)
                 limit = grown(min(bucket_bytes, whole // _BUCKETS), group.size)
+                uncut = (p.numel() * 4 for p in members if options.optimizer.takes_whole(p.spec.name, p.spec.shape))
+                limit = max(limit, _WHOLE_PER_SHARD * group.size * max(uncut, default=0))
                 buckets = self._make_buckets(members, limit, alone)
             self._chunks.append(range(first, len(layers)))
             self._buckets_of_chunk.append(buckets)
@@ -311,6 +327,12 @@ class DataParallel:
         bucket.reduce()
         self._under_way = bucket
 
+    @property
+    def padding(self) -> float:
+        """Share of the flat buffers that holds no parameter; large if parameters that no shard may cut are few."""
+        size = sum(bucket.layout.size for bucket in self.buckets)
+        return sum(bucket.layout.padding for bucket in self.buckets) / max(size, 1)
+
     def segments_of(self, name: str) -> list[OwnedSegment]:
         """What this rank owns of one parameter."""
         return [owned for owned in self.segments if owned.spec.name == name]
@@ -377,6 +399,7 @@ def _own_segments(bucket: Bucket) -> Iterator[OwnedSegment]:
             place=place,
             master=nn.Parameter(bucket.master[place].detach(), requires_grad=False),
             is_matrix=is_matrix(members[0]),
+            shape=tuple(specs[members[0].name].shape) if members[0].name in bucket.uncut else None,
         )
         for segment in members:
             yield OwnedSegment(spec=specs[segment.name], segment=segment, run=run)
