@@ -46,7 +46,7 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> M
     updates = int(manifest.counters.get("updates", manifest.step))
     names = [kind.name for kind in state.optimizer.kinds]
     missing = [name for name in names if name not in manifest.tensors]
-    if updates > 0 and not _never_kept(manifest).issuperset(missing):
+    if updates > 0 and not never_kept(manifest).issuperset(missing):
         raise CheckpointError(
             f"{directory} has no {' and no '.join(missing)} of the optimizer, after {updates} updates: "
             "its manifest is damaged: use an earlier step"
@@ -109,7 +109,7 @@ def check_header(path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path} does not hold {name} as its manifest says: the file is of another checkpoint")
 
 
-def _never_kept(manifest: Manifest) -> set[str]:
+def never_kept(manifest: Manifest) -> set[str]:
     """Kinds of state that the optimizer has under some settings, but not under those of the run that wrote the
     checkpoint: a run of plain SGD may be resumed with momentum."""
     kind = OPTIMIZERS.get(str(manifest.settings.get("optimizer")))
