@@ -42,7 +42,7 @@ NEW_SGD = {"optimizer": {"optimizer": "sgd"}, "sgd": {"sgd_momentum": 0.0}, "ada
 def test_settings_of_optimizers_are_read_wherever_they_stand(settings: dict[str, dict[str, Any]]) -> None:
     manifest = dataclasses.replace(WRITTEN, config=settings)
     assert never_kept(manifest) == {"momentum_buffer"}
-    kept = {"optimizer": {"optimizer": "sgd"}, "sgd": {"sgd_momentum": 0.9}}
+    kept: dict[str, dict[str, Any]] = {"optimizer": {"optimizer": "sgd"}, "sgd": {"sgd_momentum": 0.9}}
     assert never_kept(dataclasses.replace(WRITTEN, config=kept)) == set()
     assert never_kept(WRITTEN) == set()
     config = Config(training=TrainingConfig(train_iters=1))
