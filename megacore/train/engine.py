@@ -238,7 +238,7 @@ class PipelineEngine:
         """
         own = {name: buffer.cpu() for name, buffer in self._buffers().items()}
         for bucket in self.model.data_parallel.buckets:
-            own |= {name: tensor.cpu() for name, tensor in bucket.whole(bucket.master).items()}
+            own |= {name: tensor.cpu() for name, tensor in bucket.gather(bucket.master).items()}
         parts = all_gather_objects(own, self.mesh.pipeline)
         return {name: tensor.clone() for part in parts for name, tensor in part.items()}
 
