@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
-from megacore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, TrainingConfig
+from megacore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, ResolvedConfig, TrainingConfig
 from megacore.optim.optimizers import build_optimizer
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.sharding import replicated
@@ -65,7 +65,7 @@ def training_state(megabytes: int) -> TrainingState:
     )
 
 
-def config_of(directory: Path, *, async_save: bool) -> Config:
+def config_of(directory: Path, *, async_save: bool) -> ResolvedConfig:
     return Config(
         training=TrainingConfig(train_iters=1, output_dir=str(directory)),
         data=DataConfig(mock_data=True),

@@ -12,7 +12,15 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
+from megacore.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ResolvedConfig,
+    TrainingConfig,
+)
 from megacore.data.gpt.mock import MockDataset
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTLoss, gpt_layers
@@ -39,7 +47,7 @@ def configuration(
     micro_batch: int,
     tied: bool = False,
     clip_grad: float = 0.0,
-) -> Config:
+) -> ResolvedConfig:
     """The workload's configuration.
 
     Args:
@@ -65,10 +73,10 @@ def configuration(
     optimizer = OptimizerConfig(lr=1e-3, adam_beta2=0.95, weight_decay=0.1, clip_grad=clip_grad)
     data = DataConfig(seq_length=sizes.seq, mock_data=True)
     config = Config(model=model, parallel=parallel, data=data, optimizer=optimizer, training=training)
-    return resolve(config, world_size())
+    return config.resolve(world_size())
 
 
-def megacore_trainer(config: Config, mesh: Mesh) -> Trainer:
+def megacore_trainer(config: ResolvedConfig, mesh: Mesh) -> Trainer:
     """megacore's trainer on the workload."""
     streams = RandomStreams(1, mesh.device)
     layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
@@ -81,7 +89,7 @@ def megacore_step(trainer: Trainer) -> Step:
     return lambda: trainer.train_step(next(trainer.batches)) and None
 
 
-def dataset(config: Config) -> MockDataset:
+def dataset(config: ResolvedConfig) -> MockDataset:
     assert config.model.vocab_size is not None
     return MockDataset(config.model.vocab_size, config.data.seq_length, 10_000_000, seed=1)
 
@@ -107,7 +115,7 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     """GPT-2 in one file."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ResolvedConfig) -> None:
         super().__init__()
         m = config.model
         assert m.vocab_size is not None

@@ -17,7 +17,7 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
-from megacore.config import ModelConfig, ParallelConfig
+from megacore.config import ParallelConfig, ResolvedModel
 from megacore.config.fields import Range
 from megacore.config.sections import MAX_SEED
 from megacore.data.command import ToolParser, positive, run_tool
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(args: Namespace) -> None:
     directory = find_checkpoint(Path(args.checkpoint))
     manifest = read_manifest(directory)
-    config = section_of(manifest, directory, "model", ModelConfig)
+    config = section_of(manifest, directory, "model", ResolvedModel)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not continue a text: use tools/fill_mask.py")
     tokenizer = tokenizer_of(directory, args.tokenizer, config)

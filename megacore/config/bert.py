@@ -116,8 +116,8 @@ class BertConfig(Config):
 
     help_texts: ClassVar[Mapping[str, str]] = {
         "preset": (
-            f"Uses the shape of a named model: {', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; "
-            "bert-tiny for tests. A preset replaces the defaults of the model, of --seq-length and, without a "
+            "Uses the shape of a named model, such as bert-base. Presets: "
+            f"{', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. A preset replaces the defaults of the model, of --seq-length and, without a "
             "tokenizer, of --vocab-size. A configuration file and flags override it. Default: no preset."
         ),
         "position_embedding_type": (
@@ -134,7 +134,7 @@ class BertConfig(Config):
             "attends to the whole document. Default: no window with --bert-style classic, 128 with modern."
         ),
         "tokenizer": (
-            "Path of the tokenizer: a tokenizer.json, a directory that contains one (such as a transformers "
+            "Path of the tokenizer. It is a tokenizer.json, a directory that contains one (such as a transformers "
             "directory), or a SentencePiece .model file. It must have the tokens [MASK], [CLS], [SEP] and [PAD] or "
             "their equivalents. --data-path requires it. Default: no tokenizer; --vocab-size must be given."
         ),

@@ -102,8 +102,8 @@ def field_infos(section: type) -> dict[str, FieldInfo]:
     return _field_infos(section)
 
 
-@functools.cache  # evaluating annotations takes milliseconds; mypy refuses a dataclass type as a cached argument
-def _field_infos(section: Any) -> dict[str, FieldInfo]:
+@functools.cache  # evaluating annotations takes milliseconds
+def _field_infos(section: type) -> dict[str, FieldInfo]:
     declared = get_type_hints(_declaring_class(section), include_extras=True)
     narrowed = get_type_hints(section)
     return {f.name: _describe(f, declared[f.name], narrowed[f.name]) for f in dataclasses.fields(section)}

@@ -26,8 +26,8 @@ _USUAL = {
     "Model": ("preset", "bert_style", "num_layers", "hidden_size", "num_attention_heads", "seq_length"),
     "Data": ("data_path", "tokenizer", "mock_data"),
     "Training": ("train_iters", "micro_batch_size", "global_batch_size", "lr", "lr_warmup_iters", "precision"),
-    "Processes": ("tp", "pp", "dp", "zero_stage"),
-    "Results": ("output_dir", "save_interval", "load", "config"),
+    "Parallelism": ("tp", "pp", "dp", "zero_stage"),
+    "Output": ("output_dir", "save_interval", "load", "config"),
 }
 _ALL = "all"
 _SHORT = ""
@@ -35,8 +35,8 @@ _WIDEST = 120
 _COLUMN = 26  # where the texts of the short page begin
 
 
-class _Text(NamedTuple):
-    """The help text of a flag, in two parts.
+class HelpText(NamedTuple):
+    """The help of one flag, in two parts.
 
     Attributes:
         meaning: what the flag does.
@@ -85,7 +85,7 @@ def help_text(topic: str, kind: type[Config], *, prog: str, description: str) ->
     return "\n".join(lines)
 
 
-def text_of(info: FieldInfo, kind: type[Config]) -> _Text:
+def help_text_of(info: FieldInfo, kind: type[Config]) -> HelpText:
     """The help text of a field, as the entry point means it."""
     if info.name == CONFIG_INFO.name:
         doc = CONFIG_DOC
@@ -93,7 +93,7 @@ def text_of(info: FieldInfo, kind: type[Config]) -> _Text:
         section = sections_of(kind)[_section_of(info.name, kind)]
         doc = kind.help_texts.get(info.name, field_docs(section)[info.name])
     meaning, _, default = doc.partition(" Default: ")
-    return _Text(meaning, default.removesuffix(".") or _default_value(info, kind))
+    return HelpText(meaning, default.removesuffix(".") or _default_value(info, kind))
 
 
 def _default_value(info: FieldInfo, kind: type[Config]) -> str:
@@ -169,7 +169,7 @@ class _Page:
             yield f"  # {purpose}"
             yield from textwrap.indent(command, "  ").splitlines()
         yield from self._heading("More help")
-        yield from self._columns("--help SECTION", "All flags of a section:")
+        yield from self._columns("--help SECTION", "All flags of one section:")
         for name, section in sections_of(self.kind).items():
             yield from self._columns(f"  {name}", str(section.__doc__))
         yield from self._columns("--help FLAG", "One flag, for example --help lr.")
@@ -205,7 +205,7 @@ class _Page:
 
     def _entry(self, info: FieldInfo) -> Iterator[str]:
         """A flag with its aliases, its whole text and its default."""
-        text = text_of(info, self.kind)
+        text = help_text_of(info, self.kind)
         if info.kind is bool:
             names = f"{info.flag}, --no-{info.flag.removeprefix('--')}"
         else:
@@ -217,7 +217,7 @@ class _Page:
 
     def _summary(self, info: FieldInfo) -> Iterator[str]:
         """A flag with the first sentence of its text and its default."""
-        text = text_of(info, self.kind)
+        text = help_text_of(info, self.kind)
         first_sentence = re.split(r"(?<=\.)\s", text.meaning)[0]
         default = f"Default: {text.default}." if text.default else "Required."
         names = info.flag if info.kind is bool else f"{info.flag} {info.metavar}"

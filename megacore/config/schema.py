@@ -12,7 +12,6 @@ configuration is refused before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, get_type_hints
@@ -145,13 +144,13 @@ class ResolvedConfig(Config):
 
 def sections_of(kind: type[Config]) -> dict[str, type[Section]]:
     """The section classes of a kind of configuration by name, in order."""
-    return _sections_of(kind)
+    if kind not in _SECTIONS_OF:  # evaluating annotations takes milliseconds
+        hints = get_type_hints(kind)
+        _SECTIONS_OF[kind] = {section.name: hints[section.name] for section in dataclasses.fields(kind)}
+    return _SECTIONS_OF[kind]
 
 
-@functools.cache  # evaluating annotations takes milliseconds; mypy refuses a dataclass type as a cached argument
-def _sections_of(kind: Any) -> dict[str, type[Section]]:
-    hints = get_type_hints(kind)
-    return {section.name: hints[section.name] for section in dataclasses.fields(kind)}
+_SECTIONS_OF: dict[type[Config], dict[str, type[Section]]] = {}
 
 
 SECTIONS = sections_of(Config)

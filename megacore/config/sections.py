@@ -28,7 +28,7 @@ _LOSS_SCALES = Range(1e-37, 1e38)
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """How the processes share the work. The number of processes is --tp x --pp x --dp."""
+    """How the --tp x --pp x --dp processes share the work."""
 
     tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1
     """Tensor-parallel degree: number of ranks that share the weights of each layer. They are neighbouring ranks."""
@@ -152,7 +152,7 @@ class PrecisionConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """The training data, and how it is divided and loaded."""
+    """The training data, its split, and how it is loaded."""
 
     data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
     """Prefix of the preprocessed dataset, which is PREFIX.bin and PREFIX.idx. Several prefixes are blended in
@@ -160,8 +160,8 @@ class DataConfig(Section):
     split: Annotated[str, Flag(metavar="A,B,C")] = "949,50,1"
     """Shares of the documents for training, validation and test. Any unit; a missing share is 0."""
     tokenizer: Annotated[str | None, Flag(("--tokenizer-model",), metavar="PATH")] = None
-    """Path of the tokenizer: a tokenizer.json, a directory that contains one (such as a transformers directory), or a
-    SentencePiece .model file. Default: no tokenizer; --vocab-size must be given."""
+    """Path of the tokenizer. It is a tokenizer.json, a directory that contains one (such as a transformers directory),
+    or a SentencePiece .model file. Default: no tokenizer; --vocab-size must be given."""
     seq_length: Annotated[int, Range(1, 100_000_000)] = 1024
     """Number of tokens in a sample."""
     mock_data: bool = False
@@ -294,7 +294,7 @@ class ResolvedOptimizer(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
-    """The training loop: batch sizes, length, evaluation, recomputation, and the output directory."""
+    """Batch sizes, number of steps, evaluation, recomputation, loss, and the output directory."""
 
     micro_batch_size: Annotated[int, Range(1, 1_000_000)] = 1
     """Number of samples in a microbatch: one forward pass of one replica."""
@@ -354,11 +354,12 @@ class ResolvedTraining(TrainingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """What a run starts from, when it saves, which checkpoints it keeps, when it ends early (docs/checkpoints.md)."""
+    """What a run starts from, when it saves and ends, and which checkpoints it keeps."""
 
     load: Annotated[str | None, Flag(metavar="DIR|auto")] = None
-    """Resumes from a checkpoint: its directory, or the output directory of a run (its newest intact checkpoint). auto:
-    the newest intact checkpoint in --output-dir, or a fresh start if there is none. Default: a fresh start."""
+    """Resumes from a checkpoint. DIR: the directory of a checkpoint, or the output directory of a run, for its newest
+    intact checkpoint. auto: the newest intact checkpoint in --output-dir, or a fresh start if there is none. Default: a
+    fresh start."""
     init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
     """Starts from the weights of a Hugging Face transformers directory. Its config.json sets the shape of the model; a
     flag that contradicts it is refused. Default: weights drawn from --seed."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.parallel.collectives import copy_to_group
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter, replicated
@@ -64,7 +64,7 @@ class RMSNorm(nn.Module):
 
 
 def build_norm(
-    config: ModelConfig, *, device: torch.device | None, size: int | None = None, group: Group = ALONE
+    config: ResolvedModel, *, device: torch.device | None, size: int | None = None, group: Group = ALONE
 ) -> LayerNorm | RMSNorm:
     """The norm that the configuration asks for.
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.config import ModelConfig, known
-from megacore.config.bert import BertConfig
+from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBertConfig
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
@@ -50,17 +50,17 @@ SEGMENTS = 2  # token types: the first of a pair, and the second
 class BertEmbedding(nn.Module):
     """Token embedding, in the classic style plus position and segment embedding; then norm and dropout."""
 
-    def __init__(self, config: BertConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedBertConfig, context: BuildContext) -> None:
         super().__init__()
         model, device = config.model, context.device
         h = model.hidden_size
         self.tokens = VocabParallelEmbedding(
-            known(model.vocab_size), h, multiple=model.make_vocab_size_divisible_by, **context.parallel_arguments
+            model.vocab_size, h, multiple=model.make_vocab_size_divisible_by, **context.parallel_arguments
         )
         self.positions: ShardedParameter | None = None
         self.segments: ShardedParameter | None = None
         if not config.bert.packed:
-            self.positions = replicated(known(model.max_position_embeddings), h, device=device)
+            self.positions = replicated(model.max_position_embeddings, h, device=device)
             self.segments = replicated(SEGMENTS, h, device=device)
         self.norm = build_norm(model, device=device)
         self.dropout = Dropout(model.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard)
@@ -80,10 +80,10 @@ class BertEmbedding(nn.Module):
 class BertHead(nn.Module):
     """The output layer over every position, its rows those of the embedding, and the sentence task's over the first."""
 
-    def __init__(self, config: BertConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedBertConfig, context: BuildContext) -> None:
         super().__init__()
         model, device = config.model, context.device
-        h, vocabulary, multiple = model.hidden_size, known(model.vocab_size), model.make_vocab_size_divisible_by
+        h, vocabulary, multiple = model.hidden_size, model.vocab_size, model.make_vocab_size_divisible_by
         self.group, self.sequence_parallel = context.tp, context.sequence_parallel
         self.split_backward = context.split_backward
         self.norm = build_norm(model, device=device) if config.bert.packed else nn.Identity()  # after pre-norm blocks
@@ -110,7 +110,7 @@ class BertHead(nn.Module):
 class SentenceHead(nn.Module):
     """Two logits for a pair of segments from the hidden state of the first position: next or in order, or not."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         h = config.hidden_size
         self.split = context.tp if context.sequence_parallel else ALONE
@@ -125,7 +125,7 @@ class SentenceHead(nn.Module):
         return reduce_from_group(logits * float(self.split.is_first), self.split) if self.split.size > 1 else logits
 
 
-def bert_layers(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
+def bert_layers(config: ResolvedBertConfig, context: BuildContext) -> list[LayerSpec]:
     """The whole model as layer descriptions; nothing is allocated.
 
     Args:
@@ -153,7 +153,7 @@ def bert_layers(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
     ]
 
 
-def _blocks(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
+def _blocks(config: ResolvedBertConfig, context: BuildContext) -> list[LayerSpec]:
     model, modern = config.model, config.bert.packed
     bases = (model.rotary_base, config.bert.local_rotary_base) if modern else ()
     turns = [Rotary(model.rotary_dimensions, base=base) for base in bases]
@@ -174,20 +174,20 @@ def _blocks(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
                 attention_norm=i > 0,  # the first block reads what the embedding has normed already
             )
             norm = 0 if i else norm_parameters(model)
-        flops = block_flops(own, known(model.max_position_embeddings))
+        flops = block_flops(own, model.max_position_embeddings)
         found.append(
             LayerSpec(name=name, build=build, parameters=block_parameters(own) - norm, flops=flops, is_block=True)
         )
     return found
 
 
-def _model_of_block(config: BertConfig, number: int) -> ModelConfig:
+def _model_of_block(config: ResolvedBertConfig, number: int) -> ResolvedModel:
     """The configuration with the window of a block: None where it sees the whole document."""
     is_local = config.bert.packed and number % config.bert.global_attention_interval > 0
     return config.model if is_local else dataclasses.replace(config.model, window_size=None)
 
 
-def bert_flops(config: BertConfig) -> float:
+def bert_flops(config: ResolvedBertConfig) -> float:
     """Forward and backward operations of one sequence, as `flops_per_sequence` counts them for GPT."""
     model, length = config.model, config.data.seq_length
     blocks = sum(block_flops(_model_of_block(config, i), length) for i in range(model.num_layers))

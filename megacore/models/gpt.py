@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megacore.config import Config, ModelConfig, known
+from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.layers.attention import own_alibi
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
@@ -33,10 +33,10 @@ from megacore.plan.model_size import block_parameters, embedding_parameters, hea
 class GPTEmbedding(nn.Module):
     """Token embedding, with a norm or a position table where the model has them, then dropout."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         self.tokens = VocabParallelEmbedding(
-            known(config.vocab_size),
+            config.vocab_size,
             config.hidden_size,
             multiple=config.make_vocab_size_divisible_by,
             **context.parallel_arguments,
@@ -44,7 +44,7 @@ class GPTEmbedding(nn.Module):
         self.norm = build_norm(config, device=context.device) if config.embedding_layernorm else None
         self.positions: ShardedParameter | None = None
         if config.position_embedding_type == "learned":
-            rows = known(config.max_position_embeddings)
+            rows = config.max_position_embeddings
             self.positions = replicated(rows, config.hidden_size, device=context.device)
         self.dropout = Dropout(
             config.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard
@@ -65,13 +65,13 @@ class GPTEmbedding(nn.Module):
 class GPTHead(nn.Module):
     """Final norm and output layer; the output rows are split like the embedding's, and may be the embedding's."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         self.group, self.sequence_parallel = context.tp, context.sequence_parallel
         self.split_backward = context.split_backward
         self.norm = build_norm(config, device=context.device)
         self.weight = vocab_parallel_weight(
-            known(config.vocab_size),
+            config.vocab_size,
             config.hidden_size,
             group=context.tp,
             multiple=config.make_vocab_size_divisible_by,
@@ -90,7 +90,7 @@ class GPTHead(nn.Module):
         )
 
 
-def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
+def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
     """The whole model as layer descriptions; nothing is allocated.
 
     Args:
@@ -118,7 +118,7 @@ def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
                 name=f"blocks.{i}",
                 build=partial(block, f"blocks.{i}"),
                 parameters=block_parameters(config),
-                flops=block_flops(config, known(config.max_position_embeddings)),
+                flops=block_flops(config, config.max_position_embeddings),
                 is_block=True,
             )
             for i in range(config.num_layers)
@@ -140,8 +140,8 @@ class GPTLoss:
     ranks with different token counts weigh what they should.
     """
 
-    def __init__(self, config: Config, tp: Group) -> None:
-        self.vocab_size, self.tp = known(config.model.vocab_size), tp
+    def __init__(self, config: ResolvedConfig, tp: Group) -> None:
+        self.vocab_size, self.tp = config.model.vocab_size, tp
         self.options = CrossEntropyOptions(
             label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
         )

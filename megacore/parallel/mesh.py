@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megacore.config import ParallelConfig, known
+from megacore.config import ResolvedParallel
 from megacore.errors import ConfigError
 
 
@@ -123,11 +123,11 @@ def compute_reproducibly() -> None:
     torch.set_num_threads(1)
 
 
-def build_mesh(config: ParallelConfig) -> Mesh:
+def build_mesh(config: ResolvedParallel) -> Mesh:
     """Join the job and find this rank's place; a world of one process joins nothing.
 
     Args:
-        config: a resolved configuration, so that tp x pp x dp is the world size.
+        config: the parallel section, resolved: tp x pp x dp is the world size.
 
     Raises:
         ConfigError: the device that is asked for is not here.
@@ -146,7 +146,7 @@ def build_mesh(config: ParallelConfig) -> Mesh:
             world_size=-1 if store is None else world_size(),
             device_id=device if device.type != "cpu" else None,
         )
-    grid = init_device_mesh(device.type, (config.pp, known(config.dp), config.tp), mesh_dim_names=("pp", "dp", "tp"))
+    grid = init_device_mesh(device.type, (config.pp, config.dp, config.tp), mesh_dim_names=("pp", "dp", "tp"))
     return Mesh(
         device=device,
         world=_group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size()))),

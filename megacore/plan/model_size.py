@@ -8,18 +8,18 @@ Legend: h hidden size, n heads of d dimensions, g key and value heads, f inner w
 
 from __future__ import annotations
 
-from megacore.config import ModelConfig, known
+from megacore.config import ResolvedModel
 
 
-def embedding_parameters(config: ModelConfig) -> int:
+def embedding_parameters(config: ResolvedModel) -> int:
     """Token table V h, a norm, a position table."""
-    table = known(config.vocab_size) * config.hidden_size
+    table = config.vocab_size * config.hidden_size
     norm = norm_parameters(config) if config.embedding_layernorm else 0
     learned = config.position_embedding_type == "learned"
-    return table + norm + (known(config.max_position_embeddings) * config.hidden_size if learned else 0)
+    return table + norm + (config.max_position_embeddings * config.hidden_size if learned else 0)
 
 
-def block_parameters(config: ModelConfig) -> int:
+def block_parameters(config: ResolvedModel) -> int:
     """Attention h d (2 n + 2 g), MLP 2 h f or, gated, 3 h f; biases; two norms."""
     h, d, f = config.hidden_size, config.head_size, config.inner_size
     query, projected = config.num_attention_heads * d, (config.num_attention_heads + 2 * config.query_groups) * d
@@ -31,12 +31,12 @@ def block_parameters(config: ModelConfig) -> int:
     return weights + biases + head_norms + 2 * norm_parameters(config)
 
 
-def head_parameters(config: ModelConfig) -> int:
+def head_parameters(config: ResolvedModel) -> int:
     """Final norm and output layer, which a tied model shares with the embedding."""
-    return known(config.vocab_size) * config.hidden_size + norm_parameters(config)
+    return config.vocab_size * config.hidden_size + norm_parameters(config)
 
 
-def norm_parameters(config: ModelConfig, size: int | None = None) -> int:
+def norm_parameters(config: ResolvedModel, size: int | None = None) -> int:
     """A weight for each dimension, and a bias where LayerNorm has one."""
     has_bias = config.normalization == "LayerNorm" and config.norm_bias
     return (size or config.hidden_size) * (2 if has_bias else 1)

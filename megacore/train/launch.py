@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from megacore import ops
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import EXIT_REFUSED, ConfigError, OutputClosed, TrainingStopped, UserError, WorkerDied
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave
 from megacore.train.causes import outside_cause
@@ -24,7 +24,7 @@ from megacore.train.peers import PeerWatch
 
 __all__ = ["exit_with", "launch"]
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=ResolvedConfig)
 EXIT_FAILED = 1
 _SECONDS_FOR_A_PEER_TO_DIE = 1.0
 _SECONDS_FOR_A_PEER_TO_SPEAK = 5.0

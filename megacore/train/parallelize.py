@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.config import Config, ParallelConfig, known
+from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.config.pipeline_layout import parse_layout
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
@@ -99,7 +99,7 @@ class ParallelModel:
     tied_copies: frozenset[str]
 
 
-def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
+def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel:
     """Build this rank's stages and everything that makes them take part in the whole.
 
     Args:
@@ -182,7 +182,7 @@ def _recompute_blocks(chunks: Sequence[Stage], own: Sequence[range], task: Task,
             chunk.layers[i] = Recomputed(chunk.layers[i], task.streams)
 
 
-def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
+def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig) -> ZeroOptions:
     parallel = config.parallel
     return ZeroOptions(
         stage=parallel.zero_stage,
@@ -195,7 +195,7 @@ def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
     )
 
 
-def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) -> PipelineRuntime:
+def _runtime(chunks: Sequence[Stage], task: Task, config: ResolvedConfig, mesh: Mesh) -> PipelineRuntime:
     parallel = config.parallel
     between = _between_stages(config, documents=task.carries_documents)
     forms: Forms = [None, *[between] * (mesh.pp.size * len(chunks) - 1)]
@@ -214,7 +214,7 @@ def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) ->
     )
 
 
-def _between_stages(config: Config, *, documents: bool) -> tuple[TensorForm, ...]:
+def _between_stages(config: ResolvedConfig, *, documents: bool) -> tuple[TensorForm, ...]:
     """What a block of the configured shape takes and gives."""
     batch, length = config.training.micro_batch_size, config.data.seq_length
     positions = length // (config.parallel.tp if config.parallel.sequence_parallel else 1)
@@ -228,9 +228,9 @@ def _schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
     return build_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
 
 
-def _terms(layers: Sequence[LayerSpec], config: Config) -> int:
+def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig) -> int:
     """How many gradients of one parameter a step adds up at most: one a microbatch and use, and with sequence
     parallelism one a tensor-parallel rank."""
     uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
-    microbatches = known(config.training.global_batch_size) // config.training.micro_batch_size
+    microbatches = config.training.global_batch_size // config.training.micro_batch_size
     return microbatches * uses * config.parallel.tp

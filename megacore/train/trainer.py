@@ -20,7 +20,7 @@ from megacore.checkpoint.check import changed_settings
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
-from megacore.config import Config, known
+from megacore.config import ResolvedConfig
 from megacore.data.loading.loader import BatchLoader, Microbatch
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.optimizers import state_kinds
@@ -53,7 +53,7 @@ class Trainer:
         means, counts: of the last step's loss terms over the global batch, fp64.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
         self.config, self.mesh, self.task = config, mesh, task
         self.model = parallelize(task, config, mesh)
         self.parameters = self.model.parameters
@@ -206,7 +206,7 @@ class Trainer:
             dataset,
             self.task.batch_type,
             micro_batch_size=training.micro_batch_size,
-            global_batch_size=known(training.global_batch_size),
+            global_batch_size=training.global_batch_size,
             dp_rank=self.mesh.dp.rank,
             dp_size=self.mesh.dp.size,
             consumed_samples=consumed_samples,
@@ -237,7 +237,7 @@ class Trainer:
         config, training = self.config, self.config.training
         peak = self._largest({"peak": float(peak_memory_bytes(self.mesh.device))})["peak"]
         memory = self._memory()
-        sequences = known(training.global_batch_size)
+        sequences = training.global_batch_size
         flops = self.task.flops or flops_per_sequence(config.model, config.data.seq_length)
         tflops = flops * sequences / step_seconds / self.mesh.world.size / 1e12
         record = {
@@ -274,7 +274,7 @@ class Trainer:
     def _microbatches(self) -> int:
         """Of a replica in a step."""
         training = self.config.training
-        return known(training.global_batch_size) // training.micro_batch_size // self.mesh.dp.size
+        return training.global_batch_size // training.micro_batch_size // self.mesh.dp.size
 
     def _measured_bubble(self) -> float:
         """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacore.config import ModelConfig, known
+from megacore.config import ModelConfig, ResolvedModel
 from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
 from megacore.layers.context import BuildContext
@@ -40,12 +40,12 @@ PUBLISHED = {
 }
 
 
-def preset(name: str) -> ModelConfig:
+def preset(name: str) -> ResolvedModel:
     values: dict[str, Any] = {k: v for k, v in GPT_PRESETS[name].items() if k in field_infos(ModelConfig)}
-    return ModelConfig(**values)
+    return ModelConfig(**values).resolve(seq_length=1024)
 
 
-def layers_of(config: ModelConfig, device: torch.device, **context: Any) -> list[LayerSpec]:
+def layers_of(config: ResolvedModel, device: torch.device, **context: Any) -> list[LayerSpec]:
     return gpt_layers(config, BuildContext(device=device, streams=RandomStreams(0, CPU), **context))
 
 
@@ -53,7 +53,7 @@ def layers_of(config: ModelConfig, device: torch.device, **context: Any) -> list
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     config = preset(name)
     layers = layers_of(config, META)
-    tied = 0 if config.untie_embeddings_and_output_weights else known(config.vocab_size) * config.hidden_size
+    tied = 0 if config.untie_embeddings_and_output_weights else config.vocab_size * config.hidden_size
     assert sum(layer.parameters for layer in layers) - tied == PUBLISHED[name]
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import known
 from megacore.data.gpt.mock import MockDataset
 from megacore.parallel.mesh import build_mesh
 from megacore.train.trainer import Trainer
@@ -31,7 +30,7 @@ def learn(rank: int, world_size: int, layout: Layout, directory: str, precision:
     changes = {"precision": precision, "zero_stage": stage, "train_iters": STEPS, "lr": 1e-2, "init_method_std": 0.02}
     config = make_config(layout, directory, **changes)
     mesh = build_mesh(config.parallel)
-    samples = STEPS * known(config.training.global_batch_size)
+    samples = STEPS * config.training.global_batch_size
     trainer = make_trainer(config, mesh, MockDataset(VOCAB, SEQUENCE, samples, seed=3))
     return [step(trainer) for _ in range(STEPS)]
 

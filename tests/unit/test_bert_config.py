@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, resolve, validate
+from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, validate
 from megacore.config.bert import BertConfig, BertSection
-from megacore.config.bert_presets import BERT_PRESETS
 from megacore.config.cli import flag_names, load_toml, parse_config, save_toml
 from megacore.config.flags import all_fields
+from megacore.config.presets import BERT_PRESETS
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse
 
@@ -82,7 +82,7 @@ def test_a_saved_configuration_reads_back_equal_and_only_as_its_own_kind(tmp_pat
     again = parse_config(["--config", str(path)], prog="x", description="x", kind=BertConfig)
     assert again == first
     assert "[bert] is not a table" in refuse("--config", str(path))
-    assert type(resolve(first, 1)) is BertConfig
+    assert type(first.resolve(1)) is BertConfig
 
 
 def test_a_gpt_configuration_gives_bert_its_shape(tmp_path: Path) -> None:

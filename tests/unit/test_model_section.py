@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import ModelConfig, resolve, validate
+from megacore.config import ModelConfig, validate
 from tests.unit.test_config import make
 
 ROPE = {"position_embedding_type": "rope"}
@@ -85,7 +85,7 @@ def test_what_can_be_is_taken(values: dict[str, Any], tp: int) -> None:
 
 
 def test_sizes_that_follow_are_filled() -> None:
-    model = resolve(make(num_query_groups=4, seq_length=77), 1).model
+    model = make(num_query_groups=4, seq_length=77).resolve(1).model
     assert (model.num_query_groups, model.kv_channels, model.ffn_hidden_size) == (4, 64, 4 * 768)
     assert model.max_position_embeddings == 77
-    assert resolve(make(), 1).model.num_query_groups == ModelConfig().num_attention_heads
+    assert make().resolve(1).model.num_query_groups == ModelConfig().num_attention_heads
