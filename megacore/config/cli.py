@@ -258,7 +258,10 @@ def _answer_question(argv: Sequence[str], prog: str, description: str, kind: typ
         except UserError as error:
             text, status = f"megacore: {error}", EXIT_REFUSED
     if process.rank == 0:
-        print(text, file=sys.stderr if status else sys.stdout)
+        try:
+            print(text, file=sys.stderr if status else sys.stdout, flush=True)
+        except BrokenPipeError:  # `--help all | head`; the interpreter flushes stdout once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(status)
 
 

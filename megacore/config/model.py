@@ -50,7 +50,7 @@ class ModelConfig(Section):
     """Pads the vocabulary in memory to a multiple of this times --tp. Padding never enters the loss or a
     checkpoint."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Type of the norms."""
+    """Type of the norms in every block."""
     norm_epsilon: Annotated[float, Range(above=0), Flag(("--layernorm-epsilon",))] = 1e-5
     """Epsilon: the term added to the variance in LayerNorm and to the mean square in RMSNorm."""
     norm_bias: bool = True

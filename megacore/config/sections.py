@@ -45,7 +45,7 @@ class ParallelConfig(Section):
     """Number of stages on each pipeline rank. --schedule interleaved needs 2 or more."""
     schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
     """Reads the pipeline schedule from a CSV file instead of --schedule. The file has one row per rank and one
-    computation per cell (0F0,0F1,0B0,0B1). Default: use --schedule."""
+    computation per cell (0F0,0F1,0B0,0B1). Default: no file."""
     pipeline_balance: Literal["parameters", "flops", "uniform"] = "parameters"
     """What the division of layers into stages balances: parameters, floating-point operations, or the number of
     layers (uniform)."""

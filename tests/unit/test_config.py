@@ -260,7 +260,7 @@ def test_a_resolved_configuration_given_back_is_equal(preset: str | None, tmp_pa
         assert (
             parse_config(["--config", str(tmp_path / "config.toml")], prog="x", description="x", kind=Config) == first
         )
-        assert load_toml(tmp_path / "config.toml") == first
+        assert load_toml(tmp_path / "config.toml").resolve(1) == first
 
 
 def test_the_saved_file_says_which_version_wrote_it_and_is_replaced_whole(
@@ -332,6 +332,6 @@ def test_divisors_and_multiples_by_brute_force() -> None:
 
 
 def test_trace_steps_without_trace_are_refused() -> None:
-    message = "--trace-steps 5 has no effect without --trace: leave it out, or give --trace"
+    message = "--trace-steps 5 has no effect without --trace: leave it out, or use --trace"
     assert validate(make(trace_steps=5), 1) == [message]
     assert validate(make(trace_steps=5, trace=True), 1) == []
