@@ -117,8 +117,9 @@ class BertConfig(Config):
     help_texts: ClassVar[Mapping[str, str]] = {
         "preset": (
             "Uses the shape of a named model, such as bert-base. Presets: "
-            f"{', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. A preset replaces the defaults of the model, of --seq-length and, without a "
-            "tokenizer, of --vocab-size. A configuration file and flags override it. Default: no preset."
+            f"{', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. A preset "
+            "replaces the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size. A "
+            "configuration file and flags override it. Default: no preset."
         ),
         "position_embedding_type": (
             "How the model encodes positions. learned: a table that is added to the embedding, with --bert-style "

@@ -29,7 +29,7 @@ def parse_layout(text: str, *, stages: int, blocks: int) -> list[range]:
             match = _LAYERS.fullmatch(part.strip())
             if match is None:
                 raise ValueError(
-                    f"stage {number}: {part.strip()!r} is neither E, t or H nor a number of them: "
+                    f"stage {number}: {part.strip()!r} is not E, t or H, or a number of them: "
                     "use, for example, E,2*t|2*t,H"
                 )
             count = int(match[1] or 1)

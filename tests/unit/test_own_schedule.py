@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import Config, DataConfig, ParallelConfig, TrainingConfig
+from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megacore.pipeline.actions import ScheduleError
 from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.schedule_file import check_schedule, load_schedule
@@ -79,6 +79,7 @@ def test_a_byte_order_mark_is_no_part_of_a_cell(tmp_path: Path) -> None:
 def test_it_must_fit_the_run(pp: int, batch: int, fits: bool, tmp_path: Path) -> None:
     config = Config(
         parallel=ParallelConfig(pp=pp, schedule_csv=str(written(tmp_path, GOOD))),
+        model=ModelConfig(vocab_size=8),
         data=DataConfig(mock_data=True),
         training=TrainingConfig(train_iters=1, global_batch_size=batch),
     ).resolve(pp)
