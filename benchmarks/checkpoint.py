@@ -70,7 +70,7 @@ def config_of(directory: Path, *, async_save: bool) -> ResolvedConfig:
         training=TrainingConfig(train_iters=1, output_dir=str(directory)),
         data=DataConfig(mock_data=True),
         checkpoint=CheckpointConfig(async_save=async_save),
-    )
+    ).resolve(1, vocab_size=1)
 
 
 def timed(act: Callable[[], object]) -> float:

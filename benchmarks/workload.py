@@ -90,7 +90,6 @@ def megacore_step(trainer: Trainer) -> Step:
 
 
 def dataset(config: ResolvedConfig) -> MockDataset:
-    assert config.model.vocab_size is not None
     return MockDataset(config.model.vocab_size, config.data.seq_length, 10_000_000, seed=1)
 
 

@@ -72,11 +72,16 @@ def _config(directory: Path) -> ResolvedBertConfig:
 def _parser() -> ToolParser:
     parser = ToolParser(prog="fill_mask.py", description="Fill the masks of a text with a trained BERT.")
     add = parser.add_argument
-    add("text", metavar="TEXT", help="text with one [MASK] or more")
-    add("--checkpoint", required=True, metavar="DIR", help="a step_NNNNNNNN directory, or a run's (its newest)")
-    add("--tokenizer", metavar="PATH", help="tokenizer to use instead of the checkpoint's own")
-    add("--top-k", type=positive, default=5, metavar="K", help="predictions of each mask (5)")
-    add("--device", choices=DEVICES, default="auto", help="where to compute (auto)")
+    add("text", metavar="TEXT", help="text with one or more [MASK]")
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint",
+    )
+    add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
+    add("--top-k", type=positive, default=5, metavar="K", help="number of predictions per mask. Default: 5.")
+    add("--device", choices=DEVICES, default="auto", help="device to compute on. Default: auto.")
     return parser
 
 

@@ -27,10 +27,10 @@ END = "<!-- flags: end -->"
 
 def main(argv: Sequence[str]) -> int:
     """Prints, writes or checks the reference; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Print the reference of every flag as Markdown.")
+    parser = argparse.ArgumentParser(description="Print the reference of all flags as Markdown.")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", type=Path, metavar="FILE", help="replace the reference in FILE")
-    action.add_argument("--check", type=Path, metavar="FILE", help="compare the reference in FILE, and change nothing")
+    action.add_argument("--check", type=Path, metavar="FILE", help="compare the reference in FILE without changing it")
     options = parser.parse_args(argv)
     if options.write:
         options.write.write_text(updated(options.write.read_text(encoding="utf-8")), encoding="utf-8")

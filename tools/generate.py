@@ -67,15 +67,44 @@ def _parser() -> ToolParser:
         prog="generate.py", description="Generate text from a checkpoint of any layout, in one process."
     )
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="a step_NNNNNNNN directory, or a run's (its newest)")
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint",
+    )
     add("--prompt", required=True, metavar="TEXT", help="text to continue")
-    add("--tokenizer", metavar="PATH", help="tokenizer to use instead of the checkpoint's own")
-    add("--max-new-tokens", type=positive, default=64, metavar="N", help="tokens to generate (64)")
-    add("--temperature", type=temperature, default=0.8, metavar="T", help="0 always takes the likeliest token (0.8)")
-    add("--top-k", type=top_k, default=0, metavar="K", help="keep the k likeliest tokens; 0 keeps all (0)")
-    add("--top-p", type=top_p, default=1.0, metavar="P", help="keep the likeliest tokens up to this probability (1)")
-    add("--seed", type=seed, default=1234, metavar="N", help="of the random draws (1234)")
-    add("--device", choices=DEVICES, default="auto", help="where to compute (auto)")
+    add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
+    add(
+        "--max-new-tokens",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="largest number of tokens to generate. Default: 64.",
+    )
+    add(
+        "--temperature",
+        type=temperature,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0 always takes the most likely token. Default: 0.8.",
+    )
+    add(
+        "--top-k",
+        type=top_k,
+        default=0,
+        metavar="K",
+        help="sample only from the K most likely tokens; 0: from all. Default: 0.",
+    )
+    add(
+        "--top-p",
+        type=top_p,
+        default=1.0,
+        metavar="P",
+        help="sample only from the most likely tokens whose probabilities sum to P. Default: 1.",
+    )
+    add("--seed", type=seed, default=1234, metavar="N", help="seed of the sampling. Default: 1234.")
+    add("--device", choices=DEVICES, default="auto", help="device to compute on. Default: auto.")
     return parser
 
 
