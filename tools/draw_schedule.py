@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--costs",
         type=_costs,
         metavar="F,B,W",
-        help="time of a rank's forward, input gradient and weight gradient; a whole backward takes B + W (1,1,1)",
+        help="times of the forward, the input gradient and the weight gradient on a rank; a backward takes B + W. "
+        "Default: 1,1,1.",
     )
     parser.add_argument(
         "--transfer", type=_transfer, metavar="T", help="time of a transfer from one rank to another. Default: 0."

@@ -49,8 +49,8 @@ def _parser() -> ToolParser:
         "--tokenizer-model",
         required=True,
         metavar="PATH",
-        help="tokenizer: the output of train_tokenizer.py, a tokenizer.json, a transformers directory or a SentencePiece "
-        ".model",
+        help="tokenizer: the output of train_tokenizer.py, a tokenizer.json, a transformers directory or a "
+        "SentencePiece .model",
     )
     add(
         "--output-prefix",
