@@ -2,6 +2,8 @@
 # make quickstart   train a small GPT on 8 processes, from text to generated text
 # make test         lint, types, tests          (ARGS="-k name" goes to pytest, WORKERS=4 runs four files at a time)
 # make test-slow    the tests that take minutes
+# make gpu-check    measure everything that only a GPU can show, in 9 minutes (docs/measured.md); uses PYTHON as it is
+# make gpu-wheels   fill WHEELS=DIR with what `make gpu-check` may lack on a machine without a network
 # make lint | format | docs-check | build | clean | distclean
 
 VENV := .venv
@@ -24,11 +26,12 @@ export PYTHONNOUSERSITE := 1
 # An environment that was moved, that lost its interpreter, or that is not the PYTHON asked for is made anew.
 VERSION := import sys; print(*sys.version_info[:2], sep=".")
 $(shell [ "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" ] && $(VENV)/bin/python -c '' 2>/dev/null || rm -f $(STAMP))
-ifeq ($(origin PYTHON),command line)
+# `make gpu-check` leaves the environment alone.
+ifeq ($(origin PYTHON)$(filter gpu-check,$(MAKECMDGOALS)),command line)
 $(shell [ "$$($(PYTHON) -c '$(VERSION)')" = "$$($(VENV)/bin/python -c '$(VERSION)' 2>/dev/null)" ] || rm -f $(STAMP))
 endif
 
-.PHONY: setup quickstart test test-slow lint format docs-check build clean distclean
+.PHONY: setup quickstart test test-slow gpu-check gpu-wheels lint format docs-check build clean distclean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -51,6 +54,14 @@ test: lint
 
 test-slow: setup
 	$(RUN) -m pytest -m slow $(ARGS)
+
+# The caller's interpreter and packages, which have the torch that fits the GPU: no .venv, no network.
+gpu-check: export PYTHONPATH := $(PYTHONPATH)
+gpu-check:
+	@env -u PYTHONNOUSERSITE $(or $(PYTHON),python3) benchmarks/gpu.py $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
+
+gpu-wheels: setup
+	@$(RUN) -m benchmarks.gpu_check.download --wheels "$(or $(WHEELS),wheels)"
 
 lint: setup
 	$(RUN) -m ruff check .

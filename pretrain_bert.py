@@ -21,6 +21,7 @@ from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
 from megacore.data.bert.dataset import BertBatch
 from megacore.data.gpt.build import vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
+from megacore.plan.fit import check_memory
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
         description="Pretrain a BERT, classic or modern, with tensor x pipeline x data parallelism.",
         kind=BertConfig,
         vocabulary=vocabulary_size,
-        checks=[check_bert_inputs, check_load, check_schedule],
+        checks=[check_bert_inputs, check_load, check_schedule, check_memory],
     )
     from megacore.train.launch import launch
 

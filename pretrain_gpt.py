@@ -22,6 +22,7 @@ from megacore.config.cli import parse_config
 from megacore.convert.start import check_init_from_hf, shape_from_hf, weights_from_hf
 from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
+from megacore.plan.fit import check_memory
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
         kind=Config,
         shape=shape_from_hf,
         vocabulary=vocabulary_size,
-        checks=[check_inputs, check_load, check_init_from_hf, check_schedule],
+        checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
     )
     from megacore.train.launch import launch
 

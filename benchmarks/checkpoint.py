@@ -11,17 +11,24 @@ for.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
+from benchmarks.gpu_check.device import open_device
+from benchmarks.gpu_check.records import Records, one_line
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
@@ -29,32 +36,34 @@ from megacore.config import CheckpointConfig, Config, DataConfig, OptimizerConfi
 from megacore.optim.optimizers import build_optimizer
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.sharding import replicated
+from megacore.train.metrics import synchronize
 from megacore.zero.data_parallel import DataParallel, ZeroOptions
 
 WIDTH = 1024
+SIDES = {"ours": "ours", "torch": "torch", "dcp": "torch.distributed.checkpoint"}
 
 
 class Layer(torch.nn.Module):
     """A matrix of 4 WIDTH x WIDTH, and a bias."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, device: torch.device) -> None:
         super().__init__()
-        self.weight, self.bias = replicated(4 * WIDTH, WIDTH), replicated(4 * WIDTH)
+        self.weight, self.bias = replicated(4 * WIDTH, WIDTH, device=device), replicated(4 * WIDTH, device=device)
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             torch.nn.init.normal_(parameter)
             parameter.named(f"layers.{number}.{name}")
 
 
-def training_state(megabytes: int) -> TrainingState:
-    """Weights and moments of about so many MB, after one update."""
-    layers = [Layer(number) for number in range(max(1, round(megabytes * 1e6 / (12 * 4 * WIDTH * WIDTH))))]
+def training_state(megabytes: int, device: torch.device) -> TrainingState:
+    """Weights and moments of about so many MB on a device, after one update."""
+    layers = [Layer(number, device) for number in range(max(1, round(megabytes * 1e6 / (12 * 4 * WIDTH * WIDTH))))]
     data_parallel = DataParallel([layers], ALONE, options=ZeroOptions(), bucket_bytes=25 << 20)
-    optimizer = build_optimizer(data_parallel.segments, OptimizerConfig())
-    for owned in data_parallel.segments:
-        owned.master.grad = torch.randn_like(owned.master)
+    optimizer = build_optimizer(data_parallel.runs, OptimizerConfig())
+    for run in data_parallel.runs:
+        run.master.grad = torch.randn_like(run.master)
     optimizer.step()
-    for owned in data_parallel.segments:
-        owned.master.grad = None
+    for run in data_parallel.runs:
+        run.master.grad = None
     return TrainingState(
         step=1,
         consumed_samples=0,
@@ -73,20 +82,23 @@ def config_of(directory: Path, *, async_save: bool) -> ResolvedConfig:
     ).resolve(1, vocab_size=1)
 
 
-def timed(act: Callable[[], object]) -> float:
+def timed(act: Callable[[], object], device: torch.device) -> float:
+    """Seconds until the device has done it, too."""
+    synchronize(device)
     start = time.perf_counter()
     act()
+    synchronize(device)
     return time.perf_counter() - start
 
 
 class Sides:
     """The ways to save and load one state in a directory."""
 
-    def __init__(self, state: TrainingState, directory: Path) -> None:
-        self.state, self.directory = state, directory
+    def __init__(self, state: TrainingState, directory: Path, device: torch.device) -> None:
+        self.state, self.directory, self.device = state, directory, device
         self.tensors = {f"{kind}/{spec.name}": tensor for kind, spec, tensor in state.entries()}
         self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        mesh = Mesh(device=torch.device("cpu"))
+        mesh = Mesh(device=device)
         self.saver = CheckpointSaver(config_of(directory / "ours", async_save=False), mesh)
         self.background = CheckpointSaver(config_of(directory / "background", async_save=True), mesh)
 
@@ -117,38 +129,61 @@ class Sides:
         dcp.load(self.tensors, storage_reader=dcp.FileSystemReader(self.directory / "dcp"), no_dist=True)
 
 
-def main() -> None:
+def measure(sides: Sides, rounds: int) -> dict[str, float]:
+    """Median seconds of every save and load, and of what --async-save stalls; the rounds alternate, the first warms up.
+
+    Where one of the others cannot save what lies on this device, its figures are missing.
+
+    Args:
+        sides: what is compared.
+        rounds: how many count.
+    """
+    folder, seconds = sides.directory, dict[str, list[float]]()
+    for number in range(rounds + 1):
+        for name in ("save_ours", "save_torch", "save_dcp", "load_ours", "load_torch", "load_dcp"):
+            if name == "save_ours":
+                shutil.rmtree(folder / "ours", ignore_errors=True)
+            if name == "load_ours":
+                sides.tensors = {f"{kind}/{spec.name}": t for kind, spec, t in sides.state.entries()}
+            try:
+                seconds.setdefault(name, []).append(timed(getattr(sides, name), sides.device))
+            except (Exception, CheckpointException) as error:  # the latter is no Exception
+                if name.endswith("_ours"):
+                    raise
+                print(f"{name}: {one_line(error)}")
+        seconds.setdefault("stall", []).append(timed(lambda: sides.background.begin(sides.state), sides.device))
+        sides.background.finish()
+        shutil.rmtree(folder / "background")
+        print(
+            f"round {number}: " + ", ".join(f"{name} {taken[-1]:.2f} s" for name, taken in seconds.items() if taken),
+            flush=True,
+        )
+    return {name: statistics.median(taken[1:]) for name, taken in seconds.items() if taken}
+
+
+def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="where to write; default: the system's temporary directory")
-    args = parser.parse_args()
+    parser.add_argument("--device", default="cpu", help="where the training state lies (cpu)")
+    parser.add_argument("--records", type=Path, metavar="FILE", help="append the figures to this file as JSON")
+    args = parser.parse_args(argv)
+    device = open_device(args.device)
     with tempfile.TemporaryDirectory(dir=args.directory) as folder, torch.no_grad():
-        sides = Sides(training_state(args.megabytes), Path(folder))
-        seconds: dict[str, list[float]] = {}
-        for number in range(args.rounds + 1):
-            for name in ("save_ours", "save_torch", "save_dcp", "load_ours", "load_torch", "load_dcp"):
-                if name == "save_ours":
-                    shutil.rmtree(Path(folder) / "ours", ignore_errors=True)
-                if name == "load_ours":
-                    sides.tensors = {f"{kind}/{spec.name}": t for kind, spec, t in sides.state.entries()}
-                seconds.setdefault(name, []).append(timed(getattr(sides, name)))
-            seconds.setdefault("stall", []).append(timed(lambda: sides.background.begin(sides.state)))
-            sides.background.finish()
-            shutil.rmtree(Path(folder) / "background")
-            print(f"round {number}: " + ", ".join(f"{name} {taken[-1]:.2f} s" for name, taken in seconds.items()))
-    median = {name: statistics.median(taken[1:]) for name, taken in seconds.items()}  # the first warms up
+        sides = Sides(training_state(args.megabytes, device), Path(folder), device)
+        median = measure(sides, args.rounds)
     print(f"{sides.bytes / 1e6:,.0f} MB")
     for act in ("save", "load"):
-        speeds = {who: sides.bytes / median[f"{act}_{who}"] / 1e9 for who in ("ours", "torch", "dcp")}
-        faster = max(speeds["torch"], speeds["dcp"])
-        print(
-            f"{act}: ours {speeds['ours']:.2f} GB/s, torch {speeds['torch']:.2f}, "
-            f"torch.distributed.checkpoint {speeds['dcp']:.2f}; ours / the faster {speeds['ours'] / faster:.2f}"
-        )
+        speeds = {who: sides.bytes / taken / 1e9 for who in SIDES if (taken := median.get(f"{act}_{who}"))}
+        figures = ", ".join(f"{SIDES[who]} {speed:.2f} GB/s" for who, speed in speeds.items())
+        faster = max((speed for who, speed in speeds.items() if who != "ours"), default=math.nan)
+        print(f"{act}: {figures}; ours / the faster {speeds['ours'] / faster:.2f}")
     print(f"stall of --async-save: {median['stall']:.3f} s, {median['stall'] / median['save_ours']:.1%} of a save")
+    Records(args.records).add("checkpoint", bytes=sides.bytes, seconds=median)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,32 +6,36 @@
 A rate counts the bytes that the operator cannot avoid (inputs once, outputs once), and the share is of what copying a
 tensor reaches on the same device: 100% is a copy. Times are medians of `triton.testing.do_bench`, which empties the
 cache between runs. Backward is timed alone, on a graph that is kept, except where the gradient overwrites the input.
-One table is written as Markdown and as CSV, with the machine's name.
+One table is written as Markdown and as CSV, with the machine's name. A figure that cannot be taken is reported with
+its error, and the others are taken all the same; the exit status is then 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
+from benchmarks.gpu_check.device import copy_rate, describe_device, median_seconds, open_device
+from benchmarks.gpu_check.records import Records, one_line
 from megacore import ops
 
-Function = Callable[..., Tensor]
-DEVICE, DTYPE = "cuda", torch.bfloat16
+Function = Callable[..., Tensor | tuple[Tensor, ...] | None]
+DTYPE = torch.bfloat16
+LIGER, COMPILED = "liger", "torch.compile"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +48,10 @@ class Workload:
         ours: the operator.
         plain: the same in plain torch.
         forward_bytes: what forward must move.
-        backward_bytes: what backward must move.
+        backward_bytes: what backward must move; None: there is none.
         liger: makes Liger-Kernel's function, where it has one; raises ImportError where it is not installed.
         in_one: backward destroys what forward was given, so that the two are timed together.
+        compiles: whether torch.compile may make something else of `plain`.
     """
 
     name: str
@@ -54,184 +59,377 @@ class Workload:
     ours: Function
     plain: Function
     forward_bytes: int
-    backward_bytes: int
+    backward_bytes: int | None
     liger: Callable[[], Function] | None = None
     in_one: bool = False
+    compiles: bool = True
 
 
-def workloads() -> Iterator[Workload]:
-    """The shapes of common models, in bf16."""
-    for width in (4096, 8192, 16384):
-        yield from _norms(8192, width)
-    for length in (2048, 4096, 16384):
-        yield _softmax(max(1, 32 * 4096**2 // length**2), length)
-    for vocabulary in (50304, 128256):
-        yield _cross_entropy(8192, vocabulary)
-    yield _swiglu(8192, 14336)
-    yield _gelu(8192, 16384)
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One measured time.
+
+    Attributes:
+        operator: and shape.
+        direction: forward, backward, or both.
+        implementation: megacore, torch, torch.compile or liger.
+        seconds: median of a call; None where there is none.
+        bytes: that the operator cannot avoid moving.
+        share_of_copy: its rate over that of a copy on this device.
+        error: why there is no time.
+    """
+
+    operator: str
+    direction: str
+    implementation: str
+    seconds: float | None = None
+    bytes: int | None = None
+    share_of_copy: float | None = None
+    error: str | None = None
 
 
-def _norms(rows: int, width: int) -> Iterator[Workload]:
-    tensor = rows * width * 2
+@dataclass(frozen=True, kw_only=True)
+class Workloads:
+    """The operators in bf16 at the shapes of common models, or, small, at shapes that any machine can run.
 
-    def rms_inputs() -> tuple[Tensor, ...]:
-        return _random(rows, width), _random(width)
+    Attributes:
+        device: where the inputs lie.
+        small: for trying out the benchmark itself.
+    """
 
-    def liger_rms_norm() -> Function:
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    device: torch.device
+    small: bool = False
 
-        return lambda x, weight: LigerRMSNormFunction.apply(x, weight, 1e-5)
+    def __iter__(self) -> Iterator[Workload]:
+        rows = 16 if self.small else 8192
+        for width in (64,) if self.small else (4096, 8192, 16384):
+            yield from self._norms(rows, width)
+        for width in (64,) if self.small else (4096, 8192):
+            yield from self._residual_norms(rows, width)
+        for length in (32,) if self.small else (2048, 4096, 16384):
+            yield self._softmax(2 if self.small else max(1, 32 * 4096**2 // length**2), length)
+        for vocabulary in (96,) if self.small else (50304, 128256):
+            yield self._cross_entropy(rows, vocabulary)
+        yield self._swiglu(rows, 64 if self.small else 14336)
+        yield self._gelu(rows, 64 if self.small else 16384)
+        yield self._rotary(*((2, 8, 2, 16) if self.small else (2, 8192, 32, 128)))
+        yield self._dropout(rows, 64 if self.small else 8192)
+        yield self._adamw(1 << 10 if self.small else 1 << 28)
 
-    yield Workload(
-        name=f"rms_norm {rows} x {width}",
-        inputs=rms_inputs,
-        ours=ops.rms_norm,
-        plain=lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5),
-        forward_bytes=2 * tensor,
-        backward_bytes=3 * tensor,
-        liger=liger_rms_norm,
-    )
-    yield Workload(
-        name=f"layer_norm {rows} x {width}",
-        inputs=lambda: (*rms_inputs(), _random(width)),
-        ours=ops.layer_norm,
-        plain=lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias),
-        forward_bytes=2 * tensor,
-        backward_bytes=3 * tensor,
-    )
+    def _norms(self, rows: int, width: int) -> Iterator[Workload]:
+        tensor = rows * width * 2
+
+        def rms_inputs() -> tuple[Tensor, ...]:
+            return self._random(rows, width), self._random(width)
+
+        yield Workload(
+            name=f"rms_norm {rows} x {width}",
+            inputs=rms_inputs,
+            ours=ops.rms_norm,
+            plain=lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5),
+            forward_bytes=2 * tensor,
+            backward_bytes=3 * tensor,
+            liger=_liger("rms_norm", "LigerRMSNormFunction", lambda f: lambda x, weight: f(x, weight, 1e-5)),
+        )
+        yield Workload(
+            name=f"layer_norm {rows} x {width}",
+            inputs=lambda: (*rms_inputs(), self._random(width)),
+            ours=ops.layer_norm,
+            plain=lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias),
+            forward_bytes=2 * tensor,
+            backward_bytes=3 * tensor,
+            liger=_liger("layer_norm", "LigerLayerNormFunction", lambda f: lambda x, w, b: f(x, w, b, 1e-5)),
+        )
+
+    def _softmax(self, heads: int, length: int) -> Workload:
+        later = torch.ones(length, length, dtype=torch.bool, device=self.device).triu(1)
+        weights = heads * length * length * 2
+        # Scores are read up to the diagonal; weights and the scores' gradient are written whole.
+        return Workload(
+            name=f"causal softmax {heads} x {length} x {length}",
+            inputs=lambda: (self._random(1, heads, length, length),),
+            ours=lambda x: ops.fused_softmax(x, scale=0.125, causal=True),
+            plain=lambda x: torch.softmax((x * 0.125).masked_fill(later, -math.inf), -1),
+            forward_bytes=weights + weights // 2,
+            backward_bytes=weights + weights,
+        )
+
+    def _cross_entropy(self, tokens: int, vocabulary: int) -> Workload:
+        targets = torch.randint(vocabulary, (tokens,), device=self.device)
+        logits = tokens * vocabulary * 2
+
+        return Workload(
+            name=f"cross_entropy {tokens} x {vocabulary}",
+            inputs=lambda: (self._random(tokens, vocabulary),),
+            ours=lambda x: ops.cross_entropy(x, targets, options=ops.CrossEntropyOptions(in_place=not x.is_leaf)),
+            plain=lambda x: F.cross_entropy(x.float(), targets, reduction="none"),
+            forward_bytes=logits,
+            backward_bytes=2 * logits,
+            liger=_liger(
+                "cross_entropy", "LigerCrossEntropyFunction", lambda f: lambda x: f(x, targets, None, -100)[0]
+            ),
+            in_one=True,
+        )
+
+    def _swiglu(self, rows: int, width: int) -> Workload:
+        tensor = rows * width * 2
+        return Workload(
+            name=f"swiglu {rows} x {width}",
+            inputs=lambda: (self._random(rows, width), self._random(rows, width)),
+            ours=ops.swiglu,
+            plain=lambda gate, up: F.silu(gate) * up,
+            forward_bytes=3 * tensor,
+            backward_bytes=5 * tensor,
+            liger=_liger("swiglu", "LigerSiLUMulFunction", lambda f: f),
+        )
+
+    def _gelu(self, rows: int, width: int) -> Workload:
+        tensor = rows * width * 2
+        return Workload(
+            name=f"bias_gelu {rows} x {width}",
+            inputs=lambda: (self._random(rows, width), self._random(width)),
+            ours=ops.bias_gelu,
+            plain=lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+            forward_bytes=2 * tensor,
+            backward_bytes=3 * tensor,
+        )
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=DTYPE).requires_grad_()
+
+    def _residual_norms(self, rows: int, width: int) -> Iterator[Workload]:
+        tensor = rows * width * 2
+
+        def inputs() -> tuple[Tensor, ...]:
+            return self._random(rows, width), self._random(rows, width), self._random(width)
+
+        def plain_rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            total = x + residual
+            return F.rms_norm(total, weight.shape, weight, 1e-5), total
+
+        def plain_layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+            total = x + residual
+            return F.layer_norm(total, weight.shape, weight, bias), total
+
+        # Two tensors read, two written; backward reads two gradients and the sum, and writes one gradient for both.
+        yield Workload(
+            name=f"add_rms_norm {rows} x {width}",
+            inputs=inputs,
+            ours=ops.add_rms_norm,
+            plain=plain_rms,
+            forward_bytes=4 * tensor,
+            backward_bytes=4 * tensor,
+            liger=_liger(
+                "fused_add_rms_norm", "LigerFusedAddRMSNormFunction", lambda f: lambda x, r, w: f(x, r, w, 1e-5)
+            ),
+        )
+        yield Workload(
+            name=f"add_layer_norm {rows} x {width}",
+            inputs=lambda: (*inputs(), self._random(width)),
+            ours=ops.add_layer_norm,
+            plain=plain_layer,
+            forward_bytes=4 * tensor,
+            backward_bytes=4 * tensor,
+        )
+
+    def _rotary(self, batch: int, positions: int, heads: int, size: int) -> Workload:
+        tensor = batch * positions * heads * size * 2
+        rates = 10_000.0 ** (-torch.arange(size // 2) / (size // 2))
+        angles = (torch.arange(positions)[:, None] * rates).to(self.device)
+        cos, sin = angles.cos(), angles.sin()  # [s, d/2] fp32
+
+        def plain(x: Tensor) -> Tensor:
+            first, second = x.float().chunk(2, dim=-1)
+            c, s = cos[:, None], sin[:, None]
+            return torch.cat((first * c - second * s, second * c + first * s), -1).to(x.dtype)
+
+        return Workload(
+            name=f"rotary {batch} x {positions} x {heads} x {size}",
+            inputs=lambda: (self._random(batch, positions, heads, size),),
+            ours=lambda x: ops.rotary(x, cos, sin),
+            plain=plain,
+            forward_bytes=2 * tensor,
+            backward_bytes=2 * tensor,
+        )
+
+    def _dropout(self, rows: int, width: int) -> Workload:
+        tensor = rows * width * 2
+        return Workload(
+            name=f"bias_dropout_add {rows} x {width}",
+            inputs=lambda: (self._random(rows, width), self._random(width), self._random(rows, width)),
+            ours=lambda x, bias, residual: ops.bias_dropout_add(x, bias, residual, probability=0.1, seed=1),
+            plain=lambda x, bias, residual: residual + F.dropout(x + bias, 0.1),
+            forward_bytes=3 * tensor,
+            backward_bytes=2 * tensor,
+        )
+
+    def _adamw(self, count: int) -> Workload:
+        factor, step = torch.ones((), device=self.device), torch.ones((), device=self.device)
+
+        def inputs() -> tuple[Tensor, ...]:
+            parameter, gradient, mean, square = (torch.rand(count, device=self.device) for _ in range(4))
+            return parameter, gradient, mean, square, torch.empty_like(parameter, dtype=DTYPE)
+
+        def ours(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor) -> None:
+            ops.adamw_(
+                parameter, gradient, mean, square, step=1, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, factor=factor,
+                copy=copy,
+            )  # fmt: skip
+
+        def plain(parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, copy: Tensor) -> None:
+            torch._fused_adamw_(
+                [parameter], [gradient], [mean], [square], [], [step], lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1,
+                eps=1e-8, amsgrad=False, maximize=False, grad_scale=factor,
+            )  # fmt: skip
+            copy.copy_(parameter)
+
+        # Four fp32 numbers are read, three written, and one of 16 bits.
+        return Workload(
+            name=f"adamw {count >> 20} Mi" if count >> 20 else f"adamw {count}",
+            inputs=inputs,
+            ours=ours,
+            plain=plain,
+            forward_bytes=30 * count,
+            backward_bytes=None,
+            compiles=False,  # torch's is one kernel already
+        )
 
 
-def _softmax(heads: int, length: int) -> Workload:
-    later = torch.ones(length, length, dtype=torch.bool, device=DEVICE).triu(1)
-    weights = heads * length * length * 2
-    # Scores are read up to the diagonal; weights and the scores' gradient are written whole.
-    return Workload(
-        name=f"causal softmax {heads} x {length} x {length}",
-        inputs=lambda: (_random(1, heads, length, length),),
-        ours=lambda x: ops.fused_softmax(x, scale=0.125, causal=True),
-        plain=lambda x: torch.softmax((x * 0.125).masked_fill(later, -math.inf), -1),
-        forward_bytes=weights + weights // 2,
-        backward_bytes=weights + weights,
-    )
+def _liger(module: str, function: str, adapt: Callable[[Any], Function]) -> Callable[[], Function]:
+    """Makes one of Liger-Kernel's autograd functions, adapted to the arguments of ours."""
+    return lambda: adapt(getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply)
 
 
-def _cross_entropy(tokens: int, vocabulary: int) -> Workload:
-    targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
-    logits = tokens * vocabulary * 2
+def measure_all(
+    workloads: Sequence[Workload],
+    device: torch.device,
+    *,
+    copy: float,
+    compile_too: bool,
+    report: Callable[[Figure], None],
+) -> int:
+    """Take every figure that can be taken, and report each at once; compiled functions come last, as they take longest.
 
-    def liger() -> Function:
-        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+    Args:
+        workloads: what to measure.
+        device: where they compute.
+        copy: bytes per second of a copy on the device.
+        compile_too: whether torch.compile takes part.
+        report: called with each figure, also with those that could not be taken.
 
-        return lambda x: LigerCrossEntropyFunction.apply(x, targets, None, -100)[0]
-
-    return Workload(
-        name=f"cross_entropy {tokens} x {vocabulary}",
-        inputs=lambda: (_random(tokens, vocabulary),),
-        ours=lambda x: ops.cross_entropy(x, targets, options=ops.CrossEntropyOptions(in_place=not x.is_leaf)),
-        plain=lambda x: F.cross_entropy(x.float(), targets, reduction="none"),
-        forward_bytes=logits,
-        backward_bytes=2 * logits,
-        liger=liger,
-        in_one=True,
-    )
-
-
-def _swiglu(rows: int, width: int) -> Workload:
-    tensor = rows * width * 2
-    return Workload(
-        name=f"swiglu {rows} x {width}",
-        inputs=lambda: (_random(rows, width), _random(rows, width)),
-        ours=ops.swiglu,
-        plain=lambda gate, up: F.silu(gate) * up,
-        forward_bytes=3 * tensor,
-        backward_bytes=5 * tensor,
-    )
-
-
-def _gelu(rows: int, width: int) -> Workload:
-    tensor = rows * width * 2
-    return Workload(
-        name=f"bias_gelu {rows} x {width}",
-        inputs=lambda: (_random(rows, width), _random(width)),
-        ours=ops.bias_gelu,
-        plain=lambda x, bias: F.gelu(x + bias, approximate="tanh"),
-        forward_bytes=2 * tensor,
-        backward_bytes=3 * tensor,
-    )
-
-
-def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE, dtype=DTYPE).requires_grad_()
-
-
-def copy_rate() -> float:
-    """Bytes per second of copying 2 GiB, read and written."""
-    source = torch.empty(1 << 30, dtype=DTYPE, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    return float(triton.testing.do_bench(function, warmup=50, rep=200, return_mode="median")) / 1e3
-
-
-def measure(workload: Workload, *, compile_too: bool) -> Iterator[tuple[str, str, float, int]]:
-    """(direction, implementation, seconds, bytes) of everything that can run."""
-    functions: dict[str, Function] = {"megacore": workload.ours, "torch": workload.plain}
+    Returns:
+        How many could not be taken.
+    """
+    tasks = [(workload, name, make) for workload in workloads for name, make in _implementations(workload, device)]
     if compile_too:
-        functions["torch.compile"] = torch.compile(workload.plain, dynamic=False)
-    if workload.liger is not None:
-        with suppress(ImportError):
-            functions["liger"] = workload.liger()
-    for name, function in functions.items():
-        inputs = workload.inputs()
-        yield "forward", name, _seconds(partial(function, *inputs)), workload.forward_bytes
-        if workload.in_one:
-            both = workload.forward_bytes + workload.backward_bytes
-            yield "forward + backward", name, _seconds(partial(_step, function, inputs)), both
-        else:
-            result = function(*inputs)
-            step = partial(torch.autograd.grad, result, inputs, torch.randn_like(result), retain_graph=True)
-            yield "backward", name, _seconds(step), workload.backward_bytes
+        tasks += [(workload, COMPILED, partial(_compiled, workload)) for workload in workloads if workload.compiles]
+    failed = 0
+    for workload, name, make in tasks:
+        try:
+            for direction, seconds, moved in _measure(workload, make(), device):
+                report(
+                    Figure(
+                        operator=workload.name,
+                        direction=direction,
+                        implementation=name,
+                        seconds=seconds,
+                        bytes=moved,
+                        share_of_copy=moved / seconds / copy,
+                    )
+                )
+        except Exception as error:
+            absent = name == LIGER and isinstance(error, ImportError)  # then there is nothing to measure
+            failed += not absent
+            report(Figure(operator=workload.name, direction="all", implementation=name, error=one_line(error)))
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+    return failed
+
+
+def _implementations(workload: Workload, device: torch.device) -> Iterator[tuple[str, Callable[[], Function]]]:
+    """Names and makers of the functions that are compared without a compiler."""
+    yield "megacore", lambda: workload.ours
+    yield "torch", lambda: workload.plain
+    if workload.liger is not None and device.type == "cuda":
+        yield LIGER, workload.liger
+
+
+def _compiled(workload: Workload) -> Function:
+    function: Function = torch.compile(workload.plain, dynamic=False)
+    return function
+
+
+def _measure(workload: Workload, function: Function, device: torch.device) -> Iterator[tuple[str, float, int]]:
+    """(direction, seconds, bytes) of one implementation."""
+    inputs = workload.inputs()
+    forward, backward = workload.forward_bytes, workload.backward_bytes
+    yield "forward", median_seconds(partial(function, *inputs), device), forward
+    if backward is None:
+        return
+    if workload.in_one:
+        step = partial(_step, function, inputs)
+        yield "forward + backward", median_seconds(step, device), forward + backward
+        return
+    results = _as_tuple(function(*inputs))
+    gradients = [torch.randn_like(result) for result in results]
+    yield (
+        "backward",
+        median_seconds(partial(torch.autograd.grad, results, inputs, gradients, retain_graph=True), device),
+        backward,
+    )
 
 
 def _step(function: Function, inputs: tuple[Tensor, ...]) -> None:
     """Forward and backward; the inputs are no leaves, so that a gradient may be written over them."""
     views = [x.detach().requires_grad_().view_as(x) for x in inputs]
-    result = function(*views)
-    torch.autograd.grad(result, views, torch.ones_like(result))
+    results = _as_tuple(function(*views))
+    torch.autograd.grad(results, views, [torch.ones_like(result) for result in results])
+
+
+def _as_tuple(results: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    assert results is not None
+    return (results,) if isinstance(results, Tensor) else results
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print and write the table."""
+    """Measure, print and write the table; 1 if a figure could not be taken, 2 where there is nothing to measure on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write kernels.md and kernels.csv here")
+    parser.add_argument(
+        "--records", type=Path, metavar="FILE", help="append every figure to this file as JSON, at once"
+    )
+    parser.add_argument("--device", default="cuda", help="where to run (cuda)")
+    parser.add_argument("--small", action="store_true", help="small shapes, to try out the benchmark itself")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("no GPU: kernels are timed on one, and nothing else gives numbers worth having", file=sys.stderr)
         return 2
-    copy = copy_rate()
-    machine = (
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, "
-        f"copy {copy / 1e12:.2f} TB/s"
-    )
+    device = open_device(options.device)
+    copy = copy_rate(device, small=options.small)
+    machine = f"{describe_device(device)}, copy {copy / 1e12:.2f} TB/s"
     print(machine)
-    rows = []
-    for workload in workloads():
-        if options.only not in workload.name:
-            continue
-        for direction, name, seconds, moved in measure(workload, compile_too=not options.no_compile):
-            rate = moved / seconds
-            rows.append(
-                (workload.name, direction, name, f"{seconds * 1e6:.1f}", f"{rate / 1e9:.0f}", f"{rate / copy:.0%}")
-            )
-            print(*rows[-1], sep=" | ", flush=True)
-        torch.cuda.empty_cache()
+    records, figures = Records(options.records), list[Figure]()
+
+    def report(figure: Figure) -> None:
+        figures.append(figure)
+        records.add("kernel", **asdict(figure))
+        print(*_row(figure), sep=" | ", flush=True)
+
+    chosen = [workload for workload in Workloads(device=device, small=options.small) if options.only in workload.name]
+    failed = measure_all(chosen, device, copy=copy, compile_too=not options.no_compile, report=report)
     if options.output is not None:
-        _write(options.output, machine, rows)
-    return 0
+        _write(options.output, machine, [_row(figure) for figure in figures])
+    return 1 if failed else 0
+
+
+def _row(figure: Figure) -> tuple[str, ...]:
+    names = (figure.operator, figure.direction, figure.implementation)
+    if figure.seconds is None or figure.bytes is None or figure.share_of_copy is None:
+        return (*names, str(figure.error), "", "")
+    rate = figure.bytes / figure.seconds
+    return (*names, f"{figure.seconds * 1e6:.1f}", f"{rate / 1e9:.0f}", f"{figure.share_of_copy:.0%}")
 
 
 def _write(directory: Path, machine: str, rows: list[tuple[str, ...]]) -> None:

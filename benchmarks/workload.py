@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    ResolvedConfig,
-    TrainingConfig,
-)
+from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
 from megacore.data.gpt.mock import MockDataset
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTLoss, gpt_layers
 from megacore.parallel.mesh import Mesh, world_size
 from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardedParameter
 from megacore.train.parallelize import Task
 from megacore.train.trainer import Trainer
 
@@ -47,7 +40,7 @@ def configuration(
     micro_batch: int,
     tied: bool = False,
     clip_grad: float = 0.0,
-) -> ResolvedConfig:
+) -> Config:
     """The workload's configuration.
 
     Args:
@@ -73,14 +66,28 @@ def configuration(
     optimizer = OptimizerConfig(lr=1e-3, adam_beta2=0.95, weight_decay=0.1, clip_grad=clip_grad)
     data = DataConfig(seq_length=sizes.seq, mock_data=True)
     config = Config(model=model, parallel=parallel, data=data, optimizer=optimizer, training=training)
-    return config.resolve(world_size())
+    return resolve(config, world_size())
 
 
-def megacore_trainer(config: ResolvedConfig, mesh: Mesh) -> Trainer:
-    """megacore's trainer on the workload."""
+def megacore_trainer(
+    config: Config, mesh: Mesh, *, initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
+) -> Trainer:
+    """megacore's trainer on generated data.
+
+    Args:
+        config: resolved.
+        mesh: this rank's place.
+        initialize: gives the parameters their values; None: as the configuration says.
+    """
     streams = RandomStreams(1, mesh.device)
     layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=GPTLoss(config, mesh.tp), streams=streams)
+    task = Task(
+        layers=layers,
+        first_input=lambda batch: batch.tokens,
+        loss=GPTLoss(config, mesh.tp),
+        streams=streams,
+        initialize=initialize,
+    )
     return Trainer(config, mesh, task, dataset(config), None)
 
 
@@ -89,7 +96,8 @@ def megacore_step(trainer: Trainer) -> Step:
     return lambda: trainer.train_step(next(trainer.batches)) and None
 
 
-def dataset(config: ResolvedConfig) -> MockDataset:
+def dataset(config: Config) -> MockDataset:
+    assert config.model.vocab_size is not None
     return MockDataset(config.model.vocab_size, config.data.seq_length, 10_000_000, seed=1)
 
 
@@ -114,7 +122,7 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     """GPT-2 in one file."""
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
         m = config.model
         assert m.vocab_size is not None

@@ -45,5 +45,9 @@ class WorkerDied(Exception):
     """A process that reads data for a rank has ended, and the rank with it; reported without a traceback."""
 
 
+class PeerFailed(Exception):
+    """Another rank could not prepare for a collective; that rank has the reason, and this one only its echo."""
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete, damaged or does not fit the model."""

@@ -1,6 +1,7 @@
 """Run a function on N ranks: `run_distributed(fn, world_size, *args)` returns the ranks' results in order.
 
-The ranks are real processes with a real process group (gloo, or NCCL where there are enough GPUs), forked from a
+The ranks are real processes with a real process group (gloo, NCCL where there are enough GPUs, or the pretend
+accelerator's, tests/accelerator/device.py), forked from a
 server that has torch imported and warmed (`tests/forkserver_preload.py`), so that four of them are ready in well under
 a second. They meet at a TCPStore which the calling process serves on a port that the system chooses: no fixed port.
 
@@ -36,6 +37,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.accelerator import build
+from tests.accelerator.collectives import register
 
 ROOT = Path(__file__).resolve().parent.parent
 DUMP_SIGNAL = signal.SIGUSR1
@@ -106,13 +110,16 @@ def run_distributed(
         world_size: Number of ranks.
         args: Further arguments, the same for every rank.
         timeout: Seconds after which the ranks are taken to hang.
-        backend: `gloo`, or `nccl` where there is a GPU for every rank (each rank is then given its device).
+        backend: `gloo`, `nccl` where there is a GPU for every rank, or `pretend`; with the last two each rank is given
+            its device.
         init: Whether the harness initialises the default process group; without it, `init_process_group()` in `fn`
             works as it does under torchrun.
 
     Raises:
         RankFailed: A rank raised, died or hung.
     """
+    if backend == "pretend":
+        build.library()  # before there are ranks that wait for each other
     _start_server()
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as stacks:
@@ -289,6 +296,9 @@ def _call(launch: _Launch, rank: int) -> Any:
     torch.set_num_threads(1)
     if launch.backend == "nccl":
         torch.cuda.set_device(rank)
+    if launch.backend == "pretend":
+        register()
+        torch.accelerator.set_device_index(rank)
     if launch.init:
         # Longer than the harness waits: a hang is reported by the harness, with stacks.
         dist.init_process_group(launch.backend, timeout=datetime.timedelta(seconds=launch.timeout + 30))

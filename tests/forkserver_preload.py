@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from unittest import mock
 
 # CUDA must not be initialised before the fork; this makes torch ask the driver's library instead.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -27,8 +28,11 @@ def warm_up() -> None:
     torch.set_num_threads(1)  # OpenMP threads do not survive a fork
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.zeros(2, 4)).sum().backward()
-    optimizer.step()
+    # No backward: autograd counts the devices on its first one, and a rank may still register one.
+    model.weight.grad, model.bias.grad = torch.zeros(4, 4), torch.zeros(4)
+    # The optimizer asks whether a CUDA graph is being captured, and a process that has asked cannot be forked.
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        optimizer.step()
     np.random.default_rng(0).permutation(4)
     assert tests.distributed.SERVER_READY is False
     gc.collect()

@@ -11,13 +11,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
-from megacore.config import ParallelConfig, ResolvedModel, TrainingConfig
+from megacore.config import ResolvedModel, TrainingConfig
 from megacore.config.bert import BertConfig, ResolvedBert, ResolvedBertConfig
 from megacore.data.bert.masking import special_tokens
 from megacore.data.command import ToolParser, positive, run_tool
@@ -26,8 +25,6 @@ from megacore.inference.fill_mask import fill_mask
 from megacore.inference.trained import model_of, tokenizer_of
 from megacore.models.bert import bert_layers
 from megacore.parallel.mesh import select_device
-
-DEVICES = get_args(get_type_hints(ParallelConfig)["device"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +78,7 @@ def _parser() -> ToolParser:
     )
     add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
     add("--top-k", type=positive, default=5, metavar="K", help="number of predictions per mask. Default: 5.")
-    add("--device", choices=DEVICES, default="auto", help="device to compute on. Default: auto.")
+    add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")
     return parser
 
 

@@ -22,9 +22,10 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 from megacore.config.messages import counted
 from megacore.data.command import ToolParser, positive, run_tool
 from megacore.data.indexed.corpus import TextUnit, check_files
-from megacore.data.indexed.preprocess import Job, Report, available_cores, preprocess
+from megacore.data.indexed.preprocess import Job, Report, preprocess
 from megacore.data.indexed.progress import Progress, figures
 from megacore.data.tokenizers.tokenizer import load_tokenizer
+from megacore.parallel.processors import available_cores
 
 _SHOWN = 20  # bad lines that are shown; all are counted
 

@@ -1,16 +1,16 @@
 """Saving: every rank writes its own slices once, the first rank adds the manifest and publishes the directory.
 
 A save is a few pieces of work, each done by every rank on its own, with an agreement of all ranks after it: make the
-directory, copy the state, write the shards, publish. With --async-save the last two run in a thread, which talks to
-nobody: the ranks agree in their main threads, where they meet anyway, so that a slow or failing disk holds up no
-collective. A directory is complete under its name or does not exist, and no existing one is touched.
+directory, copy the state, write the shards, publish. Whatever exception one rank's part raises becomes the same
+StorageError on all of them: a rank that left a save by itself would leave the others waiting in a collective. With
+--async-save the last two parts run in a thread, which talks to nobody: the ranks agree in their main threads, where
+they meet anyway, so that a slow or failing disk holds up no collective. A directory is complete under its name or does
+not exist, and no existing one is touched.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from megacore.checkpoint.storage import (
     publish,
     retire,
     seal,
-    sync_directory,
     write_tensors,
     write_text,
 )
+from megacore.checkpoint.work import Work, described
 from megacore.config import ResolvedConfig
 from megacore.data.gpt.build import tokenizer_of
-from megacore.errors import DataError, StorageError
+from megacore.errors import StorageError
+from megacore.files import sync
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 
@@ -58,47 +59,6 @@ class Saved:
     notes: tuple[str, ...] = ()
 
 
-class _Work:
-    """Something that this rank does on its own, now or in a thread; what it raises is kept for the agreement."""
-
-    def __init__(self, do: Callable[[], Any] | None, place: Path, *, background: bool) -> None:
-        self.result: Any = None
-        self.problem: str | None = None
-        self._do, self._place = do, place
-        self._thread: threading.Thread | None = None
-        if do is None:
-            return
-        if background:
-            self._thread = threading.Thread(target=self._run_in_thread, name="save", daemon=True)
-            self._thread.start()
-        else:
-            self._run()
-
-    @property
-    def is_done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def join(self, seconds: float | None = None) -> None:
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def _run(self) -> None:
-        assert self._do is not None
-        try:
-            self.result = self._do()
-        except (OSError, DataError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            self.problem = f"{getattr(error, 'filename', None) or self._place}: {reason}"
-        finally:
-            self._do = None  # and with it the state that it holds
-
-    def _run_in_thread(self) -> None:
-        try:
-            self._run()
-        except Exception as error:  # nobody else would hear of it
-            self.problem = f"{self._place}: {type(error).__name__}: {error}"
-
-
 @dataclass(kw_only=True)
 class _Job:
     """A save under way; the same on every rank, but for `work`."""
@@ -106,7 +66,7 @@ class _Job:
     draft: Manifest
     temporary: Path
     final: Path
-    work: _Work
+    work: Work
     may_be_complete: bool = False
     is_publishing: bool = False
 
@@ -147,20 +107,21 @@ class CheckpointSaver:
             state: this rank's view of the run. With --async-save it may change once this returns.
 
         Raises:
-            StorageError: on every rank, where the directory cannot be made.
+            StorageError: on every rank, where one could not make the directory or copy its state.
         """
         assert self._job is None
         first = self._mesh.world.is_first
-        make = _Work((lambda: self._make_directory(state.step)) if first else None, self._run, background=False)
+        make = Work((lambda: self._make_directory(state.step)) if first else None, self._run, background=False)
         temporary, final = (self._run / name for name in self._agreed(make)[0])
         try:
-            shards, tables = self._stage(state)
-            storage.passing("staged")
-            work = _Work(lambda: _write(temporary, shards, tables), temporary, background=self._background)
+            stage = Work(lambda: (*self._stage(state), self._draft(state)), temporary, background=False)
+            self._raise_first_of(all_gather_objects(stage.problem, self._mesh.world))
+            shards, tables, draft = stage.result
+            work = Work(lambda: _write(temporary, shards, tables), temporary, background=self._background)
         except BaseException:
             self._discard(temporary)
             raise
-        self._job = _Job(draft=self._draft(state), temporary=temporary, final=final, work=work)
+        self._job = _Job(draft=draft, temporary=temporary, final=final, work=work)
 
     def advance(self) -> Saved | None:
         """Agree on what is done and go on to what follows; only where no rank is waiting.
@@ -184,7 +145,7 @@ class CheckpointSaver:
             self._job = None
             return Saved(step=job.draft.step, path=job.final, notes=results[0])
         do = (lambda: self._publish(job, results)) if self._mesh.world.is_first else None
-        job.work, job.is_publishing = _Work(do, job.temporary, background=self._background), True
+        job.work, job.is_publishing = Work(do, job.temporary, background=self._background), True
         return None
 
     def finish(self) -> Saved | None:
@@ -210,13 +171,18 @@ class CheckpointSaver:
         if self._mesh.world.is_first:
             discard(temporary)
 
-    def _agreed(self, work: _Work) -> list[Any]:
+    def _agreed(self, work: Work) -> list[Any]:
         """Every rank's result, or what the first rank with a problem says, on all of them."""
         outcomes = all_gather_objects((work.problem, work.result), self._mesh.world)
-        problems = [problem for problem, _ in outcomes if problem is not None]
-        if problems:
-            raise StorageError(f"the checkpoint cannot be written: {problems[0]}")
+        self._raise_first_of([problem for problem, _ in outcomes])
         return [result for _, result in outcomes]
+
+    def _raise_first_of(self, problems: list[str | None]) -> None:
+        """Raise what the first rank with a problem of its own says; the ranks' problems are in their order."""
+        failed = [problem for problem in problems if problem is not None]
+        if failed:
+            reason = next((problem for problem in failed if problem), "a rank gave no reason")
+            raise StorageError(f"the checkpoint cannot be written: {reason}")
 
     def _make_directory(self, step: int) -> tuple[str, str]:
         """The names of a new temporary directory and of what it is to become."""
@@ -232,28 +198,38 @@ class CheckpointSaver:
         """What this rank writes: tensors in host memory, which training does not change before they are written."""
         mesh, shards, tables = self._mesh, _Shards(), _Tables()
         load = [0] * mesh.dp.size  # elements that each data-parallel rank writes
-        for kind, spec, tensor in state.entries():  # all data-parallel ranks take part
+        problem: Exception | None = None
+        for kind, spec, tensor in state.entries():
             held_elsewhere = spec.name in state.tied_copies or (spec.dim is None and not mesh.tp.is_first)
             if held_elsewhere or tensor.numel() == 0:
                 continue
             writer = load.index(min(load))
             load[writer] += tensor.numel()
-            if writer != mesh.dp.rank:
+            if writer != mesh.dp.rank or problem is not None:
                 continue
             replica = f"-dp{writer}" if writer else ""
             file = f"{kind}-pp{mesh.pp.rank}-tp{mesh.tp.rank}{replica}.safetensors"
-            shards.setdefault(file, {})[spec.name] = self._kept(kind, spec.name, tensor.detach())
             starts, stops = zip(*spec.slices, strict=True) if spec.slices else ((), ())
             piece = Piece(file=file, start=list(starts), stop=list(stops))
             entry = TensorEntry(shape=list(spec.shape), dtype=str(tensor.dtype).removeprefix("torch."), pieces=[piece])
+            try:
+                shards.setdefault(file, {})[spec.name] = self._kept(kind, spec.name, tensor.detach())
+            except Exception as error:  # the other data-parallel ranks still need this one to gather the rest
+                problem = error
+                shards.clear()
             tables.setdefault(kind, {})[spec.name] = entry
+        if problem is not None:
+            raise problem
+        storage.passing("staged")
         return shards, tables
 
     def _kept(self, kind: str, name: str, tensor: Tensor) -> Tensor:
         """The tensor in host memory; in the background a copy, in memory that is taken from the system once."""
         if not self._background:
-            shared = tensor.untyped_storage().nbytes() > 2 * tensor.nbytes
-            return tensor.clone() if shared and self._mesh.dp.size > 1 else tensor.cpu()
+            on_host = tensor.cpu()
+            # A slice of a gathered bucket would keep the whole bucket in memory until it is written.
+            is_slice = on_host.untyped_storage().nbytes() > 2 * on_host.nbytes
+            return on_host.clone() if is_slice and self._mesh.dp.size > 1 else on_host
         buffer = self._staging.get((kind, name))
         if buffer is None or buffer.shape != tensor.shape:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
@@ -280,7 +256,7 @@ class CheckpointSaver:
             fingerprint = self._tokenizer.fingerprint
             own = sorted(path for path in (temporary / TOKENIZER_DIRECTORY).iterdir() if path.is_file())
             files |= {f"{TOKENIZER_DIRECTORY}/{path.name}": seal(path) for path in own}
-            sync_directory(temporary / TOKENIZER_DIRECTORY)
+            sync(temporary / TOKENIZER_DIRECTORY)
         manifest = dataclasses.replace(
             job.draft, serial=next_serial(run), files=files, tensors=tensors, tokenizer=fingerprint
         )
@@ -291,8 +267,8 @@ class CheckpointSaver:
         try:
             point_to(job.final)
             self._retire(job.final)
-        except OSError as error:
-            notes.append(f"{error.filename or run}: {error.strerror}")
+        except Exception as error:
+            notes.append(described(error, run))
         storage.passing("done")
         return tuple(notes)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megacore.parallel.collectives import all_or_none
 from megacore.parallel.sharding import ShardSpec
 from megacore.zero.bucket import Bucket
 from megacore.zero.data_parallel import DataParallel, OwnedSegment
@@ -51,6 +52,9 @@ class TrainingState:
         """(kind, slice, fp32 tensor without padding) of the stage; all data-parallel ranks go through them together.
 
         A tensor may be the live one: who keeps it while training goes on must copy it.
+
+        Raises:
+            PeerFailed: another data-parallel rank could not prepare what is gathered next.
         """
         for bucket in self.data_parallel.buckets:
             specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
@@ -58,7 +62,9 @@ class TrainingState:
                 if self.data_parallel.options.stage == 0:  # every rank has the whole
                     whole = self._live(bucket, kind)
                 else:
-                    whole = bucket.whole(bucket.master if kind == MODEL else self._optimizer_shard(bucket, kind))
+                    with all_or_none(bucket.group, bucket.parameters[0].device):
+                        shard = bucket.master if kind == MODEL else self._optimizer_shard(bucket, kind)
+                    whole = bucket.whole(shard)
                 for name, tensor in whole.items():
                     yield kind, specs[name], specs[name].own(tensor)
 
@@ -94,13 +100,14 @@ class TrainingState:
             owned.master.copy_(values)
             return
         assert self.optimizer is not None
-        state = self.optimizer.state[owned.master]
-        if kind in state:
-            state[kind].copy_(values)
-        else:
-            state[kind] = values.to(owned.master.device, copy=True)
+        master, state = owned.run.master, self.optimizer.state[owned.run.master]
+        if kind not in state:
+            state[kind] = torch.zeros_like(master)
+        part = owned.state(self.optimizer, kind)
+        assert part is not None
+        part.copy_(values)
         if isinstance(self.optimizer, torch.optim.AdamW):
-            state["step"] = torch.tensor(float(updates), device=owned.master.device)
+            state["step"] = torch.tensor(float(updates), device=master.device)
 
     def _live(self, bucket: Bucket, kind: str) -> dict[str, Tensor]:
         """Whole local tensors by name, where this rank owns all of every parameter."""
@@ -108,16 +115,13 @@ class TrainingState:
         found = {}
         for owned in self.data_parallel.segments:
             if owned.bucket is bucket:
-                flat = owned.master.detach() if kind == MODEL else self._of_optimizer(owned, kind)
-                flat = torch.zeros_like(owned.master.detach()) if flat is None else flat
+                flat = owned.master if kind == MODEL else self._of_optimizer(owned, kind)
+                flat = torch.zeros_like(owned.master) if flat is None else flat
                 found[owned.spec.name] = flat.view(shapes[owned.spec.name])
         return found
 
     def _of_optimizer(self, owned: OwnedSegment, kind: str) -> Tensor | None:
-        if self.optimizer is None:
-            return None
-        state: Tensor | None = self.optimizer.state.get(owned.master, {}).get(kind)
-        return state
+        return None if self.optimizer is None else owned.state(self.optimizer, kind)
 
     def _optimizer_shard(self, bucket: Bucket, kind: str) -> Tensor:
         shard = torch.zeros_like(bucket.master)

@@ -73,6 +73,11 @@ class BertSection(Section):
         """Whether a sample is several documents one after the other."""
         return self.bert_style == "modern"
 
+    @property
+    def has_sentence_head(self) -> bool:
+        """Whether the model has a pooler and a sentence head, of which a resolved configuration's task decides."""
+        return self.sentence_task != "none"
+
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if "bert_style" in wrong:
             return

@@ -20,7 +20,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import megacore
 from megacore.config.fields import field_infos
-from megacore.config.flags import Given, all_fields, flag_names, read_flags
+from megacore.config.flags import Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import help_text, help_topic
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
@@ -178,6 +178,10 @@ def _read(argv: Sequence[str], process: _Process, kind: type[C], shape: Shape | 
     given = {**file.values, **flags.values}
     shape_values, shape_problems = _shape_values(shape, given)
     config = _build(kind, _with_defaults(kind, {**shape_values, **given}))
+    if flags.foreign:
+        translate_foreign(flags, given, config)
+        given = {**file.values, **flags.values}
+        config = _build(kind, _with_defaults(kind, {**shape_values, **given}))
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     problems = flags.problems

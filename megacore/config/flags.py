@@ -7,12 +7,13 @@ message can name them together. Underscores count as dashes, and aliases as the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config import megatron_flags
-from megacore.config.fields import FieldInfo, field_infos
+from megacore.config.fields import FieldInfo, field_infos, flag_and_value
+from megacore.config.megatron_values import FOREIGN, Shape, translate
 from megacore.config.messages import nearest_name
 from megacore.config.schema import Config, sections_of
 
@@ -25,11 +26,13 @@ class Given:
         values: values by field.
         problems: what is wrong with the source.
         unread: fields that the source sets to a value which could not be read.
+        foreign: flags of Megatron-LM with their values, which `translate_foreign` makes fields of.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
+    foreign: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
 
 
 @dataclass
@@ -68,7 +71,10 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
     words: dict[str, _Word] = {}
     for word in _words(argv, given):
         info = flags.get(word.flag)
-        if info is None:
+        if word.flag in FOREIGN:
+            if (foreign := (word.flag, tuple(word.values))) not in given.foreign:
+                given.foreign.append(foreign)
+        elif info is None:
             _refuse_unknown(word, flags, given)
         elif info.name in words:
             _refuse_contradiction(words[info.name], word, info, given)
@@ -76,6 +82,40 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
             words[info.name] = word
             _read_value(word, info, given)
     return given
+
+
+def translate_foreign(given: Given, values: Mapping[str, Any], config: Config) -> None:
+    """Translates flags of Megatron-LM that have the same meaning in another form.
+
+    Args:
+        given: what the command line sets. It receives the fields, and what is wrong with the flags.
+        values: the values by field that all sources set. A flag that contradicts them is refused.
+        config: the configuration of these values, for its number of layers and pipeline degree.
+    """
+    shape = Shape(_positive_number(config.model.num_layers), _positive_number(config.parallel.pp))
+    sources = {name: flag_and_value(name, value) for name, value in values.items()}
+    for flag, words in given.foreign:
+        source = " ".join([flag, *words])
+        try:
+            translation = translate(flag, words, shape)
+        except ValueError as error:
+            given.problems.append(str(error))
+            given.unread.update(FOREIGN[flag].fields)
+            continue
+        for name, value in translation.values.items():
+            if name in sources and {**values, **given.values}[name] != value:
+                given.problems.append(
+                    f"{source} is {flag_and_value(name, value)}, and {sources[name]} is given as well: keep one of them"
+                )
+                given.unread.add(name)
+                continue
+            given.values[name], sources[name] = value, source
+        if "schedule_csv" not in values:
+            given.values.update({k: v for k, v in translation.implied.items() if k not in values})
+
+
+def _positive_number(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _words(argv: Sequence[str], given: Given) -> Iterator[_Word]:

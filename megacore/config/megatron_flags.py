@@ -2,7 +2,7 @@
 
 A script that comes from Megatron-LM is refused with these lines instead of a guess at a similar name.
 docs/coming-from-megatron.md lists the same. Megatron-LM flags with the same meaning are accepted and not listed here:
-they are names and aliases of fields.
+they are names and aliases of fields. megatron_values.py translates those with the same meaning in another form.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 REPLACED = {
     "--accumulate-allreduce-grads-in-fp32": "leave it out: gradients are accumulated and reduced in fp32",
     "--apply-query-key-layer-scaling": "leave it out: attention's softmax is computed in fp32",
-    "--attention-backend": "use --attention sdpa (torch's fused operator, the default) or --attention fused-softmax",
     "--attention-softmax-in-fp32": "leave it out: attention's softmax is always computed in fp32",
     "--bert-no-binary-head": "use pretrain_bert.py --sentence-task none",
     "--bf16": "use --precision bf16",
     "--bias-dropout-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--bias-gelu-fusion": "leave it out: the implementation of each operation is chosen and reported",
+    "--calculate-per-token-loss": "leave it out: the loss is always divided by the tokens of the global batch",
     "--ckpt-format": "leave it out: checkpoints are safetensors",
     "--ckpt-step": "use --load OUTPUT_DIR/step_NNNNNNNN",
+    "--data-args-path": "use --config FILE.toml, with data_path in its table [data]",
     "--dataloader-type": "leave it out: samples come in one order that every layout shares",
     "--ddp-bucket-size": "use --bucket-size-mb, which counts MiB instead of elements",
-    "--deterministic-mode": "leave it out: two runs with the same seed are bitwise equal",
+    "--deterministic-mode": "use --reproducible; on CPUs two runs with one seed and layout are bitwise equal anyway",
+    "--dist-ckpt-optim-fully-reshardable": "leave it out: every checkpoint is loaded on any layout",
+    "--dist-ckpt-strictness": "leave it out: a checkpoint that does not fit the model is refused",
     "--distributed-backend": "use --device: cuda communicates through NCCL, cpu through gloo",
     "--exit-on-missing-checkpoint": "leave it out: --load DIR needs a checkpoint, and --load auto starts afresh",
     "--exit-signal-handler": "leave it out: SIGTERM and SIGINT always save and end the run",
@@ -34,6 +37,7 @@ REPLACED = {
     "--lr-warmup-samples": "use --lr-warmup-iters, which counts steps",
     "--masked-softmax-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--merge-file": "use --tokenizer DIR, with a tokenizer.json in it",
+    "--no-create-attention-mask-in-dataloader": "leave it out: the data loader never makes attention masks",
     "--no-bias-dropout-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--no-bias-gelu-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--no-check-for-nan-in-loss-and-grad": "leave it out: the check is part of the norm; see --max-bad-steps",
@@ -45,6 +49,7 @@ REPLACED = {
     "--recompute-activations": "use --recompute selective",
     "--recompute-granularity": "use --recompute selective or --recompute full",
     "--recompute-method": "leave it out: --recompute-num-layers counts a stage's first blocks (block)",
+    "--recompute-modules": "use --recompute selective, which is core_attn, or --recompute full",
     "--reset-attention-mask": "leave it out: BERT always attends within a document, GPT not yet",
     "--reset-position-ids": "leave it out: packed BERT has relative positions, GPT counts through a sample",
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear and --rope-scaling-factor",
@@ -52,6 +57,7 @@ REPLACED = {
     "--tokenizer-type": "leave it out: --tokenizer PATH tells its own type",
     "--train-samples": "use --train-iters, which counts steps of --global-batch-size samples",
     "--transformer-impl": "leave it out: the fastest available implementation is chosen and reported",
+    "--use-checkpoint-args": "use --config OUTPUT_DIR/config.toml, which every run writes",
     "--use-cpu-initialization": "leave it out: initial weights are the same on every device and layout",
     "--use-distributed-optimizer": "use --zero-stage 1",
     "--use-mcore-models": "leave it out: there is one kind of model",
@@ -62,16 +68,14 @@ REPLACED = {
 """Flags that have another name here, or that megacore does not need."""
 
 _NOT_YET = """
-    --apply-layernorm-1p --calculate-per-token-loss --check-for-large-grads --check-for-spiky-loss
-    --context-parallel-size --dist-ckpt-optim-fully-reshardable --dist-ckpt-strictness --end-weight-decay
+    --apply-layernorm-1p --check-for-large-grads --check-for-spiky-loss --context-parallel-size --end-weight-decay
     --expert-model-parallel-size --finetune --iterations-to-skip --log-num-zeros-in-grad --log-params-norm
-    --manual-gc --manual-gc-interval --no-load-optim --no-save-optim --num-layers-per-virtual-pipeline-stage
-    --num-virtual-stages-per-pipeline-rank --pipeline-model-parallel-layout --pretrained-checkpoint --profile
-    --profile-ranks --profile-step-end --profile-step-start --recompute-modules --rotary-interleaved --skip-train
-    --squared-relu --start-weight-decay --step-batch-size-schedule --tensorboard-dir --tensorboard-log-interval
-    --timing-log-level --timing-log-option --tp-comm-overlap --use-checkpoint-args --use-flash-attn
-    --use-tp-pp-dp-mapping --wandb-entity --wandb-exp-name --wandb-project --wandb-save-dir
-    --weight-decay-incr-style
+    --manual-gc --manual-gc-interval --no-load-optim --no-mmap-bin-files --no-save-optim
+    --num-dataset-builder-threads --per-split-data-args-path --pretrained-checkpoint --profile --profile-ranks
+    --profile-step-end --profile-step-start --rotary-interleaved --skip-train --squared-relu --start-weight-decay
+    --step-batch-size-schedule --tensorboard-dir --tensorboard-log-interval --test-data-path --timing-log-level
+    --timing-log-option --tp-comm-overlap --train-data-path --use-tp-pp-dp-mapping --valid-data-path
+    --vocab-extra-ids --wandb-entity --wandb-exp-name --wandb-project --wandb-save-dir --weight-decay-incr-style
 """
 NOT_YET = frozenset(_NOT_YET.split())
 """Flags of features that megacore does not have yet."""

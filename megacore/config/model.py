@@ -252,3 +252,9 @@ def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
     if "learned" not in (one.position_embedding_type, other.position_embedding_type):
         names.remove("max_position_embeddings")  # a limit of use, not the size of a table
     return [name for name in names if getattr(one, name) != getattr(other, name)]
+
+
+def padded_rows(vocab_size: int, parts: int, multiple: int) -> int:
+    """Rows of a rank's local vocabulary table: enough for its share, rounded up to `multiple`."""
+    share = -(-vocab_size // parts)
+    return -(-share // multiple) * multiple

@@ -99,10 +99,12 @@ class Config:
         parallel, training = self.parallel, self.training
         dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
         global_batch_size = training.global_batch_size or training.micro_batch_size * dp
+        microbatches = global_batch_size // training.micro_batch_size
         sections = {name: getattr(self, name) for name in sections_of(type(self))}
         return sections | {
             "model": self.model.resolve(seq_length=self.data.seq_length, vocab_size=vocab_size),
             "parallel": parallel.resolved_as(ResolvedParallel, dp=dp),
+            "precision": self.precision.with_initial_scale(microbatches),
             "optimizer": self.optimizer.resolved_as(ResolvedOptimizer, lr_decay_iters=self.lr_decay_iters),
             "training": training.resolved_as(ResolvedTraining, global_batch_size=global_batch_size),
         }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from megacore.config.fields import Flag, Range, Section
@@ -63,13 +63,15 @@ class ParallelConfig(Section):
     parameters and gradients."""
     bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
     """Size in MiB of the buckets in which gradients are reduced and parameters gathered over --dp. A bucket is never
-    larger than a quarter of a stage."""
+    larger than a quarter of a stage. With more than 16 ranks buckets grow, so that each rank's share keeps 1 MiB, or
+    1/16 of this size if that is less."""
     overlap_grad_reduce: bool = True
     """Reduces gradients over --dp during backward."""
     overlap_param_gather: bool = True
     """Gathers updated parameters during the next forward, with --zero-stage 1 or 2."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on. auto: cuda if available, else cpu. The backend is NCCL on cuda and gloo on cpu."""
+    device: str = "auto"
+    """Device to compute on: auto, cpu, cuda, or torch's name of another accelerator. auto: cuda if available, else cpu.
+    The backend is NCCL on cuda and gloo on cpu."""
     distributed_timeout_minutes: Annotated[float, Range(0.05, 10080)] = 10.0
     """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
 
@@ -122,8 +124,9 @@ class PrecisionConfig(Section):
     """Number format in which gradients are accumulated and reduced."""
     loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
     """Fixed loss scale for --precision fp16. Default: a dynamic loss scale."""
-    initial_loss_scale: Annotated[float, _LOSS_SCALES] = 65536.0
-    """First value of the dynamic loss scale of --precision fp16."""
+    initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
+    """First value of the dynamic loss scale of --precision fp16. Default: 65536 times the number of microbatches in a
+    global batch, rounded up to a power of two, so that the mean loss of each microbatch is scaled by 65536 or more."""
     min_loss_scale: Annotated[float, _LOSS_SCALES] = 1.0
     """Smallest value of the dynamic loss scale. The run stops at an overflow that would halve it further."""
     loss_scale_window: Annotated[int, Range(1)] = 1000
@@ -143,11 +146,25 @@ class PrecisionConfig(Section):
             fixed = f"--loss-scale {number(self.loss_scale)}, which is fixed"
             yield from self.without_effect(dynamic, wrong, fixed, "a dynamic loss scale, without --loss-scale")
             return
-        if self.initial_loss_scale < self.min_loss_scale:
+        if self.initial_loss_scale is not None and self.initial_loss_scale < self.min_loss_scale:
             yield (
                 f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "
                 f"{number(self.min_loss_scale)}: use --initial-loss-scale {number(self.min_loss_scale)} or more"
             )
+
+    def with_initial_scale(self, microbatches: int) -> PrecisionConfig:
+        """This section with the first value of a dynamic loss scale; other loss scales have none.
+
+        The loss is the mean over the global batch. The gradients of one microbatch are therefore smaller than those of
+        its own mean loss by the number of microbatches. The usual 2^16 is meant for the mean of one microbatch.
+
+        Args:
+            microbatches: the number of microbatches in a global batch, over all replicas.
+        """
+        if self.precision != "fp16" or self.loss_scale is not None or self.initial_loss_scale is not None:
+            return self
+        scale = 65536.0 * (1 << (microbatches - 1).bit_length())
+        return replace(self, initial_loss_scale=max(scale, self.min_loss_scale))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +321,8 @@ class TrainingConfig(Section):
     train_iters: Annotated[int, Range(1)]
     """Number of training steps, counted from the start of the run, before any resume."""
     seed: Annotated[int, Range(0, MAX_SEED)] = 1234
-    """Seed of the initial weights, dropout and data order. Two runs with the same seed are bitwise equal."""
+    """Seed of the initial weights, dropout and data order. Two runs with the same seed and layout are bitwise equal on
+    CPUs; on cuda only with --reproducible."""
     reproducible: bool = False
     """Makes losses and weights bitwise equal for every --pp, --dp, --zero-stage and schedule, with the same
     --micro-batch-size and --tp. Slower; a gradient takes 8 bytes while it is summed."""
@@ -336,6 +354,9 @@ class TrainingConfig(Section):
     z_loss: Annotated[float, Range(0)] = 0.0
     """Weight of the z-loss, the square of the softmax's log-normaliser, in the training loss. 0: off. Evaluations do
     not use it."""
+    memory_check: bool = True
+    """Refuses a run that by formula needs more memory than there is, before anything is allocated, and says what would
+    fit (docs/memory.md)."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"recompute", "recompute_num_layers"} and self.recompute_num_layers and self.recompute != "full":
@@ -401,6 +422,9 @@ class LoggingConfig(Section):
     tools/draw_schedule.py read it."""
     trace_steps: Annotated[int | None, Range(1)] = None
     """Number of steps that --trace records. Default: 3."""
+    peak_tflops: Annotated[float | None, Range(above=0)] = None
+    """Peak speed of one device in TFLOP/s, dense and in the format of --precision. The reported MFU is a share of it.
+    Default: that of the data sheet, for a known device."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"trace", "trace_steps"} and self.trace_steps is not None and not self.trace:

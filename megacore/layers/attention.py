@@ -11,6 +11,7 @@ ranks.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ from megacore.layers.context import BuildContext
 from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.parallel.mesh import ALONE
+from megacore.parallel.random import seeded
 from megacore.parallel.recompute import recompute
 from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -117,25 +119,20 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        return ops.attention(
-            query,
-            key,
-            value,
-            causal=self.causal,
-            window=self.window,
-            documents=documents,
-            alibi=self.alibi,
-            dropout=self._dropout(),
-            implementation=self.implementation,
-        )
-
-    def _dropout(self) -> float:
-        """The probability to apply now; seeds the generator that the fused operator draws from, which takes no
-        other."""
-        if not self.training or self.dropout == 0.0:
-            return 0.0
-        torch.manual_seed(self.streams.key(self.site, self.tp.rank))
-        return self.dropout
+        dropout = self.dropout if self.training else 0.0
+        draws = seeded(self.streams.key(self.site, self.tp.rank), query.device) if dropout else nullcontext()
+        with draws:  # torch's fused operator draws from the default generator only
+            return ops.attention(
+                query,
+                key,
+                value,
+                causal=self.causal,
+                window=self.window,
+                documents=documents,
+                alibi=self.alibi,
+                dropout=dropout,
+                implementation=self.implementation,
+            )
 
 
 def own_alibi(config: ResolvedModel, context: BuildContext) -> ops.Alibi | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megacore.parallel.sharding import ShardedParameter, replicated
+from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(ShardedModule):
     """y = x W^T + b, whole on every tensor-parallel rank.
 
     Sequence parallel, a rank applies it to its own positions, and the weights' gradients are summed with those of the

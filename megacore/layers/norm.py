@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.parallel.collectives import copy_to_group
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.sharding import ShardedParameter, replicated
+from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(ShardedModule):
     """LayerNorm over the last dimension.
 
     Args:
@@ -42,7 +42,7 @@ class LayerNorm(nn.Module):
         return ops.layer_norm(x, copy_to_group(self.weight, self.group), bias, self.epsilon)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(ShardedModule):
     """RMSNorm over the last dimension.
 
     Args:

@@ -10,10 +10,8 @@ Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-p
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
-from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +26,13 @@ from megacore.layers.linear import ReplicatedLinear
 from megacore.layers.norm import build_norm
 from megacore.layers.post_norm import PostNormBlock
 from megacore.layers.rotary import Rotary
-from megacore.models.bert_loss import MaskedBatch, Output, has_sentence_head
+from megacore.models.bert_loss import MaskedBatch, Output
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import Dropout
 from megacore.parallel.sequence import own_positions
-from megacore.parallel.sharding import ShardedParameter, replicated, sharded_parameters
+from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 from megacore.parallel.tensor import (
     VocabParallelEmbedding,
     column_parallel,
@@ -42,12 +40,11 @@ from megacore.parallel.tensor import (
     vocab_parallel_weight,
 )
 from megacore.plan.flops import block_flops, head_flops
-from megacore.plan.model_size import block_parameters, norm_parameters
+from megacore.plan.model_size import SEGMENTS
+from megacore.plan.outline import bert_block, bert_outline
 
-SEGMENTS = 2  # token types: the first of a pair, and the second
 
-
-class BertEmbedding(nn.Module):
+class BertEmbedding(ShardedModule):
     """Token embedding, in the classic style plus position and segment embedding; then norm and dropout."""
 
     def __init__(self, config: ResolvedBertConfig, context: BuildContext) -> None:
@@ -77,7 +74,7 @@ class BertEmbedding(nn.Module):
         return self.dropout(self.norm(x)), documents
 
 
-class BertHead(nn.Module):
+class BertHead(ShardedModule):
     """The output layer over every position, its rows those of the embedding, and the sentence task's over the first."""
 
     def __init__(self, config: ResolvedBertConfig, context: BuildContext) -> None:
@@ -91,7 +88,7 @@ class BertHead(nn.Module):
         self.transform_norm = build_norm(model, device=device)
         self.weight = vocab_parallel_weight(vocabulary, h, group=context.tp, multiple=multiple, device=device)
         self.bias = vocab_parallel_bias(vocabulary, group=context.tp, multiple=multiple, device=device)
-        self.sentence = SentenceHead(model, context) if has_sentence_head(config) else None
+        self.sentence = SentenceHead(model, context) if config.bert.has_sentence_head else None
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Output:
         """Hidden states [b, s, h] -> logits [b, s, padded V/t], and those of the sentence task [b, 2]"""
@@ -132,38 +129,24 @@ def bert_layers(config: ResolvedBertConfig, context: BuildContext) -> list[Layer
         config: resolved (vocabulary and positions known).
         context: where the layers will stand.
     """
-    model = config.model
-    tied = {} if model.untie_embeddings_and_output_weights else {"weight": "embedding.tokens.weight"}
-    sizes = dataclasses.replace(context, device=torch.device("meta"))  # where a layer has shapes and no memory
+    first, *blocks, last = bert_outline(config)
     return [
-        LayerSpec(
-            name="embedding",
-            build=partial(BertEmbedding, config, context),
-            parameters=_parameters(BertEmbedding(config, sizes)),
-            flops=2.0 * model.hidden_size,
-        ),
-        *_blocks(config, context),
-        LayerSpec(
-            name="head",
-            build=partial(BertHead, config, context),
-            parameters=_parameters(BertHead(config, sizes)),
-            flops=head_flops(model) + 2.0 * model.hidden_size**2,
-            tied=tied,
-        ),
+        LayerSpec.of(first, partial(BertEmbedding, config, context)),
+        *map(LayerSpec.of, blocks, _builds(config, context)),
+        LayerSpec.of(last, partial(BertHead, config, context)),
     ]
 
 
-def _blocks(config: ResolvedBertConfig, context: BuildContext) -> list[LayerSpec]:
+def _builds(config: ResolvedBertConfig, context: BuildContext) -> list[Callable[[], nn.Module]]:
+    """What makes each block."""
     model, modern = config.model, config.bert.packed
     bases = (model.rotary_base, config.bert.local_rotary_base) if modern else ()
     turns = [Rotary(model.rotary_dimensions, base=base) for base in bases]
-    found = []
+    found: list[Callable[[], nn.Module]] = []
     for i in range(model.num_layers):
-        own, name = _model_of_block(config, i), f"blocks.{i}"
-        build: Callable[[], nn.Module] = partial(PostNormBlock, own, context, name)
-        norm = 0
+        own, name = bert_block(config, i), f"blocks.{i}"
         if modern:
-            build = partial(
+            build: Callable[[], nn.Module] = partial(
                 TransformerBlock,
                 own,
                 context,
@@ -173,30 +156,17 @@ def _blocks(config: ResolvedBertConfig, context: BuildContext) -> list[LayerSpec
                 rotary=turns[own.window_size is not None],
                 attention_norm=i > 0,  # the first block reads what the embedding has normed already
             )
-            norm = 0 if i else norm_parameters(model)
-        flops = block_flops(own, model.max_position_embeddings)
-        found.append(
-            LayerSpec(name=name, build=build, parameters=block_parameters(own) - norm, flops=flops, is_block=True)
-        )
+        else:
+            build = partial(PostNormBlock, own, context, name)
+        found.append(build)
     return found
-
-
-def _model_of_block(config: ResolvedBertConfig, number: int) -> ResolvedModel:
-    """The configuration with the window of a block: None where it sees the whole document."""
-    is_local = config.bert.packed and number % config.bert.global_attention_interval > 0
-    return config.model if is_local else dataclasses.replace(config.model, window_size=None)
 
 
 def bert_flops(config: ResolvedBertConfig) -> float:
     """Forward and backward operations of one sequence, as `flops_per_sequence` counts them for GPT."""
     model, length = config.model, config.data.seq_length
-    blocks = sum(block_flops(_model_of_block(config, i), length) for i in range(model.num_layers))
+    blocks = sum(block_flops(bert_block(config, i), length) for i in range(model.num_layers))
     return 3.0 * length * (blocks + head_flops(model) + 2.0 * model.hidden_size**2)
-
-
-def _parameters(layer: nn.Module) -> int:
-    """Of the whole layer, all tensor-parallel slices together."""
-    return sum(prod(parameter.spec.shape) for parameter in sharded_parameters(layer))
 
 
 def bert_input(batch: MaskedBatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -48,7 +48,7 @@ class BertLoss:
     """
 
     def __init__(self, config: ResolvedBertConfig, tp: Group) -> None:
-        self.vocab_size, self.tp, self.sentence_task = config.model.vocab_size, tp, has_sentence_head(config)
+        self.vocab_size, self.tp, self.sentence_task = config.model.vocab_size, tp, config.bert.has_sentence_head
         self.options = CrossEntropyOptions(
             label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
         )
@@ -93,8 +93,3 @@ class BertLoss:
 
 def _parts(output: Output) -> tuple[Tensor, Tensor | None]:
     return (output, None) if isinstance(output, Tensor) else output
-
-
-def has_sentence_head(config: ResolvedBertConfig) -> bool:
-    """Whether the model has a pooler and a sentence head, of which a resolved configuration's task decides."""
-    return config.bert.sentence_task != "none"

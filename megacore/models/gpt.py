@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.layers.attention import own_alibi
@@ -24,13 +24,12 @@ from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import Dropout
 from megacore.parallel.sequence import own_positions
-from megacore.parallel.sharding import ShardedParameter, replicated
+from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 from megacore.parallel.tensor import VocabParallelEmbedding, column_parallel, vocab_parallel_weight
-from megacore.plan.flops import block_flops, head_flops
-from megacore.plan.model_size import block_parameters, embedding_parameters, head_parameters
+from megacore.plan.outline import gpt_outline
 
 
-class GPTEmbedding(nn.Module):
+class GPTEmbedding(ShardedModule):
     """Token embedding, with a norm or a position table where the model has them, then dropout."""
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
@@ -62,7 +61,7 @@ class GPTEmbedding(nn.Module):
         return embedded
 
 
-class GPTHead(nn.Module):
+class GPTHead(ShardedModule):
     """Final norm and output layer; the output rows are split like the embedding's, and may be the embedding's."""
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
@@ -97,7 +96,6 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
         config: a resolved configuration (vocabulary and positions known).
         context: where the layers will stand.
     """
-    tied = {} if config.untie_embeddings_and_output_weights else {"weight": "embedding.tokens.weight"}
     block = partial(
         TransformerBlock,
         config,
@@ -106,30 +104,11 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
         rotary=Rotary.of(config),
         alibi=own_alibi(config, context),
     )
+    first, *blocks, last = gpt_outline(config, context.tp.size)
     return [
-        LayerSpec(
-            name="embedding",
-            build=partial(GPTEmbedding, config, context),
-            parameters=embedding_parameters(config),
-            flops=2.0 * config.hidden_size,
-        ),
-        *(
-            LayerSpec(
-                name=f"blocks.{i}",
-                build=partial(block, f"blocks.{i}"),
-                parameters=block_parameters(config),
-                flops=block_flops(config, config.max_position_embeddings),
-                is_block=True,
-            )
-            for i in range(config.num_layers)
-        ),
-        LayerSpec(
-            name="head",
-            build=partial(GPTHead, config, context),
-            parameters=head_parameters(config),
-            flops=head_flops(config),
-            tied=tied,
-        ),
+        LayerSpec.of(first, partial(GPTEmbedding, config, context)),
+        *(LayerSpec.of(size, partial(block, size.name)) for size in blocks),
+        LayerSpec.of(last, partial(GPTHead, config, context)),
     ]
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from megacore.config.messages import did_you_mean, one_of
 from megacore.errors import ConfigError, UserError
 from megacore.models.spec import LayerSpec
-from megacore.parallel.random import RandomStreams, stable_hash
+from megacore.parallel.random import RandomStreams, seeded, stable_hash
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 
 _SEEDS = 2**63 - 1
@@ -59,7 +59,7 @@ class Layer:
         Raises:
             UserError: what was made is no nn.Module.
         """
-        with _seeded(stable_hash(seed, self.name)), torch.device("cpu"):
+        with seeded(stable_hash(seed, self.name)), torch.device("cpu"):
             return self._checked(self._make())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -69,7 +69,7 @@ class Layer:
             UserError: a parameter has no shape before the first input, or is not fp32.
         """
         try:
-            with _seeded(0), torch.device("meta"):
+            with seeded(0), torch.device("meta"):
                 module = self._checked(self._make())
         except (NotImplementedError, RuntimeError):  # a constructor that looks at values, which meta tensors lack
             module = self.build(0)
@@ -124,6 +124,7 @@ def describe_layers(
                 parameters=sum(map(math.prod, shapes.values())),
                 is_block=True,
                 tied=tied,
+                shared=sum(math.prod(shapes[local]) for local in tied if local in shapes),
             )
         )
     if not known and not problems:
@@ -204,7 +205,7 @@ def _draw_from(streams: RandomStreams, module: nn.Module, name: str, device: tor
 
     def before(layer: nn.Module, _: Any) -> None:
         if layer.training:
-            open_scopes.append(_seeded(streams.key(name, 0), device))
+            open_scopes.append(seeded(streams.key(name, 0) & _SEEDS, device))
             open_scopes[-1].__enter__()
 
     def after(layer: nn.Module, *_: Any) -> None:
@@ -213,19 +214,3 @@ def _draw_from(streams: RandomStreams, module: nn.Module, name: str, device: tor
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Torch's generators start from `seed` inside, and are afterwards as they were before."""
-    states: list[tuple[Callable[[Tensor], Any], Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
-    torch.default_generator.manual_seed(seed & _SEEDS)
-    if device is not None and device.type != "cpu":
-        own = torch.get_device_module(device)
-        states.append((own.set_rng_state, own.get_rng_state()))
-        own.manual_seed(seed & _SEEDS)
-    try:
-        yield
-    finally:
-        for restore, state in states:
-            restore(state)

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megacore.config import ResolvedModel
+from megacore.plan.outline import LayerOutline
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
@@ -25,6 +28,9 @@ class LayerSpec:
         flops: operations of its forward for one token, by which stages may be balanced.
         is_block: one of the repeated layers, of which every stage holds at least one.
         tied: local parameter name -> global name of the earlier layer's parameter that it is.
+        held: parameters that one tensor-parallel rank holds, padding included; None: `parameters`.
+        shared: how many of these are tied, and are held once where both layers lie on one rank.
+        block: a transformer block's configuration, from which its activations follow; None for any other layer.
     """
 
     name: str
@@ -33,6 +39,24 @@ class LayerSpec:
     flops: float = 0.0
     is_block: bool = False
     tied: Mapping[str, str] = field(default_factory=dict)
+    held: int | None = None
+    shared: int = 0
+    block: ResolvedModel | None = None
+
+    @classmethod
+    def of(cls, outline: LayerOutline, build: Callable[[], nn.Module]) -> LayerSpec:
+        """A layer whose sizes are known already."""
+        return cls(
+            name=outline.name,
+            build=build,
+            parameters=outline.parameters,
+            flops=outline.flops,
+            is_block=outline.is_block,
+            tied=outline.tied,
+            held=outline.held,
+            shared=outline.shared,
+            block=outline.block,
+        )
 
 
 class TokenBatch(Protocol):

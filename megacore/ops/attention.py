@@ -130,7 +130,7 @@ def attention(
         documents: [b, s] int64 or int32: a position sees its own document alone. 0 is padding, which nobody sees, and
             whose result is 0.
         alibi: falls off scores with distance.
-        dropout: probability on the attention weights; drawn from torch's default generator.
+        dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's device.
         implementation: which one.
 
     Returns:
@@ -141,7 +141,7 @@ def attention(
     """
     names = get_args(Attention)
     require(implementation in names, f"implementation is {implementation!r}: it must be one of {', '.join(names)}")
-    require(0 <= dropout <= 1, f"dropout is {dropout}: it must be in [0, 1]")
+    require(0 <= dropout < 1, f"dropout is {dropout}: it must be in [0, 1)")
     _check(query, key, value, window, documents)
     b, _, s, d = query.shape
     seen = visible(s, causal=causal, window=window, documents=documents, device=query.device)
@@ -153,13 +153,14 @@ def attention(
             mask = _as_bias(seen, query.dtype, (s, _reach(causal, window), causal, query.device))
         mixed = _sdpa(query, key, value, mask, causal=causal and mask is None, dropout=dropout)
     else:
-        scores = query @ _repeated(key, query).transpose(-1, -2)
+        shrink, divisor = _split_root(d)
+        scores = (query * shrink) @ _repeated(key, query).transpose(-1, -2)
         if alibi is None and documents is None and (causal or seen is None):
-            weights = fused_softmax(scores, scale=1.0 / math.sqrt(d), causal=causal, window=window if causal else None)
+            weights = fused_softmax(scores, scale=1.0 / divisor, causal=causal, window=window if causal else None)
         else:
             bias = None if alibi is None else alibi.bias(query, seen, causal=causal)
-            weights = _masked_softmax(scores / math.sqrt(d), seen, bias)
-        mixed = F.dropout(weights, dropout) @ _repeated(value, query)
+            weights = _masked_softmax(scores, divisor, seen, bias)
+        mixed = _dropped_mix(weights, _repeated(value, query), dropout)
     return mixed if documents is None else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
 
 
@@ -216,9 +217,31 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, cau
     )
 
 
-def _masked_softmax(scores: Tensor, seen: Tensor | None, bias: Tensor | None) -> Tensor:
-    """[b, n, s, s]: softmax of the scores plus the bias, over what is seen; summed in fp32."""
-    wide = scores.float()
+def _split_root(head_size: int) -> tuple[float, float]:
+    """1 / sqrt(d) as a factor and a divisor: a power of two for the query, which loses no bits, and the rest, above 1/2
+    and at most 1, for the scores in fp32.
+
+    Products of unscaled queries leave fp16's range, which ends at 65,504, sqrt(d) times earlier than the scores do.
+    """
+    shrink = 2.0 ** -math.ceil(math.log2(head_size) / 2)
+    return shrink, math.sqrt(head_size) * shrink
+
+
+def _dropped_mix(weights: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """dropout(weights) @ value, [b, n, s, d].
+
+    The result is divided by 1 - dropout, not the weights: a weight of 1, as the first position has, would be rounded to
+    1.109 in bf16 every time.
+    """
+    if dropout == 0.0:
+        return weights @ value
+    kept = torch.empty_like(weights, dtype=torch.bool).bernoulli_(1.0 - dropout)
+    return (weights * kept) @ value * (1.0 / (1.0 - dropout))
+
+
+def _masked_softmax(scores: Tensor, divisor: float, seen: Tensor | None, bias: Tensor | None) -> Tensor:
+    """[b, n, s, s]: softmax of scores / divisor plus the bias, over what is seen; summed in fp32."""
+    wide = scores.float() / divisor
     if bias is not None:  # -inf where a key is not seen
         wide = wide + bias.float()
     elif seen is not None:

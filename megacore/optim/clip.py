@@ -1,6 +1,7 @@
-"""What a step's ranks must agree on, in one look: the global gradient norm and the loss; and clipping by the norm.
+"""What a step's ranks must agree on, in one look: the global gradient norm, the loss, and what ranks vote on; and
+clipping by the norm.
 
-Both are sums over ranks, and a parallel layout holds some parameters more than once: those that every tensor-parallel
+All are sums over ranks, and a parallel layout holds some parameters more than once: those that every tensor-parallel
 rank holds whole are counted on the first of them, and a tied one on the stage of its first use.
 """
 
@@ -28,10 +29,18 @@ class Totals:
     Attributes:
         norm: the 2-norm of the whole model's gradient; not finite if any gradient, or the loss, is not.
         loss: the loss summed over the global batch, of the shape that was given.
+        votes: for each question the sum of what all ranks gave, [questions].
     """
 
     norm: Tensor
     loss: Tensor
+    votes: Tensor
+
+    def to_host(self) -> Totals:
+        """The same numbers in host memory, by one copy: here the program waits for the accelerator."""
+        numbers = torch.cat([self.norm.view(1), self.loss.reshape(-1), self.votes]).cpu()
+        norm, loss, votes = numbers.split([1, self.loss.numel(), self.votes.numel()])
+        return Totals(norm=norm[0], loss=loss.view_as(self.loss), votes=votes)
 
 
 @torch.no_grad()
@@ -43,6 +52,7 @@ def totals(
     tied_copies: Iterable[str] = (),
     loss: Tensor | float = 0.0,
     overflow: Tensor | float = 0.0,
+    votes: Sequence[int] = (),
     exact: bool = False,
 ) -> Totals:
     """Sum what the ranks hold.
@@ -54,26 +64,31 @@ def totals(
         tied_copies: global names of parameters that are counted on another stage.
         loss: this rank's share of the summed loss, or of several sums, the same on its tensor-parallel ranks.
         overflow: not finite if this rank knows of a gradient that is not.
+        votes: this rank's answers to questions that all ranks decide together; as many on every rank.
         exact: sum so that the bits depend neither on the order nor on the layout.
     """
     gradients = _counted_here(segments, mesh, frozenset(tied_copies))
     if not sharded:  # each data-parallel rank sums up its part of what all of them hold
         gradients = (gradient.tensor_split(mesh.dp.size)[mesh.dp.rank] for gradient in gradients)
     shares = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device)
-    sums = torch.zeros(2 + shares.numel(), dtype=torch.float64, device=mesh.device)
-    sums[1] = overflow  # 0, or not finite; sums[0] is for the squares
-    sums[2:] = shares.flatten() if mesh.tp.is_first else 0.0
+    sums = torch.zeros(2 + shares.numel() + len(votes), dtype=torch.float64, device=mesh.device)
+    squares, overflows, losses, ballot = sums.split([1, 1, shares.numel(), len(votes)])
+    overflows += overflow  # 0, or not finite
+    if mesh.tp.is_first:
+        losses.copy_(shares.flatten())
+    for number, vote in enumerate(votes):
+        if vote:  # `ballot[number] = vote` would copy from the host, for which an accelerator is waited for
+            ballot[number].fill_(vote)
     if exact:
         units = torch.stack([square_sum_units(gradient) for gradient in (*gradients, sums.new_zeros(0))]).sum(0)
         _sum_over_all(units, mesh)
-        squares = square_sum_from_units(units)
     else:
         for gradient in gradients:
-            sums[0] += square_sum(gradient)
+            squares += square_sum(gradient)
     _sum_over_all(sums, mesh)
-    if not exact:
-        squares = sums[0]
-    return Totals(norm=squares.sqrt() + 0.0 * sums[1:].sum(), loss=sums[2:].view_as(shares))
+    square = square_sum_from_units(units) if exact else squares[0]
+    poison = 0.0 * sums[1 : 2 + shares.numel()].sum()  # of a loss or an overflow that is not finite: NaN
+    return Totals(norm=square.sqrt() + poison, loss=losses.view_as(shares), votes=ballot)
 
 
 def _counted_here(segments: Iterable[OwnedSegment], mesh: Mesh, elsewhere: frozenset[str]) -> Iterator[Tensor]:
@@ -115,6 +130,6 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 @torch.no_grad()
 def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply fp32 gradients in place; a factor of exactly 1 costs nothing more than the look at it on a CPU."""
-    if gradients and not (factor.device.type == "cpu" and factor.item() == 1.0):
-        torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
+    """Multiply fp32 gradients in place by a scalar in host memory; a factor of exactly 1 costs nothing."""
+    if gradients and (number := factor.item()) != 1.0:
+        torch._foreach_mul_(list(gradients), number)

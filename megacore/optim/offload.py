@@ -1,17 +1,24 @@
 """The optimizer's step in host memory (ZeRO-Offload: Ren et al. 2021, arXiv 2101.06840, section 4).
 
 Master weights and moments never lie on the device. Each bucket's own gradients travel to the host while the buckets
-before it are updated there, and its updated weights travel back while those after it are. Where the device is the CPU
-itself the copies are plain ones: the same path, and the same numbers.
+before it are updated there, and its updated weights travel back while those after it are, both in the formats that the
+device keeps. The update runs on all threads of the rank's share of the host. Where the device is the CPU itself the
+copies are plain ones: the same path, and the same numbers.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from megacore.optim.clip import scale_gradients
 from megacore.optim.optimizers import update
+from megacore.parallel.processors import cores_of_rank
 from megacore.zero.data_parallel import DataParallel
 
 
@@ -23,19 +30,37 @@ def step_on_host(
 
     Args:
         data_parallel: made with `offload`; its gradients are reduced.
-        optimizer: over its segments; None where this rank owns nothing.
+        optimizer: over its runs; None where this rank owns nothing.
         factor: what gradients are multiplied by first (clipping, loss scale).
         rate: the learning rate.
     """
     factor = factor.cpu()  # before the downloads are queued: it would wait for all of them
     buckets = data_parallel.in_order_of_use()
+    runs = {bucket: list(members) for bucket, members in groupby(data_parallel.runs, key=lambda run: run.bucket)}
     for bucket in buckets:
         bucket.begin_download()
-    for bucket in buckets:
-        downloaded = bucket.downloaded()
-        segments = [owned for owned in data_parallel.segments if owned.bucket is bucket]
-        gradients = [downloaded[name].float() if (name := o.segment.name) in downloaded else None for o in segments]
-        scale_gradients([gradient for gradient in gradients if gradient is not None], factor)
-        if optimizer is not None:
-            update(optimizer, segments, gradients, rate)
-        bucket.publish()
+    with _all_threads():
+        for bucket in buckets:
+            own, downloaded = runs.get(bucket, []), bucket.downloaded()
+            gradients = [None if run.gradient is None else downloaded[run.place] for run in own]
+            scale_gradients([gradient for gradient in gradients if gradient is not None], factor)
+            if optimizer is not None and own:
+                update(optimizer, own, gradients, rate)
+            bucket.publish()
+
+
+@contextmanager
+def _all_threads() -> Iterator[None]:
+    """Operators on host memory use this rank's share of the cores inside; elementwise ones give the same bits on any
+    number of threads.
+
+    Launchers allow each of several ranks one thread (OMP_NUM_THREADS=1), as if the device did all the work. A rank by
+    itself has the threads that its user wants.
+    """
+    before = torch.get_num_threads()
+    by_itself = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    torch.set_num_threads(before if by_itself and "OMP_NUM_THREADS" in os.environ else max(before, cores_of_rank()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

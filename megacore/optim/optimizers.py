@@ -1,4 +1,4 @@
-"""The optimizers, over the segments that this rank owns, and which parameters they decay."""
+"""The optimizers, over what this rank owns, and which parameters they decay."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ import torch
 from torch import Tensor
 
 from megacore.config import OptimizerConfig
-from megacore.zero.data_parallel import OwnedSegment
+from megacore.zero.data_parallel import OwnedRun
 
 
-def parameter_groups(segments: Sequence[OwnedSegment], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices, which decay, and vectors (biases, norm weights), which do not, judged by the global shape."""
-    matrices = [owned.master for owned in segments if len(owned.spec.shape) >= 2]
-    vectors = [owned.master for owned in segments if len(owned.spec.shape) < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def parameter_groups(runs: Sequence[OwnedRun], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices, which decay, and vectors (biases, norm weights), which do not, judged by the global shape; those of
+    every bucket apart where buckets are updated one by one."""
+    groups: dict[tuple[int, bool], dict[str, Any]] = {}
+    for run in sorted(runs, key=lambda run: not run.is_matrix):
+        bucket = id(run.bucket) if run.bucket.options.offload else 0
+        empty: dict[str, Any] = {"params": [], "weight_decay": weight_decay if run.is_matrix else 0.0}
+        groups.setdefault((bucket, run.is_matrix), empty)["params"].append(run.master)
+    return list(groups.values())
 
 
-def build_optimizer(segments: Sequence[OwnedSegment], config: OptimizerConfig) -> torch.optim.Optimizer | None:
+def build_optimizer(runs: Sequence[OwnedRun], config: OptimizerConfig) -> torch.optim.Optimizer | None:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) or SGD over this rank's fp32 master weights.
 
-    Updates are elementwise, so that a segment is updated exactly as it would be within the whole parameter.
+    Updates are elementwise, so that a part of a parameter is updated exactly as it would be within the whole.
 
     Returns:
         None where this rank owns nothing (fewer elements than data-parallel ranks).
     """
-    groups = parameter_groups(segments, config.weight_decay)
+    groups = parameter_groups(runs, config.weight_decay)
     if not groups:
         return None
     if config.optimizer == "sgd":
@@ -38,27 +41,30 @@ def build_optimizer(segments: Sequence[OwnedSegment], config: OptimizerConfig) -
 
 
 def state_kinds(config: OptimizerConfig) -> tuple[str, ...]:
-    """Names of the optimizer's per-element state, each of a segment's shape."""
+    """Names of the optimizer's per-element state, each of the weights' shape."""
     if config.optimizer == "adamw":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
 def update(
-    optimizer: torch.optim.Optimizer, segments: Sequence[OwnedSegment], gradients: Sequence[Tensor | None], rate: float
+    optimizer: torch.optim.Optimizer, runs: Sequence[OwnedRun], gradients: Sequence[Tensor | None], rate: float
 ) -> None:
     """One step of the master weights.
 
     Args:
-        optimizer: made by `build_optimizer` for these segments.
-        segments: what this rank owns.
-        gradients: of each segment, reduced, unscaled and clipped; None leaves a segment as it is.
+        optimizer: made by `build_optimizer`.
+        runs: what is updated: all that it was made for, or, with offload, all of a bucket.
+        gradients: of each run, reduced, unscaled and clipped; None leaves it as it is.
         rate: the learning rate.
     """
+    for run, gradient in zip(runs, gradients, strict=True):
+        run.master.grad = None if gradient is None else gradient.float()
+    masters, groups = {id(run.master) for run in runs}, optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if id(group["params"][0]) in masters]
     for group in optimizer.param_groups:
         group["lr"] = rate
-    for owned, gradient in zip(segments, gradients, strict=True):
-        owned.master.grad = None if gradient is None else gradient.float()
     optimizer.step()
-    for owned in segments:
-        owned.master.grad = None
+    optimizer.param_groups = groups
+    for run in runs:
+        run.master.grad = None

@@ -26,14 +26,15 @@ class LossScaler:
     fixed.
 
     Args:
-        config: precision and the scale's rules.
+        config: precision and the scale's rules, resolved.
     """
 
     def __init__(self, config: PrecisionConfig) -> None:
         self._config = config
         self.dynamic = config.precision == "fp16" and config.loss_scale is None
         fixed = config.loss_scale if config.loss_scale is not None else 1.0
-        self.scale = config.initial_loss_scale if self.dynamic else fixed
+        # A resolved configuration has a first value for a dynamic scale, and only for that.
+        self.scale = fixed if config.initial_loss_scale is None else config.initial_loss_scale
         self._good_steps, self._allowance = 0, config.hysteresis
 
     def good_step(self) -> None:

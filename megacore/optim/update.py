@@ -7,7 +7,7 @@ loss or a gradient that is not finite anywhere has found its way.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,8 @@ from megacore.optim.clip import clip_factor, scale_gradients, totals
 from megacore.optim.offload import step_on_host
 from megacore.optim.optimizers import build_optimizer, update
 from megacore.optim.precision import LossScaler
-from megacore.parallel.collectives import all_gather_objects, all_reduce_
-from megacore.parallel.mesh import Group, Mesh
+from megacore.parallel.collectives import all_gather_objects, all_reduce_, sum_copies_
+from megacore.parallel.mesh import Holders, Mesh
 from megacore.zero.data_parallel import DataParallel
 
 
@@ -29,13 +29,15 @@ class Outcome:
     """What became of a step.
 
     Attributes:
-        loss: summed over the global batch, fp64, equal on every rank; a scalar or several sums.
-        norm: global gradient norm before clipping, without the loss scale; likewise.
+        loss: summed over the global batch, fp64, equal on every rank; a scalar or several sums, on the device.
+        norm: global gradient norm before clipping, without the loss scale; an fp64 scalar in host memory.
+        votes: of all ranks, summed.
         skipped: why the weights were left as they are, or None.
     """
 
     loss: Tensor
     norm: Tensor
+    votes: tuple[int, ...] = ()
     skipped: str | None = None
 
 
@@ -46,7 +48,7 @@ class WeightUpdate:
         data_parallel: holds gradients and master weights.
         mesh: this rank's place.
         config: resolved.
-        shared: global names of tied parameters, and the groups over which their gradients are summed.
+        shared: global names of tied parameters, and the ranks over which their gradients are summed.
         tied_copies: those of them that are counted on another rank.
     """
 
@@ -56,11 +58,11 @@ class WeightUpdate:
         mesh: Mesh,
         config: ResolvedConfig,
         *,
-        shared: Mapping[str, Group],
+        shared: Mapping[str, Holders],
         tied_copies: Iterable[str],
     ) -> None:
         self.data_parallel, self.mesh = data_parallel, mesh
-        self.optimizer = build_optimizer(data_parallel.segments, config.optimizer)
+        self.optimizer = build_optimizer(data_parallel.runs, config.optimizer)
         self.scaler = LossScaler(config.precision)
         self.updates = 0
         self.skipped_steps = 0
@@ -73,12 +75,16 @@ class WeightUpdate:
         self._added_to = {*shared, *(whole if self._sequence_parallel else ())}  # by ranks other than replicas
 
     @torch.no_grad()
-    def apply(self, loss: Tensor, rate: float) -> Outcome:
+    def apply(self, loss: Tensor, rate: float, *, votes: Sequence[int] = ()) -> Outcome:
         """Update the weights from the step's gradients and publish them, or skip the step on all ranks.
+
+        Which of the two is the only thing in a step that the program must know before it goes on, and so the only time
+        that it waits for an accelerator (once more for each bucket with `offload`, whose gradients it works on).
 
         Args:
             loss: this rank's share of the summed loss.
             rate: the learning rate.
+            votes: what this rank adds to sums over all ranks that travel along; as many on every rank.
 
         Raises:
             TrainingStopped: too many steps in a row were not finite, or the fp16 loss scale is at its minimum.
@@ -88,8 +94,8 @@ class WeightUpdate:
         data_parallel.note(self._added_to)
         if self._sequence_parallel:
             self._sum_over_positions()
-        for name, group in self._shared.items():
-            self._sum_copies(name, group)
+        for name, holders in self._shared.items():
+            self._sum_copies(name, holders)
         data_parallel.settle()
         exact = data_parallel.options.exact_terms > 0
         scale = 1.0 if exact else self.scaler.scale  # that the gradients still carry
@@ -100,11 +106,13 @@ class WeightUpdate:
             tied_copies=self._tied_copies,
             loss=loss,
             overflow=data_parallel.overflow(),
+            votes=votes,
             exact=exact,
         )
-        norm = total.norm / scale
+        known = total.to_host()
+        norm, counted = known.norm / scale, tuple(map(int, known.votes.tolist()))
         if not torch.isfinite(norm):
-            return Outcome(loss=total.loss, norm=norm, skipped=self._skip(total.loss))
+            return Outcome(loss=total.loss, norm=norm, votes=counted, skipped=self._skip(known.loss))
         factor = clip_factor(norm, self._clip) / scale
         if data_parallel.options.offload:
             step_on_host(data_parallel, self.optimizer, factor=factor, rate=rate)
@@ -112,14 +120,14 @@ class WeightUpdate:
             self._step_in_place(factor, rate)
         self.scaler.good_step()
         self.updates, self._bad_steps = self.updates + 1, 0
-        return Outcome(loss=total.loss, norm=norm)
+        return Outcome(loss=total.loss, norm=norm, votes=counted)
 
     def _step_in_place(self, factor: Tensor, rate: float) -> None:
-        segments = self.data_parallel.segments
-        gradients = [None if owned.gradient is None else owned.gradient.float() for owned in segments]
+        runs = self.data_parallel.runs
+        gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
         scale_gradients([gradient for gradient in gradients if gradient is not None], factor)
         if self.optimizer is not None:
-            update(self.optimizer, segments, gradients, rate)
+            update(self.optimizer, runs, gradients, rate)
         self.data_parallel.publish()
 
     def counters(self) -> dict[str, float]:
@@ -142,11 +150,11 @@ class WeightUpdate:
             flat = all_reduce_(torch.cat(gradients), self.mesh.tp)
             torch._foreach_copy_(gradients, list(flat.split([gradient.numel() for gradient in gradients])))
 
-    def _sum_copies(self, name: str, group: Group) -> None:
+    def _sum_copies(self, name: str, holders: Holders) -> None:
         for owned in self.data_parallel.segments_of(name):
             gradient = owned.gradient
             assert gradient is not None
-            all_reduce_(gradient, group)
+            sum_copies_(gradient, holders)
 
     def _skip(self, loss: Tensor) -> str:
         """Account for a step that is not finite; returns what happened.
@@ -154,7 +162,7 @@ class WeightUpdate:
         A smaller loss scale helps where gradients overflow. It does nothing for a loss, which does not carry it.
 
         Args:
-            loss: of all ranks.
+            loss: of all ranks, in host memory.
         """
         self.skipped_steps += 1
         sound = bool(loss.isfinite().all())

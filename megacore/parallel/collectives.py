@@ -7,15 +7,17 @@ else in megacore calls torch.distributed's collectives; point-to-point transfers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.errors import PeerFailed
 from megacore.parallel import direct
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import Group, Holders
 
 Reduction = Literal["sum", "max"]
 # torch 2.13 renamed these two; older releases know only the second name.
@@ -51,11 +53,24 @@ def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     return tensor
 
 
+def sum_copies_(tensor: Tensor, holders: Holders) -> Tensor:
+    """Sum a contiguous `tensor` in place over the holders of a tied parameter; every one gets the same bits."""
+    if len(holders.positions) == holders.pipeline.size:
+        return all_reduce_(tensor, holders.pipeline)
+    direct.sum_among(tensor, holders.pipeline, holders.positions)
+    return tensor
+
+
 def start_all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Pending:
     """Begin `all_reduce_` and return at once, so that it overlaps with what is computed until `wait()`."""
     if group.size == 1:
         return Pending()
     return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group.handle, async_op=True)])
+
+
+def _by_messages(whole: Tensor) -> bool:
+    """Whether messages between the ranks are faster than the backend's own collective: they are on gloo."""
+    return whole.device.type == "cpu"
 
 
 def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
@@ -64,7 +79,7 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
         if whole.data_ptr() != shard.data_ptr():
             whole.copy_(shard)
         return Pending()
-    if whole.device.type == "cpu":
+    if _by_messages(whole):
         return Pending(*direct.start_all_gather(whole, shard, group))
     return Pending([_all_gather_flat(whole, shard, group=group.handle, async_op=True)])
 
@@ -74,7 +89,7 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
     if group.size == 1:
         shard.copy_(whole)
         return Pending()
-    if whole.device.type == "cpu":
+    if _by_messages(whole):
         return Pending(*direct.start_reduce_scatter(shard, whole, group))
     return Pending([_reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)])
 
@@ -101,10 +116,37 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
     return values
 
 
+@contextlib.contextmanager
+def all_or_none(group: Group, device: torch.device) -> Iterator[None]:
+    """Fail on every rank of the group where the body fails on one, such as for want of memory.
+
+    For what a rank prepares by itself before a collective, where the others would wait for it. The body communicates
+    nothing. Waits for the device: for saves, never for the step.
+
+    Raises:
+        Exception: what the body raised, on the rank where it did.
+        PeerFailed: on the ranks where the body succeeded, when it failed elsewhere.
+    """
+    failed = torch.zeros((), device=device)  # made before the body, which may leave no memory for it
+    try:
+        yield
+    except Exception:
+        all_reduce_(failed.fill_(1.0), group, "max")
+        raise
+    if all_reduce_(failed, group, "max").item():
+        raise PeerFailed("another rank failed before a collective")
+
+
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     if group.size > 1:
         dist.barrier(group=group.handle)
+
+
+def _own_copy(x: Tensor) -> Tensor:
+    """A copy to reduce into. A plain clone keeps the strides, which may differ between ranks: NCCL refuses what is not
+    contiguous, and gloo adds elements up as they lie in memory."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class _Copy(torch.autograd.Function):
@@ -115,13 +157,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_(grad.clone(), ctx.group), None
+        return all_reduce_(_own_copy(grad), ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce_(x.clone(), group)
+        return all_reduce_(_own_copy(x), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

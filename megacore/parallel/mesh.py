@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megacore.config import ResolvedParallel
+from megacore.config import ParallelConfig, ResolvedParallel
 from megacore.errors import ConfigError
 
 
@@ -49,6 +47,19 @@ class Group:
         return self.rank == self.size - 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Holders:
+    """The ranks of a pipeline that hold copies of one tied parameter; they have no communicator of their own.
+
+    Attributes:
+        pipeline: the pipeline group.
+        positions: of the holders in the pipeline group, ascending; this rank's is among them.
+    """
+
+    pipeline: Group
+    positions: tuple[int, ...]
+
+
 ALONE = Group()
 _STORE_PATIENCE = timedelta(seconds=2)
 
@@ -77,8 +88,12 @@ class Mesh:
 
     def coordinates(self, rank: int) -> str:
         """The place of a global rank in words: `pp 1, dp 0, tp 3`."""
-        tp, dp = self.tp.size, self.dp.size
-        return f"pp {rank // (tp * dp)}, dp {rank // tp % dp}, tp {rank % tp}"
+        return coordinates(rank, tp=self.tp.size, dp=self.dp.size)
+
+
+def coordinates(rank: int, *, tp: int, dp: int) -> str:
+    """The place of a global rank in a grid of these degrees, in words: `pp 1, dp 0, tp 3`."""
+    return f"pp {rank // (tp * dp)}, dp {rank // tp % dp}, tp {rank % tp}"
 
 
 def world_size() -> int:
@@ -87,27 +102,36 @@ def world_size() -> int:
 
 
 def select_device(wanted: str) -> torch.device:
-    """The device of this rank: the accelerator of its LOCAL_RANK when there is one and it is wanted, else the CPU.
+    """The device of this rank: the CPU, or the accelerator of its LOCAL_RANK.
+
+    A launcher may let each process see one device only (srun --gpus-per-task 1): then it is that one, whatever the
+    LOCAL_RANK. `join_job` refuses ranks that turn out to share it.
+
+    Args:
+        wanted: `auto` (CUDA where there is one, else the CPU), `cpu`, or torch's name of an accelerator.
 
     Raises:
         ConfigError: an accelerator is asked for that this machine lacks, or more ranks run here than it has devices.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if wanted == "cpu" or (wanted == "auto" and accelerator is None):
+    if wanted == "auto":
+        wanted = "cuda" if accelerator is not None and accelerator.type == "cuda" else "cpu"
+    if wanted == "cpu":
         return torch.device("cpu")
-    if accelerator is None or (wanted != "auto" and accelerator.type != wanted):
+    if accelerator is None or accelerator.type != wanted:
         found = accelerator.type if accelerator else "none"
         raise ConfigError(
             [f"--device {wanted}: torch finds no such device here (accelerator: {found}); use --device cpu or auto"]
         )
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
-    if index >= count:
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+    if local_rank >= count > 1:
         raise ConfigError(
             [
-                f"--device {wanted}: local rank {index}, but this machine has {count} device(s): "
-                f"start at most {count} ranks a node, or use --device cpu"
+                f"--device {wanted}: local rank {local_rank}, but this process sees {count} devices: "
+                f"start at most {count} ranks a node, let each see one device of its own, or use --device cpu"
             ]
         )
+    index = local_rank if count > 1 else 0
     torch.accelerator.set_device_index(index)
     return torch.device(accelerator.type, index)
 
@@ -123,44 +147,121 @@ def compute_reproducibly() -> None:
     torch.set_num_threads(1)
 
 
-def build_mesh(config: ResolvedParallel) -> Mesh:
-    """Join the job and find this rank's place; a world of one process joins nothing.
+def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
+    """Join the job, unless this process has; a world of one process joins nothing.
 
     Args:
-        config: the parallel section, resolved: tp x pp x dp is the world size.
+        config: of which only the device and the timeout are read.
+
+    Returns:
+        This rank's device, and the group of all ranks.
 
     Raises:
-        ConfigError: the device that is asked for is not here.
+        ConfigError: the device that is asked for is not here, or another rank has it too.
     """
     device = select_device(config.device)
     if world_size() == 1:
-        return Mesh(device=device)
+        return device, ALONE
     if not dist.is_initialized():
-        timeout = timedelta(minutes=config.distributed_timeout_minutes)
-        store = _launchers_store(timeout)
+        timeout, rank = _timeout(config), int(os.environ["RANK"])
+        store = _job_store(timeout)
+        if device.type != "cpu":
+            refuse_shared_devices(store, rank, world_size(), _identity(device))
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
             timeout=timeout,
             store=store,
-            rank=-1 if store is None else int(os.environ["RANK"]),
-            world_size=-1 if store is None else world_size(),
+            rank=rank,
+            world_size=world_size(),
             device_id=device if device.type != "cpu" else None,
         )
-    grid = init_device_mesh(device.type, (config.pp, config.dp, config.tp), mesh_dim_names=("pp", "dp", "tp"))
-    return Mesh(
-        device=device,
-        world=_group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size()))),
-        tp=_dimension(grid, "tp"),
-        dp=_dimension(grid, "dp"),
-        pp=_dimension(grid, "pp"),
-    )
+    return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
 
 
-def _launchers_store(timeout: timedelta) -> dist.Store | None:
-    """torchrun's store, with names of this attempt alone: after a restart (--max-restarts) it may still hold where the
-    ranks of the last one listened. None: the process group finds its store by itself."""
+def build_mesh(config: ResolvedParallel) -> Mesh:
+    """Join the job and find this rank's place.
+
+    Args:
+        config: a resolved configuration, so that tp x pp x dp is the world size.
+
+    Raises:
+        ConfigError: the device that is asked for is not here, or another rank has it too.
+    """
+    device, world = join_job(config)
+    if world.size == 1:
+        return Mesh(device=device)
+    grid = torch.arange(world.size).view(config.pp, config.dp, config.tp)
+    pp, dp, tp = (_along(grid, dim, device, _timeout(config)) for dim in range(3))
+    return Mesh(device=device, world=world, tp=tp, dp=dp, pp=pp)
+
+
+def _timeout(config: ParallelConfig) -> timedelta:
+    return timedelta(minutes=config.distributed_timeout_minutes)
+
+
+def _along(grid: torch.Tensor, dim: int, device: torch.device, timeout: timedelta) -> Group:
+    """This rank's group along a dimension of the grid of ranks; every rank makes the groups of all, in one order."""
+    rank, size = dist.get_rank(), grid.shape[dim]
+    groups: list[list[int]] = grid.movedim(dim, -1).reshape(-1, size).tolist()
+    ranks = next(group for group in groups if rank in group)
+    if size == 1 or size == grid.numel():
+        return _group(dist.group.WORLD, rank, tuple(ranks))
+    if _splits(device):  # a single call for all of them
+        handle = dist.split_group(split_ranks=groups, timeout=timeout)
+    else:
+        handle, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+    return _group(handle, rank, tuple(ranks))
+
+
+def _splits(device: torch.device) -> bool:
+    """Whether the backend divides a communicator into several at once, as NCCL does one that is bound to a device."""
+    world = dist.group.WORLD
+    if device.type == "cpu" or world is None or getattr(world, "bound_device_id", None) is None:
+        return False
+    return bool(world._get_backend(device).supports_splitting)
+
+
+def _identity(device: torch.device) -> str | None:
+    """What tells this device from every other one of the cluster; None where its kind has nothing of that sort."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = getattr(properties(device.index), "uuid", None) if properties is not None else None
+    return None if uuid is None else str(uuid)
+
+
+def refuse_shared_devices(store: dist.Store, rank: int, world_size: int, identity: str | None) -> None:
+    """Compare the ranks' devices before a backend meets one twice, which NCCL reports as an internal error.
+
+    Args:
+        store: of the job.
+        rank: of this process.
+        world_size: number of processes, each of which calls this.
+        identity: of this rank's device; None if it is not known.
+
+    Raises:
+        ConfigError: two ranks have the same device; on every rank.
+    """
+    own = "" if identity is None else f"{identity} on {socket.gethostname()}"
+    store.set(f"device/{rank}", own)
+    devices = [value.decode() for value in store.multi_get([f"device/{other}" for other in range(world_size)])]
+    problems = []
+    for device in sorted(set(devices) - {""}):
+        ranks = [str(other) for other, found in enumerate(devices) if found == device]
+        if len(ranks) > 1:
+            problems.append(f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} have the same device, {device}")
+    if problems:
+        way_out = (
+            "start no more ranks on a node than it has devices, with LOCAL_RANK as torchrun sets it or with one "
+            "device bound to each (srun --gpus-per-task 1), or use --device cpu"
+        )
+        raise ConfigError([f"{problem}: {way_out}" for problem in problems])
+
+
+def _job_store(timeout: timedelta) -> dist.Store:
+    """The launcher's store. torchrun's serves several attempts (--max-restarts), and may still hold where the ranks of
+    the last one listened: each has names of its own."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return None
+        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
+        return store
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
     return dist.PrefixStore(f"megacore/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -197,31 +298,3 @@ def leave(mesh: Mesh) -> None:
 
 def _group(handle: dist.ProcessGroup | None, rank: int, ranks: tuple[int, ...]) -> Group:
     return Group(ranks=ranks, rank=ranks.index(rank), handle=handle if len(ranks) > 1 else None)
-
-
-def _dimension(grid: DeviceMesh, name: str) -> Group:
-    handle = grid.get_group(name)
-    return _group(handle, dist.get_rank(), tuple(dist.get_process_group_ranks(handle)))
-
-
-def along_pipeline(mesh: Mesh, members: Sequence[int]) -> Group:
-    """Some ranks of this rank's pipeline as a group, such as the holders of a tied parameter.
-
-    Every rank of the job makes every group, in the same order, whether it is in it or not.
-
-    Args:
-        mesh: this rank's place.
-        members: positions in the pipeline, ascending.
-
-    Returns:
-        The group; one of this rank alone where it is not a member.
-    """
-    if len(members) == mesh.pp.size or len(members) == 1:
-        return mesh.pp if len(members) > 1 else ALONE
-    own, width = ALONE, mesh.tp.size * mesh.dp.size
-    for column in range(width):
-        ranks = [member * width + column for member in members]
-        handle = dist.new_group(ranks)
-        if mesh.world.rank in ranks:
-            own = _group(handle, mesh.world.rank, tuple(ranks))
-    return own

@@ -7,7 +7,9 @@ so that none of them needs to know how a layer is split.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,15 +53,43 @@ class ShardedParameter(nn.Parameter):
 
     spec: ShardSpec
 
-    def __new__(cls, data: Tensor, spec: ShardSpec) -> ShardedParameter:
-        parameter: ShardedParameter = super().__new__(cls, data)
+    def __new__(cls, data: Tensor, spec: ShardSpec, requires_grad: bool = True) -> ShardedParameter:
+        parameter: ShardedParameter = super().__new__(cls, data, requires_grad)
         parameter.spec = spec
         return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        if id(self) not in memo:
+            memo[id(self)] = ShardedParameter(self.detach().clone(), self.spec, self.requires_grad)
+        copy: ShardedParameter = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return ShardedParameter, (self.detach(), self.spec, self.requires_grad)
 
     def named(self, name: str) -> None:
         """Give the parameter its global name; a tied parameter keeps the first."""
         if not self.spec.name:
             self.spec = replace(self.spec, name=name)
+
+
+class ShardedModule(nn.Module):
+    """A module with `ShardedParameter`s of its own, which stay so when it moves.
+
+    Where a tensor cannot take its parameter's place (`to_empty` of a module on the meta device, `to` another device),
+    torch makes a plain parameter of it.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = self._parameters[name]
+            if isinstance(old, ShardedParameter) and new is not None and new is not old:
+                sharded = ShardedParameter(new.detach(), old.spec, new.requires_grad)
+                sharded.grad = new.grad
+                self._parameters[name] = sharded
+        return self
 
 
 def replicated(*shape: int, device: torch.device | None = None) -> ShardedParameter:

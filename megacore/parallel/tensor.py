@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from megacore.config.model import padded_rows
 from megacore.parallel.collectives import copy_to_group, reduce_from_group, start_all_reduce_
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import Parameters, input_gradient, parameter_gradients, products
 from megacore.parallel.sequence import gather_sequence, products_of_gathered_input, reduce_scatter_sequence
-from megacore.parallel.sharding import ShardedParameter, ShardSpec, split_evenly
+from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
 
 
 class _LinearOfCopiedInput(torch.autograd.Function):
@@ -37,14 +38,14 @@ class _LinearOfCopiedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        grad_x = input_gradient(grads, weights)
+        grad_x = input_gradient(grads, weights).contiguous()
         pending = start_all_reduce_(grad_x, ctx.group)
         found = parameter_gradients(x, grads, ctx.has_bias)
         pending.wait()
         return grad_x, None, *found
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(ShardedModule):
     """y = x W^T + b with the output features split over the group.
 
     Args:
@@ -95,7 +96,7 @@ class ColumnParallelLinear(nn.Module):
         )
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ShardedModule):
     """y = x W^T + b with the input features split over the group; the bias is whole on every rank and added once.
 
     Args:
@@ -140,7 +141,7 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(ShardedModule):
     """Token embedding with the vocabulary's rows split over the group.
 
     Rank r holds rows [r V / t, (r + 1) V / t). Its local table is padded with zero rows to `padded_rows(V, t,
@@ -233,12 +234,6 @@ def _products(
         return products_of_gathered_input(x, parameters, group)
     found: tuple[Tensor, ...] = _LinearOfCopiedInput.apply(x, group, *parameters)
     return found
-
-
-def padded_rows(vocab_size: int, parts: int, multiple: int) -> int:
-    """Rows of a rank's local vocabulary table: enough for its share, rounded up to `multiple`."""
-    share = -(-vocab_size // parts)
-    return -(-share // multiple) * multiple
 
 
 def vocab_parallel_weight(

@@ -7,13 +7,27 @@ blocks on 12 stages come out as 5, ten times 6, 5).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Protocol
 
-from megacore.models.spec import LayerSpec
+from megacore.config import ParallelConfig
+from megacore.config.pipeline_layout import parse_layout
 
 
-def costs(layers: Sequence[LayerSpec], balance: str) -> list[float]:
+class LayerCost(Protocol):
+    """What is asked of a layer: a `LayerSpec`, or a `LayerOutline` before torch is loaded."""
+
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def flops(self) -> float: ...
+    @property
+    def is_block(self) -> bool: ...
+
+
+def costs(layers: Sequence[LayerCost], balance: str) -> list[float]:
     """The cost of each layer.
 
     Args:
@@ -23,7 +37,15 @@ def costs(layers: Sequence[LayerSpec], balance: str) -> list[float]:
     return [{"parameters": layer.parameters, "flops": layer.flops, "uniform": 1}[balance] for layer in layers]
 
 
-def partition(layers: Sequence[LayerSpec], stages: int, balance: str = "parameters") -> list[range]:
+def stage_ranges(layers: Sequence[LayerCost], config: ParallelConfig) -> list[range]:
+    """Which layers every stage of the model holds: as laid out by hand, or balanced."""
+    count = config.pp * config.virtual_stages
+    if config.pipeline_layout is not None:
+        return parse_layout(config.pipeline_layout, stages=count, blocks=sum(layer.is_block for layer in layers))
+    return partition(layers, count, config.pipeline_balance)
+
+
+def partition(layers: Sequence[LayerCost], stages: int, balance: str = "parameters") -> list[range]:
     """Consecutive layer ranges, one per stage, with the smallest possible largest cost; every stage holds a block.
 
     Among equal largest costs the smallest sum of squares wins, so that what remains is even too.
@@ -39,13 +61,17 @@ def partition(layers: Sequence[LayerSpec], stages: int, balance: str = "paramete
     blocks = sum(layer.is_block for layer in layers)
     if stages > blocks:
         raise ValueError(f"{stages} stages are more than the model's {blocks} blocks: use {blocks} or less")
-    cost = [0, *accumulate(costs(layers, balance))]
-    held = [0, *accumulate(int(layer.is_block) for layer in layers)]
+    return list(_partition(tuple(costs(layers, balance)), tuple(layer.is_block for layer in layers), stages))
+
+
+@functools.lru_cache(maxsize=256)  # the planner asks for the same stages with other batches and precisions
+def _partition(layer_costs: tuple[float, ...], is_block: tuple[bool, ...], stages: int) -> tuple[range, ...]:
+    cost, held = [0, *accumulate(layer_costs)], [0, *accumulate(map(int, is_block))]
     # best[k][j]: (largest cost, sum of squares, start of the last stage) of layers [0, j) on k stages
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
     for _ in range(stages):
         row: dict[int, tuple[float, float, int]] = {}
-        for end in range(1, len(layers) + 1):
+        for end in range(1, len(layer_costs) + 1):
             options = [
                 (max(largest, part := cost[end] - cost[start]), squares + part * part, start)
                 for start, (largest, squares, _) in best[-1].items()
@@ -54,9 +80,9 @@ def partition(layers: Sequence[LayerSpec], stages: int, balance: str = "paramete
             if options:
                 row[end] = min(options)
         best.append(row)
-    ranges, end = [], len(layers)
+    ranges, end = [], len(layer_costs)
     for row in reversed(best[1:]):
         start = row[end][2]
         ranges.append(range(start, end))
         end = start
-    return ranges[::-1]
+    return tuple(ranges[::-1])

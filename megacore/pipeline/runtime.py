@@ -80,7 +80,7 @@ class PipelineRuntime:
         self.forms, self.last_stage = forms, len(chunks) * group.size - 1
         self.first_input, self.loss, self.eval_loss = first_input, loss, eval_loss or loss
         self.loss_shape, self.eval_shape = loss_shape, eval_shape
-        self.timer = ActionTimer()
+        self.timer = ActionTimer(transport.device)
         self.training_schedule = cache(lambda microbatches: _proven(schedule(microbatches)))
         self.evaluation_schedule = cache(
             lambda microbatches: _proven(
@@ -117,8 +117,7 @@ class PipelineRuntime:
         """The summed `eval_loss` of the microbatches on the last stage; 0 elsewhere. Dropout is off."""
         for chunk in self.chunks:
             chunk.eval()
-        with self.timer.measure_step():
-            return _Run(self, self.evaluation_schedule(len(microbatches)), microbatches).execute()
+        return _Run(self, self.evaluation_schedule(len(microbatches)), microbatches).execute()
 
 
 def _proven(schedule: Schedule, *, trains: bool = True) -> Schedule:

@@ -16,7 +16,6 @@ schedule orders computations only; `transfers.py` adds the sends and receives, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 from megacore.pipeline.actions import Action, Op, Schedule
@@ -86,6 +85,16 @@ def forward_only(rank: int, ranks: int, microbatches: int, virtual_stages: int =
     return [action for action in training if action.op is Op.FORWARD]
 
 
+def rank_order(name: str, rank: int, ranks: int, microbatches: int, *, virtual_stages: int = 1) -> list[Action]:
+    """What one rank computes, in order; arguments as for `build_schedule`."""
+    assert virtual_stages == 1 or name in ("interleaved", "forward-only")
+    if name in ("interleaved", "forward-only"):
+        staged = interleaved if name == "interleaved" else forward_only
+        return staged(rank, ranks, microbatches, virtual_stages)
+    plain = {"1f1b": one_forward_one_backward, "gpipe": gpipe, "zero-bubble": zero_bubble}
+    return plain[name](rank, ranks, microbatches)
+
+
 def build_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """A schedule by name, transfers included.
 
@@ -95,13 +104,5 @@ def build_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int
         microbatches: number of microbatches m, at least 1.
         virtual_stages: stages v of a rank; more than 1 with `interleaved` and `forward-only` alone.
     """
-    orders: dict[str, Callable[[int], list[Action]]] = {
-        "1f1b": lambda rank: one_forward_one_backward(rank, ranks, microbatches),
-        "gpipe": lambda rank: gpipe(rank, ranks, microbatches),
-        "interleaved": lambda rank: interleaved(rank, ranks, microbatches, virtual_stages),
-        "zero-bubble": lambda rank: zero_bubble(rank, ranks, microbatches),
-        "forward-only": lambda rank: forward_only(rank, ranks, microbatches, virtual_stages),
-    }
-    assert virtual_stages == 1 or name in ("interleaved", "forward-only")
-    order = [orders[name](rank) for rank in range(ranks)]
+    order = [rank_order(name, rank, ranks, microbatches, virtual_stages=virtual_stages) for rank in range(ranks)]
     return with_transfers(name, order, virtual_stages=virtual_stages, microbatches=microbatches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,29 +25,47 @@ class Stage(nn.Module):
     Args:
         layers: the layers to build, in order.
         earlier: parameters of earlier stages on this rank, by global name: a tied one is one of them.
+        build: whether to build all layers at once; otherwise `build_layers` builds them one by one.
 
     Attributes:
+        specs: of the layers, built or to be built.
         names: of the layers, for messages.
         run_layer: how layer number i is applied to its input; data parallelism puts itself in here.
         first_outputs: where the output of the first layer with something to learn enters the graph of the last forward.
         tied_copies: parameters whose first use lies on another stage, by global name.
     """
 
-    def __init__(self, layers: Sequence[LayerSpec], earlier: Mapping[str, ShardedParameter] | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        earlier: Mapping[str, ShardedParameter] | None = None,
+        *,
+        build: bool = True,
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
+        self.specs, self._earlier = list(layers), {} if earlier is None else earlier
         self.names = [spec.name for spec in layers]
         self.run_layer: RunLayer = _run_plainly
         self.first_outputs: tuple[GradientEdge, ...] = ()
         self.tied_copies: dict[str, ShardedParameter] = {}
-        for spec in layers:
+        for _ in self.build_layers() if build else ():
+            pass
+
+    def build_layers(self) -> Iterator[nn.Module]:
+        """Build one layer at a time; each is in place, and its parameters have their names, when it is yielded.
+
+        Who iterates may replace the layer in `layers`, or move its parameters, before the next is built.
+        """
+        for spec in self.specs:
             layer = spec.build()
             if spec.tied:
-                self._tie(layer, spec, {**(earlier or {}), **self.by_name()})
+                self._tie(layer, spec, {**self._earlier, **self.by_name()})
             for local_name, parameter in layer.named_parameters():
                 assert isinstance(parameter, ShardedParameter), f"{spec.name}.{local_name} has no ShardSpec"
                 parameter.named(f"{spec.name}.{local_name}")
             self.layers.append(layer)
+            yield layer
 
     def forward(self, x: Any) -> Any:
         """The output of the last layer for the input of the first; a tensor or a tuple of tensors each."""

@@ -1,8 +1,8 @@
 """When each computation of a step ran, for the measured bubble; and, while tracing, what happened between them.
 
-On an accelerator operators run behind the program: in a step that is to be measured, the program waits for the end of
-each action, on the stream that computes. It does not wait for the other streams: a receive that was posted ahead of
-need is under way on one of them, and must not hold up the computations before its use.
+An accelerator computes behind the program, which must not wait for it, or the step that is timed would not be like the
+others. So a time is an event in the stream that computes, and is read once the step is over. A receive that was posted
+ahead of need is under way on another stream, and does not hold that event up before its use.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -17,67 +18,111 @@ from megacore.pipeline.actions import Action
 from megacore.plan.trace import Kind, Timed
 
 _UNTIMED = nullcontext()
+Mark = float | torch.Event  # seconds on the wall clock, or a point in the accelerator's work
 
 
-class ActionTimer:
-    """Notes what is done in the current step.
+@dataclass(frozen=True, kw_only=True)
+class TimedPass:
+    """A pass over a schedule; times are seconds on the wall clock.
 
     Attributes:
-        precise: whether the end of each action is waited for on an accelerator; else times are when it was issued.
-        tracing: whether transfers are noted too.
-        step: what was done in the current or last step, in order.
-        start: when the step began, in seconds.
+        start: when it began.
         end: when it ended.
+        actions: what was done, in order.
     """
 
-    def __init__(self) -> None:
-        self.precise = False
-        self.tracing = False
-        self.step: list[Timed] = []
-        self.start = self.end = 0.0
-
-    def measure(self, action: Action) -> AbstractContextManager[None]:
-        """Times a computation."""
-        return self._note("compute", (action,))
-
-    def waiting(self, *actions: Action) -> AbstractContextManager[None]:
-        """Times the wait for the arrival of a tensor, or, without an action, for the last sends."""
-        return self._note("wait", actions) if self.tracing else _UNTIMED
-
-    def posting(self, actions: Sequence[Action]) -> AbstractContextManager[None]:
-        """Times the posting of transfers."""
-        return self._note("post", tuple(actions)) if self.tracing else _UNTIMED
-
-    @contextmanager
-    def measure_step(self) -> Iterator[None]:
-        """Times a whole pass over a schedule, and forgets the one before."""
-        self.step = []
-        self.start = self.now()
-        yield
-        self.end = self.now()
+    start: float
+    end: float
+    actions: tuple[Timed, ...]
 
     @property
-    def window(self) -> tuple[float, float]:
-        """When the first of the computations noted began, and when the last ended."""
-        computed = self._computed()
-        return computed[0].start, computed[-1].end
+    def computations(self) -> list[Timed]:
+        return [timed for timed in self.actions if timed.kind == "compute"]
 
     @property
     def busy_seconds(self) -> float:
-        """Time of the computations noted."""
-        return sum(timed.end - timed.start for timed in self._computed())
+        """Time of the computations."""
+        return sum(timed.end - timed.start for timed in self.computations)
 
-    def _computed(self) -> list[Timed]:
-        return [timed for timed in self.step if timed.kind == "compute"]
+
+class ActionTimer:
+    """Notes what is done in a training step.
+
+    Args:
+        device: that computes.
+
+    Attributes:
+        enabled: whether computations of the next step are timed.
+        tracing: whether transfers are too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.enabled = self.tracing = False
+        self._device = device
+        self._notes: list[tuple[Kind, tuple[Action, ...], Mark, Mark]] = []
+        self._pass: tuple[Mark, Mark] | None = None
+        self._is_open = False
+
+    def measure(self, action: Action) -> AbstractContextManager[None]:
+        """Times a computation."""
+        return self._note("compute", (action,)) if self._is_open else _UNTIMED
+
+    def waiting(self, *actions: Action) -> AbstractContextManager[None]:
+        """Times the wait for the arrival of a tensor, or, without an action, for the last sends."""
+        return self._note("wait", actions) if self._is_open and self.tracing else _UNTIMED
+
+    def posting(self, actions: Sequence[Action]) -> AbstractContextManager[None]:
+        """Times the posting of transfers."""
+        return self._note("post", tuple(actions)) if self._is_open and self.tracing else _UNTIMED
+
+    @contextmanager
+    def measure_step(self) -> Iterator[None]:
+        """Times a whole pass over a schedule, if enabled, and forgets the one before."""
+        self._notes, self._pass = [], None
+        if not self.enabled:
+            yield
+            return
+        start, self._is_open = self.mark(), True
+        try:
+            yield
+        finally:
+            self._is_open = False
+        self._pass = start, self.mark()
+
+    def read(self) -> TimedPass:
+        """The last step, which was timed; waits until an accelerator is done with it."""
+        assert self._pass is not None, "the last step was not timed"
+        marks = [*self._pass, *(mark for _, _, *both in self._notes for mark in both)]
+        start, end, *seconds = self._seconds(marks)
+        actions = (
+            Timed(kind, actions, begin, stop)
+            for (kind, actions, _, _), begin, stop in zip(self._notes, seconds[::2], seconds[1::2], strict=True)
+        )
+        return TimedPass(start=start, end=end, actions=tuple(actions))
 
     def _note(self, kind: Kind, actions: tuple[Action, ...]) -> AbstractContextManager[None]:
         return _Note(self, kind, actions)
 
-    def now(self) -> float:
-        """Seconds on the wall clock; if precise, once the accelerator has done what it was asked for."""
-        if self.precise and torch.accelerator.is_available():
-            torch.accelerator.current_stream().synchronize()
-        return time.time()
+    def note(self, kind: Kind, actions: tuple[Action, ...], start: Mark) -> None:
+        """Something that ends now."""
+        self._notes.append((kind, actions, start, self.mark()))
+
+    def mark(self) -> Mark:
+        """Now; on an accelerator, once it has done what it was asked for until now."""
+        if self._device.type == "cpu":
+            return time.time()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """The marks on the wall clock: events tell how far apart they are, and one whose time is known is added."""
+        last = self.mark()
+        if isinstance(last, float):
+            return [mark for mark in marks if isinstance(mark, float)]
+        last.synchronize()
+        now = time.time()
+        return [now - mark.elapsed_time(last) / 1e3 for mark in marks if isinstance(mark, torch.Event)]
 
 
 class _Note:
@@ -89,7 +134,7 @@ class _Note:
         self._timer, self._kind, self._actions = timer, kind, actions
 
     def __enter__(self) -> None:
-        self._start = self._timer.now()
+        self._start = self._timer.mark()
 
     def __exit__(self, *_: object) -> None:
-        self._timer.step.append(Timed(self._kind, self._actions, self._start, self._timer.now()))
+        self._timer.note(self._kind, self._actions, self._start)

@@ -1,1 +1,2 @@
-"""What is computed without torch: schedules simulated and drawn, model sizes, operations, memory."""
+"""What a run needs, computed from its configuration alone, without torch: schedules simulated and drawn, model
+sizes, operations, memory."""

@@ -10,9 +10,6 @@ from megacore.config import ResolvedModel
 
 CONVENTION = "model FLOPs, full attention"
 
-# Dense 16-bit matrix throughput in TFLOP/s by the name the driver reports.
-PEAK_TFLOPS = {"V100": 125.0, "A100": 312.0, "H100": 989.0, "H200": 989.0}
-
 
 def flops_per_sequence(config: ResolvedModel, seq_length: int) -> float:
     """Forward and backward operations of one sequence; backward counts twice forward.
@@ -39,8 +36,3 @@ def block_flops(config: ResolvedModel, seq_length: int) -> float:
 def head_flops(config: ResolvedModel) -> float:
     """Operations of the output layer's forward for one token."""
     return 2.0 * config.hidden_size * config.vocab_size
-
-
-def peak_tflops(device_name: str) -> float | None:
-    """The device's dense 16-bit peak in TFLOP/s, or None when it is not known."""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)

@@ -1,39 +1,77 @@
-"""How many parameters each layer of a causal language model has, before any of it exists.
+"""How many parameters each layer has, before any of it exists: the whole layer, or what one tensor-parallel rank holds.
 
-Stages are balanced by these numbers, and the launch summary prints them; tests compare them with the parameters that
-are built, and the sums with the published ones.
+Stages are balanced by these numbers, the launch summary prints them, and memory is planned with them (megacore/plan);
+tests compare them with the parameters that are built, and the sums with the published ones. Nothing here loads torch.
 
-Legend: h hidden size, n heads of d dimensions, g key and value heads, f inner width of the MLP, V vocabulary.
+Legend: h hidden size, n heads of d dimensions, g key and value heads, f inner width of the MLP, V vocabulary, t
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
 from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBertConfig
+from megacore.config.model import padded_rows
+
+SEGMENTS = 2  # BERT's token types: the first of a pair, and the second
 
 
-def embedding_parameters(config: ResolvedModel) -> int:
-    """Token table V h, a norm, a position table."""
-    table = config.vocab_size * config.hidden_size
+def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
+    """Token table V h, a norm, a position table.
+
+    Args:
+        config: a resolved configuration.
+        tp: count what one of so many tensor-parallel ranks holds, the vocabulary's padding included. None: count the
+            whole layer, without padding.
+    """
     norm = norm_parameters(config) if config.embedding_layernorm else 0
     learned = config.position_embedding_type == "learned"
-    return table + norm + (config.max_position_embeddings * config.hidden_size if learned else 0)
+    positions = config.max_position_embeddings * config.hidden_size if learned else 0
+    return vocabulary_rows(config, tp) * config.hidden_size + norm + positions
 
 
-def block_parameters(config: ResolvedModel) -> int:
-    """Attention h d (2 n + 2 g), MLP 2 h f or, gated, 3 h f; biases; two norms."""
-    h, d, f = config.hidden_size, config.head_size, config.inner_size
+def block_parameters(config: ResolvedModel, tp: int | None = None) -> int:
+    """Attention h d (2 n + 2 g), MLP 2 h f or, gated, 3 h f; biases; two norms. `tp` as for `embedding_parameters`.
+
+    Every rank holds the norms and the biases of the two layers that write to the residual stream.
+    """
+    h, d, f, t = config.hidden_size, config.head_size, config.inner_size, tp or 1
     query, projected = config.num_attention_heads * d, (config.num_attention_heads + 2 * config.query_groups) * d
     into = 2 if config.gated else 1  # matrices that lead into the MLP's inner width
     weights = h * projected + query * h + (into + 1) * h * f
-    biases = 0 if config.disable_bias_linear else h + into * f + h
-    biases += projected if config.qkv_bias else 0
+    split_biases = (0 if config.disable_bias_linear else into * f) + (projected if config.qkv_bias else 0)
+    whole_biases = 0 if config.disable_bias_linear else 2 * h
     head_norms = 2 * norm_parameters(config, d) if config.qk_layernorm else 0
-    return weights + biases + head_norms + 2 * norm_parameters(config)
+    return (weights + split_biases) // t + whole_biases + head_norms + 2 * norm_parameters(config)
 
 
-def head_parameters(config: ResolvedModel) -> int:
-    """Final norm and output layer, which a tied model shares with the embedding."""
-    return config.vocab_size * config.hidden_size + norm_parameters(config)
+def head_parameters(config: ResolvedModel, tp: int | None = None) -> int:
+    """Final norm and output layer, which a tied model shares with the embedding. `tp` as for `embedding_parameters`."""
+    return vocabulary_rows(config, tp) * config.hidden_size + norm_parameters(config)
+
+
+def bert_embedding_parameters(config: ResolvedBertConfig, tp: int | None = None) -> int:
+    """Token table, norm, and in the classic style position and segment tables. `tp` as for `embedding_parameters`."""
+    model = config.model
+    tables = 0 if config.bert.packed else model.max_position_embeddings + SEGMENTS
+    return (vocabulary_rows(model, tp) + tables) * model.hidden_size + norm_parameters(model)
+
+
+def bert_head_parameters(config: ResolvedBertConfig, tp: int | None = None) -> int:
+    """Transform h^2, norms, output layer with a bias, and the sentence task's pooler and classifier. `tp` as for
+    `embedding_parameters`."""
+    model, h = config.model, config.model.hidden_size
+    norms = (2 if config.bert.packed else 1) * norm_parameters(model)
+    transform = h * h + (0 if model.disable_bias_linear else h)
+    sentence = h * h + h + 2 * h + 2 if config.bert.has_sentence_head else 0
+    return norms + transform + vocabulary_rows(model, tp) * (h + 1) + sentence
+
+
+def vocabulary_rows(config: ResolvedModel, tp: int | None = None) -> int:
+    """Rows of the token table: V, or with padding those that one of `tp` ranks holds."""
+    if tp is None:
+        return config.vocab_size
+    return padded_rows(config.vocab_size, tp, config.make_vocab_size_divisible_by)
 
 
 def norm_parameters(config: ResolvedModel, size: int | None = None) -> int:

@@ -8,7 +8,6 @@ leave), and idle gaps, in which the program itself was at work. Times are micros
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megacore.errors import UserError
+from megacore.files import replace_bytes
 from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError, requirements, result
 from megacore.pipeline.transfers import with_transfers
 from megacore.pipeline.validation import prove
@@ -78,10 +78,8 @@ def write_trace(path: Path, ranks: Sequence[RankTrace], schedule: Schedule) -> N
         "virtual_stages": schedule.virtual_stages,
         "microbatches": schedule.microbatches,
     }
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}, file, separators=(",", ":"))
-    os.replace(temporary, path)
+    content = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+    replace_bytes(path, json.dumps(content, separators=(",", ":")).encode(), durable=False)
 
 
 def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]]:

@@ -37,6 +37,7 @@ from megacore.parallel.random import RandomStreams
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageForms
 from megacore.train.batches import Pair, PlainMicrobatch, cut, moved, samples_of
+from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.parallelize import Task, parallelize
 
 __all__ = ["Layer", "PipelineEngine"]
@@ -59,6 +60,7 @@ class PipelineEngine:
         seed: of initial weights and dropout.
         reproducible: makes losses and weights bitwise the same for every pp, dp, ZeRO stage and schedule.
         mesh: this rank's place; None: it is found.
+        memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
 
     Attributes:
         step: steps taken.
@@ -67,7 +69,8 @@ class PipelineEngine:
         stages: numbers of the layers of every pipeline stage.
 
     Raises:
-        ConfigError: everything that is wrong with the layers' names and ties, or with the configuration.
+        ConfigError: everything that is wrong with the layers' names and ties, or with the configuration; or the state
+            does not fit into memory.
         ScheduleError: a schedule from a file does not fit.
     """
 
@@ -85,8 +88,10 @@ class PipelineEngine:
         seed: int = 1234,
         reproducible: bool = False,
         mesh: Mesh | None = None,
+        memory_check: bool = True,
     ) -> None:
         training = TrainingConfig(
+            memory_check=memory_check,
             train_iters=train_iters,
             seed=seed,
             reproducible=reproducible,
@@ -103,9 +108,11 @@ class PipelineEngine:
         self._loss, self._mean, self._count = loss, reduction == "mean", count
         self._metric: Callable[[Any, Any], Tensor] | None = None
         streams = RandomStreams(seed, self.mesh.device)
+        described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams)
+        check_memory_of_ranks(self.config, self.mesh, described)
         self.model = parallelize(
             Task(
-                layers=describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams),
+                layers=described,
                 first_input=lambda microbatch: microbatch.inputs,
                 loss=self._summed_loss,
                 eval_loss=self._summed_metric,
@@ -272,7 +279,9 @@ class PipelineEngine:
                     index=(self.step * self.num_microbatches + position) * dp.size + dp.rank,
                     inputs=moved(inputs, device) if pp.is_first else inputs,
                     targets=moved(targets, device) if pp.is_last else targets,
-                    count=torch.as_tensor(number, dtype=torch.float64).to(device, non_blocking=True),
+                    count=number.to(device, torch.float64, non_blocking=True)
+                    if isinstance(number, Tensor)
+                    else torch.full((), number, dtype=torch.float64, device=device),
                 )
             )
         self._learn_forms([microbatch.inputs for microbatch in batch])
@@ -280,12 +289,13 @@ class PipelineEngine:
 
     def _learn_forms(self, inputs: Sequence[Any]) -> None:
         """Try inputs of forms that are new. On ZeRO stage 3 a replica whose are not tries along, as weights are
-        gathered from all replicas."""
+        gathered from all replicas: these must ask each other first, and so wait for the accelerator."""
         new = self._forms.unknown(inputs)
-        tries = torch.tensor(len(new), device=self.mesh.device)
-        if self.config.parallel.zero_stage == 3:
-            all_reduce_(tries, self.mesh.dp, "max")
-        for number in range(int(tries)):
+        tries = len(new)
+        if self.config.parallel.zero_stage == 3 and self.mesh.dp.size > 1:
+            asked = torch.full((), tries, dtype=torch.int64, device=self.mesh.device)
+            tries = int(all_reduce_(asked, self.mesh.dp, "max"))
+        for number in range(tries):
             self._forms.find(new[number] if number < len(new) else inputs[0])
 
     def _summed_loss(self, output: Any, microbatch: PlainMicrobatch) -> Tensor:

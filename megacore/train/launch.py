@@ -16,11 +16,12 @@ import torch
 from megacore import ops
 from megacore.config import ResolvedConfig
 from megacore.errors import EXIT_REFUSED, ConfigError, OutputClosed, TrainingStopped, UserError, WorkerDied
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave
 from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.output import output_directory
 from megacore.train.peers import PeerWatch
+from megacore.train.same_run import refuse_different_ranks
 
 __all__ = ["exit_with", "launch"]
 
@@ -46,6 +47,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         compute_reproducibly()
     watch: PeerWatch | None = None
     try:
+        refuse_different_ranks(config, join_job(config.parallel)[1])
         mesh = build_mesh(config.parallel)
         _choose_kernels(config.training.kernels, mesh.device)
         watch = PeerWatch(mesh)

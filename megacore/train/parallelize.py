@@ -1,39 +1,40 @@
 """The recipe: from the description of a model to this rank's part of it, ready to train. The order is the knowledge.
 
-1. partition: which layers this stage holds (uneven counts are balanced, nothing is dropped);
-2. build: only those layers, split over the tensor-parallel group as they are made;
-3. initialise: by global name, so that every layout starts from the same bits, and copies of tied parameters alike;
+1. partition: which layers this stage holds (uneven counts are balanced, nothing is dropped); then layer by layer
+2. build: split over the tensor-parallel group as it is made;
+3. initialise: by global name, so that every layout starts from the same bits;
 4. recompute: wrap the blocks that keep only their input;
 5. data parallel: move the parameters as they now stand into buckets, in the precision of training, and divide them by
-   ZeRO's stage.
+   ZeRO's stage: on stage 3 before the next layer is built, so that no more than one is ever whole;
+6. tied parameters: their copies take the value of the first use.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.config import ParallelConfig, ResolvedConfig
-from megacore.config.pipeline_layout import parse_layout
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.initialize import initialize
 from megacore.models.spec import LayerSpec, Terms
 from megacore.optim.precision import DTYPES
-from megacore.parallel.collectives import all_reduce_
-from megacore.parallel.mesh import Group, Mesh, along_pipeline
+from megacore.parallel.collectives import sum_copies_
+from megacore.parallel.mesh import Holders, Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
-from megacore.parallel.sharding import ShardedParameter
+from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 from megacore.pipeline.actions import Schedule
-from megacore.pipeline.partition import partition
+from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import Forms, PipelineRuntime
 from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.schedule_file import load_schedule
@@ -86,7 +87,7 @@ class ParallelModel:
         parameters: of this rank, by global name.
         runtime: runs microbatches through the pipeline.
         data_parallel: divides parameters, gradients and optimizer state over data-parallel ranks.
-        shared: global names of tied parameters that other ranks hold too, and the group of their holders.
+        shared: global names of tied parameters that other ranks hold too, and who holds them.
         tied_copies: those of them whose first use lies on another rank.
     """
 
@@ -95,7 +96,7 @@ class ParallelModel:
     parameters: dict[str, ShardedParameter]
     runtime: PipelineRuntime
     data_parallel: DataParallel
-    shared: dict[str, Group]
+    shared: dict[str, Holders]
     tied_copies: frozenset[str]
 
 
@@ -109,25 +110,19 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
     """
     stages = stage_ranges(task.layers, config.parallel)
     own = stages[mesh.pp.rank :: mesh.pp.size]
-    chunks: list[Stage] = []
+    shared = _holders_of_tied(task.layers, stages, mesh)
     parameters: dict[str, ShardedParameter] = {}
-    for numbers in own:
-        chunks.append(Stage([task.layers[i] for i in numbers], parameters))
-        parameters |= chunks[-1].by_name()
-    fill = task.initialize or partial(initialize, config=config.model, seed=config.training.seed)
-    fill(parameters.values())
-    tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
-    shared = _groups_of_holders(task.layers, stages, mesh, parameters)
-    _spread_values(shared, parameters, tied_copies)
-    if config.training.recompute == "full":
-        _recompute_blocks(chunks, own, task, config.training.recompute_num_layers)
+    chunks = [Stage([task.layers[i] for i in numbers], parameters, build=False) for numbers in own]
     data_parallel = DataParallel(
-        [list(chunk.layers) for chunk in chunks],
+        (_layers(chunk, task, config, parameters) for chunk in chunks),
         mesh.dp,
         options=_zero_options(task.layers, config),
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
         alone=frozenset(shared),
     )
+    shared = {name: holders for name, holders in shared.items() if name in parameters}
+    tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
+    _spread_values(shared, data_parallel, tied_copies, mesh.device)
     for number, chunk in enumerate(chunks):
         chunk.run_layer = partial(data_parallel.run_layer, number)
     return ParallelModel(
@@ -141,45 +136,62 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
     )
 
 
-def stage_ranges(layers: Sequence[LayerSpec], config: ParallelConfig) -> list[range]:
-    """Which layers every stage of the model holds: as laid out by hand, or balanced."""
-    count = config.pp * config.virtual_stages
-    if config.pipeline_layout is not None:
-        return parse_layout(config.pipeline_layout, stages=count, blocks=sum(layer.is_block for layer in layers))
-    return partition(layers, count, config.pipeline_balance)
+def _layers(
+    chunk: Stage, task: Task, config: ResolvedConfig, parameters: dict[str, ShardedParameter]
+) -> Iterator[nn.Module]:
+    """Build a stage layer by layer, each with its initial values, and wrapped where it keeps only its input.
+
+    Args:
+        chunk: a stage that is not built.
+        task: what is trained.
+        config: resolved.
+        parameters: of the layers so far, by global name; those of this stage are added.
+    """
+    fill = task.initialize or partial(initialize, config=config.model, seed=config.training.seed)
+    if config.checkpoint.load is not None:  # every value comes from the checkpoint
+        fill = _leave_as_built
+    blocks = [index for index, spec in enumerate(chunk.specs) if spec.is_block]
+    recomputed = blocks[: config.training.recompute_num_layers] if config.training.recompute == "full" else []
+    for index, layer in enumerate(chunk.build_layers()):
+        new = {p.spec.name: p for p in sharded_parameters(layer) if p.spec.name not in parameters}
+        fill(new.values())
+        parameters |= new
+        if index in recomputed:
+            chunk.layers[index] = Recomputed(layer, task.streams)
+        yield chunk.layers[index]
 
 
-def _groups_of_holders(
-    layers: Sequence[LayerSpec], stages: Sequence[range], mesh: Mesh, parameters: Mapping[str, ShardedParameter]
-) -> dict[str, Group]:
-    """For each tied parameter of this rank that other ranks of the pipeline hold too: who holds it."""
+def _leave_as_built(parameters: Iterable[ShardedParameter]) -> None:
+    """No initial values: the layers come with theirs, or all are overwritten."""
+
+
+def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh: Mesh) -> dict[str, Holders]:
+    """For each tied parameter that several ranks of the pipeline hold: which they are."""
     rank_of = {number: stage % mesh.pp.size for stage, numbers in enumerate(stages) for number in numbers}
     number_of = {layer.name: number for number, layer in enumerate(layers)}
-    holders: dict[str, set[int]] = {}
+    positions: dict[str, set[int]] = {}
     for number, layer in enumerate(layers):
         for name in layer.tied.values():
             first = next(i for prefix, i in number_of.items() if name.startswith(f"{prefix}."))
-            holders.setdefault(name, {rank_of[first]}).add(rank_of[number])
-    groups = {name: along_pipeline(mesh, sorted(ranks)) for name, ranks in holders.items() if len(ranks) > 1}
-    return {name: group for name, group in groups.items() if name in parameters}
+            positions.setdefault(name, {rank_of[first]}).add(rank_of[number])
+    return {
+        name: Holders(pipeline=mesh.pp, positions=tuple(sorted(ranks)))
+        for name, ranks in positions.items()
+        if len(ranks) > 1
+    }
 
 
 @torch.no_grad()
 def _spread_values(
-    shared: Mapping[str, Group], parameters: Mapping[str, ShardedParameter], copies: frozenset[str]
+    shared: Mapping[str, Holders], data_parallel: DataParallel, copies: frozenset[str], device: torch.device
 ) -> None:
-    """Give the copies of tied parameters the value that they have where they are first used."""
-    for name, group in sorted(shared.items()):
-        if name in copies:
-            parameters[name].zero_()
-        all_reduce_(parameters[name].data, group)
-
-
-def _recompute_blocks(chunks: Sequence[Stage], own: Sequence[range], task: Task, first: int | None) -> None:
-    for chunk, numbers in zip(chunks, own, strict=True):
-        blocks = [i for i, number in enumerate(numbers) if task.layers[number].is_block]
-        for i in blocks[:first]:
-            chunk.layers[i] = Recomputed(chunk.layers[i], task.streams)
+    """Give the copies of tied parameters the value that they have where they are first used. Each has a bucket of its
+    own, which every stage divides alike, so that ranks need to sum their shards only."""
+    for name, holders in sorted(shared.items()):
+        for owned in data_parallel.segments_of(name):
+            value = torch.zeros_like(owned.master, device=device) if name in copies else owned.master.to(device)
+            owned.master.copy_(sum_copies_(value.detach(), holders))
+        data_parallel.publish_parameter(name)
 
 
 def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig) -> ZeroOptions:
@@ -204,7 +216,7 @@ def _runtime(chunks: Sequence[Stage], task: Task, config: ResolvedConfig, mesh: 
         mesh.pp,
         transport=Transport(mesh.pp, mesh.device),
         forms=task.forms or (lambda _: forms),
-        schedule=lambda microbatches: _schedule(parallel, microbatches),
+        schedule=lambda microbatches: training_schedule(parallel, microbatches),
         streams=task.streams,
         first_input=task.first_input,
         loss=task.loss,
@@ -222,10 +234,14 @@ def _between_stages(config: ResolvedConfig, *, documents: bool) -> tuple[TensorF
     return (hidden, TensorForm((batch, length), torch.int64)) if documents else (hidden,)
 
 
-def _schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
+_built_schedule = functools.lru_cache(maxsize=4)(build_schedule)  # the summary asks for it, and then the runtime
+
+
+def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
+    """What all ranks of a pipeline do in a step, as configured."""
     if parallel.schedule_csv is not None:
         return load_schedule(Path(parallel.schedule_csv))
-    return build_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
+    return _built_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
 
 
 def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig) -> int:

@@ -73,9 +73,9 @@ class Saving:
         if is_last or not self._options.async_save:
             self._guarded(self._saver.finish, goes_on)
 
-    def go_on(self, *, some_wait: bool) -> None:
+    def go_on(self, *, some_rank_waits: bool) -> None:
         """Take a save in the background one step further, unless some rank is not so far."""
-        if self._saver.is_busy and not some_wait:
+        if self._saver.is_busy and not some_rank_waits:
             self._guarded(self._saver.advance, self._goes_on)
 
     def _guarded(self, act: Callable[[], Saved | None], warning: str | None) -> None:

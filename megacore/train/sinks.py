@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megacore.errors import OutputClosed, StorageError, UserError
+from megacore.files import replace_bytes, write_all
 
 
 class Report:
@@ -56,13 +57,7 @@ class Report:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._file is not None:
-            try:
-                print(text, flush=True)
-            except BrokenPipeError:
-                raise OutputClosed("what read the output has closed it") from None
-            except OSError as error:  # its file may be on the same full disk
-                if not self._may_drop:
-                    raise StorageError(f"what the run says cannot be written: {error.strerror}") from None
+            say(text, may_fail=self._may_drop)
 
     def record(self, values: dict[str, Any]) -> None:
         """Append one JSON object to metrics.jsonl; floats keep their full precision, and null stands for no number.
@@ -107,6 +102,26 @@ class Report:
         return True
 
 
+def say(text: str, *, may_fail: bool = False) -> None:
+    """Print at once.
+
+    Args:
+        text: a line or several.
+        may_fail: where it cannot be written, go on without it.
+
+    Raises:
+        OutputClosed: nobody reads it.
+        StorageError: it cannot be written, and must not be lost.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise OutputClosed("what read the output has closed it") from None
+    except OSError as error:  # its file may be on the same full disk
+        if not may_fail:
+            raise StorageError(f"what the run says cannot be written: {error.strerror}") from None
+
+
 def _append(file: BinaryIO, line: bytes) -> None:
     """Write a whole line, or leave the file as it was.
 
@@ -114,10 +129,8 @@ def _append(file: BinaryIO, line: bytes) -> None:
         OSError: it cannot be written.
     """
     before = os.fstat(file.fileno()).st_size
-    rest = memoryview(line)
     try:
-        while rest:
-            rest = rest[os.write(file.fileno(), rest) :]
+        write_all(file.fileno(), line)
     except OSError:
         os.ftruncate(file.fileno(), before)
         raise
@@ -133,14 +146,10 @@ def _keep_until(path: Path, step: int) -> None:
         for number, line in enumerate(lines, start=1)
         if line.endswith(b"\n") and _step_of(line, path, number) <= step
     ]
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        temporary.write_bytes(b"".join(kept))
-        os.replace(temporary, path)
+        replace_bytes(path, b"".join(kept), durable=False)
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _step_of(line: bytes, path: Path, number: int) -> int:

@@ -1,7 +1,8 @@
 """When a run ends early, by agreement: a signal, a time limit or a step, of which all ranks learn at the same step.
 
-Each rank may have its own reason; one number, the largest of all ranks', is the decision. A signal is only noted while
-training goes on, and a second one changes nothing: the run saves, and ends with status 0.
+Each rank may have its own reason, and votes for it: votes are summed over ranks together with the loss and the norm of
+a step, and the weightiest reason with a vote is the decision. A signal is only noted while training goes on, and a
+second one changes nothing: the run saves, and ends with status 0.
 """
 
 from __future__ import annotations
@@ -9,18 +10,29 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch
-
 from megacore.config.sections import CheckpointConfig
-from megacore.parallel.collectives import all_reduce_
-from megacore.parallel.mesh import Mesh
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_DURATION, _INTERVAL = 1001, 1002  # beyond the numbers of signals
+_DURATION, _INTERVAL = "duration", "interval"
+_REASONS: tuple[signal.Signals | str, ...] = (*_SIGNALS, _DURATION, _INTERVAL)  # a later one weighs more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What all ranks do after a step.
+
+    Attributes:
+        stop: why the run ends now, or None.
+        some_rank_waits: whether some rank still has something to do before ranks can agree on a save.
+    """
+
+    stop: str | None = None
+    some_rank_waits: bool = False
 
 
 class StopRequests:
@@ -30,11 +42,10 @@ class StopRequests:
 
     Args:
         options: when the run ends early.
-        mesh: this rank's place.
     """
 
-    def __init__(self, options: CheckpointConfig, mesh: Mesh) -> None:
-        self._options, self._mesh = options, mesh
+    def __init__(self, options: CheckpointConfig) -> None:
+        self._options = options
         self._signal = 0
         self._start = time.monotonic()
         self._before: dict[signal.Signals, Any] = {}
@@ -53,33 +64,38 @@ class StopRequests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number
 
-    def agreed(self, step: int, *, waiting: Callable[[], bool]) -> tuple[str | None, bool]:
-        """What all ranks do after a step; every rank calls it.
+    def votes(self, step: int, *, waiting: bool) -> list[int]:
+        """What this rank adds to the sums of a step.
 
         Args:
-            step: that is done.
+            step: that is being done.
             waiting: whether this rank still has something to do before ranks can agree on a save.
 
         Returns:
-            Why the run ends now, or None; and whether some rank is waiting. The same on every rank.
+            For each reason to stop whether it is this rank's, then whether it is waiting; 0 or 1 each.
         """
-        code = torch.tensor([self._reason(step), int(waiting())], dtype=torch.int64, device=self._mesh.device)
-        reason, some_wait = all_reduce_(code, self._mesh.world, "max").tolist()
-        return self._text(reason), bool(some_wait)
+        own = self._reason(step)
+        return [*(int(reason == own) for reason in _REASONS), int(waiting)]
 
-    def _reason(self, step: int) -> int:
+    def decision(self, votes: Sequence[int]) -> Decision:
+        """What follows from the sums of all ranks' votes."""
+        *counts, waiting = votes
+        voted = [reason for reason, count in zip(_REASONS, counts, strict=True) if count]
+        return Decision(stop=self._text(voted[-1]) if voted else None, some_rank_waits=waiting > 0)
+
+    def _reason(self, step: int) -> signal.Signals | str | None:
         minutes = self._options.exit_duration_minutes
         if self._signal:
-            return self._signal
+            return signal.Signals(self._signal)
         if minutes is not None and time.monotonic() - self._start > 60 * minutes:
             return _DURATION
         if self._options.exit_interval is not None and step % self._options.exit_interval == 0:
             return _INTERVAL
-        return 0
+        return None
 
-    def _text(self, reason: int) -> str | None:
+    def _text(self, reason: signal.Signals | str) -> str:
+        if isinstance(reason, signal.Signals):
+            return reason.name
         if reason == _DURATION:
             return f"--exit-duration-minutes {self._options.exit_duration_minutes:g}"
-        if reason == _INTERVAL:
-            return f"--exit-interval {self._options.exit_interval}"
-        return signal.Signals(reason).name if reason else None
+        return f"--exit-interval {self._options.exit_interval}"

@@ -44,9 +44,9 @@ class Tracer:
     def end(self, step: int) -> None:
         """Takes what the runtime's timer noted of the step."""
         if step in self.steps:
-            timer = self._runtime.timer
-            self._noted.append(TracedStep(step, timer.start, timer.end, tuple(timer.step)))
-            timer.tracing = False
+            timed = self._runtime.timer.read()
+            self._noted.append(TracedStep(step, timed.start, timed.end, timed.actions))
+            self._runtime.timer.tracing = False
 
     def is_complete(self, step: int) -> bool:
         """Whether this step was the last one to trace: then every rank calls `write`."""

@@ -8,7 +8,6 @@ sums over) of the whole global batch, known before the first backward.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,22 +20,27 @@ from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
-from megacore.data.loading.loader import BatchLoader, Microbatch
+from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.optimizers import state_kinds
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Mesh
-from megacore.plan.flops import CONVENTION, flops_per_sequence, peak_tflops
+from megacore.pipeline.partition import stage_ranges
+from megacore.plan.flops import CONVENTION, flops_per_sequence
+from megacore.plan.memory import fullest_state, plan_memory
+from megacore.plan.peaks import Format, peak_tflops
 from megacore.plan.simulator import Costs, simulate
-from megacore.train.metrics import device_name, evaluation_line, log_line, peak_memory_bytes, synchronize
-from megacore.train.parallelize import Task, parallelize
+from megacore.train.clock import StepClock
+from megacore.train.memory_check import check_memory_of_ranks
+from megacore.train.metrics import device_name, evaluation_line, log_line, peak_memory_bytes
+from megacore.train.parallelize import Task, parallelize, training_schedule
 from megacore.train.saving import Saving
-from megacore.train.sinks import Report
-from megacore.train.stopping import StopRequests
+from megacore.train.sinks import Report, say
+from megacore.train.stopping import Decision, StopRequests
 from megacore.train.summary import launch_summary
 from megacore.train.tracing import Tracer
-from megacore.zero.memory import measured_bytes, predicted_bytes
+from megacore.zero.memory import measured_bytes
 
 
 class Trainer:
@@ -51,10 +55,16 @@ class Trainer:
 
     Attributes:
         means, counts: of the last step's loss terms over the global batch, fp64.
+        decision: what all ranks do after the last step.
     """
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
         self.config, self.mesh, self.task = config, mesh, task
+        self.train_data, self.valid_data = train_data, valid_data
+        self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
+        self._peak = self._peak_tflops()
+        self._announce()
+        check_memory_of_ranks(config, mesh, task.layers)
         self.model = parallelize(task, config, mesh)
         self.parameters = self.model.parameters
         self.update = WeightUpdate(
@@ -64,16 +74,14 @@ class Trainer:
             shared=self.model.shared,
             tied_copies=self.model.tied_copies,
         )
-        self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
         self.step, self.consumed_samples = 0, 0
         self.means = self.counts = torch.zeros(task.terms.shape, dtype=torch.float64)
-        self.stop_requests = StopRequests(config.checkpoint, mesh)
+        self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
         self.loaded = None if config.checkpoint.load is None else self._restore(Path(config.checkpoint.load))
         self.tracer = Tracer(config, mesh, self.model.runtime, self.step)
-        self.batches = self._loader(train_data, self.consumed_samples)
+        self.batches = DeviceLoader(self._loader(train_data, self.consumed_samples), mesh.device)
         self._first_log = True
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
-        self.train_data, self.valid_data = train_data, valid_data
         self._evaluates = valid_data is not None and config.training.eval_interval > 0
         self.report = Report(
             Path(config.training.output_dir),
@@ -88,9 +96,11 @@ class Trainer:
     def run(self) -> None:
         """Train until train_iters or until something asks for an end, evaluating, logging and saving as configured;
         leave the result in the output directory."""
-        self._announce()
+        if self.loaded is not None:
+            changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
+            self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
         with self.stop_requests, self.saving:
-            stopped = self._loop(_Clock(self.mesh.device, self.step))
+            stopped = self._loop(StepClock(self.mesh.device, self.step))
         training = self.config.training
         skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
         samples = f"{self.consumed_samples:,} samples"
@@ -98,10 +108,10 @@ class Trainer:
         self.report.say(f"{ended} steps{skipped}, {samples}; everything lies in {training.output_dir}")
         self.report.close()
 
-    def _loop(self, clock: _Clock) -> str | None:
+    def _loop(self, clock: StepClock) -> str | None:
         """Steps, until the last or until all ranks agree to end; returns why they ended early."""
-        training, logging, stopped = self.config.training, self.config.logging, None
-        while self.step < training.train_iters and stopped is None:
+        training, logging = self.config.training, self.config.logging
+        while self.step < training.train_iters and self.decision.stop is None:
             _, norm, rate = self.train_step(next(self.batches))
             self.report.step_done(self.step)
             if _due(self.step, logging.log_interval, training.train_iters):
@@ -113,16 +123,19 @@ class Trainer:
             if self._evaluates and _due(self.step, training.eval_interval, training.train_iters):
                 with clock.paused():
                     self.evaluate()
-            stopped, some_wait = self.stop_requests.agreed(self.step, waiting=lambda: self.saving.is_waiting)
-            with clock.paused():
-                self.saving.go_on(some_wait=some_wait)
-                last = stopped is not None or self.step == training.train_iters
-                if last or _due(self.step, self.config.checkpoint.save_interval or 0, training.train_iters):
+            self.saving.go_on(some_rank_waits=self.decision.some_rank_waits)
+            last = self.decision.stop is not None or self.step == training.train_iters
+            if last or _due(self.step, self.config.checkpoint.save_interval or 0, training.train_iters):
+                with clock.paused():
                     self.saving.save(self._state(), is_last=last)
-        return stopped if self.step < training.train_iters else None
+        return self.decision.stop if self.step < training.train_iters else None
 
     def train_step(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor, float]:
-        """One update of the weights.
+        """One update of the weights; what ranks agree on meanwhile is in `decision`.
+
+        An accelerator is waited for once, for the decision to apply the update (optim/update.py). Whatever is added
+        here must not wait for it: no `float`, `item` or `tolist` of a tensor on the device, and no tensor made on the
+        host and copied there. tests/accelerator/test_synchronizations.py counts.
 
         Args:
             microbatches: this data-parallel rank's share of the global batch.
@@ -143,16 +156,19 @@ class Trainer:
             return (per_count() * self.update.scaler.scale).float()
 
         traced = self.tracer.begin(self.step + 1)
-        self.model.runtime.timer.precise = traced or _due(
+        self.model.runtime.timer.enabled = traced or _due(
             self.step + 1, self.config.logging.log_interval, self.config.training.train_iters
         )
         self.model.data_parallel.begin_step(self.update.scaler.scale)
         own_loss = self.model.runtime.train_step(batch, loss_scale, self.model.data_parallel)
+        self.batches.prefetch()
         self.step += 1
-        self.tracer.end(self.step)
         self.consumed_samples = self.batches.consumed_samples
         rate = learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
-        outcome = self.update.apply(own_loss, rate)
+        votes = self.stop_requests.votes(self.step, waiting=self.saving.is_waiting)
+        outcome = self.update.apply(own_loss, rate, votes=votes)
+        self.decision = self.stop_requests.decision(outcome.votes)
+        self.tracer.end(self.step)
         if outcome.skipped is not None:
             self.report.say(f"step {self.step}/{self.config.training.train_iters} | skipped: {outcome.skipped}")
         self.means, self.counts = outcome.loss * per_count(), counts
@@ -215,28 +231,24 @@ class Trainer:
         )
 
     def _announce(self) -> None:
+        """Say what is about to be built."""
+        if self.mesh.world.rank != 0:
+            return
         samples = (len(self.train_data), 0 if self.valid_data is None else len(self.valid_data))
         layers = list(self.task.layers)
-        self.report.say(
-            launch_summary(
-                self.config,
-                self.mesh,
-                layers,
-                self.model.stages,
-                samples=samples,
-                idle_share=self.bubble_predicted,
-            )
-        )
-        self.report.say(f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}")
-        self.report.say(f"  {'memory':<10}MiB of state on the fullest rank, by formula: {_mib(self.memory_predicted)}")
-        if self.loaded is not None:
-            changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
-            self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
+        stages = stage_ranges(layers, self.config.parallel)
+        lines = [
+            launch_summary(self.config, self.mesh, layers, stages, samples=samples, idle_share=self.bubble_predicted),
+            f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}{self._about_mfu()}",
+            f"  {'memory':<10}MiB of state on the fullest rank, by formula: {_mib(self.memory_predicted)}",
+        ]
+        say("\n".join(lines), may_fail=self.config.checkpoint.on_save_error == "warn")
 
     def _log(self, norm: Tensor, rate: float, step_seconds: float) -> None:
         config, training = self.config, self.config.training
-        peak = self._largest({"peak": float(peak_memory_bytes(self.mesh.device))})["peak"]
-        memory = self._memory()
+        measured = measured_bytes(self.model.data_parallel, self.update.optimizer)
+        memory = self._largest({**measured, "peak": float(peak_memory_bytes(self.mesh.device))})
+        peak = memory.pop("peak")
         sequences = training.global_batch_size
         flops = self.task.flops or flops_per_sequence(config.model, config.data.seq_length)
         tflops = flops * sequences / step_seconds / self.mesh.world.size / 1e12
@@ -257,18 +269,35 @@ class Trainer:
         }
         if self.config.precision.precision == "fp16":
             record["train/loss_scale"] = self.update.scaler.scale
-        if device_peak := peak_tflops(device_name(self.mesh.device)):
-            record["perf/mfu"] = tflops / device_peak
+        if self._peak is not None:
+            record["perf/mfu"] = tflops / self._peak
         self.report.record(record)
         self.report.say(log_line(record, training.train_iters, terms=self.task.terms.names))
         if self._first_log:
             self.report.say(f"  {'memory':<10}MiB of state on the fullest rank, counted: {_mib(memory)}")
         self._first_log = False
 
+    @property
+    def _form(self) -> Format:
+        """What matrix products multiply."""
+        precision = self.config.precision.precision
+        return "tf32" if precision == "fp32" and torch.get_float32_matmul_precision() != "highest" else precision
+
+    def _peak_tflops(self) -> float | None:
+        """Of this rank's device, as given or by its data sheet."""
+        return self.config.logging.peak_tflops or peak_tflops(device_name(self.mesh.device), self._form)
+
+    def _about_mfu(self) -> str:
+        name = device_name(self.mesh.device)
+        if self._peak is not None:
+            return f"; MFU is a share of {self._peak:,g} TFLOP/s ({name}, {self._form})"
+        return "" if name == "cpu" else f"; no MFU: {name} is not known in {self._form}, give --peak-tflops"
+
     def _predicted_bubble(self) -> float:
         """Share of the ranks' time that the schedule leaves them idle, if time goes as operations."""
-        flops = [sum(self.task.layers[i].flops for i in stage) for stage in self.model.stages]
-        return simulate(self.model.runtime.training_schedule(self._microbatches), Costs.proportional(flops)).idle_share
+        layers, parallel = self.task.layers, self.config.parallel
+        flops = [sum(layers[i].flops for i in stage) for stage in stage_ranges(layers, parallel)]
+        return simulate(training_schedule(parallel, self._microbatches), Costs.proportional(flops)).idle_share
 
     @property
     def _microbatches(self) -> int:
@@ -278,22 +307,16 @@ class Trainer:
 
     def _measured_bubble(self) -> float:
         """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""
-        timer, device = self.model.runtime.timer, self.mesh.device
-        first, last = timer.window
-        ends = torch.tensor([-first, last], dtype=torch.float64, device=device)
-        window = float(all_reduce_(ends, self.mesh.pp, "max").sum()) * self.mesh.pp.size
-        busy = all_reduce_(torch.tensor(timer.busy_seconds, dtype=torch.float64, device=device), self.mesh.pp)
+        timed, device = self.model.runtime.timer.read(), self.mesh.device
+        computed = timed.computations
+        ends = torch.tensor([-computed[0].start, computed[-1].end], dtype=torch.float64, device=device)
+        window = all_reduce_(ends, self.mesh.pp, "max").sum() * self.mesh.pp.size
+        busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=device), self.mesh.pp)
         return float(all_reduce_(1.0 - busy / window, self.mesh.world)) / self.mesh.world.size
 
-    def _memory(self) -> dict[str, float]:
-        """Bytes of state by kind, each on the rank that keeps most of it."""
-        return self._largest(measured_bytes(self.model.data_parallel, self.update.optimizer))
-
     def _predicted_memory(self) -> dict[str, float]:
-        data_parallel = self.model.data_parallel
-        count = sum(parameter.numel() for parameter in data_parallel.parameters)
-        moments = len(state_kinds(self.config.optimizer))
-        return self._largest(predicted_bytes(count, data_parallel.options, self.mesh.dp.size, moments=moments))
+        on_cpu = self.mesh.device.type == "cpu"
+        return fullest_state(plan_memory(self.config, self.task.layers, on_cpu=on_cpu))
 
     def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value's maximum over all ranks."""
@@ -306,37 +329,6 @@ class Trainer:
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_samples * self.config.data.seq_length,
         }
-
-
-class _Clock:
-    """Seconds per step since the last look, without what happened while paused."""
-
-    def __init__(self, device: torch.device, step: int) -> None:
-        self._device, self._step, self._start = device, step, time.perf_counter()
-
-    def per_step(self, step: int) -> float:
-        synchronize(self._device)
-        now = time.perf_counter()
-        seconds = (now - self._start) / max(step - self._step, 1)
-        self._step, self._start = step, now
-        return seconds
-
-    def paused(self) -> _Pause:
-        return _Pause(self)
-
-    def shift(self, seconds: float) -> None:
-        self._start += seconds
-
-
-class _Pause:
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
-
-    def __enter__(self) -> None:
-        self._since = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._clock.shift(time.perf_counter() - self._since)
 
 
 def _mib(sizes: Mapping[str, float]) -> str:

@@ -11,13 +11,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megacore.parallel.collectives import Pending, start_all_gather, start_all_reduce_, start_reduce_scatter
+from megacore.parallel.collectives import (
+    Pending,
+    all_or_none,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter
 from megacore.zero.exact_sums import LARGEST_SUM, UNIT, from_units, to_units
@@ -57,6 +63,11 @@ class ZeroOptions:
         """In which gradients are added up."""
         return torch.int64 if self.exact_terms else self.reduce_dtype
 
+    @property
+    def summed_dtype(self) -> torch.dtype:
+        """Of gradients once they are summed."""
+        return torch.float32 if self.exact_terms else self.reduce_dtype
+
 
 class Bucket:
     """A run of parameters in one flat buffer.
@@ -83,6 +94,8 @@ class Bucket:
         self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
         self.segments: list[Segment] = self.layout.segments(rank)
 
+        self._name_at = {segment.offset: segment.name for segment in self.segments}
+
         self._full, self._own, self.master = self._take_over()
         self._present = True
         self._gathering: Pending | None = None
@@ -94,32 +107,54 @@ class Bucket:
         self._reducing: tuple[Pending, Tensor, Tensor] | None = None  # under way: result, and its source kept alive
         self._written: set[str] = set()  # parameters that have a value in `_gradients`
         self._missing: set[str] = set()  # parameters whose gradient this backward still owes
-        self._marks: Tensor | None = None  # a number a parameter: its own gradient was finite as it is
-        self._noted: dict[str, Tensor] = {}  # norms of gradients in `.grad` before other ranks' were added
+        self._marks: Tensor | None = None  # a number for each of `_marked`: its own gradient was finite as it is
+        self._marked = [s.name for s in self.segments] if self._keeps_others else list(self._by_name)
+        self._noted: dict[str, Tensor] = {}  # norms of gradients before those of ranks other than replicas were added
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
-        self._host_gradients = self._on_host(torch.zeros(self.layout.shard_size)) if options.offload else None
-        self._on_the_way: list[str] = []  # to the host: gradients of these parameters
+        self._host_gradients = self._on_host(options.summed_dtype) if options.offload else None
         self._all_there: torch.Event | None = None
         self.release()
+
+    @property
+    def _keeps_others(self) -> bool:
+        """Whether the reduction leaves this rank's own gradients as they are, but for those of its shard."""
+        return self.options.stage == 1 and not self.options.exact_terms
 
     # ---- parameters
 
     def _take_over(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the parameters into a flat buffer; returns it, the own shard of it, and the own master weights."""
-        exact = torch.zeros(self.layout.size, device=self._device)
-        for parameter in self.parameters:
-            exact[self.layout.place(parameter.spec.name)] = parameter.detach().reshape(-1)
-        full = exact.to(self.options.compute_dtype)
-        for parameter in self.parameters:
-            parameter.data = full[self.layout.place(parameter.spec.name)].view(parameter.shape)
-        own = full[self._shard].clone() if self.options.stage == 3 else full[self._shard]
-        if self.options.offload:
-            return full, own, self._on_host(exact[self._shard])
-        return full, own, own if full is exact else exact[self._shard].clone()
+        """Move the parameters into a flat buffer; returns it, the own shard of it, and the own master weights.
 
-    def _on_host(self, values: Tensor) -> Tensor:
-        """A copy in host memory, from and to which the device can copy on its own."""
-        return torch.empty(values.shape, pin_memory=self._device.type != "cpu").copy_(values)
+        One parameter moves at a time and gives its memory back, so that no second copy of the bucket is needed. On
+        stage 3 the own shard is all that is kept, and the flat buffer comes into being only after the last has moved.
+        """
+        stage, dtype = self.options.stage, self.options.compute_dtype
+        shapes = [parameter.shape for parameter in self.parameters]
+        own_parts = {segment.name: segment for segment in self.segments}
+        full = torch.zeros(0 if stage == 3 else self.layout.size, dtype=dtype, device=self._device)
+        own = full.new_zeros(self.layout.shard_size) if stage == 3 else full[self._shard]
+        master = own
+        if self.options.offload:
+            master = self._on_host(torch.float32)
+        elif dtype != torch.float32:
+            master = torch.zeros(self.layout.shard_size, device=self._device)
+        for parameter in self.parameters:
+            name = parameter.spec.name
+            if stage < 3:
+                full[self.layout.place(name)] = parameter.detach().reshape(-1)
+            if (part := own_parts.get(name)) is not None:
+                for shard in {id(own): own, id(master): master}.values():
+                    shard[part.place] = parameter.detach().reshape(-1)[part.start : part.stop]
+            parameter.data = full.new_empty(0)
+        if stage == 3:
+            full = full.new_empty(self.layout.size)
+        for parameter, shape in zip(self.parameters, shapes, strict=True):
+            parameter.data = full[self.layout.place(parameter.spec.name)].view(shape)
+        return full, own, master
+
+    def _on_host(self, dtype: torch.dtype) -> Tensor:
+        """Zeros of a shard's size in host memory, from and to which the device can copy on its own."""
+        return torch.zeros(self.layout.shard_size, dtype=dtype, pin_memory=self._device.type != "cpu")
 
     def prefetch(self) -> None:
         """Begin to make all parameters present."""
@@ -149,11 +184,19 @@ class Bucket:
     def publish(self) -> None:
         """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'."""
         if self.master is not self._own:
-            self._own.copy_(self.master, non_blocking=True)
+            self._own.copy_(self._weights_to_copy(), non_blocking=True)
         if self.options.stage in (1, 2):
             self._gathering = start_all_gather(self._full.data, self._own, self.group)
             if not self.options.overlap_param_gather:
                 self.wait()
+
+    def _weights_to_copy(self) -> Tensor:
+        """The master weights, in host memory already in the device's format: a copy that converts would hold up the
+        host until it is done. The gradients there have been used, and their memory is large enough."""
+        host = self._host_gradients
+        if host is None or self._device.type == "cpu" or self._own.dtype == self.master.dtype:
+            return self.master
+        return host.view(torch.uint8)[: self._own.nbytes].view(self._own.dtype).copy_(self.master)
 
     # ---- gradients
 
@@ -207,8 +250,8 @@ class Bucket:
             self._view(name).zero_()
         whole = self._gradients
         assert whole is not None
-        if not self.options.exact_terms:
-            self._note_norms()
+        if self.group.size > 1 and not self.options.exact_terms:
+            self._note_norms(whole)
         if self.options.stage == 0:
             self._reducing = start_all_reduce_(whole, self.group), whole, whole
         else:
@@ -252,56 +295,87 @@ class Bucket:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return self._marks.sum()
 
-    def gradient(self, segment: Segment) -> Tensor | None:
-        """The reduced gradient of a segment, flat; None where the parameter took no part in any loss."""
+    def runs(self, kind: Callable[[Segment], bool]) -> list[list[Segment]]:
+        """The shard's segments, those together that are of one kind and have nothing between them, padding included:
+        an operator on all of them then computes each entry as on its segment alone, vector by vector. Gradients that
+        stay where autograd puts them lie apart."""
+        found: list[list[Segment]] = []
+        for segment in self.segments:
+            last = found[-1][-1] if found and not self._in_place else None
+            if last is not None and last.place.stop == segment.place.start and kind(last) == kind(segment):
+                found[-1].append(segment)
+            else:
+                found.append([segment])
+        return found
+
+    def gradient(self, place: slice) -> Tensor | None:
+        """The reduced gradient of a segment or run at a place in the shard, flat; None where the parameters took no
+        part in any loss."""
         if self._in_place:
-            gradient = self._by_name[segment.name].grad
+            gradient = self._by_name[self._name_at[place.start]].grad
             return None if gradient is None else gradient.view(-1)
-        return None if self._own_gradients is None else self._own_gradients[segment.place]
+        return None if self._own_gradients is None else self._own_gradients[place]
 
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The reduced gradients of several segments, in the shard's order; neighbours come as one flat tensor, with the
         zeros between them."""
         if self._in_place:
-            return [gradient for segment in segments if (gradient := self.gradient(segment)) is not None]
+            return [gradient for segment in segments if (gradient := self.gradient(segment.place)) is not None]
         own = self._own_gradients
         return [] if own is None else [own[place] for place in runs(segments)]
 
     def begin_download(self) -> None:
         """Begin to copy the own reduced gradients into host memory."""
-        assert self._host_gradients is not None
-        present = {s.name: (s, g) for s in self.segments if (g := self.gradient(s)) is not None}
-        for segment, gradient in present.values():
-            self._host_gradients[segment.place].copy_(gradient, non_blocking=True)
-        event = None if self._device.type == "cpu" else torch.Event(self._device)
-        if event is not None:
-            event.record()
-        self._on_the_way, self._all_there = list(present), event
+        host = self._host_gradients
+        assert host is not None
+        if self._in_place:
+            for segment in self.segments:
+                if (gradient := self.gradient(segment.place)) is not None:
+                    host[segment.place].copy_(gradient, non_blocking=True)
+        elif self._own_gradients is not None:
+            host.copy_(self._own_gradients, non_blocking=True)
+        if self._device.type != "cpu":
+            self._all_there = torch.Event(self._device)
+            self._all_there.record()
 
-    def downloaded(self) -> dict[str, Tensor]:
-        """The own gradients in host memory, flat, by name; waits until they are there."""
+    def downloaded(self) -> Tensor:
+        """The shard's gradients in host memory, flat and in fp32, once they are there; they may be changed, until the
+        weights are published. Where there is no gradient, what stands there means nothing."""
         if self._all_there is not None:
             self._all_there.synchronize()
         assert self._host_gradients is not None
-        places = {segment.name: segment.place for segment in self.segments}
-        return {name: self._host_gradients[places[name]] for name in self._on_the_way}
+        return self._host_gradients.float()
 
     def note(self, names: Collection[str]) -> None:
         """Remember what this rank's own gradients of these parameters are, before others' are added to them in place;
         where gradients are reduced over replicas that is known already."""
-        own = {name: p.grad for name, p in self._by_name.items() if name in names and p.grad is not None}
-        if self._in_place and own:
+        own = {name: values for name, values in self._unreduced() if name in names}
+        if self.group.size == 1 and not self.options.exact_terms and own:
             self._noted = dict(zip(own, torch._foreach_norm(list(own.values())), strict=True))
 
     def offenders(self) -> list[str]:
         """Parameters whose gradient was not finite on this rank before any reduction."""
+        bad = set()
+        if self._marks is not None:
+            finite = self._marks.isfinite().tolist()
+            bad = {name for name, good in zip(self._marked, finite, strict=True) if not good}
+        bad |= {name for name, values in self._unreduced() if not self._noted.get(name, values).isfinite().all()}
+        return [name for name in self._by_name if name in bad]
+
+    def _unreduced(self) -> Iterator[tuple[str, Tensor]]:
+        """What there is of this rank's own gradients that no reduction over replicas has overwritten; flat, by name."""
         if self._in_place:
-            own = {name: self._noted.get(name, p.grad) for name, p in self._by_name.items()}
-            return [name for name, found in own.items() if found is not None and not found.isfinite().all()]
-        if self._marks is None:
-            return []
-        finite = self._marks.isfinite().tolist()
-        return [name for name, good in zip(self._by_name, finite, strict=True) if not good]
+            yield from ((name, p.grad.view(-1)) for name, p in self._by_name.items() if p.grad is not None)
+        elif self._gradients is not None and (self.group.size == 1 or self._keeps_others):
+            own = self._shard if self.group.size > 1 else slice(0, 0)
+            for name in self._by_name:
+                place = self.layout.place(name)
+                for part in (
+                    slice(place.start, min(place.stop, own.start)),
+                    slice(max(place.start, own.stop), place.stop),
+                ):
+                    if part.start < part.stop:
+                        yield name, self._gradients[part]
 
     def _view(self, name: str) -> Tensor:
         """A parameter's place in the buffer of all gradients, flat."""
@@ -309,19 +383,32 @@ class Bucket:
             self._gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
         return self._gradients[self.layout.place(name)]
 
-    def _note_norms(self) -> None:
-        """Remember each parameter's own gradient norm, so that a bad sum can be traced to its source afterwards."""
-        norms = torch.stack(torch._foreach_norm([self._view(name) for name in self._by_name]))
-        self._marks = norms if self._marks is None else self._marks + norms
+    def _note_norms(self, whole: Tensor) -> None:
+        """Remember the norms of the own gradients that the reduction overwrites, so that a bad sum can be traced to its
+        source afterwards."""
+        if self._keeps_others:
+            parts = [whole[self._shard][segment.place] for segment in self.segments]
+        else:
+            parts = [whole[self.layout.place(name)] for name in self._by_name]
+        if parts:
+            norms = torch.stack(torch._foreach_norm(parts))
+            self._marks = norms if self._marks is None else self._marks + norms
 
     # ---- for reports and checkpoints
 
     def whole(self, shard: Tensor) -> dict[str, Tensor]:
-        """Whole local tensors by name, gathered from every rank's `shard` (master weights or an optimizer's state)."""
-        gathered = shard = shard.to(self._device)
-        if self.options.stage > 0:
-            gathered = shard.new_empty(self.layout.size)
-            start_all_gather(gathered, shard.contiguous(), self.group).wait()
+        """Whole local tensors by name, gathered from every rank's `shard` (master weights or an optimizer's state).
+
+        Raises:
+            PeerFailed: another rank has no memory for them.
+        """
+        if self.options.stage == 0:
+            gathered = shard.to(self._device)
+        else:
+            with all_or_none(self.group, self._device):
+                shard = shard.to(self._device).contiguous()
+                gathered = shard.new_empty(self.layout.size)
+            start_all_gather(gathered, shard, self.group).wait()
         return {name: gathered[self.layout.place(name)].view(p.shape) for name, p in self._by_name.items()}
 
     def storages(self) -> dict[str, list[Tensor]]:

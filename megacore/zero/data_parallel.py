@@ -11,9 +11,8 @@ divided by the tokens of the whole global batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -29,6 +28,32 @@ from megacore.zero.flat import Segment, assign_buckets
 # A chunk has at least about so many buckets, however small it is: the first must be full early for its reduction to
 # overlap with the rest of backward.
 _BUCKETS = 4
+# A rank's share of a bucket has at least so many bytes, or this part of the bucket where that is less: what each rank
+# sends to each other is a share, and small messages do not use the network (Megatron-LM's buckets grow likewise).
+_SHARE_BYTES = 1 << 20
+_SMALLEST_SHARE = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnedRun:
+    """Segments that lie side by side in a shard and decay alike: what the optimizer updates as one tensor.
+
+    Attributes:
+        bucket: where they lie.
+        place: in the bucket's shard.
+        master: their fp32 weights, a view of the bucket's shard.
+        is_matrix: whether they are parts of matrices, judged by the global shape, and not of vectors.
+    """
+
+    bucket: Bucket
+    place: slice
+    master: nn.Parameter
+    is_matrix: bool
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient, flat; None where the parameters took no part in any loss."""
+        return self.bucket.gradient(self.place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,18 +63,37 @@ class OwnedSegment:
     Attributes:
         spec: of the parameter that it is a part of.
         segment: which part.
-        bucket: where it lies.
-        master: its fp32 weights, a view of the bucket's shard.
+        run: what it is updated with.
     """
 
     spec: ShardSpec
     segment: Segment
-    bucket: Bucket
-    master: nn.Parameter
+    run: OwnedRun
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.run.bucket
+
+    @property
+    def master(self) -> Tensor:
+        """Its fp32 weights, a view."""
+        return self.run.master.detach()[self._part]
 
     @property
     def gradient(self) -> Tensor | None:
-        return self.bucket.gradient(self.segment)
+        """The reduced gradient, flat; None where the parameter took no part in any loss."""
+        return self.bucket.gradient(self.segment.place)
+
+    def state(self, optimizer: torch.optim.Optimizer, kind: str) -> Tensor | None:
+        """What the optimizer keeps for it under a name such as `exp_avg`, a view; None before the first update."""
+        whole = optimizer.state.get(self.run.master, {}).get(kind)
+        return None if whole is None else whole[self._part]
+
+    @property
+    def _part(self) -> slice:
+        """Its place in the run."""
+        first = self.run.place.start
+        return slice(self.segment.place.start - first, self.segment.place.stop - first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,22 +116,24 @@ class DataParallel:
 
     Args:
         chunks: the layers of each of the rank's pipeline stages, initialised, in the order of their use. No bucket
-            holds parameters of two, as their gradients are complete at different times.
+            holds parameters of two, as their gradients are complete at different times. They may come from generators
+            that build them: on stage 3 a layer is divided before the next one is asked for.
         group: the data-parallel group.
         options: ZeRO stage, dtypes, overlap.
-        bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk; on stage 3 a
-            layer is a bucket.
+        bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more in a
+            large group (see `grown`); on stage 3 a layer is a bucket.
         alone: global names of parameters that get a bucket of their own (tied ones, whose sum has a further step).
 
     Attributes:
         parameters: of the stage, each once, in the order of their use.
         buckets: that the parameters lie in, the last used first.
-        segments: what this rank updates.
+        runs: what this rank updates.
+        segments: of which parameters these are which parts.
     """
 
     def __init__(
         self,
-        chunks: Sequence[Sequence[nn.Module]],
+        chunks: Iterable[Iterable[nn.Module]],
         group: Group,
         *,
         options: ZeroOptions,
@@ -96,21 +142,26 @@ class DataParallel:
     ) -> None:
         self.group = group
         self.options = options = options if group.size > 1 else replace(options, stage=0)
-        layers = [layer for chunk in chunks for layer in chunk]
-        edges = [0, *accumulate(map(len, chunks))]
-        self._chunks = [range(*edge) for edge in pairwise(edges)]  # of each, the numbers of its layers
-        own = _first_uses(layers)
-        self.parameters = [parameter for members in own for parameter in members]
-        self.buckets: list[Bucket] = []
+        layers: list[nn.Module] = []
+        own: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
+        self._chunks: list[range] = []  # of each, the numbers of its layers
         self._buckets_of_chunk: list[list[Bucket]] = []
-        for numbers in self._chunks:
-            members = [own[number] for number in numbers]
-            runs = members[::-1] if options.stage == 3 else [[p for layer in members for p in layer]]
-            whole = sum(p.numel() * p.element_size() for layer in members for p in layer)
-            limit = 1 << 62 if options.stage == 3 else min(bucket_bytes, whole // _BUCKETS)
-            buckets = [Bucket(b, group, options) for run in runs for b in assign_buckets(run, limit, alone)]
+        for chunk in chunks:
+            first, buckets = len(layers), list[Bucket]()
+            for layer in chunk:
+                layers.append(layer)
+                own.append(_without(sharded_parameters(layer), own))
+                if options.stage == 3:
+                    buckets = [*self._make_buckets(own[-1], 1 << 62, alone), *buckets]
+            if options.stage < 3:
+                members = [parameter for layer_parameters in own[first:] for parameter in layer_parameters]
+                whole = sum(p.numel() * p.element_size() for p in members)
+                limit = grown(min(bucket_bytes, whole // _BUCKETS), group.size)
+                buckets = self._make_buckets(members, limit, alone)
+            self._chunks.append(range(first, len(layers)))
             self._buckets_of_chunk.append(buckets)
-            self.buckets = [*buckets, *self.buckets]
+        self.parameters = [parameter for members in own for parameter in members]
+        self.buckets = [bucket for buckets in reversed(self._buckets_of_chunk) for bucket in buckets]
         self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
         # Of each bucket the first layer that uses it: its gradients are there once backward has passed that layer.
         self._first_layer = {
@@ -125,10 +176,14 @@ class DataParallel:
         self._due: list[Bucket] = []  # of these, in order, those whose reduction is to begin in this backward
         self._by_layer = True  # whether this backward is through with a layer when it comes to the one before
         self._under_way: Bucket | None = None  # the bucket whose reduction began last
-        self.segments = list(self._own_segments())
+        self.segments = [owned for bucket in reversed(self.buckets) for owned in _own_segments(bucket)]
+        self.runs = list(dict.fromkeys(owned.run for owned in self.segments))
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _make_buckets(self, members: Sequence[ShardedParameter], limit: int, alone: frozenset[str]) -> list[Bucket]:
+        return [Bucket(run, self.group, self.options) for run in assign_buckets(members, limit, alone)]
 
     # ---- around the layers
 
@@ -267,6 +322,12 @@ class DataParallel:
         for bucket in self.in_order_of_use():
             bucket.publish()
 
+    def publish_parameter(self, name: str) -> None:
+        """Make the updated master weights of one parameter's bucket the values of its parameters."""
+        self._bucket_of[name].publish()
+        if self.options.stage < 3:
+            self._bucket_of[name].wait()
+
     def in_order_of_use(self) -> list[Bucket]:
         """The buckets, those that the first layers need first."""
         return _unique(bucket for needs in self._needs for bucket in needs)
@@ -301,12 +362,30 @@ class DataParallel:
         chunk = next(c for c, own in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in own)
         return Offender(chunk=chunk, place=places[-1], name=name)
 
-    def _own_segments(self) -> Iterator[OwnedSegment]:
-        for bucket in reversed(self.buckets):
-            specs = {p.spec.name: p.spec for p in bucket.parameters}
-            for segment in bucket.segments:
-                master = nn.Parameter(bucket.master[segment.place].detach(), requires_grad=False)
-                yield OwnedSegment(spec=specs[segment.name], segment=segment, bucket=bucket, master=master)
+
+def _own_segments(bucket: Bucket) -> Iterator[OwnedSegment]:
+    """The segments of a bucket's shard, in runs as long as may be."""
+    specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
+
+    def is_matrix(segment: Segment) -> bool:
+        return len(specs[segment.name].shape) >= 2
+
+    for members in bucket.runs(is_matrix):
+        place = slice(members[0].place.start, members[-1].place.stop)
+        run = OwnedRun(
+            bucket=bucket,
+            place=place,
+            master=nn.Parameter(bucket.master[place].detach(), requires_grad=False),
+            is_matrix=is_matrix(members[0]),
+        )
+        for segment in members:
+            yield OwnedSegment(spec=specs[segment.name], segment=segment, run=run)
+
+
+def grown(bucket_bytes: int, ranks: int) -> int:
+    """The size of a bucket that is divided over so many ranks: as given, until a rank's share were below 1 MiB or a
+    sixteenth of the bucket; from there on it grows with the ranks."""
+    return max(bucket_bytes, ranks * min(_SHARE_BYTES, bucket_bytes // _SMALLEST_SHARE))
 
 
 def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:
@@ -320,15 +399,12 @@ def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]
     return found
 
 
-def _first_uses(layers: Sequence[nn.Module]) -> list[list[ShardedParameter]]:
-    """The parameters of each layer that no earlier layer has."""
-    seen: set[str] = set()
-    found = []
-    for layer in layers:
-        members = [p for p in sharded_parameters(layer) if p.spec.name not in seen]
-        seen |= {p.spec.name for p in members}
-        found.append(members)
-    return found
+def _without(
+    parameters: Sequence[ShardedParameter], earlier: Sequence[Sequence[ShardedParameter]]
+) -> list[ShardedParameter]:
+    """The parameters that no earlier layer has."""
+    seen = {parameter.spec.name for members in earlier for parameter in members}
+    return [parameter for parameter in parameters if parameter.spec.name not in seen]
 
 
 def _unique(buckets: Any) -> list[Bucket]:

@@ -54,7 +54,7 @@ def whole_state(trainer: Trainer, mesh: Mesh) -> State:
     assert optimizer is not None
     state = {"model": gather(trainer, mesh, lambda owned: owned.master)}
     for kind in ("exp_avg", "exp_avg_sq"):
-        state[kind] = gather(trainer, mesh, lambda owned: optimizer.state.get(owned.master, {}).get(kind))  # noqa: B023
+        state[kind] = gather(trainer, mesh, lambda owned: owned.state(optimizer, kind))  # noqa: B023
     return {kind: table for kind, table in state.items() if table}
 
 

@@ -56,7 +56,7 @@ def whole_state(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
     assert optimizer is not None
     state = {"model": gather(trainer, mesh, lambda owned: owned.master)}
     for kind in KINDS:
-        state[kind] = gather(trainer, mesh, lambda owned: optimizer.state[owned.master][kind])  # noqa: B023
+        state[kind] = gather(trainer, mesh, lambda owned: owned.state(optimizer, kind))  # noqa: B023
     return state
 
 

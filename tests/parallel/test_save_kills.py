@@ -46,10 +46,7 @@ def trainer_of(directory: str, *, async_save: bool) -> tuple[Trainer, Mesh]:
 
 def step_and_save(trainer: Trainer) -> None:
     trainer.train_step(next(trainer.batches))
-    trainer.saving.save(trainer._state())
-    while trainer.saving._saver.is_busy:
-        _, some_wait = trainer.stop_requests.agreed(trainer.step, waiting=lambda: trainer.saving.is_waiting)
-        trainer.saving.go_on(some_wait=some_wait)
+    trainer.save()
 
 
 def die_in_a_save(rank: int, world_size: int, directory: str, victim: int, where: str, async_save: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megacore.config.model import padded_rows
 from megacore.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
 from megacore.parallel.cross_entropy import (
     CrossEntropyOptions,
@@ -19,7 +20,7 @@ from megacore.parallel.cross_entropy import (
 )
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter, split_evenly
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_rows
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.distributed import run_distributed
 
 
@@ -288,6 +289,29 @@ def test_cross_entropy_in_place_writes_the_gradient_over_the_logits() -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_collective_pairs_are_adjoint(size: int) -> None:
     run_distributed(pairs_are_adjoint, size)
+
+
+def regions_of_strided_numbers(rank: int, size: int) -> None:
+    """Each region, given numbers that lie differently in memory on every rank, against the same numbers in order."""
+    group, order = world_group(rank, size), [(0, 1, 2), (1, 0, 2), (0, 2, 1)][rank % 3]
+
+    def strided(x: Tensor) -> Tensor:
+        return x.permute(order).contiguous().permute(order)
+
+    for region in (copy_to_group, reduce_from_group, gather_from_group, scatter_to_group):
+        x = seeded(4, 6, 12, seed=rank)
+        results = []
+        for lay in (strided, torch.Tensor.contiguous):
+            leaf = lay(x).requires_grad_()
+            found = region(leaf, group)
+            found.backward(lay(seeded(*found.shape, seed=5 + rank)))
+            results.append((found, leaf.grad))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other), region
+
+
+def test_regions_reduce_numbers_however_they_lie_in_memory() -> None:
+    run_distributed(regions_of_strided_numbers, 3)
 
 
 @pytest.mark.parametrize("layer", [ColumnParallelLinear, RowParallelLinear])

@@ -14,6 +14,7 @@ from megacore.config import ResolvedConfig
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import sharded_parameters
+from megacore.plan.activations import block_bytes, shared_bytes
 from tests.parity.runs import Layout, make_config, make_trainer
 
 SEQUENCE, HIDDEN, HEADS, MICRO_BATCH = 64, 128, 8, 2
@@ -67,25 +68,9 @@ def kept_per_block(rank: int, world_size: int, layout: Layout, directory: str, c
 
 
 def kept_by_formula(config: ResolvedConfig) -> float:
-    """Bytes that a block keeps for backward on a rank, by the table of docs/memory.md; on a CPU."""
-    parallel, e = config.parallel, 4 if config.precision.precision == "fp32" else 2
-    t, sequence = parallel.tp, config.data.seq_length
-    whole = 1 if parallel.sequence_parallel else t  # what is not divided over the ranks is kept t times
-    tokens = config.training.micro_batch_size * sequence
-    unit = tokens * config.model.hidden_size / t
-    if config.training.recompute == "full":
-        return unit * whole * e
-    heads_per_width = config.model.num_attention_heads / config.model.hidden_size
-    masks = 2 if config.model.hidden_dropout else 0
-    kept = whole * (4 * e + masks) + 3 * e + e + 4 * e + 4 * e
-    statistics = 4 * e * tokens * whole / t  # mean and deviation of two norms, in the parameters' format
-    if config.training.recompute == "selective":
-        attention = 0.0
-    elif config.model.attention_dropout:  # no fused operator on a CPU: in fp32, with all attention weights
-        attention = 3 * (4 - e) + 12 * heads_per_width * sequence
-    else:
-        attention = 4 * heads_per_width  # the logarithms of the softmax's sums
-    return unit * (kept + attention) + statistics
+    """Bytes that a block keeps for backward on a rank, as the planner counts them; on a CPU."""
+    own = block_bytes(config, config.model, on_cpu=True, recompute=config.training.recompute)
+    return own + shared_bytes(config) / BLOCKS
 
 
 def kept_by_the_paper(config: ResolvedConfig) -> float:

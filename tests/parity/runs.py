@@ -180,7 +180,8 @@ def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
 
     def take(kind: str, owned: OwnedSegment) -> Tensor:
         assert optimizer is not None
-        value: Tensor = optimizer.state[owned.master][kind]
+        value = owned.state(optimizer, kind)
+        assert value is not None
         return value
 
     return {kind: gather(trainer, mesh, partial(take, kind)) for kind in state_kinds(trainer.config.optimizer)}
@@ -192,7 +193,7 @@ def gather(
     """Whole tensors from what every rank owns; where several ranks own the same, they must agree bit for bit."""
     shapes = {name: tuple(parameter.shape) for name, parameter in trainer.model.parameters.items()}
     mine = [
-        (owned.spec, shapes[owned.spec.name], owned.segment.start, owned.segment.stop, value.detach().clone())
+        (owned.spec, shapes[owned.spec.name], owned.segment.start, owned.segment.stop, value.detach().clone().cpu())
         for owned in trainer.model.data_parallel.segments
         if (value := take(owned)) is not None
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,37 @@ def test_a_block_keeps_what_the_formula_says(tp: int, precision: str, tmp_path_f
             assert kept == pytest.approx(kept_by_formula(activation_config((tp, 1, 1), directory, **case)), rel=0.01), (
                 case
             )
+
+
+ROPE = {"position_embedding_type": "rope"}
+GROUPED: dict[str, Any] = {"num_query_groups": 2}
+FAMILIES: list[dict[str, Any]] = [
+    {"activation": "swiglu"},
+    {"activation": "geglu"},
+    {"activation": "relu"},
+    {"normalization": "RMSNorm"},
+    ROPE,
+    GROUPED,
+    GROUPED | ROPE,
+    GROUPED | {"attention_dropout": 0.1},
+    GROUPED | SELECTIVE | {"attention_dropout": 0.1},
+    {"qk_layernorm": True},
+    {"qk_layernorm": True, "normalization": "RMSNorm"} | ROPE,
+    {"parallel_residual": True, "disable_bias_linear": True},
+    {"position_embedding_type": "alibi"},
+    {"window_size": 16},
+    {"attention": "fused-softmax"},
+    {"attention": "fused-softmax", "attention_dropout": 0.1},
+    GROUPED | ROPE | {"activation": "swiglu", "normalization": "RMSNorm", "hidden_dropout": 0.0},
+]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_blocks_of_every_family_keep_what_the_formula_says(precision: str, tmp_path: Path) -> None:
+    cases = [{"precision": precision} | case for case in FAMILIES]
+    for case, kept in zip(cases, kept_in_all(0, 1, str(tmp_path), cases), strict=True):
+        expected = kept_by_formula(activation_config((1, 1, 1), str(tmp_path), **case))
+        assert kept == pytest.approx(expected, rel=0.01), case
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

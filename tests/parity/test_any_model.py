@@ -52,7 +52,7 @@ def make_engine(case: Case) -> PipelineEngine:
         loss=model.loss,
         reduction=model.reduction,  # type: ignore[arg-type]
         count=model.count,
-        parallel=ParallelConfig(pp=pp, dp=dp, device="cpu", bucket_size_mb=1e-3, **parallel),
+        parallel=ParallelConfig(**{"pp": pp, "dp": dp, "device": "cpu", "bucket_size_mb": 1e-3, **parallel}),
         optimizer=OPTIMIZER,
         num_microbatches=4 // dp,
         train_iters=STEPS,

@@ -12,17 +12,21 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacore.config import ModelConfig, ResolvedModel
+from megacore.config import DataConfig, ModelConfig, ResolvedModel, TrainingConfig
+from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
 from megacore.layers.context import BuildContext
+from megacore.models.bert import bert_layers
 from megacore.models.gpt import gpt_layers
 from megacore.models.spec import LayerSpec
+from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import sharded_parameters
 from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
 from megacore.plan.flops import block_flops, flops_per_sequence, head_flops
+from megacore.plan.outline import bert_outline, gpt_outline
 from tests.parity.families import FAMILIES, POSITIONS, VOCAB, model_config
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -70,6 +74,40 @@ def test_every_layer_has_the_parameters_that_its_description_says(name: str) -> 
             built = Stage([dataclasses.replace(layer, tied={})])
             sizes = [math.prod(p.spec.shape) for p in sharded_parameters(built)]
             assert sum(sizes) == layer.parameters, layer.name
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "qwen3-0.6b", "llama-3-8b", "mistral-7b", "pythia-160m", "bloom-176b"])
+def test_a_rank_holds_what_is_said(name: str, tp: int) -> None:
+    """Padding of the vocabulary and whatever every rank holds whole included, on the first rank and on the last."""
+    config = dataclasses.replace(preset(name), vocab_size=1001, num_layers=1)
+    sizes = gpt_outline(config, tp)
+    for rank in {0, tp - 1}:
+        group = Group(ranks=tuple(range(tp)), rank=rank)
+        for layer, size in zip(layers_of(config, META, tp=group), sizes, strict=True):
+            built = Stage([dataclasses.replace(layer, tied={})])
+            assert sum(parameter.numel() for parameter in built.parameters()) == size.held == layer.held, layer.name
+
+
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_a_bert_holds_what_is_said(style: str) -> None:
+    config = bert_config(style)
+    streams = RandomStreams(0, CPU)
+    for tp in (1, 2):
+        own = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=tp))
+        context = BuildContext(device=META, streams=streams, tp=Group(ranks=tuple(range(tp))))
+        for layer, size in zip(bert_layers(own, context), bert_outline(own), strict=True):
+            built = Stage([dataclasses.replace(layer, tied={})])
+            assert sum(math.prod(p.spec.shape) for p in sharded_parameters(built)) == size.parameters, layer.name
+            assert sum(parameter.numel() for parameter in built.parameters()) == size.held, layer.name
+
+
+def bert_config(style: str) -> ResolvedBertConfig:
+    layers: dict[str, Any] = BertConfig.defaults({"bert_style": style})
+    model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=301, **layers)
+    training = TrainingConfig(train_iters=1)
+    section = BertSection(bert_style=style)  # type: ignore[arg-type]
+    return BertConfig(model=model, bert=section, training=training, data=DataConfig(mock_data=True)).resolve(1)
 
 
 def test_the_published_numbers_are_those_of_transformers() -> None:

@@ -32,7 +32,9 @@ def plant(trainer: Trainer, rank: int, culprit: int, value: float) -> list[bool]
 def skip_one(
     rank: int, world_size: int, layout: Layout, directory: str, stage: int, culprit: int, value: float, precision: str
 ) -> tuple[str | None, float, bool, int]:
-    config = make_config(layout, directory, zero_stage=stage, precision=precision, hysteresis=1)
+    config = make_config(
+        layout, directory, zero_stage=stage, precision=precision, hysteresis=1, initial_loss_scale=65536.0
+    )
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
     switch = plant(trainer, rank, culprit, value)
@@ -179,6 +181,21 @@ def test_the_rank_is_right_where_ranks_add_each_others_gradients(tmp_path_factor
             assert line == f"step 1/20 | skipped: the gradient of {name} on rank {culprit} is not finite"
 
 
+def test_the_rank_is_right_in_its_own_shard_and_in_others(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """On stage 1 the sum overwrites a rank's own gradients in its shard alone; here all lie in one bucket. Sums of one
+    replica in 16 bits are made in place as well."""
+    stage_1: dict[str, Any] = {"zero_stage": 1, "bucket_size_mb": 25.0, "num_layers": 1}
+    bf16: dict[str, Any] = {"precision": "bf16", "num_layers": 2}
+    cases: list[tuple[Layout, dict[str, Any], str, int]] = [
+        *(((1, 1, 2), stage_1, name, rank) for name in ("head.norm.weight", "embedding.positions") for rank in (0, 1)),
+        *(((2, 1, 1), bf16 | {"sequence_parallel": True}, "head.norm.weight", rank) for rank in (0, 1)),
+        *(((1, 2, 1), bf16, "embedding.tokens.weight", rank) for rank in (0, 1)),
+    ]
+    for said in run_distributed(planted, 2, str(tmp_path_factory.mktemp("run")), cases):
+        for line, (_, _, name, culprit) in zip(said, cases, strict=True):
+            assert line == f"step 1/20 | skipped: the gradient of {name} on rank {culprit} is not finite"
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])  # gradients in `.grad`, and in a buffer of the bucket
 def test_finite_gradients_whose_squares_overflow_are_called_just_that(
     precision: str, tmp_path_factory: pytest.TempPathFactory
@@ -197,7 +214,8 @@ def test_finite_gradients_whose_squares_overflow_are_called_just_that(
 def loss_in_fp16(rank: int, world_size: int, directory: str) -> tuple[list[str], list[float], list[float]]:
     """The forward gives NaN on one rank: the loss scale is not to blame. Then gradients overflow at the smallest
     scale."""
-    changes = {"precision": "fp16", "hysteresis": 1, "max_bad_steps": 3, "min_loss_scale": 65536.0}
+    scale = {"initial_loss_scale": 65536.0, "min_loss_scale": 65536.0, "hysteresis": 1}
+    changes = {"precision": "fp16", "max_bad_steps": 3, **scale}
     config = make_config((1, 1, 2), directory, **changes)
     trainer = make_trainer(config, build_mesh(config.parallel))
     sound, factor = trainer.model.runtime.loss, [math.nan]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from torch import bfloat16, float32
 
 from megacore.parallel.mesh import build_mesh
-from megacore.zero.bucket import ZeroOptions
-from megacore.zero.memory import measured_bytes, predicted_bytes
+from megacore.plan.memory import state_bytes
+from megacore.zero.memory import measured_bytes
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
 
@@ -27,7 +26,7 @@ def bytes_held(rank: int, dp: int, directory: str) -> dict[Case, Held]:
         data_parallel = trainer.model.data_parallel
         parameters = sum(p.numel() for p in data_parallel.parameters)
         measured = measured_bytes(data_parallel, trainer.update.optimizer)
-        found[stage, precision] = measured, predicted_bytes(parameters, data_parallel.options, dp)
+        found[stage, precision] = measured, state_bytes(parameters, config)
     return found
 
 
@@ -42,5 +41,5 @@ def test_measured_is_predicted(dp: int, tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize("stage, expected", [(0, 18), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)])
 def test_sixteen_bits_by_hand(stage: int, expected: float) -> None:
     """The published bytes a parameter, with fp32 gradients, at eight ranks."""
-    options = ZeroOptions(stage=stage, compute_dtype=bfloat16, reduce_dtype=float32)
-    assert sum(predicted_bytes(1, options, 8).values()) == pytest.approx(expected)
+    config = make_config((1, 1, 8), "output", zero_stage=stage, precision="bf16")
+    assert sum(state_bytes(1, config).values()) == pytest.approx(expected)

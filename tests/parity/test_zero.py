@@ -3,6 +3,7 @@ stage; the one-process run that of overlap, bucket sizes, SGD and 16 bits."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from megacore.optim import clip
 from megacore.parallel.mesh import build_mesh
 from tests.distributed import run_distributed
 from tests.parity.reference import plain_torch
-from tests.parity.runs import BATCH, Layout, Outcome, Run, agree, bitwise, make_config, train_on
+from tests.parity.runs import BATCH, Layout, Outcome, Run, agree, bitwise, make_config, make_trainer, train_on
 
 # Plain AdamW moves an entry whose gradient is zero but for rounding (the key's bias) by the sign of the rounding;
 # with an epsilon above it every weight is a smooth function of the gradients, and weights can be compared as tightly
@@ -134,3 +136,61 @@ def test_the_step_on_the_host_changes_no_bit(layout: Layout, changes: dict[str, 
     """Gradients are clipped in host memory then, and stay as they were on the device."""
     changes = {"train_iters": 5, **changes}
     bitwise(run(layout, offload_optimizer=True, **changes), run(layout, **changes), kinds=("initial", "final"))
+
+
+def entries_read_for_norms(rank: int, world_size: int, directory: str, stage: int) -> float:
+    """How often a step in 16 bits reads a gradient entry for its norm, over all that this rank computes."""
+    config = make_config((1, 1, world_size), directory, zero_stage=stage, precision="bf16", micro_batch_size=1)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    counted: list[int] = []
+    foreach_norm, square_sum = torch._foreach_norm, clip.square_sum
+
+    def counting_norms(tensors: list[torch.Tensor]) -> Any:
+        counted.extend(tensor.numel() for tensor in tensors)
+        return foreach_norm(tensors)
+
+    def counting_squares(tensor: torch.Tensor) -> torch.Tensor:
+        counted.append(tensor.numel())
+        return square_sum(tensor)
+
+    torch._foreach_norm = counting_norms  # type: ignore[assignment]
+    clip.square_sum = counting_squares
+    trainer.train_step(next(trainer.batches))
+    return sum(counted) / sum(parameter.numel() for parameter in trainer.parameters.values())
+
+
+def test_norms_read_no_gradient_that_no_sum_changes_twice(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One replica: each once, for the global norm. Stage 1: a rank's shard before the sum, which overwrites it, and the
+    shard of the sum."""
+    directory = str(tmp_path_factory.mktemp("run"))
+    for world_size, stage, expected in ((1, 0, 1.0), (2, 1, 1 / 2 + 1 / 2)):
+        found = run_distributed(entries_read_for_norms, world_size, directory, stage)
+        assert found == pytest.approx([expected] * world_size, rel=0.05)
+
+
+def how_the_host_updates(rank: int, world_size: int, directory: str) -> tuple[list[int], set[int], int, int, int]:
+    """Of one step with offload: tensors in each call of AdamW, threads meanwhile and afterwards, and what a rank owns:
+    runs and segments."""
+    config = make_config((1, 1, world_size), directory, zero_stage=1, offload_optimizer=True, num_layers=2)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    tensors, threads, adamw = list[int](), set[int](), torch._fused_adamw_
+
+    def watched(parameters: list[torch.Tensor], *arguments: Any, **options: Any) -> None:
+        tensors.append(len(parameters))
+        threads.add(torch.get_num_threads())
+        adamw(parameters, *arguments, **options)
+
+    os.sched_getaffinity = lambda process: set(range(8))
+    torch._fused_adamw_ = watched  # type: ignore[assignment]
+    trainer.train_step(next(trainer.batches))
+    data_parallel = trainer.model.data_parallel
+    return tensors, threads, torch.get_num_threads(), len(data_parallel.runs), len(data_parallel.segments)
+
+
+def test_the_host_updates_in_one_pass_on_all_threads_of_the_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Eight cores, two ranks."""
+    for tensors, threads, after, runs, segments in run_distributed(
+        how_the_host_updates, 2, str(tmp_path_factory.mktemp("run"))
+    ):
+        assert (threads, after) == ({4}, 1)
+        assert sum(tensors) == runs < segments

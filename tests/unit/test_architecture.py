@@ -28,7 +28,7 @@ Rule = Callable[[Iterable[Source]], list[str]]
 
 @pytest.fixture(scope="module")
 def repository() -> list[Source]:
-    """Every Python file of the repository; rglob does not follow the link megacore/kernels."""
+    """Every Python file of the repository."""
     files = [*ROOT.glob("pretrain_*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))]
     return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in sorted(files)]
 

@@ -304,7 +304,7 @@ def test_checks_run_without_a_vocabulary_that_cannot_be_read(refuse: Refuse, tmp
 
 SCRIPT = """
 import sys
-from megacore.config import Config
+from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 try:
     parse_config(sys.argv[1:], prog="pretrain_gpt.py", description="Pretrain a GPT.", kind=Config)

@@ -123,7 +123,6 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ),
     ({"lr_decay_style": "cosin"}, 1, ("--lr-decay-style cosin", "linear", "did you mean cosine?")),
     ({"optimizer": "adam"}, 1, ("--optimizer adam", "adamw or sgd")),
-    ({"device": "gpu"}, 1, ("--device gpu", "auto, cpu or cuda")),
     ({"preset": "gpt2-mdium"}, 1, ("--preset gpt2-mdium", "did you mean gpt2-medium?")),
     ({"split": "a,b"}, 1, ("--split a,b", "949,50,1")),
     ({"split": "1,2,3,4"}, 1, ("--split 1,2,3,4", "one to three")),

@@ -10,6 +10,7 @@ import pytest
 from megacore.config import megatron_flags, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names
+from megacore.config.megatron_values import FOREIGN
 from tools import flag_reference
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +43,13 @@ def test_the_page_for_megatron_users_covers_every_flag() -> None:
     named = set(re.findall(r"--[a-z][a-z0-9-]+", page))
     ours = {name for main, others in flag_names(BertConfig).items() for name in (main, *others)}
     dropped = megatron_flags.REPLACED.keys() | megatron_flags.NOT_YET
-    assert dropped <= named
+    assert dropped | FOREIGN.keys() <= named
     assert not dropped & ours
-    assert named <= dropped | ours | {"--flag", "--no-flag"}
+    assert not FOREIGN.keys() & (dropped | ours)
+    assert named <= dropped | ours | FOREIGN.keys() | {"--flag", "--no-flag"}
     for flag, text in megatron_flags.REPLACED.items():
         assert f"| `{flag}` | {text} |" in page
         assert set(re.findall(r"--[a-z0-9-]+", text)) <= ours
+    for flag, foreign in FOREIGN.items():
+        assert f"| `{flag}` | {foreign.becomes} |" in page
+        assert set(re.findall(r"--[a-z0-9-]+", foreign.becomes)) <= ours

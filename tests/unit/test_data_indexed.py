@@ -6,6 +6,8 @@ import itertools
 import os
 import random
 import struct
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -296,6 +298,47 @@ def test_a_merge_is_exact_beyond_the_range_of_32_bits(tmp_path: Path) -> None:
     assert merged[1].tolist() == [17] * 3
     assert merged[3].tolist() == [23] * 3
     assert (tmp_path / "m.bin").stat().st_blocks * 512 < 1 << 20
+
+
+def test_a_merge_writes_all_even_where_the_system_writes_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that is nearly full a call writes what still fits, and does not fail."""
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: pwrite(file, memoryview(data)[:7], offset))
+    for name in ("a", "b"):
+        data_bytes.write(tmp_path / name, DOCUMENTS)
+    merge([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "m"))
+    assert data_bytes.read(tmp_path / "m") == DOCUMENTS * 2
+
+
+LIMITED = """
+import resource, signal, sys
+from megacore.data.indexed.writer import merge
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for limit in map(int, sys.argv[1:]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        merge(["a", "b"], f"m{limit}")
+        print(limit, "merged")
+    except OSError as error:
+        print(limit, error.strerror)
+"""
+
+
+def test_a_merge_beyond_the_largest_file_size_publishes_nothing(tmp_path: Path) -> None:
+    documents = [[list(range(1000, 1100))]] * 30
+    for name in ("a", "b"):
+        data_bytes.write(tmp_path / name, documents)
+    enough = 2 * (tmp_path / "a.bin").stat().st_size
+    assert enough > 2 * (tmp_path / "a.idx").stat().st_size
+    limits = [str(limit) for limit in (100, 500, enough // 2, enough // 2 + 1, enough - 1, enough)]
+    command = [sys.executable, "-c", LIMITED, *limits]
+    environment = dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == [*(f"{limit} File too large" for limit in limits[:-1]), f"{enough} merged"]
+    assert {path.name for path in tmp_path.glob("m*.*")} == {f"m{enough}.bin", f"m{enough}.idx"}
+    assert data_bytes.read(tmp_path / f"m{enough}") == documents * 2
 
 
 def test_mixed_dtypes_are_not_merged(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import shlex
 import pytest
 
 import megacore
-from megacore.config import Config, sections_of
+from megacore.config import Config, TrainingConfig, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names, parse_config
 from megacore.config.fields import field_docs, field_infos
 from megacore.config.flags import all_fields, read_flags
 from megacore.config.help import help_text, help_topic
+from megacore.config.megatron_flags import advice
 from megacore.config.messages import number
 from megacore.config.presets import BERT_PRESETS, GPT_PRESETS
 from megacore.errors import UserError
@@ -104,6 +105,13 @@ def test_a_window_is_described_as_each_model_has_it() -> None:
     bert = entries(help_of("model", BertConfig))["--window-size"]
     assert "tokens at most N / 2 away, on either side" in bert
     assert "Default: no window with --bert-style classic, 128 with modern." in bert
+
+
+def test_equal_bits_of_equal_seeds_are_claimed_for_cpus_alone() -> None:
+    """On cuda operators may add in any order, unless --reproducible forbids it."""
+    claim = field_docs(TrainingConfig)["seed"]
+    assert "on CPUs; on cuda only with --reproducible" in claim
+    assert "use --reproducible" in str(advice("--deterministic-mode"))
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from megacore.optim.clip import clip_factor, scale_gradients, square_sum, totals
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.offload import step_on_host
 from megacore.optim.optimizers import parameter_groups
-from megacore.parallel.mesh import ALONE, Mesh
+from megacore.parallel.mesh import ALONE, Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.zero.bucket import ZeroOptions
-from megacore.zero.data_parallel import DataParallel
+from megacore.zero.data_parallel import DataParallel, grown
 from megacore.zero.flat import FlatLayout, assign_buckets
 
 
@@ -34,11 +34,15 @@ class Recorded:
     def begin_download(self) -> None:
         self.order.append("download")
 
-    def downloaded(self) -> dict[str, torch.Tensor]:
-        return {}
+    def downloaded(self) -> torch.Tensor:
+        return torch.zeros(0)
 
     def publish(self) -> None:
         self.order.append("publish")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def cpu(self) -> torch.Tensor:
         self.order.append("factor")
@@ -49,7 +53,7 @@ def test_the_factor_does_not_wait_for_the_downloads() -> None:
     """On an accelerator a copy to the host waits for all that was queued before it."""
     order: list[str] = []
     one: Any = Recorded(order)
-    holder: Any = SimpleNamespace(in_order_of_use=lambda: [one, one], segments=[])
+    holder: Any = SimpleNamespace(in_order_of_use=lambda: [one, one], runs=[])
     step_on_host(holder, None, factor=one, rate=0.1)
     assert order == ["factor", "download", "download", "publish", "publish"]
 
@@ -138,6 +142,15 @@ def test_a_loss_that_is_not_finite_poisons_the_norm(poison: float) -> None:
     assert not totals([], alone, sharded=False, overflow=poison).norm.isfinite()
 
 
+def test_votes_travel_with_a_loss_that_is_not_finite_and_do_not_count_as_one() -> None:
+    alone = Mesh(device=torch.device("cpu"))
+    loss = torch.tensor([math.nan, 2.0])
+    found = totals([], alone, sharded=False, loss=loss, votes=[0, 1, 3]).to_host()
+    assert found.votes.tolist() == [0, 1, 3]
+    assert found.loss.isfinite().tolist() == [False, True]
+    assert totals([], alone, sharded=False, loss=1.0, votes=[0, 1, 3]).norm == 0.0
+
+
 def test_a_small_norm_and_a_limit_of_zero_change_nothing() -> None:
     norm = torch.tensor(2.0, dtype=torch.float64)
     assert clip_factor(norm, 10.0) == clip_factor(norm, 0.0) == 1.0
@@ -146,7 +159,7 @@ def test_a_small_norm_and_a_limit_of_zero_change_nothing() -> None:
 def test_only_matrices_decay() -> None:
     layer = Layer()
     owned = {o.spec.name: o.master for o in data_parallel(layer).segments}
-    decaying, still = parameter_groups(data_parallel(layer).segments, 0.1)
+    decaying, still = parameter_groups(data_parallel(layer).runs, 0.1)
     assert (decaying["params"][0].numel(), decaying["weight_decay"]) == (owned["w"].numel(), 0.1)
     assert (still["params"][0].numel(), still["weight_decay"]) == (owned["b"].numel(), 0.0)
 
@@ -178,3 +191,23 @@ def test_a_shared_parameter_has_a_bucket_of_its_own() -> None:
     parameters = [parameter(10, name=str(i)) for i in range(4)]
     buckets = assign_buckets(parameters, 1000, frozenset({"2"}))
     assert [[p.spec.name for p in bucket] for bucket in buckets] == [["2"], ["3", "1", "0"]]
+
+
+@pytest.mark.parametrize("ranks", [64, 512])
+def test_a_share_of_a_bucket_stays_large_on_many_ranks(ranks: int) -> None:
+    """Eight layers of 4 MiB: each rank's share of a bucket is what a quarter of the stage gives sixteen ranks, or all
+    that the stage has for it."""
+    layers = [torch.nn.Module() for _ in range(8)]
+    for number, layer in enumerate(layers):
+        layer.weight = parameter(1024, 1024, name=f"{number}.weight")
+    group = Group(ranks=tuple(range(ranks)), rank=0)
+    made = DataParallel([layers], group, options=ZeroOptions(stage=1), bucket_bytes=25 << 20)
+    smallest = min(4 * bucket.layout.shard_size for bucket in made.buckets)
+    assert smallest >= min((8 << 20) // 16, (32 << 20) // ranks)
+
+
+def test_buckets_are_as_configured_up_to_sixteen_ranks() -> None:
+    assert {grown(size, ranks) for size in (1 << 20, 25 << 20) for ranks in (1, 2, 16)} == {1 << 20, 25 << 20}
+    assert grown(25 << 20, 512) == 512 << 20
+    assert grown(100 << 20, 64) == 100 << 20
+    assert grown(1 << 20, 512) == 32 << 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -58,6 +60,25 @@ def test_no_growth_leads_out_of_fp32() -> None:
         one.good_step()
     assert one.scale == 2.0**127
     assert torch.tensor(one.scale, dtype=torch.float32).isfinite()
+
+
+@pytest.mark.parametrize(
+    "given, microbatches, expected",
+    [
+        ({}, 1, 2.0**16),
+        ({}, 3, 2.0**18),
+        ({}, 2048, 2.0**27),
+        ({"min_loss_scale": 2.0**20}, 2, 2.0**20),
+        ({"initial_loss_scale": 4.0}, 2048, 4.0),
+        ({"loss_scale": 4.0}, 2048, None),
+        ({"precision": "bf16"}, 2048, None),
+    ],
+)
+def test_the_first_scale_makes_up_for_the_number_of_microbatches(
+    given: dict[str, Any], microbatches: int, expected: float | None
+) -> None:
+    config = PrecisionConfig(**{"precision": "fp16", **given}).with_initial_scale(microbatches)
+    assert config.initial_loss_scale == expected
 
 
 def test_fixed_scales_stay() -> None:

@@ -10,7 +10,6 @@ holds no locks, everything still works: each process then builds for itself.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -25,6 +24,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megacore.files import take_lock
 
 Arrays = dict[str, NDArray]
 _LOG = logging.getLogger(__name__)
@@ -146,13 +147,6 @@ def _build_lock(path: Path) -> Iterator[None]:
         yield
         return
     with file:
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError:  # a file system without locks
-                break
+        with contextlib.suppress(OSError):
+            take_lock(file.fileno(), patience=_LOCK_PATIENCE_S)
         yield

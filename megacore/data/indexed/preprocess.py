@@ -185,11 +185,6 @@ def preprocess(job: Job, tokenizer: Tokenizer, on_progress: Callable[[Report], N
     return report
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _check(job: Job) -> None:
     require_prefix(job.output_prefix)
     if len(job.json_keys) > 1 and not all(is_json(path) for path in job.inputs):

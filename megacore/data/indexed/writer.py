@@ -8,7 +8,6 @@ so that memory does not grow with the corpus.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from megacore.data.indexed.reader import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, dtype_code, idx_path
 from megacore.data.indexed.sidecar import Sidecar, read_sidecar, sidecar_path
 from megacore.errors import DataError
+from megacore.files import sync, take_lock
 
 _PARTIAL = ".partial"
 _CHUNK = 1 << 20
@@ -178,11 +178,7 @@ class IndexedWriter:
         if note is not None:
             os.replace(note, sidecar_path(self.prefix))
         os.replace(index, idx_path(self.prefix))
-        folder = os.open(idx_path(self.prefix).parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(idx_path(self.prefix).parent)
 
 
 def require_prefix(prefix: str) -> None:
@@ -256,12 +252,10 @@ def _open_locked(path: Path) -> BinaryIO:
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(file.fileno())  # without locks, keeping two writers apart is the user's affair
         except BlockingIOError:
             file.close()
             raise DataError(f"{path}: another process is writing this dataset") from None
-        except OSError:  # a file system without locks: keeping two writers apart is then the user's affair
-            pass
         if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
             file.truncate(0)
             return file
@@ -289,10 +283,21 @@ def _copy_sparse(source: int, target: int, offset: int) -> None:
             if error.errno != errno.ENXIO:
                 raise
             break  # only a hole is left
-        for begin in range(start, stop, _COPY):
-            os.pwrite(target, os.pread(source, min(_COPY, stop - begin), begin), offset + begin)
+        while start < stop:
+            data = os.pread(source, min(_COPY, stop - start), start)
+            if not data:
+                raise OSError(errno.EIO, "the dataset became shorter while it was read")
+            _write_at(target, memoryview(data), offset + start)
+            start += len(data)
         position = stop
     os.ftruncate(target, offset + size)
+
+
+def _write_at(target: int, data: memoryview, offset: int) -> None:
+    """Write all of the data at an offset. On a disk that is nearly full a call writes a part; only the next fails."""
+    while data:
+        written = os.pwrite(target, data, offset)
+        data, offset = data[written:], offset + written
 
 
 def _rewound(spool: BinaryIO) -> BinaryIO:

@@ -1,7 +1,8 @@
 """Batches for one data-parallel rank: which samples a step takes is arithmetic, and the whole state is one number.
 
 Microbatch j of data-parallel rank d holds the samples `consumed + (j * dp + d) * mbs + [0, mbs)`. So a step's samples
-are the same for every layout, and a run resumes anywhere from `consumed_samples` alone.
+are the same for every layout, and a run resumes anywhere from `consumed_samples` alone. An accelerator is given a step
+while it computes the one before.
 """
 
 from __future__ import annotations
@@ -123,6 +124,81 @@ class BatchLoader(Generic[B]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Step(Generic[B]):
+    """A step's microbatches on the device.
+
+    Attributes:
+        microbatches: in order.
+        consumed_samples: of the loader once this step is done.
+        copied: when they may be read; None: now.
+    """
+
+    microbatches: list[B]
+    consumed_samples: int
+    copied: torch.Event | None = None
+
+
+class DeviceLoader(Generic[B]):
+    """A loader's steps on a device, where the next can be fetched while one is computed.
+
+    An accelerator copies a step in a stream of its own, beside the one that computes. On a CPU nothing runs beside the
+    program, and a step is read when it is due.
+
+    Args:
+        loader: on an accelerator, of pinned memory.
+        device: where steps are computed.
+
+    Attributes:
+        consumed_samples: of the steps that were handed out, not of one that is only fetched.
+    """
+
+    def __init__(self, loader: BatchLoader[B], device: torch.device) -> None:
+        self.consumed_samples = loader.consumed_samples
+        self._loader, self._device = loader, device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._next: _Step[B] | Exception | None = None
+        self._current: _Step[B] | None = None
+
+    def __iter__(self) -> Iterator[list[B]]:
+        return self
+
+    def __next__(self) -> list[B]:
+        """This rank's microbatches of the next step; the memory of the last one's is given back.
+
+        Raises:
+            StopIteration, DataError, WorkerDied: as by the loader, but not before the step is due.
+        """
+        step, self._next = self._next or self._fetch(), None
+        if isinstance(step, Exception):
+            raise step
+        if step.copied is not None:
+            step.copied.wait()  # the stream that computes does, and not the program
+        # The copying stream may write to a step's memory once it is let go, whether the computing one has read it or
+        # not. So it is held until the next is due: by then the program has waited for the gradients of this one.
+        self._current, self.consumed_samples = step, step.consumed_samples
+        return step.microbatches
+
+    def prefetch(self) -> None:
+        """Fetch the next step, to be called once the accelerator has work to do; what fails is raised when it is
+        due."""
+        if self._stream is None or self._next is not None:
+            return
+        try:
+            self._next = self._fetch()
+        except Exception as error:
+            self._next = error
+
+    def _fetch(self) -> _Step[B]:
+        microbatches = next(self._loader)
+        if self._stream is None:
+            return _Step(microbatches=microbatches, consumed_samples=self._loader.consumed_samples)
+        with self._stream:
+            moved = [microbatch.to(self._device, non_blocking=True) for microbatch in microbatches]
+            copied = self._stream.record_event()
+        return _Step(microbatches=moved, consumed_samples=self._loader.consumed_samples, copied=copied)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Unusable:
     """Returned by a worker for a sample that raises: DataLoader would wrap an exception's message in a traceback."""
 
@@ -165,6 +241,7 @@ class _Readers(Generic[B]):
             num_workers=count,
             persistent_workers=True,
             worker_init_fn=_belong_to_the_rank,
+            generator=torch.Generator(),  # draws seeds for the workers, which need none; by default from everybody's
         )
         self._processes: list[BaseProcess] = []
 

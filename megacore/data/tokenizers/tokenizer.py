@@ -18,6 +18,7 @@ import tokenizers
 
 from megacore.data.tokenizers.word_marks import METASPACE, ROLES, role_tokens, word_starts
 from megacore.errors import DataError
+from megacore.files import replace_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 # Tried in this order when no tokenizer_config.json names the end-of-document token.
@@ -130,7 +131,7 @@ class JsonTokenizer:
         """Write tokenizer.json and a tokenizer_config.json that transformers reads as well."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "tokenizer.json", self._backend.to_str(pretty=True).encode())
+        replace_bytes(folder / "tokenizer.json", self._backend.to_str(pretty=True).encode())
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         if self._end_token is not None and self.eod is not None:
             config["eos_token"] = self._end_token
@@ -138,7 +139,7 @@ class JsonTokenizer:
             config["bos_token"] = self._first_token
         if len(self._role_tokens) == len(ROLES):
             config |= {f"{role}_token": token for role, token in self._role_tokens.items()}
-        _replace(folder / "tokenizer_config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+        replace_bytes(folder / "tokenizer_config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
 class SentencePieceTokenizer:
@@ -198,7 +199,7 @@ class SentencePieceTokenizer:
         """Write tokenizer.model."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "tokenizer.model", self._model)
+        replace_bytes(folder / "tokenizer.model", self._model)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -294,14 +295,7 @@ def refuse_replacing(directory: str | Path, tokenizer: Tokenizer) -> None:
 def saved_files(directory: str | Path) -> list[Path]:
     """Every file that saving a tokenizer of any kind may replace."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    return [Path(directory) / f"{name}{partial}" for name in names for partial in ("", ".partial")]
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+    return [Path(directory) / name for name in names]
 
 
 def _read(path: Path) -> bytes:

@@ -55,7 +55,7 @@ class Same:
     """A field that both configurations have.
 
     Attributes:
-        ours: ModelConfig's name.
+        ours: ResolvedModel's name.
         theirs: the names in config.json; the first is written.
         default: what transformers takes where it is missing.
     """
@@ -95,9 +95,9 @@ class Family:
         same: fields that are copied.
         fixed: fields with the values that megacore computes, and the default where they are missing.
         optional: fields that may be missing, with their only values.
-        constants: ModelConfig's fields that are the same for the whole family.
+        constants: ResolvedModel's fields that are the same for the whole family.
         ignored: fields of this family that do not change what the model computes.
-        read: ModelConfig's remaining fields from the file; notes problems in the reader.
+        read: ResolvedModel's remaining fields from the file; notes problems in the reader.
         write: the remaining fields of the file.
         rules: the tensors.
         aliases: other ends of names under which files store a tensor -> the end of the name in `rules`.
@@ -105,7 +105,7 @@ class Family:
         ties: a tensor of theirs that a tied model has not of its own -> the one that it then is.
         unused: a tensor of theirs that an untied model has and does not compute with -> the one that it repeats.
         bert_style: for a BERT, its style; None: it predicts the next token.
-        read_bert: BertSection's fields from the file; notes problems in the reader.
+        read_bert: ResolvedBert's fields from the file; notes problems in the reader.
         write_bert: those fields for the file.
         without_sentences: the class of a BERT without the sentence task.
     """

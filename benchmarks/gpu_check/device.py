@@ -1,0 +1,114 @@
+"""The device that is measured: opening it, timing on it, and what it reaches at best.
+
+On CUDA times come from device events, as medians after a warm-up and with the cache emptied before each call (Triton's
+`do_bench`). On any other device (a CPU, the tests' pretend accelerator) they come from the host's clock and serve to
+try out the benchmarks themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+
+import torch
+
+from megacore.parallel.mesh import select_device
+from megacore.train.metrics import device_name, synchronize
+
+_HOST_CALLS = 3
+# Where the tests have an accelerator that needs no hardware; `register()` makes torch know it.
+_PRETEND = "tests.accelerator.device"
+
+
+def open_device(name: str) -> torch.device:
+    """The first device of a kind.
+
+    Args:
+        name: `auto`, `cpu`, `cuda`, or `pretend` for the accelerator of the tests.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    if name == "pretend":
+        importlib.import_module(_PRETEND).register()
+    return select_device(name)
+
+
+def describe_device(device: torch.device) -> str:
+    """Device and versions in a line: `NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0`."""
+    return f"{device_name(device)}, torch {torch.__version__}, triton {version_of('triton')}"
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def median_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Median time of a call."""
+    if device.type == "cuda":
+        triton_testing = importlib.import_module("triton.testing")
+        return float(triton_testing.do_bench(function, warmup=50, rep=200, return_mode="median")) / 1e3
+    function()
+    seconds = []
+    for _ in range(_HOST_CALLS):
+        synchronize(device)
+        start = time.perf_counter()
+        function()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def copy_rate(device: torch.device, *, small: bool = False) -> float:
+    """Bytes per second of copying a tensor on the device, bytes read and bytes written both counted.
+
+    Args:
+        device: where.
+        small: 1 MiB instead of 2 GiB, which is far more than any cache holds.
+    """
+    source = torch.ones(1 << (19 if small else 30), dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
+
+
+def matmul_rate(device: torch.device, *, small: bool = False) -> float:
+    """Operations per second of a large bf16 matrix product, on random numbers: zeros take less power and run faster."""
+    size = 64 if small else 8192
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return 2 * size**3 / median_seconds(lambda: a @ b, device)
+
+
+def host_synchronisations(function: Callable[[], object], device: torch.device) -> int | None:
+    """How often a call makes the host wait for the device; None on a CPU.
+
+    On CUDA torch's own debug mode counts: a call that asks for a wait by name, such as `torch.cuda.synchronize`, is not
+    among them.
+    """
+    if device.type == "pretend":
+        with importlib.import_module(_PRETEND).counting() as counters:
+            function()
+        return int(counters.host_syncs)
+    if device.type == "cpu":
+        function()
+        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of the device's memory; None on a CPU."""
+    return None if device.type == "cpu" else int(torch.accelerator.get_memory_info(device)[1])

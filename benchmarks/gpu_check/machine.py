@@ -1,0 +1,75 @@
+"""What the figures were taken on, and the two rates that bound them: of copying, and of a large matrix product."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_check.device import copy_rate, matmul_rate, open_device, total_memory, version_of
+from benchmarks.gpu_check.records import Records
+from megacore.plan.flops import peak_tflops
+from megacore.train.metrics import device_name
+
+# What nvidia-smi is asked for; it reads, and changes nothing.
+_DRIVER_FIELDS = (
+    "driver_version",
+    "memory.total",
+    "clocks.max.sm",
+    "clocks.max.memory",
+    "power.limit",
+    "vbios_version",
+)
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "liger-kernel")
+
+
+def driver() -> dict[str, str]:
+    """What the driver says of the first GPU; empty where there is no nvidia-smi."""
+    command = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(_DRIVER_FIELDS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(_DRIVER_FIELDS, (value.strip() for value in done.stdout.strip().split(",")), strict=False))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Record it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--records", type=Path)
+    options = parser.parse_args(argv)
+    device = open_device(options.device)
+    records = Records(options.records)
+    records.add(
+        "machine",
+        device=device_name(device),
+        device_type=device.type,
+        devices=0 if device.type == "cpu" else torch.accelerator.device_count(),
+        memory_bytes=total_memory(device),
+        peak_tflops=peak_tflops(device_name(device)),
+        cpus=os.cpu_count(),
+        python=platform.python_version(),
+        cuda=torch.version.cuda,
+        kernel=platform.release(),
+        driver=driver() if device.type == "cuda" else {},
+        allocator=os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        versions={name: version_of(name) for name in _PACKAGES},
+    )
+    records.add(
+        "rates",
+        copy_bytes_per_second=copy_rate(device, small=options.small),
+        matmul_flops_per_second=matmul_rate(device, small=options.small),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

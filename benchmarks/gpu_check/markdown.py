@@ -1,0 +1,202 @@
+"""The report as a page of Markdown tables, for docs/measured.md. Standard library alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.gpu_check.records import Record
+
+_KERNEL_COLUMNS = ("megacore", "torch", "torch.compile", "liger")
+
+
+def page(report: dict[str, Any]) -> str:
+    """All tables for which there are records, and what did not end well.
+
+    Args:
+        report: as gpu-report.json holds it.
+    """
+    records = [record for part in report["parts"] for record in part["records"]]
+    sections = [
+        _machine(report, records),
+        _parts(report),
+        _tests(_of(records, "test")),
+        _training(_of(records, "training"), _of(records, "synchronisations")),
+        _memory(_of(records, "training")),
+        *map(_profile, _of(records, "profile")),
+        _kernels(_of(records, "kernel")),
+        _checkpoint(_of(records, "checkpoint")),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _of(records: Iterable[Record], kind: str) -> list[Record]:
+    return [record for record in records if record["kind"] == kind]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)])
+
+
+def _number(value: float | None, form: str = ",.0f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _machine(report: dict[str, Any], records: list[Record]) -> str:
+    source = report["source"]
+    lines = [
+        f"## {'A trial of the check' if report['small'] else 'On a GPU'}",
+        f"`make gpu-check` on {report['started']}, {report['seconds']:.0f} s; commit {source['commit']}, sha256 of the "
+        f"code {source['sha256'][:12]}.",
+    ]
+    for machine in _of(records, "machine"):
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+        driver = ", ".join(f"{name} {value}" for name, value in machine["driver"].items())
+        lines.append(
+            f"{machine['device']}, {machine['cpus']} CPUs, Python {machine['python']}, CUDA {machine['cuda']}, "
+            f"{versions}{'; ' + driver if driver else ''}."
+        )
+    for rates in _of(records, "rates"):
+        lines.append(
+            f"A copy moves {rates['copy_bytes_per_second'] / 1e12:.2f} TB/s; a bf16 matrix product runs at "
+            f"{rates['matmul_flops_per_second'] / 1e12:.0f} TFLOP/s."
+        )
+    return "\n\n".join(lines)
+
+
+def _parts(report: dict[str, Any]) -> str:
+    bad = [part for part in report["parts"] if part["status"] != "done"]
+    if not bad:
+        return f"All {len(report['parts'])} parts are done."
+    rows = [
+        (
+            part["name"],
+            part["status"],
+            f"{part['seconds']:.0f} of {part['limit_seconds']:.0f} s",
+            str(len(part["records"])),
+        )
+        for part in bad
+    ]
+    return "Not done:\n\n" + _table(("part", "status", "time", "records kept"), rows)
+
+
+def _tests(tests: list[Record]) -> str:
+    if not tests:
+        return ""
+    counts = Counter(test["outcome"] for test in tests)
+    text = "### Tests\n\n" + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) + "."
+    failed = [f"- `{test['name']}`: {_last_line(test['message'])}" for test in tests if test["outcome"] == "failed"]
+    return "\n\n".join([text, "\n".join(failed)]) if failed else text
+
+
+def _last_line(message: str) -> str:
+    """What a traceback ends with."""
+    lines = [line for line in message.splitlines() if line.startswith("E ")] or message.splitlines() or [""]
+    return lines[0].removeprefix("E").strip()[:200]
+
+
+def _training(runs: list[Record], synchronisations: list[Record]) -> str:
+    if not runs:
+        return ""
+    waits = {(one["shape"], one["mode"]): one["per_step"] for one in synchronisations}
+    head = ("shape", "mode", "micro batch", "s", "tokens/s", "TFLOP/s", "MFU", "MFU, causal", "s a step", "host waits")
+    rows = [
+        (
+            run["shape"],
+            run["mode"],
+            str(run["micro_batch"]),
+            str(run["seq_length"]),
+            _number(run["tokens_per_second"]),
+            _number(run["tflops_full"], ".1f"),
+            _number(run["mfu_full"], ".1%"),
+            _number(run["mfu_causal"], ".1%"),
+            _number(run["step_seconds"], ".4f"),
+            _number(waits.get((run["shape"], run["mode"]))),
+        )
+        for run in runs
+    ]
+    text = (
+        "bf16, one microbatch and one update a step, the largest micro batch that fits, no dropout. MFU counts "
+        "attention in full (Narayanan et al. 2021), and as the half that causality needs; compiled: "
+    )
+    how = {run["how"] for run in runs if run["mode"] == "compiled"} or {"not measured"}
+    return f"### Training\n\n{text}{', '.join(sorted(how))}.\n\n{_table(head, rows)}"
+
+
+def _memory(runs: list[Record]) -> str:
+    if not runs:
+        return ""
+    kinds = list(runs[0]["state_bytes_counted"])
+    head = ("shape", "mode", *(f"{kind}, counted / formula" for kind in kinds), "peak GiB", "KiB a token beyond state")
+    rows = []
+    for run in runs:
+        counted, predicted = run["state_bytes_counted"], run["state_bytes_predicted"]
+        pairs = [f"{counted[kind] / 2**20:,.1f} / {predicted[kind] / 2**20:,.1f}" for kind in kinds]
+        beyond = run["beyond_state_bytes_per_token"]
+        rows.append(
+            (
+                run["shape"], run["mode"], *pairs, _number(run["peak_bytes"] / 2**30, ".2f"),
+                _number(None if beyond is None else beyond / 1024, ",.1f"),
+            )
+        )  # fmt: skip
+    return f"### Memory\n\nState in MiB.\n\n{_table(head, rows)}"
+
+
+def _profile(profile: Record) -> str:
+    head = ("operator", "calls", "ms", "share")
+    text = f"### Where a step of {profile['shape']}, {profile['mode']}, goes"
+    if profile["launches"]:
+        text += f"\n\n{profile['launches']:,} kernels, {profile['device_ms']:,.1f} ms of device time."
+    for kind in ("operators", "kernels"):
+        rows = [
+            (f"`{row['name']}`", str(row["calls"]), f"{row['ms']:.2f}", f"{row['share']:.1%}") for row in profile[kind]
+        ]
+        text += f"\n\n{_table((kind.removesuffix('s'), *head[1:]), rows)}" if rows else ""
+    return text
+
+
+def _kernels(figures: list[Record]) -> str:
+    if not figures:
+        return ""
+    cells: dict[tuple[str, str], dict[str, Record]] = {}
+    problems = []
+    for figure in figures:
+        if figure["error"] is None:
+            cells.setdefault((figure["operator"], figure["direction"]), {})[figure["implementation"]] = figure
+        elif figure["implementation"] != "liger" or not figure["error"].startswith("ModuleNotFoundError"):
+            problems.append(f"- {figure['operator']}, {figure['implementation']}: {figure['error']}")
+    head = ("operator", "direction", "us", "GB/s", "of copy", *(f"times {other}" for other in _KERNEL_COLUMNS[1:]))
+    rows = []
+    for (operator, direction), found in cells.items():
+        ours = found.get("megacore")
+        if ours is None:
+            continue
+        others = [
+            _number(None if other not in found else found[other]["seconds"] / ours["seconds"], ".2f")
+            for other in _KERNEL_COLUMNS[1:]
+        ]
+        rate, share = ours["bytes"] / ours["seconds"] / 1e9, ours["share_of_copy"]
+        rows.append((operator, direction, f"{ours['seconds'] * 1e6:.1f}", f"{rate:,.0f}", f"{share:.0%}", *others))
+    text = "bf16. Speed over that of the others: above 1 this project's kernel is faster."
+    return "\n\n".join(["### Kernels", text, _table(head, rows), *(["\n".join(problems)] if problems else [])])
+
+
+def _checkpoint(runs: list[Record]) -> str:
+    head = ("", "here", "torch.save, torch.load", "torch.distributed.checkpoint")
+    text = ""
+    for run in runs:
+        seconds, size = run["seconds"], run["bytes"] / 1e9
+        rows = [
+            (f"{act}, GB/s", *(_rate(size, seconds.get(f"{act}_{who}")) for who in ("ours", "torch", "dcp")))
+            for act in ("save", "load")
+        ]
+        share = seconds["stall"] / seconds["save_ours"]
+        stall = f"`--async-save` stalls for {seconds['stall']:.3f} s, {share:.1%} of a save."
+        text += f"### Checkpoints\n\n{size:.2f} GB of training state on the device.\n\n{_table(head, rows)}\n\n{stall}"
+    return text
+
+
+def _rate(amount: float, seconds: float | None) -> str:
+    return _number(None if seconds is None else amount / seconds, ".2f")

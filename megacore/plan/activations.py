@@ -1,0 +1,117 @@
+"""Bytes that a microbatch's forward keeps on a rank until its backward: docs/memory.md derives them, term by term.
+
+The formula is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) for the layers as they are built here:
+fused attention does not keep its weights, and tensors that two operators keep count once.
+
+Legend: b micro-batch, s sequence, h hidden size, n heads of d dimensions, g key and value heads, f inner width of the
+MLP, V vocabulary, t tensor-parallel ranks, e bytes of an element.
+"""
+
+from __future__ import annotations
+
+from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.bert import BertConfig
+from megacore.plan.model_size import vocabulary_rows
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def residual_bytes(config: ResolvedConfig) -> float:
+    """One tensor [b, s, h] of the residual stream: all that `--recompute full` keeps of a block."""
+    split = config.parallel.tp if config.parallel.sequence_parallel else 1
+    return _element(config) * _tokens(config) * config.model.hidden_size / split
+
+
+def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
+    """What one block keeps.
+
+    Args:
+        config: a resolved configuration.
+        block: the block's own, which may differ from `config.model` in its window.
+        on_cpu: whether operators run in plain torch, which keeps more for RMSNorm, GeGLU and attention dropout.
+        recompute: `none`, `selective` or `full`, whatever the configuration says.
+    """
+    residual = residual_bytes(config)
+    if recompute == "full":
+        return residual
+    e, t, tokens = _element(config), config.parallel.tp, _tokens(config)
+    split = t if config.parallel.sequence_parallel else 1
+    masks = 2 / e if block.hidden_dropout else 0.0
+    stream = residual * ((1 if block.parallel_residual else 2) + 2 + masks)  # inputs and outputs of two norms
+    norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
+    mlp = {"relu": 1, "gelu": 2, "gelu-exact": 2}.get(block.activation, 3)
+    if on_cpu and block.activation.startswith("geglu"):
+        mlp += 1  # the activated gate
+    mixed = block.num_attention_heads * block.head_size
+    within = e * tokens * (mlp * block.inner_size + mixed) / t
+    return stream + norms + within + _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)
+
+
+def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """What `--recompute selective` drops of a block, and what exists once more while the block is recomputed."""
+    whole = _attention_bytes(config, block, on_cpu=on_cpu, recompute="none")
+    return max(whole - _attention_bytes(config, block, on_cpu=on_cpu, recompute="selective"), 0.0)
+
+
+def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
+    """Queries, keys and values, and what mixing them keeps; with norms of queries and keys also what these keep."""
+    e, t, s, tokens = _element(config), config.parallel.tp, config.data.seq_length, _tokens(config)
+    n, g, d = block.num_attention_heads, block.query_groups, block.head_size
+    queries, keys = n * d / t, d * max(g / t, 1)
+    normed = 0.0
+    if block.qk_layernorm:
+        heads = n / t + max(g / t, 1)
+        normed = tokens * (e * (queries + keys) + heads * _norm_bytes(config, block, d, on_cpu=on_cpu))
+    if block.qk_layernorm or block.position_embedding_type == "rope":
+        taken = e * tokens * (queries + 2 * keys)
+    else:  # views of what is projected, of which grouped queries are copied; ranks that share a group exchange theirs
+        projected = (n + 2 * g) * d / (t if t <= g else 1)
+        taken = e * tokens * (projected + (queries if g < n else 0.0))
+    if recompute == "selective":
+        return normed + taken
+    weights, dropout = tokens * s * n / t, block.attention_dropout > 0
+    if config.training.attention == "fused-softmax":
+        kept = (3 * e if on_cpu else 2 * e + 1) if dropout else e  # with dropout also its mask, and what it leaves
+        return normed + taken + kept * weights
+    if dropout and on_cpu:  # no fused operator: in fp32, a key and a value for each query, and all weights as above
+        return normed + 4 * 3 * tokens * queries + 12 * weights
+    logarithms = 4 * tokens * n / t  # of the softmax's sums
+    return normed + taken + logarithms + (e * tokens * s if _has_documents(config) else 0.0)
+
+
+def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_cpu: bool) -> float:
+    """What a norm keeps for each row besides its input and output."""
+    e = _element(config)
+    if block.normalization == "LayerNorm":
+        return 2 * (e if on_cpu else 4)  # mean and deviation
+    if not on_cpu:
+        return 4
+    return e + size * (e + (4 if e < 4 else 0))  # plain torch: the normalised row, and the input in fp32
+
+
+def shared_bytes(config: ResolvedConfig) -> float:
+    """What all blocks of a rank share: ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias."""
+    e, s, model = _element(config), config.data.seq_length, config.model
+    if config.training.attention == "fused-softmax" or _has_documents(config):
+        return 0.0
+    if model.position_embedding_type == "alibi":
+        return e * s * s * model.num_attention_heads / config.parallel.tp
+    return (1 + e) * s * s if model.window_size is not None and model.window_size < s else 0.0
+
+
+def logits_bytes(config: ResolvedConfig) -> float:
+    """The logits [b, s, padded V/t], over which the loss writes their gradient."""
+    return _element(config) * _tokens(config) * vocabulary_rows(config.model, config.parallel.tp)
+
+
+def _has_documents(config: ResolvedConfig) -> bool:
+    """Whether every position carries the number of its document, as BERT's do."""
+    return isinstance(config, BertConfig)
+
+
+def _tokens(config: ResolvedConfig) -> int:
+    return config.training.micro_batch_size * config.data.seq_length
+
+
+def _element(config: ResolvedConfig) -> int:
+    return ELEMENT_BYTES[config.precision.precision]

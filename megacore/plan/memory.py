@@ -1,0 +1,315 @@
+"""What training takes of a rank's memory, by formula: state, activations, and the moment of building.
+
+The state is ZeRO's (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1), the activations those of activations.py,
+times the microbatches that the schedule keeps in flight. Two sums are made of them: what a rank certainly takes, by
+which a run may be refused, and what it is expected to take, by which a way out is recommended.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
+from megacore.pipeline.actions import Action, Op
+from megacore.pipeline.partition import LayerCost, stage_ranges
+from megacore.pipeline.schedule import rank_order
+from megacore.pipeline.schedule_file import load_schedule
+from megacore.plan.activations import (
+    ELEMENT_BYTES,
+    attention_core_bytes,
+    block_bytes,
+    logits_bytes,
+    residual_bytes,
+    shared_bytes,
+)
+
+GIB = 2.0**30
+# torch, its threads and its allocator in a process that computes on a CPU; on an accelerator workspaces of its
+# libraries and buffers of its communication, beside the context that is there before anything is counted.
+CPU_OVERHEAD, ACCELERATOR_OVERHEAD = 0.4 * GIB, 1.0 * GIB
+# A process that only loads torch takes this on a CPU: less than what any run takes.
+_CERTAIN_CPU_OVERHEAD = 0.15 * GIB
+_FRAGMENTATION = 0.03
+
+
+class PlannedLayer(LayerCost, Protocol):
+    """What is asked of a layer: a `LayerOutline`, or a `LayerSpec`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def held(self) -> int | None: ...
+    @property
+    def tied(self) -> Mapping[str, str]: ...
+    @property
+    def shared(self) -> int: ...
+    @property
+    def block(self) -> ResolvedModel | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """Bytes that one rank takes.
+
+    Attributes:
+        pp_rank: its place in the pipeline.
+        parameters: how many it holds, padding included.
+        state: by kind, as `state_bytes` has them; where the optimizer is offloaded also what lies in host memory.
+        on_host: how much of the state lies in host memory while the rank computes on an accelerator.
+        activations: kept for backward by the microbatches in flight.
+        in_flight: microbatches of which the rank's stages keep activations, of all its stages together.
+        working: what exists beside them at the end of a forward: logits, or a block that is computed again.
+        building: what exists when the last layer has been made.
+        gradients_apart: whether gradients are gone while all activations are there.
+        passing: an estimate of what exists for a moment: buckets under way, gradients of one layer.
+        overhead: of the process, certain and expected.
+    """
+
+    pp_rank: int
+    parameters: int
+    state: Mapping[str, float]
+    on_host: float
+    activations: float
+    in_flight: int
+    working: float
+    building: float
+    gradients_apart: bool
+    passing: float
+    overhead: tuple[float, float]
+
+    @property
+    def certain(self) -> float:
+        """Bytes that the rank cannot do without, of the memory in which it computes."""
+        gradients, kept = self.state["grads"], self.activations + self.working
+        moving = max(gradients, kept) if self.gradients_apart else gradients + kept
+        training = sum(self.state.values()) - self.on_host - gradients + moving
+        return max(self.building, training) + self.overhead[0]
+
+    @property
+    def expected(self) -> float:
+        """Bytes that the rank is expected to take at its peak."""
+        training = sum(self.state.values()) - self.on_host + self.activations + self.working + self.passing
+        return max(self.building, training) * (1 + _FRAGMENTATION) + self.overhead[1]
+
+
+def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer, and of gradients on their way to host memory (`buffers`).
+
+    Args:
+        parameters: of a rank's slice of its pipeline stages.
+        config: a resolved configuration.
+    """
+    compute, ranks = ELEMENT_BYTES[config.precision.precision], config.parallel.dp
+    summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
+    reduce = 8 if config.training.reproducible else summed
+    offload = config.parallel.offload_optimizer
+    master = 4 if offload or compute != 4 else 0
+    stage = config.parallel.zero_stage if ranks > 1 else 0
+    own = parameters / (ranks if stage >= 1 else 1)
+    return {
+        "params": parameters * compute / (ranks if stage >= 3 else 1),
+        "grads": parameters * reduce / (ranks if stage >= 2 else 1),
+        "optimizer": own * (4 * optimizer_moments(config) + master),
+        "buffers": own * summed if offload else 0.0,
+    }
+
+
+def optimizer_moments(config: ResolvedConfig) -> int:
+    """fp32 numbers that the optimizer keeps for each parameter besides its weight."""
+    if config.optimizer.optimizer == "sgd":
+        return 1 if config.optimizer.sgd_momentum else 0
+    return 2
+
+
+def plan_memory(config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool) -> list[RankMemory]:
+    """What the ranks take, one for each place in the pipeline; tensor- and data-parallel ranks take the same.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        on_cpu: whether the ranks compute in host memory.
+    """
+    stages = stage_ranges(layers, config.parallel)
+    pp = config.parallel.pp
+    return [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in range(pp)]
+
+
+def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:
+    """Bytes of state by kind, each on the rank that keeps most of it."""
+    states = [rank.state for rank in ranks]
+    return {kind: max(state[kind] for state in states) for kind in states[0]}
+
+
+def num_microbatches(config: ResolvedConfig) -> int:
+    """Of a replica in a step."""
+    training = config.training
+    return training.global_batch_size // (training.micro_batch_size * config.parallel.dp)
+
+
+def _rank_memory(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], stages: Sequence[range], rank: int, *, on_cpu: bool
+) -> RankMemory:
+    own = stages[rank :: config.parallel.pp]
+    parameters = held_parameters(layers, own)
+    state = state_bytes(parameters, config)
+    chunks = [_kept_by_stage([layers[i] for i in numbers], config, on_cpu=on_cpu) for numbers in own]
+    blocks = [block for numbers in own for i in numbers if (block := layers[i].block) is not None]
+    flying = in_flight(config.parallel, rank, num_microbatches(config))
+    longer = in_flight(config.parallel, rank, num_microbatches(config), until=Op.WEIGHT_GRAD)
+    has_head = stages[-1] in own and layers[-1].block is None and bool(blocks)
+    again = _computed_again(config, blocks, on_cpu=on_cpu)
+    logits = logits_bytes(config) + 2 * residual_bytes(config) if has_head else 0.0
+    # Gradients in autograd's hands, or divided ones, are forgotten when a step begins.
+    forgotten = state["grads"] if _forgets_gradients(config) else 0.0
+    return RankMemory(
+        pp_rank=rank,
+        parameters=parameters,
+        state=state,
+        on_host=0.0 if on_cpu or not config.parallel.offload_optimizer else state["optimizer"] + state["buffers"],
+        activations=_products(flying, chunks) + (shared_bytes(config) if blocks else 0.0),
+        in_flight=sum(flying),
+        working=max(logits, again),
+        building=_building_bytes(config, state, [layers[i] for numbers in own for i in numbers]),
+        gradients_apart=forgotten > 0 and sum(flying) == 1 and num_microbatches(config) == 1,
+        passing=_passing_bytes(config, [layers[i] for numbers in own for i in numbers], blocks, on_cpu=on_cpu)
+        + max(_products(longer, chunks) - _products(flying, chunks), 0.0),
+        overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
+    )
+
+
+def _products(counts: Iterable[int], sizes: Iterable[float]) -> float:
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))
+
+
+def held_parameters(layers: Sequence[PlannedLayer], own: Sequence[range]) -> int:
+    """Parameters of one rank, padding included; a table that two of its layers share counts once.
+
+    Args:
+        layers: the whole model.
+        own: the layers of each of the rank's stages.
+    """
+    here = [layers[i] for numbers in own for i in numbers]
+    names = {layer.name for layer in here}
+    count = 0
+    for layer in here:
+        count += layer.parameters if layer.held is None else layer.held
+        if any(owner.startswith(f"{name}.") for owner in layer.tied.values() for name in names - {layer.name}):
+            count -= layer.shared
+    return count
+
+
+def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: Op = Op.INPUT_GRAD) -> tuple[int, ...]:
+    """Microbatches whose activations each of a rank's stages keeps, when together they keep most.
+
+    Args:
+        parallel: schedule and degrees.
+        rank: place in the pipeline.
+        microbatches: of a replica in a step.
+        until: where a schedule splits backward, whether activations count until the gradient of the stage's input
+            (`INPUT_GRAD`: the least that is kept) or of its weights (`WEIGHT_GRAD`: the most).
+    """
+    if parallel.schedule_csv is not None:
+        order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
+        return _peak(order, parallel.pp, parallel.virtual_stages, until)
+    if parallel.schedule != "gpipe":  # in all others the most are in flight after the first few
+        microbatches = min(microbatches, 4 * parallel.pp)
+    return _in_flight(parallel.schedule, rank, parallel.pp, microbatches, parallel.virtual_stages, until)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_flight(name: str, rank: int, ranks: int, microbatches: int, virtual_stages: int, until: Op) -> tuple[int, ...]:
+    order = rank_order(name, rank, ranks, microbatches, virtual_stages=virtual_stages)
+    return _peak(order, ranks, virtual_stages, until)
+
+
+def _peak(order: Iterable[Action], ranks: int, virtual_stages: int, until: Op) -> tuple[int, ...]:
+    held = [0] * virtual_stages
+    peak = tuple(held)
+    for action in order:
+        if action.op is Op.FORWARD:
+            held[action.stage // ranks] += 1
+        elif action.op in (Op.BACKWARD, until):
+            held[action.stage // ranks] -= 1
+        if sum(held) > sum(peak):
+            peak = tuple(held)
+    return peak
+
+
+def _kept_by_stage(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> float:
+    """Activations of one microbatch in the blocks of a stage."""
+    recompute, first = config.training.recompute, config.training.recompute_num_layers
+    blocks = [layer.block for layer in layers if layer.block is not None]
+    again, whole = (blocks[:first], blocks[first:]) if recompute == "full" and first is not None else (blocks, [])
+    return sum(
+        count * block_bytes(config, block, on_cpu=on_cpu, recompute=how)
+        for group, how in ((again, recompute), (whole, "none"))
+        for block, count in _distinct(group)
+    )
+
+
+def _distinct(blocks: Iterable[ResolvedModel]) -> list[tuple[ResolvedModel, int]]:
+    """The blocks that are not one and the same, and how many of each there are."""
+    counts = Counter(map(id, blocks := list(blocks)))
+    return [(block, counts[number]) for number, block in {id(block): block for block in blocks}.items()]
+
+
+def _largest_block(config: ResolvedConfig, blocks: Iterable[ResolvedModel], *, on_cpu: bool) -> float:
+    """What a block keeps of a microbatch where nothing is computed again; 0 where there is none."""
+    kept = (block_bytes(config, block, on_cpu=on_cpu, recompute="none") for block, _ in _distinct(blocks))
+    return max(kept, default=0.0)
+
+
+def _computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, on_cpu: bool) -> float:
+    """What the block that is computed again keeps besides its input."""
+    if config.training.recompute == "selective":
+        cores = (attention_core_bytes(config, block, on_cpu=on_cpu) for block, _ in _distinct(blocks))
+        return max(cores, default=0.0)
+    if config.training.recompute == "full":
+        return max(_largest_block(config, blocks, on_cpu=on_cpu) - residual_bytes(config), 0.0)
+    return 0.0
+
+
+def _building_bytes(config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
+    """What exists when the last layer has been made: parameters and master weights, and on stage 3 that layer whole."""
+    dp, moments = config.parallel.dp, optimizer_moments(config)
+    master = 0.0
+    if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
+        master = state["optimizer"] / (moments + 1)
+    whole = 4.0 * _largest_layer(layers) if dp > 1 and config.parallel.zero_stage == 3 else 0.0
+    return state["params"] + master + whole
+
+
+def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
+    """Parameters that a rank holds of its largest layer."""
+    return max((layer.parameters if layer.held is None else layer.held for layer in layers), default=0)
+
+
+def _forgets_gradients(config: ResolvedConfig) -> bool:
+    """Whether no buffer of gradients outlives a step."""
+    dp = config.parallel.dp
+    if dp == 1:
+        return config.precision.precision == "fp32" == config.precision.grad_reduce_dtype and (
+            not config.training.reproducible
+        )
+    return config.parallel.zero_stage >= 2
+
+
+def _passing_bytes(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], blocks: Sequence[ResolvedModel], *, on_cpu: bool
+) -> float:
+    """What exists for a moment: the gradients of a layer before they are added up, those of the activations of a block,
+    buckets of ZeRO's stages 2 and 3, and on stage 3 the parameters of two layers."""
+    e = ELEMENT_BYTES[config.precision.precision]
+    largest = _largest_layer(layers)
+    stage = config.parallel.zero_stage if config.parallel.dp > 1 else 0
+    moment = e * largest + _largest_block(config, blocks, on_cpu=on_cpu) / 2
+    if stage == 2:
+        moment += 2 * min(config.parallel.bucket_size_mb * 2**20, 4.0 * sum(layer.parameters for layer in layers) / 4)
+    if stage == 3:
+        moment += 2 * largest * (4 + e)
+    return moment

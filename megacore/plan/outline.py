@@ -1,0 +1,150 @@
+"""A model as the sizes of its layers, without torch: what is known of each layer before anything is built.
+
+The models' own lists of layers (gpt.py, bert.py) take names, parameters and operations from here, so that what is
+planned before torch is loaded and what is built later are the same stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.bert import ResolvedBertConfig
+from megacore.plan.flops import block_flops, head_flops
+from megacore.plan.model_size import (
+    bert_embedding_parameters,
+    bert_head_parameters,
+    block_parameters,
+    embedding_parameters,
+    head_parameters,
+    norm_parameters,
+    vocabulary_rows,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOutline:
+    """One layer.
+
+    Attributes:
+        name: global name, the prefix of its parameters' names.
+        parameters: of the whole layer, without padding.
+        held: parameters that one tensor-parallel rank holds, padding included.
+        flops: operations of its forward for one token.
+        is_block: one of the repeated layers.
+        tied: parameters' local names -> global names of the earlier layer's parameters that they are.
+        shared: how many of `held` are these, and are held once where both layers lie on one rank.
+        block: the configuration of a block, whose window may be its own; None for the embedding and the head.
+    """
+
+    name: str
+    parameters: int
+    held: int
+    flops: float
+    is_block: bool = False
+    tied: Mapping[str, str] = field(default_factory=dict)
+    shared: int = 0
+    block: ResolvedModel | None = None
+
+
+def outline(config: ResolvedConfig) -> list[LayerOutline]:
+    """The layers of a GPT's or a BERT's resolved configuration, from the embedding to the head."""
+    if isinstance(config, ResolvedBertConfig):
+        return bert_outline(config)
+    return gpt_outline(config.model, config.parallel.tp)
+
+
+def gpt_outline(config: ResolvedModel, tp: int) -> list[LayerOutline]:
+    """The layers of a causal language model.
+
+    Args:
+        config: a resolved configuration.
+        tp: tensor-parallel ranks.
+    """
+    block = LayerOutline(
+        name="",
+        parameters=block_parameters(config),
+        held=block_parameters(config, tp),
+        flops=block_flops(config, config.max_position_embeddings),
+        is_block=True,
+        block=config,
+    )
+    return [
+        LayerOutline(
+            name="embedding",
+            parameters=embedding_parameters(config),
+            held=embedding_parameters(config, tp),
+            flops=2.0 * config.hidden_size,
+        ),
+        *(dataclasses.replace(block, name=f"blocks.{i}") for i in range(config.num_layers)),
+        LayerOutline(
+            name="head",
+            parameters=head_parameters(config),
+            held=head_parameters(config, tp),
+            flops=head_flops(config),
+            **_tied(config, tp),
+        ),
+    ]
+
+
+def bert_outline(config: ResolvedBertConfig) -> list[LayerOutline]:
+    """The layers of a BERT."""
+    model, tp = config.model, config.parallel.tp
+    blocks = []
+    for i in range(model.num_layers):
+        own = bert_block(config, i)
+        # ModernBERT's first block reads what the embedding has normed already.
+        missing = norm_parameters(model) if config.bert.packed and i == 0 else 0
+        blocks.append(
+            LayerOutline(
+                name=f"blocks.{i}",
+                parameters=block_parameters(own) - missing,
+                held=block_parameters(own, tp) - missing,
+                flops=block_flops(own, model.max_position_embeddings),
+                is_block=True,
+                block=own,
+            )
+        )
+    return [
+        LayerOutline(
+            name="embedding",
+            parameters=bert_embedding_parameters(config),
+            held=bert_embedding_parameters(config, tp),
+            flops=2.0 * model.hidden_size,
+        ),
+        *blocks,
+        LayerOutline(
+            name="head",
+            parameters=bert_head_parameters(config),
+            held=bert_head_parameters(config, tp),
+            flops=head_flops(model) + 2.0 * model.hidden_size**2,
+            **_tied(model, tp),
+        ),
+    ]
+
+
+def bert_block(config: ResolvedBertConfig, number: int) -> ResolvedModel:
+    """The configuration with the window of a block: None where it sees the whole document."""
+    is_local = config.bert.packed and number % config.bert.global_attention_interval > 0
+    return config.model if is_local or config.model.window_size is None else _without_window(config.model)
+
+
+@functools.lru_cache(maxsize=16)  # one object for all blocks that are alike
+def _without_window(config: ResolvedModel) -> ResolvedModel:
+    return dataclasses.replace(config, window_size=None)
+
+
+class _Tie(TypedDict, total=False):
+    tied: Mapping[str, str]
+    shared: int
+
+
+def _tied(config: ResolvedModel, tp: int) -> _Tie:
+    """What the head has of the embedding."""
+    if config.untie_embeddings_and_output_weights:
+        return {}
+    return {"tied": {"weight": "embedding.tokens.weight"}, "shared": vocabulary_rows(config, tp) * config.hidden_size}

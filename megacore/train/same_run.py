@@ -1,0 +1,136 @@
+"""Refuses a job whose ranks were not started alike: other flags, other data, or other code on one node.
+
+Such a job hangs, or worse trains on something that nobody asked for. Every rank collects facts of its run by name; the
+ranks compare one digest of them, and exchange the facts themselves only where the digests differ. Paths may differ from
+node to node: of a file or directory only what is in it counts, and whether one was given at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import megacore
+from megacore.config import ResolvedConfig, sections_of
+from megacore.config.fields import field_infos, flag
+from megacore.data.gpt.build import tokenizer_of
+from megacore.data.indexed.reader import bin_path, idx_path
+from megacore.errors import ConfigError, DataError
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Group, coordinates
+
+Facts = dict[str, str]  # what it is -> its value, in words of a message
+
+_PATHS = ("data_path", "tokenizer", "data_cache_path", "output_dir", "load", "init_from_hf", "schedule_csv")
+_SAMPLE = 1 << 16  # bytes at each end of a file that are read: its size changes with nearly every other difference
+_MOST = 12  # differences that one message names
+
+
+def refuse_different_ranks(config: ResolvedConfig, world: Group) -> None:
+    """Compare configuration, data and code of all ranks; every rank calls this before anything depends on them.
+
+    Args:
+        config: resolved.
+        world: all ranks.
+
+    Raises:
+        ConfigError: a rank differs from rank 0; on every rank, with the same text.
+    """
+    if world.size == 1:
+        return
+    own = facts(config)
+    digests = all_gather_objects(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest(), world)
+    if len(set(digests)) > 1:
+        raise ConfigError(differences(all_gather_objects(own, world)))
+
+
+def facts(config: ResolvedConfig) -> Facts:
+    """What must be the same on every rank."""
+    data = config.data
+    found = dict(_settings(config))
+    for number, prefix in enumerate(data.blend()[0] if data.data_path else (), 1):
+        for path in (idx_path(prefix), bin_path(prefix)):
+            found[f"--data-path, {path.suffix} of dataset {number}"] = _file(path)
+    try:
+        tokenizer = tokenizer_of(config)
+        found["content of --tokenizer"] = "none" if tokenizer is None else tokenizer.fingerprint
+    except DataError as error:
+        found["content of --tokenizer"] = str(error)
+    if config.parallel.schedule_csv is not None:
+        found["content of --schedule-csv"] = _file(Path(config.parallel.schedule_csv))
+    if config.checkpoint.init_from_hf is not None:
+        for path in sorted(Path(config.checkpoint.init_from_hf).glob("*.*")):
+            found[f"{path.name} of --init-from-hf"] = _file(path)
+    package = Path(megacore.__file__).parent
+    kernels = package / "kernels"  # in a checkout a link, which rglob does not follow
+    for path in sorted({*package.rglob("*.py"), *kernels.rglob("*.py")}):
+        found[f"megacore's {path.relative_to(package)}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    versions = {"megacore": megacore.__version__, "torch": torch.__version__, "numpy": np.__version__}
+    return found | {f"version of {name}": str(version) for name, version in versions.items()}
+
+
+def differences(everyone: list[Facts]) -> list[str]:
+    """What sets ranks apart from rank 0, a line for each fact and value.
+
+    Args:
+        everyone: the facts of every rank.
+    """
+    first = everyone[0]
+    names = list(dict.fromkeys(name for own in everyone for name in own))
+    lines = []
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, own in enumerate(everyone):
+            ranks_of.setdefault(own.get(name, "missing"), []).append(rank)
+        expected = first.get(name, "missing")
+        lines += [
+            f"{_who(ranks, first)}: {name} {value}, rank 0: {expected}"
+            for value, ranks in ranks_of.items()
+            if value != expected
+        ]
+    more = [f"and {len(lines) - _MOST} more differences"] if len(lines) > _MOST else []
+    return [*lines[:_MOST], *more, "start every rank, on every node, with the same flags, data and installation"]
+
+
+def _settings(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
+    for section in sections_of(type(config)):
+        values = getattr(config, section)
+        for name in field_infos(type(values)):
+            value = getattr(values, name)
+            yield flag(name), _given(value) if name in _PATHS else str(value)
+
+
+def _given(path: Any) -> str:
+    if path is None or path == ():
+        return "not given"
+    return "auto" if path == "auto" else "given"
+
+
+def _file(path: Path) -> str:
+    """A file's size, and a checksum of its beginning and end; cheap however large it is."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            checksum = zlib.crc32(file.read(_SAMPLE))
+            file.seek(max(size - _SAMPLE, 0))
+            checksum = zlib.crc32(file.read(_SAMPLE), checksum)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return f"{size} bytes ({checksum:08x})"
+
+
+def _who(ranks: list[int], first: Mapping[str, str]) -> str:
+    """Ranks in words, the first of them with its place in the layout of rank 0."""
+    place = coordinates(ranks[0], tp=int(first[flag("tp")]), dp=int(first[flag("dp")]))
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} ({place})"
+    runs = ranks[-1] - ranks[0] == len(ranks) - 1
+    text = f"{ranks[0]} to {ranks[-1]}" if runs and len(ranks) > 2 else ", ".join(map(str, ranks))
+    return f"ranks {text} (the first: {place})"

@@ -1,0 +1,299 @@
+"""The pretend accelerator refuses and shows what a GPU does not forgive; every fault planted here is caught."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.accelerator.device import counting, limit_memory, needs_pretend
+from tests.distributed import RankFailed, run_distributed
+
+pytestmark = needs_pretend
+
+
+def on_device(fn: Any, *args: Any) -> Any:
+    return run_distributed(fn, 1, *args, backend="pretend", init=False)[0]
+
+
+def check_mixing(rank: int, world_size: int) -> None:
+    here, host = torch.ones(3, device="pretend"), torch.ones(3)
+    assert here.device == torch.device("pretend", 0)
+    for mix in (lambda: here + host, lambda: torch.where(here > 0, host, here), lambda: here.add_(host)):
+        with pytest.raises(RuntimeError, match=r"mixes host and device tensors|to be on the same device"):
+            mix()
+    with pytest.raises(TypeError, match="can't convert pretend"):
+        here.numpy()
+    assert (here * torch.tensor(2.0)).tolist() == [2.0] * 3  # a scalar tensor may lie on the host
+    there = torch.ones(3, device="pretend:1")
+    with pytest.raises(RuntimeError, match=r"mixes tensors of devices 0 and 1|to be on the same device"):
+        here + there
+    assert (here + there.to("pretend:0")).tolist() == [2.0] * 3
+
+
+def test_host_and_device_and_devices_do_not_mix() -> None:
+    on_device(check_mixing)
+
+
+def check_memory(rank: int, world_size: int) -> None:
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    assert torch.empty(7, device="pretend").isnan().all()
+    large = torch.empty(1 << 20, dtype=torch.uint8, device="pretend")
+    assert torch.accelerator.memory_allocated() - before == 1 << 20
+    assert torch.accelerator.memory_allocated(1) == 0
+    large.untyped_storage().resize_(1 << 10)
+    assert torch.accelerator.memory_allocated() - before == 1 << 10
+    del large
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.accelerator.max_memory_allocated() - before >= 1 << 20
+    assert torch.empty(3, pin_memory=True)[1:].is_pinned()
+    assert torch.zeros(3).pin_memory().is_pinned()
+    assert not torch.zeros(3).is_pinned()
+    limit_memory(before + (1 << 20))
+    with pytest.raises(torch.OutOfMemoryError, match="exceed the limit"):
+        torch.empty(1 << 19, device="pretend")
+    limit_memory(1 << 30)
+
+
+def test_memory_is_counted_and_fresh_memory_is_nan() -> None:
+    on_device(check_memory)
+
+
+def check_operators(rank: int, world_size: int) -> None:
+    """Views, in-place and out= operators, results of every kind, and autograd, against the same on the CPU."""
+    torch.manual_seed(0)
+    a, b = torch.randn(4, 6), torch.randn(6, 5)
+    x, y = a.to("pretend").requires_grad_(), b.to("pretend").requires_grad_()
+    loss = ((x @ y).softmax(-1).t()[1:, ::2].cumsum(0) ** 2).sum()
+    loss.backward()
+    u, v = a.clone().requires_grad_(), b.clone().requires_grad_()
+    ((u @ v).softmax(-1).t()[1:, ::2].cumsum(0) ** 2).sum().backward()
+    for found, expected in ((x.grad, u.grad), (y.grad, v.grad)):
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found.cpu(), expected)
+    out = torch.empty(0, device="pretend")
+    torch.cat([x.detach(), x.detach()], out=out)
+    assert torch.equal(out.cpu(), torch.cat([a, a]))
+    values, places = x.detach().topk(2)
+    assert torch.equal(values.cpu(), a.topk(2).values)
+    assert torch.equal(places.cpu(), a.topk(2).indices)
+    z = x.detach().clone()
+    z[:, 1:3] = 0.0
+    z.view(-1)[::5].mul_(2.0)
+    w = a.clone()
+    w[:, 1:3] = 0.0
+    w.view(-1)[::5].mul_(2.0)
+    assert torch.equal(z.cpu(), w)
+    heads, attend = a.view(1, 2, 4, 3), torch.nn.functional.scaled_dot_product_attention
+    found = attend(*(heads.to("pretend"),) * 3, is_causal=True).cpu()
+    torch.testing.assert_close(found, attend(heads, heads, heads, is_causal=True), rtol=1e-6, atol=1e-6)
+
+
+def test_operators_are_the_cpus() -> None:
+    on_device(check_operators)
+
+
+def check_counters(rank: int, world_size: int) -> None:
+    x = torch.arange(8.0, device="pretend")
+    pinned = torch.empty(8, pin_memory=True)
+    causes = {  # what is done -> host synchronisations, bytes to the device, bytes to the host
+        lambda: x + 1: (0, 0, 0),
+        lambda: x.sum().item(): (1, 0, 4),
+        lambda: bool((x > 3).any()): (1, 0, 1),
+        lambda: x.cpu(): (1, 0, 32),
+        lambda: torch.zeros(8).to("pretend"): (1, 32, 0),
+        lambda: torch.zeros(8).to("pretend", non_blocking=True): (0, 32, 0),
+        lambda: pinned.to("pretend", non_blocking=True): (0, 32, 0),
+        lambda: pinned.copy_(x, non_blocking=True): (0, 0, 32),
+        lambda: x.to("cpu", non_blocking=True): (0, 0, 32),
+        lambda: torch.zeros(4).copy_(x[:4], non_blocking=True): (1, 0, 16),
+        lambda: x.nonzero(): (1, 0, 0),
+        lambda: x[x > 3]: (1, 0, 0),
+        lambda: x[torch.tensor([1, 2])]: (1, 16, 0),
+        lambda: x[torch.tensor([1, 2], device="pretend")]: (1, 16, 0),  # of which the copy is one
+        lambda: torch.accelerator.synchronize(): (1, 0, 0),
+        lambda: torch.accelerator.current_stream().synchronize(): (1, 0, 0),
+    }
+    for number, (action, expected) in enumerate(causes.items()):
+        with counting() as c:
+            action()
+        assert (c.host_syncs, c.bytes_to_device, c.bytes_to_host) == expected, (number, c)
+    with counting() as c:
+        (x * 2).sum().item()
+    assert c.operators == 2
+    assert len(c.sync_causes) == 1
+    assert re.fullmatch(r"item at .*test_device\.py:\d+ in check_counters", c.sync_causes[0])
+
+
+def test_synchronisations_operators_and_bytes_are_counted() -> None:
+    on_device(check_counters)
+
+
+def check_copies(rank: int, world_size: int) -> None:
+    x, pinned = torch.ones(4, device="pretend"), torch.zeros(4, pin_memory=True)
+    pinned.copy_(x, non_blocking=True)
+    assert pinned.isnan().all()  # nobody has waited
+    event = torch.Event("pretend")
+    event.record()
+    event.synchronize()
+    assert pinned.tolist() == [1.0] * 4
+    y = torch.zeros(4, pin_memory=True)
+    z = y.to("pretend", non_blocking=True)
+    y.fill_(5.0)  # too early: the device has not read it
+    assert z.tolist() == [5.0] * 4
+    later = y.to("pretend", non_blocking=True)
+    torch.accelerator.synchronize()
+    y.fill_(6.0)
+    assert later.tolist() == [5.0] * 4
+    pinned.copy_(later * 2, non_blocking=True)
+    assert pinned.to("pretend", non_blocking=True).tolist() == [10.0] * 4  # ordered on the device, without the host
+
+
+def test_a_copy_that_nobody_waits_for_has_not_happened() -> None:
+    on_device(check_copies)
+
+
+def check_streams(rank: int, world_size: int) -> None:
+    main, side = torch.accelerator.current_stream(), torch.Stream("pretend")
+    x = torch.ones(4, device="pretend")
+    x.fill_(2.0)
+    torch.accelerator.set_stream(side)
+    with pytest.raises(RuntimeError, match="aten::mul reads memory that aten::fill_ still writes: nothing has waited"):
+        x * 2
+    side.wait_stream(main)
+    y = x * 2
+    torch.accelerator.set_stream(main)
+    with pytest.raises(RuntimeError, match="aten::add reads memory that aten::mul still writes: nothing has waited"):
+        y + 1
+    with pytest.raises(RuntimeError, match="aten::zero_ writes memory that aten::mul still reads: nothing has waited"):
+        x.zero_()
+    done = side.record_event()
+    main.wait_event(done)
+    assert (y + 1).tolist() == [5.0] * 4
+    x.zero_()
+
+
+def test_streams_are_ordered_by_events_only() -> None:
+    on_device(check_streams)
+
+
+def check_collectives(rank: int, world_size: int) -> None:
+    x = torch.full((4,), float(rank + 1), device="pretend")
+    dist.all_reduce(x)
+    assert x.tolist() == [3.0] * 4
+    whole = torch.empty(4, device="pretend")
+    work = dist.all_gather_into_tensor(whole, x[:2] * (rank + 1), async_op=True)
+    work.wait()
+    assert whole.tolist() == [3.0, 3.0, 6.0, 6.0]
+    shard = torch.empty(2, device="pretend")
+    dist.reduce_scatter_tensor(shard, whole)
+    assert shard.tolist() == [[6.0, 6.0], [12.0, 12.0]][rank]
+    dist.broadcast(shard, src=1)
+    assert shard.tolist() == [12.0, 12.0]
+    values: list[Any] = [None, None]
+    dist.all_gather_object(values, {"rank": rank})
+    assert values == [{"rank": 0}, {"rank": 1}]
+    with counting() as c:
+        dist.barrier()
+    assert c.host_syncs == 1
+    with counting() as c:
+        dist.all_reduce(x)
+    assert c.host_syncs == 0
+    peer, arrived = 1 - rank, [torch.empty(4, device="pretend") for _ in range(2)]
+    operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor in arrived]
+    operations += [dist.P2POp(dist.isend, torch.full((4,), 10.0 * rank + k, device="pretend"), peer) for k in range(2)]
+    works = dist.batch_isend_irecv(operations)
+    assert len(works) == 1  # as NCCL has it
+    works[0].wait()
+    assert [tensor[0].item() for tensor in arrived] == [10.0 * peer, 10.0 * peer + 1]
+    group = dist.new_group([0, 1])
+    dist.all_reduce(x, group=group)
+    work = dist.all_reduce(x, async_op=True)
+    torch.accelerator.synchronize()  # waits for the communicators too
+    assert x[0].item() == 24.0
+    dist.destroy_process_group()
+
+
+def test_collectives_and_transfers_give_what_gloo_gives() -> None:
+    run_distributed(check_collectives, 2, backend="pretend")
+
+
+def unwaited_gather(rank: int, world_size: int) -> None:
+    whole, shard = torch.zeros(8, device="pretend"), torch.ones(4, device="pretend")
+    dist.all_gather_into_tensor(whole, shard, async_op=True)
+    whole.sum()
+
+
+def unwaited_source(rank: int, world_size: int) -> None:
+    x = torch.ones(4, device="pretend")
+    dist.batch_isend_irecv([dist.P2POp(dist.isend if rank == 0 else dist.irecv, x, 1 - rank)])
+    x.zero_()
+
+
+def unwaited_resize(rank: int, world_size: int) -> None:
+    whole, shard = torch.zeros(8, device="pretend"), torch.ones(4, device="pretend")
+    dist.all_gather_into_tensor(whole, shard, async_op=True)
+    whole.untyped_storage().resize_(0)
+
+
+def waited_on_another_stream(rank: int, world_size: int) -> None:
+    x = torch.ones(4, device="pretend")
+    work = dist.all_reduce(x, async_op=True)
+    with torch.Stream("pretend"):
+        work.wait()
+    x * 2
+
+
+def host_tensor(rank: int, world_size: int) -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def strided_tensor(rank: int, world_size: int) -> None:
+    dist.all_reduce(torch.ones(4, 4, device="pretend").t())
+
+
+def another_devices_tensor(rank: int, world_size: int) -> None:
+    dist.all_reduce(torch.ones(4, device="pretend:0"))
+
+
+def different_collectives(rank: int, world_size: int) -> None:
+    x, y = torch.ones(4, device="pretend"), torch.ones(2, device="pretend")
+    for tensor in (x, y) if rank == 0 else (y, x):
+        dist.all_reduce(tensor)
+
+
+def different_order_of_transfers(rank: int, world_size: int) -> None:
+    x, y = torch.ones(4, device="pretend"), torch.empty(4, device="pretend")
+    works = [dist.isend(x, 1 - rank), dist.irecv(y, 1 - rank)]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (unwaited_gather, r"aten::sum reads memory that all_gather_into_tensor\(float32\[4\]\) at .* still writes"),
+        (unwaited_source, r"aten::zero_ writes memory that (send|receive) float32\[4\] .* still (reads|writes)"),
+        (unwaited_resize, r"a resize frees memory that all_gather_into_tensor\(float32\[4\]\) at .* still uses"),
+        (waited_on_another_stream, r"aten::mul reads memory that all_reduce\(sum, float32\[4\]\) at .* still writes"),
+        (host_tensor, r"all_reduce\(sum, float32\[4\]\) at .*: a tensor is on cpu"),
+        (strided_tensor, r"tensors must be contiguous, and one has strides \(1, 4\)"),
+        (another_devices_tensor, r"a tensor is on pretend:0, and this rank's device is pretend:1"),
+        (
+            different_collectives,
+            r"are in different collectives .*\n.*rank 0 .*: all_reduce\(sum, float32\[4\]\) at .*test_device.py:\d+"
+            r".*\n.*rank 1 .*: all_reduce\(sum, float32\[2\]\) at",
+        ),
+        (different_order_of_transfers, r"wait for each other, which hangs on a device:\n.* send float32\[4\] to rank"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_planted_fault_is_caught_at_once(fault: Any, said: str) -> None:
+    with pytest.raises(RankFailed, match=said):
+        run_distributed(fault, 2, backend="pretend", timeout=20)

@@ -1,0 +1,60 @@
+"""Checkpoints of runs on the accelerator: the weights and optimizer state that are in its memory, whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.checkpoint.choose import whole
+from megacore.checkpoint.directory import published
+from megacore.parallel.mesh import ALONE, build_mesh
+from tests.accelerator.device import needs_pretend
+from tests.distributed import run_distributed
+from tests.parallel.test_stopping import stored
+from tests.parity.runs import make_config, make_trainer
+
+pytestmark = needs_pretend
+
+CASES: list[dict[str, Any]] = [
+    {"zero_stage": stage, "async_save": async_save, "offload_optimizer": offload}
+    for stage, offload in ((0, False), (1, True), (3, False))
+    for async_save in (False, True)
+]
+
+
+def train_and_save(rank: int, world_size: int, directory: str, device: str) -> None:
+    """Two steps of each case, saved into a directory of its own."""
+    for number, options in enumerate(CASES):
+        changes = {"train_iters": 2, "optimizer": "sgd", "device": device, **options}
+        config = make_config((1, 1, 2), Path(directory, f"{device}-{number}"), **changes)
+        make_trainer(config, build_mesh(config.parallel)).run()
+
+
+def test_what_is_saved_equals_a_run_on_the_cpu(tmp_path: Path) -> None:
+    run_distributed(train_and_save, 2, str(tmp_path), "pretend", backend="pretend")
+    run_distributed(train_and_save, 2, str(tmp_path), "cpu")
+    for number, options in enumerate(CASES):
+        (on_device,), (on_cpu,) = (published(tmp_path / f"{device}-{number}") for device in ("pretend", "cpu"))
+        assert whole(on_device, ALONE) is None, options
+        for kind in ("model", "momentum_buffer"):
+            found, expected = stored(on_device, kind), stored(on_cpu, kind)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=f"{options} {kind} {name}")
+
+
+def tied_over_three_stages(rank: int, world_size: int, directory: str, device: str) -> tuple[float, ...]:
+    """Gradient norms, in which the embedding's summed gradient counts."""
+    config = make_config((1, 3, 1), directory, train_iters=2, device=device)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    return tuple(float(trainer.train_step(next(trainer.batches))[1]) for _ in range(2))
+
+
+def test_tied_weights_are_summed_through_the_pipeline_group(tmp_path: Path) -> None:
+    on_device = run_distributed(tied_over_three_stages, 3, str(tmp_path), "pretend", backend="pretend")
+    on_cpu = run_distributed(tied_over_three_stages, 3, str(tmp_path), "cpu")
+    assert on_device == on_device[:1] * 3
+    assert on_device[0] == pytest.approx(on_cpu[0], rel=1e-6)

@@ -1,0 +1,288 @@
+"""How often a step waits for the accelerator, and what it copies there: once, for the decision to apply the update, and
+the next batch; whatever the layout, the schedule and the number of microbatches.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config import ParallelConfig
+from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
+from megacore.errors import DataError
+from megacore.models.gpt import GPTLoss
+from megacore.models.plain import Layer
+from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.pipeline.actions import Action, Op
+from megacore.pipeline.timing import ActionTimer
+from megacore.train.engine import PipelineEngine
+from megacore.train.trainer import Trainer
+from tests.accelerator.device import Counters, counting, needs_pretend
+from tests.distributed import run_distributed
+from tests.parity.bert_runs import make_bert_config, make_bert_trainer
+from tests.parity.runs import Layout, make_config, make_trainer
+
+pytestmark = needs_pretend
+Options = dict[str, Any]
+STEPS = 4
+DEVICE: Options = {"device": "pretend", "train_iters": STEPS, "log_interval": STEPS}
+
+# Of each layout, what is tried one after the other.
+CASES: list[tuple[Layout, list[Options]]] = [
+    (
+        (1, 1, 1),
+        [
+            {"micro_batch_size": 8},
+            {"micro_batch_size": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+            {"precision": "fp16", "clip_grad": 0.0},
+            {"optimizer": "sgd", "recompute": "full", "reproducible": True},
+            {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu", "window_size": 5},
+            {"position_embedding_type": "alibi", "num_query_groups": 2, "attention": "fused-softmax"},
+            {"bert_style": "classic", "sentence_task": "sop"},
+            {"bert_style": "modern", "window_size": 4},
+        ],
+    ),
+    (
+        (2, 1, 1),
+        [
+            {"micro_batch_size": 8, "precision": "bf16"},
+            {"sequence_parallel": True, "recompute": "selective", "label_smoothing": 0.1},
+            {"bert_style": "classic"},
+        ],
+    ),
+    (
+        (1, 2, 1),
+        [
+            *({"schedule": schedule} for schedule in ("1f1b", "gpipe", "zero-bubble")),
+            {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1},
+            {"bert_style": "modern", "schedule": "1f1b", "precision": "bf16"},
+        ],
+    ),
+    (
+        (1, 1, 2),
+        [
+            *({"zero_stage": stage} for stage in range(4)),
+            {"zero_stage": 2, "precision": "bf16", "micro_batch_size": 1},
+            {"zero_stage": 1, "overlap_grad_reduce": False, "overlap_param_gather": False},
+            {"zero_stage": 3, "reproducible": True},
+        ],
+    ),
+    ((1, 2, 2), [{"zero_stage": 2, "schedule": "zero-bubble", "micro_batch_size": 1}]),
+]
+
+
+def trainer_of(layout: Layout, output_dir: str, mesh: Mesh | None, options: Options) -> Trainer:
+    make, start = (make_bert_config, make_bert_trainer) if "bert_style" in options else (make_config, make_trainer)
+    config: Any = make(layout, output_dir, **DEVICE, **options)
+    return start(config, mesh or build_mesh(config.parallel))
+
+
+def steps_of(trainer: Trainer) -> list[Counters]:
+    """What every step of a run did after the first, from the end of the one before to its own."""
+    found: list[Counters] = []
+    with ExitStack() as stack:
+
+        def step_done(step: int) -> None:
+            stack.close()
+            found.append(stack.enter_context(counting()))
+
+        trainer.report.step_done = step_done  # type: ignore[method-assign]
+        trainer.run()
+    return found[:-1]
+
+
+def bytes_of_a_step(trainer: Trainer) -> int:
+    batch = trainer.batches._current
+    assert batch is not None
+    fields = [value for microbatch in batch.microbatches for value in vars(microbatch).values()]
+    return sum(value.nbytes for value in fields if isinstance(value, Tensor))
+
+
+def count(rank: int, world_size: int, layout: Layout, output_dir: str, variants: list[Options]) -> None:
+    mesh: Mesh | None = None
+    for number, options in enumerate(variants):
+        trainer = trainer_of(layout, f"{output_dir}/{number}", mesh, options)
+        mesh = trainer.mesh
+        steps = steps_of(trainer)
+        batch = bytes_of_a_step(trainer)
+        assert [step.host_syncs for step in steps] == [1] * (STEPS - 1), (options, steps[1].sync_causes)
+        assert [step.bytes_to_device for step in steps] == [batch] * (STEPS - 2) + [0], options
+        assert all("in to_host" in cause for step in steps for cause in step.sync_causes), steps[1].sync_causes
+        assert max(step.bytes_to_host for step in steps) <= 8 * 16, options
+
+
+@pytest.mark.parametrize(("layout", "variants"), CASES, ids=[str(layout) for layout, _ in CASES])
+def test_a_step_waits_once_and_copies_the_next_batch_alone(
+    tmp_path: Path, layout: Layout, variants: list[Options]
+) -> None:
+    run_distributed(count, layout[0] * layout[1] * layout[2], layout, str(tmp_path), variants, backend="pretend")
+
+
+def careless(rank: int, world_size: int, output_dir: str) -> list[list[str]]:
+    """Causes of the synchronisations of every step of a model whose loss looks at its value."""
+
+    class Looking(GPTLoss):
+        def __call__(self, logits: Tensor, batch: Any) -> Tensor:
+            loss = super().__call__(logits, batch)
+            assert loss.item() > 0
+            return loss
+
+    trainer = trainer_of((1, 1, 1), output_dir, None, {"micro_batch_size": 2})
+    trainer.model.runtime.loss = Looking(trainer.config, trainer.mesh.tp)
+    return [step.sync_causes for step in steps_of(trainer)]
+
+
+def test_a_look_at_a_number_in_a_microbatch_is_counted(tmp_path: Path) -> None:
+    (steps,) = run_distributed(careless, 1, str(tmp_path), backend="pretend", init=False)
+    for causes in steps:
+        assert [("item" in cause, "__call__" in cause) for cause in causes] == [(True, True)] * 4 + [(False, False)]
+
+
+# ---- the engine
+
+
+def engine_steps(rank: int, world_size: int, zero_stage: int) -> list[tuple[int, int]]:
+    layers = [Layer(name, partial(torch.nn.Linear, 8, 8)) for name in ("one", "two", "three")]
+    engine = PipelineEngine(
+        layers,
+        loss=torch.nn.functional.mse_loss,
+        train_iters=8,
+        num_microbatches=4,
+        parallel=ParallelConfig(dp=world_size, zero_stage=zero_stage, device="pretend"),
+    )
+    found = []
+    for _ in range(3):
+        pairs = [(torch.randn(2, 8).pin_memory(), torch.randn(2, 8).pin_memory()) for _ in range(4)]
+        with counting() as counters:
+            engine.train_batch(pairs)
+        found.append((counters.host_syncs, counters.bytes_to_device))
+    return found[1:]
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "syncs"), [(1, 1), (3, 2)]
+)  # 3: replicas ask each other for new forms of inputs
+def test_the_engines_batch(zero_stage: int, syncs: int) -> None:
+    batch = 4 * 2 * (2 * 8 * 4)
+    assert run_distributed(engine_steps, 2, zero_stage, backend="pretend") == [[(syncs, batch)] * 2] * 2
+
+
+# ---- the next batch
+
+
+class Samples:
+    """Sample k is full of the number k, and one cannot be read; 12 of them."""
+
+    def __init__(self, bad: int) -> None:
+        self.bad, self.read = bad, 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        self.read += 1
+        if number == self.bad:
+            raise DataError(f"sample {number} cannot be read")
+        tokens = np.full(3, number)
+        return {"tokens": tokens, "labels": tokens, "loss_mask": np.ones(3, np.float32)}
+
+
+def fetch(rank: int, world_size: int) -> None:
+    device, samples = torch.device("pretend", 0), Samples(bad=7)
+    loader = DeviceLoader(
+        BatchLoader(
+            samples, Microbatch, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1, pin_memory=True
+        ),
+        device,
+    )
+    first = next(loader)
+    assert (loader.consumed_samples, samples.read) == (4, 4)
+    with counting() as counters:
+        loader.prefetch()  # which finds that the second step cannot be read
+        loader.prefetch()
+    assert (loader.consumed_samples, samples.read, counters.host_syncs) == (4, 8, 0)
+    assert [microbatch.tokens[:, 0].tolist() for microbatch in first] == [[0, 1], [2, 3]]
+    with pytest.raises(DataError, match="sample 7 cannot be read"):
+        next(loader)
+    assert loader.consumed_samples == 4
+
+    loader = DeviceLoader(
+        BatchLoader(
+            Samples(bad=-1),
+            Microbatch,
+            micro_batch_size=4,
+            global_batch_size=4,
+            dp_rank=0,
+            dp_size=1,
+            consumed_samples=4,
+            pin_memory=True,
+        ),
+        device,
+    )
+    seen = []
+    for (microbatch,) in loader:
+        loader.prefetch()
+        seen.append((microbatch.index, microbatch.tokens[:, 0].tolist(), loader.consumed_samples))
+    assert seen == [(1, [4, 5, 6, 7], 8), (2, [8, 9, 10, 11], 12)]
+
+
+def test_the_next_step_is_fetched_ahead_and_counts_once_it_is_due() -> None:
+    run_distributed(fetch, 1, backend="pretend", init=False)
+
+
+def resumed(rank: int, world_size: int, output_dir: str) -> tuple[list[float], list[float]]:
+    """Losses of a run, and those of one that saves after two steps, with a third batch fetched already, and resumes."""
+
+    def losses(name: str, steps: int, load: str | None = None) -> list[float]:
+        trainer = trainer_of((1, 1, 1), f"{output_dir}/{name}", None, {"micro_batch_size": 2, "load": load})
+        found = [float(trainer.train_step(next(trainer.batches))[0]) for _ in range(steps)]
+        if load is None:
+            assert trainer.consumed_samples == steps * 8
+            trainer.save()
+        return found
+
+    straight = losses("straight", 4)
+    return straight, losses("ended", 2) + losses("resumed", 2, load=f"{output_dir}/ended")
+
+
+def test_a_batch_that_is_only_fetched_is_trained_on_after_a_resume(tmp_path: Path) -> None:
+    ((straight, parts),) = run_distributed(resumed, 1, str(tmp_path), backend="pretend", init=False)
+    assert parts == straight
+
+
+# ---- times
+
+
+def timed(rank: int, world_size: int) -> None:
+    timer, action = ActionTimer(torch.device("pretend", 0)), Action(Op.FORWARD, 0, 0)
+    x = torch.ones(4, device="pretend")
+    with timer.measure(action):  # in no step: not noted
+        x += 1
+    timer.enabled = True
+    before = time.time()
+    with counting() as counters, timer.measure_step():
+        for _ in range(2):
+            with timer.measure(action), timer.posting([action]):
+                x += 1
+                time.sleep(0.02)
+    assert counters.host_syncs == 0
+    after = time.time()
+    found = timer.read()
+    assert [(action.kind, action.actions) for action in found.actions] == [("compute", (action,))] * 2
+    first, second = found.actions
+    assert before - 0.005 <= found.start <= first.start <= first.end <= second.start <= second.end <= found.end
+    assert found.end <= after + 0.005
+    assert found.busy_seconds == pytest.approx(sum(t.end - t.start for t in found.actions))
+    assert found.busy_seconds >= 0.039
+
+
+def test_an_accelerators_actions_are_timed_without_waiting_for_it() -> None:
+    run_distributed(timed, 1, backend="pretend", init=False)

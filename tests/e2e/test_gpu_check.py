@@ -1,0 +1,110 @@
+"""`python benchmarks/gpu.py` from end to end, at small sizes, where there is no GPU: on the CPU a part of it, on the
+tests' pretend accelerator all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_check.records import read_records
+from tests.unit.packaging_builds import ROOT
+
+needs_pretend = pytest.mark.skipif(
+    importlib.util.find_spec("tests.accelerator.device") is None or shutil.which("g++") is None,
+    reason="the pretend accelerator needs g++",
+)
+KINDS = {
+    "machine": {"machine", "rates"},
+    "tests": {"test"},
+    "train gpt2-small": {"fit", "training", "synchronisations", "profile"},
+    "train gpt2-xl": {"fit", "training", "synchronisations", "profile"},
+    "train llama-3.2-1b": {"fit", "training", "synchronisations", "profile"},
+    "kernels": {"kernel"},
+    "train gpt2-xl, offload": {"training", "synchronisations", "profile"},
+    "checkpoint": {"checkpoint"},
+    "train gpt2-small, compiled": {"training", "synchronisations", "profile"},
+    "train gpt2-xl, compiled": {"training", "synchronisations", "profile"},
+    "train llama-3.2-1b, compiled": {"training", "synchronisations", "profile"},
+}
+
+
+def check(output: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """Run the command; exit status, what it said, and its report."""
+    command = [sys.executable, "benchmarks/gpu.py", "--small", "--output", str(output), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    path = output / "gpu-report.json"
+    return done.returncode, done.stdout + done.stderr, json.loads(path.read_text()) if path.exists() else {}
+
+
+def test_some_parts_on_the_cpu(tmp_path: Path) -> None:
+    status, said, report = check(tmp_path, "--device", "cpu", "--only", "kernels")
+    assert status == 0, said
+    assert [(part["name"], part["status"]) for part in report["parts"]] == [("machine", "done"), ("kernels", "done")]
+    assert report["small"] and len(report["source"]["sha256"]) == 64
+    assert (tmp_path / "gpu-report.md").read_text() in said
+    assert "| swiglu 16 x 64 | forward |" in said
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    status, said, report = check(tmp_path, "--only", "kernels")
+    assert status == 2
+    assert [part["status"] for part in report["parts"]] == ["failed", "not started"]
+    assert "--device cuda" in (tmp_path / "gpu-report.log").read_text(), said
+
+
+@pytest.mark.slow
+@needs_pretend
+def test_every_part_on_the_pretend_accelerator(tmp_path: Path) -> None:
+    status, said, report = check(tmp_path, "--device", "pretend")
+    assert status == 0, said + (tmp_path / "gpu-report.log").read_text()
+    assert {part["name"]: {record["kind"] for record in part["records"]} for part in report["parts"]} == KINDS
+    for record in (record for part in report["parts"] for record in part["records"]):
+        if record["kind"] == "training":
+            counted, predicted = record["state_bytes_counted"], record["state_bytes_predicted"]
+            assert all(counted[kind] == pytest.approx(predicted[kind], rel=0.01) for kind in predicted)
+            on_device = ["params", "grads"] if record["mode"] == "offload" else list(predicted)
+            assert record["peak_bytes"] > sum(counted[kind] for kind in on_device)
+        elif record["kind"] == "kernel":
+            assert record["error"] is None and record["seconds"] > 0
+        elif record["kind"] == "synchronisations":
+            assert record["per_step"] >= 1
+
+
+OUT_OF_MEMORY = """
+import sys
+from benchmarks.gpu_check import training
+from benchmarks.gpu_check.device import open_device
+
+open_device("pretend")
+from tests.accelerator.device import limit_memory
+
+limit_memory(int(sys.argv[1]))
+training._LARGEST_SMALL = 64
+sys.exit(training.main(["--shape", "gpt2-small", "--small", "--device", "pretend", "--records", sys.argv[2]]))
+"""
+
+
+@pytest.mark.slow
+@needs_pretend
+def test_the_largest_micro_batch_fills_a_small_device(tmp_path: Path) -> None:
+    """State is 2.5 MB, and a sample takes about 0.5 MB of activations: more than one fits into 16 MiB, 64 do not."""
+    path, limit = tmp_path / "records", 16 << 20
+    command = [sys.executable, "-c", OUT_OF_MEMORY, str(limit), str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    records = read_records(path)
+    tries = {record["micro_batch"]: record["peak_bytes"] for record in records if record["kind"] == "fit"}
+    (trained,) = [record for record in records if record["kind"] == "training"]
+    assert 1 < trained["micro_batch"] < 64
+    assert trained["micro_batch"] == max(size for size, peak in tries.items() if peak is not None)
+    assert trained["peak_bytes"] <= limit
+    assert trained["peak_bytes"] > 0.7 * limit  # no more than a few samples are left out

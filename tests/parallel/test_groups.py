@@ -1,0 +1,116 @@
+"""The process groups of a job: how long they wait, how many there are, and sums over some ranks of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacore.errors import ConfigError
+from megacore.parallel import direct
+from megacore.parallel.collectives import sum_copies_
+from megacore.parallel.mesh import Holders, build_mesh, refuse_shared_devices, select_device
+from tests.distributed import run_distributed
+from tests.parity.runs import make_config, make_trainer
+
+
+def timeouts(rank: int, world_size: int) -> list[timedelta]:
+    """Of the default process group and of every other one that this rank is in."""
+    config = make_config((2, 2, 1), "unused", distributed_timeout_minutes=3.5)
+    build_mesh(config.parallel)
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_every_subgroup_waits_as_long_as_configured() -> None:
+    assert run_distributed(timeouts, 4, init=False) == [[timedelta(minutes=3.5)] * 2] * 4  # tp and pp
+
+
+def communicators_of_a_tied_model(rank: int, world_size: int, directory: str) -> int:
+    config = make_config((1, 3, 1), directory, train_iters=1)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    assert trainer.model.shared or rank == 1  # the first and the last stage hold the embedding
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_tied_parameters_need_no_communicator(tmp_path: Path) -> None:
+    assert run_distributed(communicators_of_a_tied_model, 3, str(tmp_path)) == [1] * 3  # the world is the pipeline
+
+
+def sums_over_some(rank: int, world_size: int) -> list[bool]:
+    """Whether the sums over ranks 0, 2 and 3 have the bits of terms added in that order; rank 1 takes no part."""
+    direct._PART = 100  # several messages
+    config = make_config((1, 4, 1), "unused")
+    pipeline, members = build_mesh(config.parallel).pp, (0, 2, 3)
+    if rank not in members:
+        return []
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        terms = [torch.randn(7, 41, generator=torch.Generator().manual_seed(m)).mul(1000).to(dtype) for m in members]
+        own = terms[members.index(rank)].clone()
+        sum_copies_(own, Holders(pipeline=pipeline, positions=members))
+        found.append(torch.equal(own, terms[0] + terms[1] + terms[2]))
+    return found
+
+
+def test_a_sum_over_some_ranks_is_in_their_order() -> None:
+    assert run_distributed(sums_over_some, 4) == [[True] * 3, [], [True] * 3, [True] * 3]
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes torch see devices of a kind; what is selected must be one of them."""
+
+    def see(kind: str, count: int, local_rank: int) -> None:
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", range(count).__getitem__)
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+
+    return see
+
+
+def test_auto_is_cuda_or_the_cpu(accelerator: Callable[..., None]) -> None:
+    accelerator("xpu", 8, local_rank=1)
+    assert select_device("auto") == torch.device("cpu")
+    assert select_device("xpu") == torch.device("xpu", 1)
+    accelerator("cuda", 8, local_rank=1)
+    assert select_device("auto") == torch.device("cuda", 1)
+
+
+def test_a_process_that_sees_one_device_takes_it_whatever_its_local_rank(accelerator: Callable[..., None]) -> None:
+    accelerator("cuda", 1, local_rank=5)
+    assert select_device("auto") == torch.device("cuda", 0)
+    accelerator("cuda", 4, local_rank=5)
+    with pytest.raises(ConfigError, match=r"local rank 5, but this process sees 4 devices: start at most 4 ranks"):
+        select_device("auto")
+
+
+def refusals(identities: list[str | None]) -> list[str]:
+    """What each rank says of these devices."""
+    store = dist.HashStore()
+
+    def compare(rank: int) -> str:
+        try:
+            refuse_shared_devices(store, rank, len(identities), identities[rank])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(identities)) as ranks:
+        return list(ranks.map(compare, range(len(identities))))
+
+
+def test_ranks_that_share_a_device_are_refused_on_all() -> None:
+    assert refusals(["GPU-1", "GPU-2", "GPU-3"]) == [""] * 3
+    assert refusals([None, None]) == [""] * 2  # a kind of device that has no identity
+    told = refusals(["GPU-1", "GPU-2", "GPU-1"])
+    assert told == told[:1] * 3
+    assert "ranks 0 and 2 have the same device, GPU-1 on " in told[0]
+    assert "srun --gpus-per-task 1" in told[0]

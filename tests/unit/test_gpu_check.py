@@ -1,0 +1,297 @@
+"""`make gpu-check` without a GPU: its parts end on time and one by one, its figures are true, its wheels are complete.
+
+tests/e2e/test_gpu_check.py runs the whole command."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import kernels
+from benchmarks.gpu_check import download, parts, training, wheels
+from benchmarks.gpu_check.fitting import largest_fitting
+from benchmarks.gpu_check.markdown import page
+from benchmarks.gpu_check.parts import Outcome, Part, run_parts
+from benchmarks.gpu_check.records import Record, Records, read_records
+
+CPU = torch.device("cpu")
+RECORD = (
+    "import json, sys; file = open(sys.argv[-1], 'a'); print(json.dumps({'kind': 'x', 'n': 1}), file=file, flush=True)"
+)
+
+
+def outcomes_of(directory: Path, seconds: float, *parts: Part) -> list[Outcome]:
+    return run_parts(parts, directory, seconds=seconds, environment=os.environ, report=lambda _: None)
+
+
+def part(name: str, code: str, weight: float = 1.0, *, required: bool = False) -> Part:
+    return Part(name=name, arguments=["-c", f"{RECORD}; {code}"], weight=weight, required=required)
+
+
+# ---- parts
+
+
+def test_a_part_that_fails_and_one_that_hangs_leave_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_LEAST_SECONDS", 0.1)
+    hangs = "import subprocess, time; print(subprocess.Popen(['sleep', '100']).pid, flush=True); time.sleep(100)"
+    found = outcomes_of(
+        tmp_path,
+        400.0,
+        part("fails", "raise ValueError('no such kernel')", weight=400.0),
+        part("hangs", hangs, weight=3.0),  # 3 of 400 seconds
+        part("runs", "pass", weight=400.0),
+    )
+    assert [(one.status, one.exit_status) for one in found] == [("failed", 1), ("cut off", None), ("done", 0)]
+    assert [one.records for one in found] == [[{"kind": "x", "n": 1}]] * 3  # also of those that did not end well
+    assert "no such kernel" in found[0].log_tail
+    assert found[2].log_tail == ""
+    child = int(found[1].log_tail)
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
+
+
+def test_the_time_that_a_part_leaves_goes_to_the_others(tmp_path: Path) -> None:
+    first, second = outcomes_of(tmp_path, 100.0, part("a", "pass", 3.0), part("b", "pass", 1.0))
+    assert first.limit_seconds == pytest.approx(75.0, abs=0.1)
+    assert second.limit_seconds == pytest.approx(100.0 - first.seconds, abs=0.5)
+
+
+def test_without_a_required_part_nothing_else_starts(tmp_path: Path) -> None:
+    found = outcomes_of(tmp_path, 100.0, part("a", "sys.exit(2)", required=True), part("b", "pass"))
+    assert [one.status for one in found] == ["failed", "not started"]
+
+
+def test_a_line_that_was_cut_off_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "records"
+    records = Records(path)
+    records.add("kernel", seconds=0.5)
+    with path.open("a") as file:
+        file.write('{"kind": "ker')
+    assert read_records(path) == [{"kind": "kernel", "seconds": 0.5}]
+
+
+# ---- the largest micro batch
+
+
+@pytest.mark.parametrize("memory", [10, 11, 99, 100, 1000, 4097])
+@pytest.mark.parametrize("known", [True, False])
+def test_the_largest_micro_batch_is_found(memory: int, known: bool) -> None:
+    """Peak 7 + 3 b, of which 6% may not be filled by a guess: it must fit, and be close to the best."""
+    tried = []
+
+    def peak(size: int) -> int | None:
+        tried.append(size)
+        return 7 + 3 * size if 7 + 3 * size <= memory else None
+
+    best = min((memory - 7) // 3, 1024)
+    found = largest_fitting(peak, memory=memory if known else None, at_most=1024)
+    assert found <= best and len(tried) <= 7
+    if known or best < 64:
+        assert found >= best * 0.8 - 1
+
+
+def test_a_curve_that_bends_upwards_is_followed_down() -> None:
+    assert 16 <= largest_fitting(lambda size: size**2 if size <= 31 else None, memory=1000, at_most=1024) <= 31
+    assert largest_fitting(lambda size: None, memory=1000, at_most=1024) == 0
+    assert largest_fitting(lambda size: size, memory=None, at_most=4) == 4
+
+
+# ---- training
+
+
+def recorded(path: Path, kind: str) -> Record:
+    (found,) = [record for record in read_records(path) if record["kind"] == kind]
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of the small GPT-2."""
+    path = tmp_path_factory.mktemp("training") / "records"
+    threads = torch.get_num_threads()
+    assert training.main(["--shape", "gpt2-small", "--small", "--device", "cpu", "--records", str(path)]) == 0
+    torch.set_num_threads(threads)
+    return path
+
+
+def test_training_is_measured(trained: Path) -> None:
+    found = recorded(trained, "training")
+    assert [record["micro_batch"] for record in read_records(trained) if record["kind"] == "fit"] == [1, 2, 4]
+    assert found["micro_batch"] == 4 and found["seq_length"] == 64
+    assert found["tokens_per_second"] == pytest.approx(4 * 64 / found["step_seconds"])
+    assert found["step_seconds"] == pytest.approx(sorted(found["seconds_of_each_step"])[1], rel=1e-2)
+    assert found["mfu_full"] is None  # a CPU's peak is unknown
+
+
+def test_memory_by_formula_is_what_is_counted(trained: Path) -> None:
+    """GPT-2 of 2 layers, h 64, V 512, s 64: 12 L h^2 + 13 L h + V h + s h + 2 h parameters; bf16 with fp32 sums."""
+    found = recorded(trained, "training")
+    parameters = 2 * (12 * 64**2 + 13 * 64) + 512 * 64 + 64 * 64 + 2 * 64
+    assert found["state_bytes_predicted"] == {
+        "params": 2 * parameters, "grads": 4 * parameters, "optimizer": 12 * parameters, "buffers": 0
+    }  # fmt: skip
+    for kind, size in found["state_bytes_predicted"].items():
+        assert found["state_bytes_counted"][kind] == pytest.approx(size, rel=1e-2), kind
+
+
+def test_operations_by_both_conventions(trained: Path) -> None:
+    """Narayanan et al. 2021: 72 B s L h^2 (1 + s / 6 h + V / 12 L h); causal attention has half of the second term."""
+    found = recorded(trained, "training")
+    length, layers, hidden, vocabulary, batch = 64, 2, 64, 512, 4
+    base = 72 * batch * length * layers * hidden**2 / found["step_seconds"] / 1e12
+    attention, head = length / (6 * hidden), vocabulary / (12 * layers * hidden)
+    assert found["tflops_full"] == pytest.approx(base * (1 + attention + head), rel=1e-9)
+    assert found["tflops_causal"] == pytest.approx(base * (1 + attention / 2 + head), rel=1e-9)
+
+
+def test_the_profile_names_the_heaviest_operators(trained: Path) -> None:
+    rows = recorded(trained, "profile")["operators"]
+    assert len(rows) == 10
+    assert {"aten::mm", "aten::addmm"} <= {row["name"] for row in rows}
+    assert [row["ms"] for row in rows] == sorted((row["ms"] for row in rows), reverse=True)
+    assert sum(row["share"] for row in rows) <= 1.0 + 1e-3
+
+
+def test_too_large_a_micro_batch_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fits while it is tried may not fit for longer; the largest one that does is then measured."""
+    asked = []
+
+    def measure(run: training.Run, micro_batch: int, records: Records) -> None:
+        asked.append(micro_batch)
+        if micro_batch > 5:
+            raise torch.OutOfMemoryError("out of memory")
+
+    earlier, path = tmp_path / "earlier", tmp_path / "records"
+    Records(earlier).add("training", shape="gpt2-xl", micro_batch=20)
+    monkeypatch.setattr(training, "measure", measure)
+    words = ["--shape", "gpt2-xl", "--small", "--device", "cpu", "--like", str(earlier), "--records", str(path)]
+    assert training.main(words) == 0
+    assert asked == [20, 10, 5]
+    assert [record["micro_batch"] for record in read_records(path)] == [20, 10]
+
+
+# ---- kernels
+
+
+def test_a_kernel_that_raises_leaves_the_others() -> None:
+    def broken(*_: Tensor) -> Tensor:
+        raise RuntimeError("an illegal memory access was encountered\nand a long explanation")
+
+    every = list(kernels.Workloads(device=CPU, small=True))
+    first, bad, last = every[0], replace(every[1], ours=broken), every[-1]
+    figures: list[kernels.Figure] = []
+    failed = kernels.measure_all([first, bad, last], CPU, copy=1e9, compile_too=False, report=figures.append)
+    assert failed == 1
+    errors = [figure for figure in figures if figure.error]
+    assert [(one.operator, one.implementation) for one in errors] == [(bad.name, "megacore")]
+    assert errors[0].error == "RuntimeError: an illegal memory access was encountered"
+    timed = {(figure.operator, figure.implementation) for figure in figures if figure.seconds is not None}
+    assert timed == {(one.name, who) for one in (first, bad, last) for who in ("megacore", "torch")} - {
+        (bad.name, "megacore")
+    }
+    assert all(figure.share_of_copy == pytest.approx(figure.bytes / figure.seconds / 1e9)  # type: ignore[operator]
+               for figure in figures if figure.seconds is not None)  # fmt: skip
+
+
+def test_every_operator_is_timed() -> None:
+    """All that megacore.ops has a kernel for; gelu is bias_gelu without the bias."""
+    names = {workload.name.split()[0] for workload in kernels.Workloads(device=CPU, small=True)}
+    assert names == {
+        "rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "causal", "cross_entropy", "swiglu", "bias_gelu",
+        "rotary", "bias_dropout_add", "adamw",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("workload", list(kernels.Workloads(device=CPU, small=True)), ids=lambda one: one.name)
+def test_what_a_kernel_is_timed_beside_computes_the_same(workload: kernels.Workload) -> None:
+    torch.manual_seed(0)
+    inputs = [tensor.detach().clone() for tensor in workload.inputs()]
+    if workload.name.startswith("bias_dropout_add"):  # draws another mask
+        inputs[0].zero_(), inputs[1].zero_()
+
+    def results(function: Callable[..., Any]) -> list[Tensor]:
+        given = [tensor.clone() for tensor in inputs]
+        found = function(*given)
+        return [given[0], given[-1]] if found is None else list(kernels._as_tuple(found))
+
+    for one, other in zip(results(workload.ours), results(workload.plain), strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
+# ---- the page
+
+
+def test_the_page_has_every_table(trained: Path) -> None:
+    figures: list[Record] = []
+    kernels.measure_all(
+        list(kernels.Workloads(device=CPU, small=True))[:1], CPU, copy=1e9, compile_too=False,
+        report=lambda figure: figures.append({"kind": "kernel", **vars(figure)}),
+    )  # fmt: skip
+    tests = [{"kind": "test", "name": "tests/a.py::b", "outcome": "failed", "message": "E  assert 1 == 2"}]
+    seconds = {f"{act}_{who}": 2.0 for act in ("save", "load") for who in ("ours", "torch")} | {"stall": 0.1}
+    checkpoint = [{"kind": "checkpoint", "bytes": 3e9, "seconds": seconds}]
+    done = {"status": "done", "seconds": 1.0, "limit_seconds": 2.0}
+    sections = [
+        {"name": "all", "records": read_records(trained) + figures + tests + checkpoint, **done},
+        {"name": "kernels", "records": [], **done, "status": "cut off"},
+    ]
+    text = page(
+        {
+            "started": "now",
+            "seconds": 3.0,
+            "small": False,
+            "source": {"commit": "c", "sha256": "d" * 64},
+            "parts": sections,
+        }
+    )
+    for line in (
+        "| kernels | cut off | 1 of 2 s | 0 |", "1 failed.", "- `tests/a.py::b`: assert 1 == 2",
+        "| save, GB/s | 1.50 | 1.50 |  |", "### Training", "### Memory", "### Kernels",
+        "### Where a step of gpt2-small, plain, goes",
+    ):  # fmt: skip
+        assert line in text, text
+    widths = {len(row.split("|")) for row in text.split("### Training")[1].split("###")[0].splitlines() if "|" in row}
+    assert len(widths) == 1
+
+
+# ---- wheels
+
+
+def test_the_wheels_are_what_setup_cfg_requires_pinned() -> None:
+    """All of them at the pinned version, nothing that comes with a GPU's torch, and what those need that are named."""
+    found = dict(line.split("==") for line in download.wanted())
+    named = {wheels.name_of(line) for line in wheels.requirements()}
+    assert named - download.PROVIDED <= found.keys()
+    assert not found.keys() & (download.PROVIDED | {"ruff", "mypy", "matplotlib"})
+    assert not [name for name in found if name.startswith("nvidia")]
+    assert {"markdown-it-py", "iniconfig", "execnet"} <= found.keys()  # of rich, pytest, xdist
+    assert all(version == download.pins().get(name, version) for name, version in found.items())
+
+
+def test_only_what_is_lacking_is_installed(tmp_path: Path) -> None:
+    folder, target = tmp_path / "wheels", tmp_path / "site"
+    folder.mkdir()
+    for name in ("rich", "no_such_package_here"):
+        info = f"{name}-1.0.dist-info"
+        with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{name}.py", "")
+            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+    assert wheels.missing_packages(["no-such-package-here", "Rich"]) == ["no-such-package-here"]
+    assert wheels.install_missing(folder, target) == target
+    assert (target / "no_such_package_here.py").exists() and not (target / "rich.py").exists()
+    assert wheels.missing_packages(["no-such-package-here"], path=target) == []
+
+
+def test_a_package_that_setup_cfg_requires_is_noticed() -> None:
+    names = {wheels.name_of(line) for line in wheels.requirements()}
+    assert {"torch", "rich", "tomli-w", "zstandard", "pytest"} <= names
+    assert wheels.missing_packages() == []

@@ -1,0 +1,226 @@
+"""What a run needs of memory, against hand-computed numbers; what is said and recommended where it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megacore.config import OptimizerConfig, ResolvedOptimizer
+from megacore.optim.optimizers import state_kinds
+from megacore.pipeline.actions import Op
+from megacore.plan import fit
+from megacore.plan.fit import check_memory, host_problem
+from megacore.plan.memory import GIB, in_flight, optimizer_moments, plan_memory, state_bytes
+from megacore.plan.outline import outline
+from megacore.plan.room import Room, host_room
+from tests.unit import refusals
+from tests.unit.refusals import Refuse, parse
+
+alone, refuse = refusals.alone, refusals.refuse  # fixtures
+MOCK = ("--mock-data", "--train-iters", "2")
+LLAMA = (*MOCK, "--preset", "llama-3-8b", "--device", "cpu")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Room:
+    """24 GiB, of which the kernel says that 23 are available."""
+    room = Room(23 * GIB, "MemAvailable of this machine")
+    monkeypatch.setattr(fit, "host_room", lambda: room)
+    return room
+
+
+def ranks_of(world: int, monkeypatch: pytest.MonkeyPatch, local: int = 1) -> None:
+    """This process is the first of a job of so many ranks, `local` of them on each machine."""
+    for name, value in {"WORLD_SIZE": world, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+
+
+def test_llama_3_8b_is_refused_on_24_gib_in_one_message(machine: Room, refuse: Refuse) -> None:
+    """By hand: 16 bytes for each of 8,030,261,248 parameters; logits of 8192 x 128,256 fp32 numbers."""
+    text = refuse(*LLAMA, checks=[check_memory])
+    assert text.startswith("megacore: refused: 1 problem\n  - --preset llama-3-8b needs at least ")
+    assert "but 23.0 GiB are available (MemAvailable of this machine)" in text
+    assert f"state        {16 * 8_030_261_248 / GIB:.1f} GiB: parameters {4 * 8_030_261_248 / GIB:.1f} GiB" in text
+    assert re.findall(r"^ +(\d)\. ", text, re.MULTILINE) == ["1", "2", "3"]
+    assert "--zero-stage 3" in text
+    assert "--tp" in text
+    assert "a smaller model" in text
+    assert "--no-memory-check" in text
+    assert parse(*LLAMA, "--no-memory-check", checks=[check_memory]).model.num_layers == 32
+
+
+CASES = [
+    ("gpt2-small", "--micro-batch-size", "16"),
+    ("llama-3.2-1b",),
+    ("llama-3-8b", "--precision", "bf16"),
+    ("mistral-7b", "--global-batch-size", "4"),
+]
+
+
+@pytest.mark.parametrize("flags", CASES, ids=" ".join)
+def test_what_is_recommended_fits(
+    flags: tuple[str, ...], machine: Room, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each way out, typed as it stands, is accepted, and needs no more than it says."""
+    given = [*MOCK, "--device", "cpu", "--preset", *flags]
+    ways = re.findall(r"^ +\d\. (--.*?)(?:, on (\d+) machines.*?)?(?:, a smaller model)?: ([\d.]+) GiB a rank$",
+                      refuse(*given, checks=[check_memory]), re.MULTILINE)  # fmt: skip
+    assert len(ways) >= 3
+    for words, machines, size in ways:
+        changed = shlex.split(words)
+        kept = list(given)
+        for flag in (word for word in changed if word.startswith("--") and word in kept):
+            at = kept.index(flag)
+            del kept[at : at + 2]
+        ranks_of(int(machines or 1), monkeypatch)
+        config = parse(*kept, *changed, checks=[check_memory])
+        needed = max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=True)) / GIB
+        assert needed == pytest.approx(float(size), abs=0.06)
+        assert needed <= 23
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("gpt2-small", "--micro-batch-size", "4"),
+        ("gpt2-large", "--recompute", "full"),
+        ("qwen3-0.6b", "--recompute", "full", "--precision", "bf16"),
+    ],
+    ids=" ".join,
+)
+def test_what_fits_is_not_refused(flags: tuple[str, ...], machine: Room) -> None:
+    parse(*MOCK, "--device", "cpu", "--preset", *flags, checks=[check_memory])
+
+
+def test_ranks_that_share_a_machine_share_its_memory(machine: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (*MOCK, "--device", "cpu", "--preset", "gpt2-large", "--recompute", "full")
+    ranks_of(4, monkeypatch, local=1)
+    parse(*flags, checks=[check_memory])
+    ranks_of(4, monkeypatch, local=4)
+    with pytest.raises(SystemExit):
+        parse(*flags, checks=[check_memory])
+
+
+def test_only_the_stages_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 2 and 3 of four stages, the last of which has the logits."""
+    for name, value in {"WORLD_SIZE": 4, "RANK": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    config = parse(*MOCK, "--preset", "gpt2-small", "--pp", "4")
+    ranks = plan_memory(config, outline(config), on_cpu=True)
+    needed = ranks[2].certain + ranks[3].certain
+    assert host_problem(config, outline(config), room=Room(needed, "")) is None
+    assert host_problem(config, outline(config), room=Room(needed - 1, "")) is not None
+
+
+# ---- formulas --------------------------------------------------------------------------------------------------------
+
+
+def test_microbatches_in_flight() -> None:
+    """Narayanan et al. 2021, section 2.2: p - r for 1F1B, m for GPipe; interleaved 2 (p - r - 1) + (v - 1) p + 1 of
+    thin stages; ZB-H1 as 1F1B, and p of them until their weight gradients (Qi et al. 2023, section 2)."""
+    four = dataclasses.replace(parse(*MOCK, "--vocab-size", "64").parallel, pp=4)
+    assert [sum(in_flight(four, rank, 8)) for rank in range(4)] == [4, 3, 2, 1]
+    assert [sum(in_flight(four, rank, 2)) for rank in range(4)] == [2, 2, 2, 1]
+    gpipe = dataclasses.replace(four, schedule="gpipe")
+    assert [sum(in_flight(gpipe, rank, 100)) for rank in range(4)] == [100] * 4
+    thin = dataclasses.replace(four, schedule="interleaved", virtual_stages=2)
+    assert [sum(in_flight(thin, rank, 800)) for rank in range(4)] == [11, 9, 7, 5]
+    zero_bubble = dataclasses.replace(four, schedule="zero-bubble")
+    assert [sum(in_flight(zero_bubble, rank, 8)) for rank in range(4)] == [4, 3, 2, 1]
+    assert [sum(in_flight(zero_bubble, rank, 8, until=Op.WEIGHT_GRAD)) for rank in range(4)] == [4, 4, 4, 4]
+
+
+def test_the_optimizers_moments() -> None:
+    config = parse(*MOCK, "--vocab-size", "64")
+    sgd = OptimizerConfig(optimizer="sgd")
+    for optimizer in (OptimizerConfig(), sgd, dataclasses.replace(sgd, sgd_momentum=0.0)):
+        own = dataclasses.replace(config, optimizer=optimizer.resolved_as(ResolvedOptimizer, lr_decay_iters=1))
+        assert optimizer_moments(own) == len(state_kinds(optimizer))
+
+
+def test_offloaded_state_lies_in_host_memory() -> None:
+    """ZeRO-Offload by hand: the device keeps 2 + 4 bytes a parameter, the host 12 and 4 for gradients on their way."""
+    config = parse(*MOCK, "--preset", "gpt2-small", "--precision", "bf16", "--offload-optimizer")
+    (rank,) = plan_memory(config, outline(config), on_cpu=False)
+    assert rank.on_host == 16 * rank.parameters
+    assert sum(rank.state.values()) - rank.on_host == 6 * rank.parameters
+    assert plan_memory(config, outline(config), on_cpu=True)[0].on_host == 0
+    assert state_bytes(1, config)["grads"] == 4
+
+
+# ---- how much there is -----------------------------------------------------------------------------------------------
+
+
+def files(root: Path, **texts: str) -> Path:
+    """Files by path, with `__` for `/` and `_1` for a dot that a keyword cannot have."""
+    for name, text in texts.items():
+        path = root / name.replace("__", "/").replace("_1", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
+
+
+def test_without_groups_the_machine_decides(tmp_path: Path) -> None:
+    room = host_room(files(tmp_path, proc__meminfo=MEMINFO))
+    assert room == Room(800 * 1024, "MemAvailable of this machine")
+    assert host_room(tmp_path / "nowhere") is None
+
+
+def test_the_narrowest_group_around_this_one_decides(tmp_path: Path) -> None:
+    """Version 2; what the kernel keeps of files does not count as used."""
+    root = files(
+        tmp_path,
+        proc__meminfo=MEMINFO,
+        proc__self__cgroup="0::/job/step/task\n",
+        sys__fs__cgroup__job__memory_1max="500000\n",
+        sys__fs__cgroup__job__memory_1current="300000\n",
+        sys__fs__cgroup__job__memory_1stat="anon 200000\ninactive_file 60000\nactive_file 40000\n",
+        sys__fs__cgroup__job__step__memory_1max="max\n",
+        sys__fs__cgroup__job__step__memory_1current="300000\n",
+        sys__fs__cgroup__job__step__task__memory_1max="600000\n",
+        sys__fs__cgroup__job__step__task__memory_1current="100000\n",
+    )
+    room = host_room(root)
+    assert room is not None
+    assert room.available == 500_000 - 300_000 + 100_000
+    assert "memory.max 500000" in room.source
+
+
+def test_a_container_of_version_1_sees_its_own_group_at_the_top(tmp_path: Path) -> None:
+    root = files(
+        tmp_path,
+        proc__meminfo=MEMINFO,
+        proc__self__cgroup="5:cpu,cpuacct:/x\n4:memory:/docker/abc\n0::/\n",
+        sys__fs__cgroup__memory__memory_1limit_in_bytes="400000\n",
+        sys__fs__cgroup__memory__memory_1usage_in_bytes="100000\n",
+        sys__fs__cgroup__memory__memory_1stat="inactive_file 1\ntotal_inactive_file 50000\ntotal_active_file 0\n",
+    )
+    room = host_room(root)
+    assert room is not None
+    assert room.available == 350_000
+
+
+def test_swap_may_be_taken_as_far_as_the_group_allows(tmp_path: Path) -> None:
+    root = files(
+        tmp_path,
+        proc__meminfo=MEMINFO.replace("SwapFree: 0", "SwapFree: 400"),
+        proc__self__cgroup="0::/job\n",
+        sys__fs__cgroup__job__memory_1max="500000\n",
+        sys__fs__cgroup__job__memory_1current="300000\n",
+        sys__fs__cgroup__job__memory_1swap_1max="100000\n",
+        sys__fs__cgroup__job__memory_1swap_1current="20000\n",
+    )
+    room = host_room(root)
+    assert room is not None
+    assert room.available == 200_000 + 80_000

@@ -1,0 +1,81 @@
+"""A parameter keeps its ShardSpec when it is copied, pickled or moved."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, sharded_parameters
+from megacore.pipeline.stage import Stage
+from tests.parity.runs import make_config
+
+SPEC = ShardSpec(name="blocks.1.mlp.up.weight", shape=(8, 3), dim=0, start=4, stop=6)
+
+
+def sharded(*, requires_grad: bool = True) -> ShardedParameter:
+    return ShardedParameter(torch.randn(2, 3, generator=torch.Generator().manual_seed(5)), SPEC, requires_grad)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_copy_is_the_same_slice(way: object, requires_grad: bool) -> None:
+    parameter = sharded(requires_grad=requires_grad)
+    found = way(parameter)  # type: ignore[operator]
+    assert type(found) is ShardedParameter
+    assert found.spec == SPEC
+    assert found.requires_grad == requires_grad
+    assert torch.equal(found, parameter)
+    assert found.data_ptr() != parameter.data_ptr()
+
+
+def test_a_tied_parameter_is_copied_once() -> None:
+    module = nn.ModuleList([nn.Module(), nn.Module()])
+    module[0].weight = module[1].weight = sharded()
+    found = copy.deepcopy(module)
+    assert found[0].weight is found[1].weight
+    assert found[0].weight is not module[0].weight
+
+
+def stage(device: str) -> Stage:
+    """All layers of a small GPT."""
+    config = make_config((1, 1, 1), "unused", position_embedding_type="learned")
+    context = BuildContext(device=torch.device(device), streams=RandomStreams(0, torch.device("cpu")))
+    return Stage(gpt_layers(config.model, context))
+
+
+def test_a_model_without_memory_gets_it_and_keeps_its_specs() -> None:
+    empty, expected = stage("meta"), {p.spec.name: p.spec for p in sharded_parameters(stage("cpu"))}
+    empty.to_empty(device="cpu")
+    found = sharded_parameters(empty)
+    assert {p.spec.name: p.spec for p in found} == expected
+    assert all(p.device.type == "cpu" and p.requires_grad for p in found)
+
+
+def test_gradients_move_along() -> None:
+    model = stage("cpu")
+    for parameter in sharded_parameters(model):
+        parameter.grad = torch.zeros_like(parameter)
+    model.to("meta")
+    assert all(p.grad is not None and p.grad.device.type == "meta" for p in sharded_parameters(model))
+
+
+def test_another_type_changes_nothing_else() -> None:
+    before = stage("cpu")
+    after = copy.deepcopy(before).to(torch.bfloat16)
+    for old, new in zip(sharded_parameters(before), sharded_parameters(after), strict=True):
+        assert new.spec == old.spec
+        assert new.dtype == torch.bfloat16
+
+
+def test_a_parameter_that_does_not_learn_stays_so() -> None:
+    model = stage("meta")
+    model.requires_grad_(False)
+    assert not any(p.requires_grad for p in sharded_parameters(model.to_empty(device="cpu")))
+    assert replicated(3).spec == ShardSpec(shape=(3,))
