@@ -17,6 +17,7 @@ from typing import NamedTuple
 from megacore.config import megatron_flags
 from megacore.config.fields import FieldInfo, field_docs, field_infos
 from megacore.config.flags import CONFIG_DOC, CONFIG_INFO, all_fields, flags_by_name
+from megacore.config.megatron_values import FOREIGN
 from megacore.config.messages import did_you_mean, number, one_of
 from megacore.config.schema import Config, sections_of
 from megacore.errors import UserError
@@ -134,6 +135,8 @@ def _field_of(topic: str, kind: type[Config]) -> FieldInfo:
         return info
     if info is not None:
         raise UserError(f"{info.flag} {kind.unsupported[info.name]}")
+    if name in FOREIGN:
+        raise UserError(f"{name} is Megatron-LM's, and becomes {FOREIGN[name].becomes} (docs/coming-from-megatron.md)")
     if advice := megatron_flags.advice(name):
         raise UserError(f"{name} {advice} (docs/coming-from-megatron.md)")
     sections = list(sections_of(kind))
