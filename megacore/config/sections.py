@@ -24,6 +24,7 @@ AUTO = "auto"
 
 # Backward starts from the loss scale in fp32, where it must be neither 0 nor infinite.
 _LOSS_SCALES = Range(1e-37, 1e38)
+_FORMER_INITIAL_SCALE = 65536.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +140,10 @@ class PrecisionConfig(Section):
         if "precision" in wrong:
             return
         if self.precision != "fp16":
-            scale = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+            scale = ("loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", *self._initial_scale_if_set())
             yield from self.without_effect(scale, wrong, f"--precision {self.precision}", "--precision fp16")
         elif self.loss_scale is not None and "loss_scale" not in wrong:
-            dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+            dynamic = ("min_loss_scale", "loss_scale_window", "hysteresis", *self._initial_scale_if_set())
             fixed = f"--loss-scale {number(self.loss_scale)}, which is fixed"
             yield from self.without_effect(dynamic, wrong, fixed, "a dynamic loss scale, without --loss-scale")
             return
@@ -151,6 +152,10 @@ class PrecisionConfig(Section):
                 f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "
                 f"{number(self.min_loss_scale)}: use --initial-loss-scale {number(self.min_loss_scale)} or more"
             )
+
+    def _initial_scale_if_set(self) -> tuple[str, ...]:
+        """The field of the first loss scale, unless it is the former default, which every config.toml of 0.1.0 has."""
+        return () if self.initial_loss_scale == _FORMER_INITIAL_SCALE else ("initial_loss_scale",)
 
     def with_initial_scale(self, microbatches: int) -> PrecisionConfig:
         """This section with the first value of a dynamic loss scale; other loss scales have none.

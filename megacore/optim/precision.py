@@ -32,9 +32,10 @@ class LossScaler:
     def __init__(self, config: PrecisionConfig) -> None:
         self._config = config
         self.dynamic = config.precision == "fp16" and config.loss_scale is None
-        fixed = config.loss_scale if config.loss_scale is not None else 1.0
-        # A resolved configuration has a first value for a dynamic scale, and only for that.
-        self.scale = fixed if config.initial_loss_scale is None else config.initial_loss_scale
+        self.scale = config.loss_scale if config.loss_scale is not None else 1.0
+        if self.dynamic:
+            assert config.initial_loss_scale is not None, "resolve() fills it in"
+            self.scale = config.initial_loss_scale
         self._good_steps, self._allowance = 0, config.hysteresis
 
     def good_step(self) -> None:
