@@ -23,8 +23,8 @@ from tests.parity.runs import Layout, make_config, make_trainer
 pytestmark = needs_pretend
 
 STEPS = 3
-# Relative, of losses and of gradient norms. 16 bits round at other places where a layout or the attention adds in another
-# order; measured 6e-4 and 4e-3 in bf16, 2e-5 and 3e-4 in fp16.
+# Relative, of losses and of gradient norms. 16 bits round at other places where a layout or the attention adds in
+# another order; measured 6e-4 and 4e-3 in bf16, 2e-5 and 3e-4 in fp16.
 TOLERANCES = {"fp32": (1e-6, 1e-6), "bf16": (1e-3, 1e-2), "fp16": (5e-5, 1e-3)}
 Changes = dict[str, Any]
 Case = tuple[Layout, Changes]
