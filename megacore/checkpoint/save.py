@@ -34,7 +34,7 @@ from megacore.checkpoint.storage import (
 )
 from megacore.checkpoint.work import Work, described
 from megacore.config import Config
-from megacore.data.build import tokenizer_of
+from megacore.data.gpt.build import tokenizer_of
 from megacore.errors import StorageError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from megacore.pipeline.actions import Action
-from megacore.pipeline.trace import Kind, Timed
+from megacore.plan.trace import Kind, Timed
 
 _UNTIMED = nullcontext()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megacore.checkpoint_section import CheckpointConfig
+from megacore.config.checkpoint_section import CheckpointConfig
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Mesh
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.data.loader import BatchLoader, Microbatch
-from megacore.data.mock import MockDataset
+from megacore.data.gpt.mock import MockDataset
+from megacore.data.loading.loader import BatchLoader, Microbatch
 from megacore.layers.attention import SelfAttention
 from megacore.layers.context import BuildContext
 from megacore.ops import Attention

@@ -35,7 +35,7 @@ def repository() -> list[Source]:
 
 
 def planted(**files: str) -> list[Source]:
-    """Sources from keyword arguments: `megacore__data__gpt` is megacore/data/gpt.py."""
+    """Sources from keyword arguments: `megacore__data__gpt` is megacore/data/gpt/dataset.py."""
     return [Source(name.replace("__", "/") + ".py", text) for name, text in files.items()]
 
 
@@ -76,9 +76,9 @@ def test_an_import_upwards_or_sideways_is_found(path: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("megacore__train__trainer", "from megacore.data.loader import BatchLoader"),
+        ("megacore__train__trainer", "from megacore.data.loading.loader import BatchLoader"),
         ("megacore__ops", "from megacore.kernels import availability"),
-        ("megacore__data__gpt", "from megacore.data.indexed import IndexedDataset"),
+        ("megacore__data__gpt", "from megacore.data.indexed.reader import IndexedDataset"),
         ("megacore__cli", "from megacore import __version__"),
         ("pretrain_gpt", "from megacore.train.launch import launch"),
         ("tests__unit__test_x", "from megacore.train.launch import launch"),
@@ -113,15 +113,15 @@ def test_a_late_import_is_found_unless_it_is_listed(head: str) -> None:
 def test_torch_behind_the_configuration_is_found() -> None:
     sources = planted(
         megacore__cli="from megacore.data import build",
-        megacore__data__build="from megacore.data.gpt import GPTDataset",
+        megacore__data__build="from megacore.data.gpt.dataset import GPTDataset",
         megacore__data__gpt="import numpy\nimport torch",
         megacore__data__loader="import torch",
         megacore__data__clean="import numpy\ndef f():\n    import torch",
     )
     assert rules.early_torch(sources) == [
-        "megacore/cli.py loads torch, through megacore/data/gpt.py",
-        "megacore/data/build.py loads torch, through megacore/data/gpt.py",
-        "megacore/data/gpt.py loads torch, through megacore/data/gpt.py",
+        "megacore/config/cli.py loads torch, through megacore/data/gpt/dataset.py",
+        "megacore/data/gpt/build.py loads torch, through megacore/data/gpt/dataset.py",
+        "megacore/data/gpt/dataset.py loads torch, through megacore/data/gpt/dataset.py",
     ]
 
 
