@@ -56,6 +56,7 @@ lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	@$(RUN) -m tests.unit.architecture_rules
 
 format: setup
 	$(RUN) -m ruff check --fix .

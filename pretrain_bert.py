@@ -14,13 +14,13 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from megacore.bert_section import BertConfig
 from megacore.checkpoint.check import check_load, samples_of_run
-from megacore.cli import parse_config
-from megacore.data.bert import BertBatch
-from megacore.data.bert_build import build_bert_datasets, check_bert_inputs
-from megacore.data.build import complete_config
-from megacore.pipeline.own import check_schedule
+from megacore.config.bert import BertConfig
+from megacore.config.cli import parse_config
+from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
+from megacore.data.bert.dataset import BertBatch
+from megacore.data.gpt.build import complete_config
+from megacore.pipeline.schedule_file import check_schedule
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.checkpoint.check import check_load, samples_of_run
-from megacore.cli import parse_config
+from megacore.config.cli import parse_config
 from megacore.convert.start import check_init_from_hf, shape_from_hf, weights_from_hf
-from megacore.data.build import build_datasets, check_inputs, complete_config
-from megacore.pipeline.own import check_schedule
+from megacore.data.gpt.build import build_datasets, check_inputs, complete_config
+from megacore.pipeline.schedule_file import check_schedule
 
 if TYPE_CHECKING:
     from megacore.config import Config

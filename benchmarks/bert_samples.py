@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.data.bert import BertDataset
-from megacore.data.bert_layouts import PackedText, PairText, SegmentText
-from megacore.data.bert_text import BertText, Shape, Split
-from megacore.data.indexed import IndexedDataset, token_dtype
-from megacore.data.masking import Masking, SpecialTokens
-from megacore.data.writer import IndexedWriter
+from megacore.data.bert.dataset import BertDataset
+from megacore.data.bert.layouts import PackedText, PairText, SegmentText
+from megacore.data.bert.masking import Masking, SpecialTokens
+from megacore.data.bert.text import BertText, Shape, Split
+from megacore.data.indexed.reader import IndexedDataset, token_dtype
+from megacore.data.indexed.writer import IndexedWriter
 
 VOCAB, SPECIAL = 30_000, 4
 

@@ -26,10 +26,10 @@ from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
 from megacore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, TrainingConfig
-from megacore.optim.data_parallel import DataParallel, ZeroOptions
 from megacore.optim.optimizers import build_optimizer
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.sharding import replicated
+from megacore.zero.data_parallel import DataParallel, ZeroOptions
 
 WIDTH = 1024
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.data.build import split_documents
-from megacore.data.gpt import GPTDataset
-from megacore.data.indexed import IndexedDataset
+from megacore.data.gpt.build import split_documents
+from megacore.data.gpt.dataset import GPTDataset
+from megacore.data.indexed.reader import IndexedDataset
 
 
 def main() -> None:

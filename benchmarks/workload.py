@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
-from megacore.data.mock import MockDataset
+from megacore.data.gpt.mock import MockDataset
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTLoss, gpt_layers
 from megacore.parallel.mesh import Mesh, world_size

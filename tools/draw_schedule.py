@@ -22,18 +22,18 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 
 from rich.console import Console
 
+from megacore.config.messages import counted
 from megacore.data.command import ToolParser, positive, run_tool
 from megacore.errors import UserError
 from megacore.pipeline.actions import Schedule
-from megacore.pipeline.canvas import require_writable, save
-from megacore.pipeline.closed_forms import closed_form
-from megacore.pipeline.own import load_schedule
-from megacore.pipeline.picture import Panel, diagram
 from megacore.pipeline.schedule import SCHEDULES, build_schedule
-from megacore.pipeline.simulate import Costs, Timeline, simulate
-from megacore.pipeline.terminal import LEAST_WIDTH, render
-from megacore.pipeline.trace import read_trace
-from megacore.wording import counted
+from megacore.pipeline.schedule_file import load_schedule
+from megacore.plan.canvas import require_writable, save
+from megacore.plan.closed_forms import closed_form
+from megacore.plan.picture import Panel, diagram
+from megacore.plan.simulator import Costs, Timeline, simulate
+from megacore.plan.terminal import LEAST_WIDTH, render
+from megacore.plan.trace import read_trace
 
 TITLES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved 1F1B", "zero-bubble": "Zero bubble (ZB-H1)"}
 SHORTEST, LONGEST = 1e-6, 1e6  # times whose sums and quotients no picture loses to rounding

@@ -15,16 +15,16 @@ from pathlib import Path
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.bert_section import BertConfig, BertSection
-from megacore.checkpoint.manifest import find_checkpoint, read_manifest
-from megacore.checkpoint.trained import model_of, section_of, tokenizer_of
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
 from megacore.config import ModelConfig, TrainingConfig, known
+from megacore.config.bert import BertConfig, BertSection
+from megacore.data.bert.masking import special_tokens
 from megacore.data.command import ToolParser, positive, run_tool
-from megacore.data.masking import special_tokens
 from megacore.errors import UserError
+from megacore.inference.fill_mask import fill_mask
+from megacore.inference.trained import model_of, tokenizer_of
 from megacore.models.bert import bert_layers
 from megacore.parallel.mesh import select_device
-from megacore.train.fill_mask import fill_mask
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megacore.bert_section import BertConfig
-from megacore.command_line import CONFIG_DOC, CONFIG_INFO
 from megacore.config import SECTIONS, Config, sections_of
-from megacore.fields import FieldInfo, field_docs, field_infos, flag
-from megacore.help_text import default_text
-from megacore.presets import PRESETS
+from megacore.config.bert import BertConfig
+from megacore.config.fields import FieldInfo, field_docs, field_infos, flag
+from megacore.config.flags import CONFIG_DOC, CONFIG_INFO
+from megacore.config.help import default_text
+from megacore.config.presets import PRESETS
 
 BEGIN = "<!-- flags: begin (written by tools/flag_reference.py) -->"
 END = "<!-- flags: end -->"

@@ -16,16 +16,16 @@ from typing import TypeVar
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.checkpoint.manifest import find_checkpoint, read_manifest
-from megacore.checkpoint.trained import model_of, section_of, tokenizer_of
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
 from megacore.config import ModelConfig
+from megacore.config.fields import Range
+from megacore.config.sections import MAX_SEED
 from megacore.data.command import ToolParser, positive, run_tool
 from megacore.errors import UserError
-from megacore.fields import Range
+from megacore.inference.generate import Sampling, generate
+from megacore.inference.trained import model_of, tokenizer_of
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.mesh import select_device
-from megacore.sections import MAX_SEED
-from megacore.train.generate import Sampling, generate
 
 Number = TypeVar("Number", int, float)
 

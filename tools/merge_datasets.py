@@ -17,8 +17,8 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.data.command import ToolParser, run_tool
-from megacore.data.indexed import IndexedDataset
-from megacore.data.writer import merge
+from megacore.data.indexed.reader import IndexedDataset
+from megacore.data.indexed.writer import merge
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,12 +19,12 @@ from typing import get_args
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megacore.config.messages import counted
 from megacore.data.command import ToolParser, positive, run_tool
-from megacore.data.corpus import TextUnit, check_files
-from megacore.data.preprocess import Job, Report, available_cores, preprocess
-from megacore.data.progress import Progress, figures
-from megacore.data.tokenizer import load_tokenizer
-from megacore.wording import counted
+from megacore.data.indexed.corpus import TextUnit, check_files
+from megacore.data.indexed.preprocess import Job, Report, available_cores, preprocess
+from megacore.data.indexed.progress import Progress, figures
+from megacore.data.tokenizers.tokenizer import load_tokenizer
 
 _SHOWN = 20  # bad lines that are shown; all are counted
 

@@ -17,14 +17,14 @@ from typing import get_args
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megacore.config.messages import counted
 from megacore.data.command import ToolParser, positive, run_tool
-from megacore.data.corpus import TextUnit, check_files, read_chunks
-from megacore.data.documents import BadLine, parse
-from megacore.data.tokenizer import refuse_other_kind, refuse_replacing, saved_files
-from megacore.data.tokenizer_training import TokenizerKind, train_tokenizer
-from megacore.data.writer import refuse_overwriting
+from megacore.data.indexed.corpus import TextUnit, check_files, read_chunks
+from megacore.data.indexed.documents import BadLine, parse
+from megacore.data.indexed.writer import refuse_overwriting
+from megacore.data.tokenizers.tokenizer import refuse_other_kind, refuse_replacing, saved_files
+from megacore.data.tokenizers.training import TokenizerKind, train_tokenizer
 from megacore.errors import UserError
-from megacore.wording import counted
 
 LARGEST_VOCABULARY = 10_000_000
 

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import verified_tokenizer, verify
 from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoint, read_manifest
-from megacore.checkpoint_section import AUTO
 from megacore.config import Config, ModelConfig, known
-from megacore.data.build import tokenizer_of
-from megacore.data.tokenizer import Tokenizer, load_tokenizer
+from megacore.config.checkpoint_section import AUTO
+from megacore.config.fields import Section, field_infos, flag
+from megacore.config.model import differing
+from megacore.data.gpt.build import tokenizer_of
+from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
-from megacore.fields import Section, field_infos, flag
-from megacore.model_section import differing
 
 S = TypeVar("S", bound=Section)
 

@@ -14,8 +14,8 @@ from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, lost
 from megacore.checkpoint.files import refuse_unlisted
 from megacore.checkpoint.load import verified_together
 from megacore.checkpoint.manifest import checkpoints_of, read_manifest
-from megacore.checkpoint_section import AUTO
 from megacore.config import Config
+from megacore.config.checkpoint_section import AUTO
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import socket
-import time
 from pathlib import Path
 
 from megacore.errors import UserError
+from megacore.files import take_lock
 
 LOCK_NAME = "writer.lock"
 # A killed run's data workers hold its files open for a moment longer, and a launcher restarts at once.
 _PATIENCE_SECONDS = 5.0
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class WriterLock:
@@ -37,7 +35,8 @@ class WriterLock:
 
     def __init__(self, output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
-        self.path, self.warning = output_dir / LOCK_NAME, None
+        self.path = output_dir / LOCK_NAME
+        self.warning: str | None = None
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor: int | None = os.open(self.path, flags, 0o644)
@@ -50,28 +49,21 @@ class WriterLock:
             ) from None
         try:
             self._take(self._descriptor)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                self.release()
-                raise
-            self.warning = f"{output_dir} is not locked ({error.strerror}): let no other run write there"
-        except UserError:
+        except BaseException:
             self.release()
             raise
 
     def _take(self, descriptor: int) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"--output-dir {self.path.parent} is being written by another run ({self._holder()}): "
-                        "use another --output-dir, or end that run first"
-                    ) from None
-                time.sleep(0.1)
+        try:
+            locked = take_lock(descriptor, patience=_PATIENCE_SECONDS)
+        except BlockingIOError:
+            raise UserError(
+                f"--output-dir {self.path.parent} is being written by another run ({self._holder()}): "
+                "use another --output-dir, or end that run first"
+            ) from None
+        if not locked:
+            self.warning = f"{self.path.parent} is on a file system without locks: let no other run write there"
+            return
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megacore.checkpoint.directory import (
     HEAD,
@@ -26,6 +26,7 @@ from megacore.checkpoint.directory import (
     step_of,
 )
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY, FileEntry, describe, open_regular, verify
+from megacore.config.fields import Section
 from megacore.errors import CheckpointError
 
 __all__ = [
@@ -41,8 +42,11 @@ __all__ = [
     "find_checkpoint",
     "read_manifest",
     "sealed",
+    "section_of",
     "verify",
 ]
+
+S = TypeVar("S", bound=Section)
 
 SCHEMA = 2
 RANDOM = (
@@ -329,3 +333,25 @@ def _tiled(entry: TensorEntry) -> bool:
     edges = [0, *(piece.stop[cut[0]] for piece in pieces)]
     follows = all(piece.start[cut[0]] == edge < piece.stop[cut[0]] for piece, edge in zip(pieces, edges, strict=False))
     return len(cut) == 1 and follows and edges[-1] == entry.shape[cut[0]]
+
+
+def section_of(manifest: Manifest, directory: Path, name: str, kind: type[S]) -> S:
+    """A section of the configuration that the model was trained with.
+
+    Args:
+        manifest: the checkpoint's.
+        directory: the checkpoint, for the message.
+        name: the section's.
+        kind: what it is.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be.
+    """
+    try:
+        section = kind(**manifest.config[name])
+        problems = section.problems()
+    except (KeyError, TypeError) as error:
+        problems = [str(error)]
+    if problems:
+        raise CheckpointError(f"{directory}: its manifest does not describe a model ({'; '.join(problems)})")
+    return section

@@ -28,14 +28,14 @@ from megacore.checkpoint.storage import (
     publish,
     retire,
     seal,
-    sync_directory,
     write_tensors,
     write_text,
 )
 from megacore.checkpoint.work import Work, described
 from megacore.config import Config
-from megacore.data.build import tokenizer_of
+from megacore.data.gpt.build import tokenizer_of
 from megacore.errors import StorageError
+from megacore.files import sync
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 
@@ -256,7 +256,7 @@ class CheckpointSaver:
             fingerprint = self._tokenizer.fingerprint
             own = sorted(path for path in (temporary / TOKENIZER_DIRECTORY).iterdir() if path.is_file())
             files |= {f"{TOKENIZER_DIRECTORY}/{path.name}": seal(path) for path in own}
-            sync_directory(temporary / TOKENIZER_DIRECTORY)
+            sync(temporary / TOKENIZER_DIRECTORY)
         manifest = dataclasses.replace(
             job.draft, serial=next_serial(run), files=files, tensors=tensors, tokenizer=fingerprint
         )

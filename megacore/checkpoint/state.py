@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megacore.optim.bucket import Bucket
-from megacore.optim.data_parallel import DataParallel, OwnedSegment
-from megacore.optim.flat import Segment
 from megacore.parallel.collectives import all_or_none
 from megacore.parallel.sharding import ShardSpec
+from megacore.zero.bucket import Bucket
+from megacore.zero.data_parallel import DataParallel, OwnedSegment
+from megacore.zero.flat import Segment
 
 MODEL = "model"
 Slices = tuple[tuple[int, int], ...]  # [start, stop) of every dimension

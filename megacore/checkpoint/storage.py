@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from megacore.checkpoint.directory import POINTER_NAME, temporary_name
 from megacore.checkpoint.files import Digests, FileEntry, describe
 from megacore.checkpoint.tensor_file import NAMES
 from megacore.checkpoint.tensor_header import header_of
+from megacore.files import naming, sync, write_all
 
 POINTS = (
     "begun",
@@ -58,11 +59,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """
     head = memoryview(header_of({name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}))
     digests = Digests()
-    with _naming(path), path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as digester:
+    with naming(path), path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as digester:
         chunks = [head, *(chunk for tensor in tensors.values() for chunk in _chunks(tensor))]
         for number, chunk in enumerate(chunks):
             digested = digester.submit(digests.update, chunk)
-            _write(file.fileno(), chunk)
+            write_all(file.fileno(), chunk)
             digested.result()
             if number < 2:
                 passing(("shard opened", "shard half written")[number])
@@ -77,33 +78,16 @@ def _chunks(tensor: Tensor) -> list[memoryview]:
     return [memoryview(part.numpy()) for part in flat.split(_CHUNK)]
 
 
-def _write(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
 def write_text(path: Path, text: str) -> FileEntry:
     """Write one text file and make it durable."""
-    with _naming(path):
+    with naming(path):
         path.write_text(text, encoding="utf-8")
         return seal(path)
 
 
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """What fails in here is of this file: a full disk is met without a name."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
-        raise
-
-
 def seal(path: Path) -> FileEntry:
     """Flush a file to the disk, and describe it."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
     return describe(path)
 
 
@@ -113,12 +97,12 @@ def publish(temporary: Path, final: Path) -> None:
     Raises:
         OSError: it cannot be renamed, or the name is taken.
     """
-    sync_directory(temporary)
+    sync(temporary)
     passing("before the rename")
     if os.path.lexists(final):
         raise FileExistsError(None, "is there already, and a checkpoint is never overwritten", str(final))
     temporary.rename(final)
-    sync_directory(final.parent)
+    sync(final.parent)
     passing("renamed")
 
 
@@ -132,7 +116,7 @@ def point_to(directory: Path) -> None:
         os.replace(temporary, pointer)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_directory(directory.parent)
+    sync(directory.parent)
     passing("pointer replaced")
 
 
@@ -151,12 +135,3 @@ def discard(temporary: Path) -> None:
     """Remove an unfinished checkpoint, as far as that is possible: it would take a full disk's last space."""
     with contextlib.suppress(OSError):
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def sync_directory(path: Path) -> None:
-    """Flush a directory's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

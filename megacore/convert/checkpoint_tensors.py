@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.bert_section import BertSection
 from megacore.checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -19,13 +18,14 @@ from megacore.checkpoint.manifest import (
     describe,
     find_checkpoint,
     read_manifest,
+    section_of,
     verify,
 )
 from megacore.checkpoint.state import MODEL
 from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_tensor
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
-from megacore.checkpoint.trained import section_of
 from megacore.config import Config, ModelConfig
+from megacore.config.bert import BertSection
 from megacore.errors import CheckpointError
 
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megacore.config.messages import one_of
 from megacore.convert.check import Agreement, check_tokens, compare, not_crossed
 from megacore.convert.freed_memory import give_back_what_is_freed
 from megacore.convert.from_hf import open_model, write_checkpoint
@@ -18,7 +19,6 @@ from megacore.convert.publish import published
 from megacore.convert.to_hf import plan_export, write_directory
 from megacore.data.command import ToolParser, positive
 from megacore.errors import UserError
-from megacore.wording import one_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}

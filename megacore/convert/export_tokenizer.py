@@ -12,7 +12,7 @@ from pathlib import Path
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY, verify
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.hf_directory import TOKENIZER_FILES, present
-from megacore.data.tokenizer import load_tokenizer
+from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError
 
 # A directory with one of these has a tokenizer; the other files say something about one.

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megacore.bert_section import BertSection
 from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY
 from megacore.checkpoint.tensor_file import DTYPES, read_tensor
 from megacore.config import ModelConfig
+from megacore.config.bert import BertSection
 from megacore.convert.checkpoint_tensors import weights_manifest, write_shards
 from megacore.convert.hf_directory import (
     CONFIG,

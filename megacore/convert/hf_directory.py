@@ -15,7 +15,7 @@ from typing import Any
 
 from megacore.checkpoint.small_json import read_object
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
-from megacore.data.tokenizer import Tokenizer, load_tokenizer
+from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
 
 CONFIG = "config.json"

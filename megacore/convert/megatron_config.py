@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacore.config import ModelConfig
+from megacore.config.fields import field_infos
 from megacore.errors import CheckpointError
-from megacore.fields import field_infos
 
 # Their flag -> ours, and Megatron-LM's default.
 _SAME: Mapping[str, tuple[tuple[str, ...], Any]] = {

@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megacore.bert_section import BertConfig, BertSection
 from megacore.checkpoint.tensor_file import read_rows, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor
 from megacore.config import Config, ModelConfig, TrainingConfig
+from megacore.config.bert import BertConfig, BertSection
 from megacore.errors import CheckpointError
 from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_layers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import glob
 import os
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megacore.errors import CheckpointError
+from megacore.files import sync, take_lock
 
 
 @contextlib.contextmanager
@@ -33,17 +33,16 @@ def published(final: Path) -> Iterator[Path]:
         raise CheckpointError(f"--output {final} cannot be made: {error.strerror}") from None
     lock = os.open(temporary, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_lock(lock)
         yield temporary
         for directory in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
             for file in directory.iterdir():
                 if file.is_file():
-                    _sync(file)
-            _sync(directory)
+                    sync(file)
+            sync(directory)
         _require_new(final)
         temporary.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
@@ -59,10 +58,12 @@ def _remove_stale(final: Path) -> None:
             continue
         lock = os.open(left, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left)
-        except OSError:
-            print(f"{left} may be what a killed conversion left: remove it if none is running")
+            if take_lock(lock):
+                shutil.rmtree(left)
+            else:
+                print(f"{left} may be what a killed conversion left: remove it if none is running")
+        except BlockingIOError:
+            print(f"{left} is being written by another conversion")
         finally:
             os.close(lock)
 
@@ -70,11 +71,3 @@ def _remove_stale(final: Path) -> None:
 def _require_new(final: Path) -> None:
     if final.exists() or final.is_symlink():
         raise CheckpointError(f"--output {final} exists: give the name of a new directory; nothing is overwritten")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacore.data.tokenizer import Tokenizer
+from megacore.data.tokenizers.tokenizer import Tokenizer
 
 _BERT_ROLES = ("cls", "sep", "mask")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megacore.config import Config
+from megacore.config.fields import flag
+from megacore.config.model import differing
 from megacore.convert.hf_directory import CONFIG, open_directory, read_config
 from megacore.errors import CheckpointError, ConfigError
-from megacore.fields import flag
-from megacore.model_section import differing
 from megacore.models.hf.families import family_of
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megacore.checkpoint.manifest import verify
 from megacore.checkpoint.small_json import read_object
 from megacore.config import known
+from megacore.config.model import differing
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
 from megacore.convert.export_tokenizer import ExportTokenizer, export_tokenizer
 from megacore.convert.from_hf import KEPT_CONFIG, KEPT_GENERATION_CONFIG, KEPT_SOURCE
@@ -34,7 +35,6 @@ from megacore.convert.hf_directory import (
 from megacore.convert.plan import Step, make_plan, their_shapes
 from megacore.convert.special_tokens import generation_config, special_ids
 from megacore.errors import CheckpointError
-from megacore.model_section import differing
 from megacore.models.hf.families import describe_model, family_of
 from megacore.models.hf.family import Family, same_bert
 

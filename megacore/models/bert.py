@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.bert_section import BertConfig
 from megacore.config import ModelConfig, known
+from megacore.config.bert import BertConfig
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
@@ -29,8 +29,6 @@ from megacore.layers.norm import build_norm
 from megacore.layers.post_norm import PostNormBlock
 from megacore.layers.rotary import Rotary
 from megacore.models.bert_loss import MaskedBatch, Output, has_sentence_head
-from megacore.models.flops import block_flops, head_flops
-from megacore.models.size import block_parameters, norm_parameters
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
@@ -43,6 +41,8 @@ from megacore.parallel.tensor import (
     vocab_parallel_bias,
     vocab_parallel_weight,
 )
+from megacore.plan.flops import block_flops, head_flops
+from megacore.plan.model_size import block_parameters, norm_parameters
 
 SEGMENTS = 2  # token types: the first of a pair, and the second
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.bert_section import BertConfig
 from megacore.config import known
+from megacore.config.bert import BertConfig
 from megacore.models.spec import Terms, TokenBatch, counted_tokens
 from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megacore.parallel.mesh import Group

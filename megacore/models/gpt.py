@@ -19,8 +19,6 @@ from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import Rotary
-from megacore.models.flops import block_flops, head_flops
-from megacore.models.size import block_parameters, embedding_parameters, head_parameters
 from megacore.models.spec import LayerSpec, TokenBatch
 from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
 from megacore.parallel.mesh import ALONE, Group
@@ -28,6 +26,8 @@ from megacore.parallel.random import Dropout
 from megacore.parallel.sequence import own_positions
 from megacore.parallel.sharding import ShardedParameter, replicated
 from megacore.parallel.tensor import VocabParallelEmbedding, column_parallel, vocab_parallel_weight
+from megacore.plan.flops import block_flops, head_flops
+from megacore.plan.model_size import block_parameters, embedding_parameters, head_parameters
 
 
 class GPTEmbedding(nn.Module):

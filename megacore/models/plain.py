@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from megacore.config.messages import did_you_mean, one_of
 from megacore.errors import ConfigError, UserError
 from megacore.models.spec import LayerSpec
 from megacore.parallel.random import RandomStreams, stable_hash
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
-from megacore.wording import did_you_mean, one_of
 
 _SEEDS = 2**63 - 1
 

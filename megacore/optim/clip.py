@@ -14,10 +14,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megacore.optim.data_parallel import OwnedSegment
-from megacore.optim.exact import square_sum_from_units, square_sum_units
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Mesh
+from megacore.zero.data_parallel import OwnedSegment
+from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
 
 _ROW = 4096
 

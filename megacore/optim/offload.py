@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megacore.optim.clip import scale_gradients
-from megacore.optim.data_parallel import DataParallel
 from megacore.optim.optimizers import update
+from megacore.zero.data_parallel import DataParallel
 
 
 @torch.no_grad()

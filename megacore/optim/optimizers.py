@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import OptimizerConfig
-from megacore.optim.data_parallel import OwnedSegment
+from megacore.zero.data_parallel import OwnedSegment
 
 
 def parameter_groups(segments: Sequence[OwnedSegment], weight_decay: float) -> list[dict[str, Any]]:

@@ -16,12 +16,12 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.errors import TrainingStopped
 from megacore.optim.clip import clip_factor, scale_gradients, totals
-from megacore.optim.data_parallel import DataParallel
 from megacore.optim.offload import step_on_host
 from megacore.optim.optimizers import build_optimizer, update
 from megacore.optim.precision import LossScaler
 from megacore.parallel.collectives import all_gather_objects, all_reduce_
 from megacore.parallel.mesh import Group, Mesh
+from megacore.zero.data_parallel import DataParallel
 
 
 @dataclass(frozen=True, kw_only=True)

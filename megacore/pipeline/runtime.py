@@ -21,11 +21,11 @@ from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.actions import Action, Op, Schedule, peer_stage
 from megacore.pipeline.backward import WeightHalf, input_half
-from megacore.pipeline.proof import prove
 from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.stage import Stage, tensors_of
 from megacore.pipeline.timing import ActionTimer
 from megacore.pipeline.transport import Arrival, Receive, Send, TensorForm, Transfer, Transport
+from megacore.pipeline.validation import prove
 
 Place = tuple[int, int]  # stage, microbatch
 Loss = Callable[[Any, Any], Tensor]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megacore.pipeline.actions import Action
-from megacore.pipeline.trace import Kind, Timed
+from megacore.plan.trace import Kind, Timed
 
 _UNTIMED = nullcontext()
 Mark = float | torch.Event  # seconds on the wall clock, or a point in the accelerator's work

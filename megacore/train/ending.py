@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from megacore.cli import leave_for_launcher
+from megacore.config.cli import leave_for_launcher
 from megacore.parallel.mesh import is_first_of_job
 
 _SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it

@@ -29,13 +29,13 @@ from megacore.config import (
 )
 from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_layers
-from megacore.optim.learning_rate import learning_rate
+from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_gather_objects, all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
 from megacore.parallel.random import RandomStreams
-from megacore.pipeline.forms import StageForms
-from megacore.pipeline.own import check_schedule
+from megacore.pipeline.schedule_file import check_schedule
+from megacore.pipeline.shapes import StageForms
 from megacore.train.batches import Pair, PlainMicrobatch, cut, moved, samples_of
 from megacore.train.parallelize import Task, parallelize
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 from megacore.checkpoint.choose import choose_checkpoint
 from megacore.checkpoint.directory import sweep
 from megacore.checkpoint.lock import WriterLock
-from megacore.cli import save_toml
 from megacore.config import Config
+from megacore.config.cli import save_toml
 from megacore.errors import StorageError, UserError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh

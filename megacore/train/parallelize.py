@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from megacore.config import Config, ParallelConfig, known
-from megacore.data.batch import Batch
-from megacore.data.loader import Microbatch
+from megacore.config.pipeline_layout import parse_layout
+from megacore.data.loading.batch import Batch
+from megacore.data.loading.loader import Microbatch
 from megacore.models.initialize import initialize
 from megacore.models.spec import LayerSpec, Terms
-from megacore.optim.bucket import ZeroOptions
-from megacore.optim.data_parallel import DataParallel
 from megacore.optim.precision import DTYPES
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Group, Mesh, along_pipeline
@@ -34,13 +33,14 @@ from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.actions import Schedule
-from megacore.pipeline.own import load_schedule
 from megacore.pipeline.partition import partition
 from megacore.pipeline.runtime import Forms, PipelineRuntime
 from megacore.pipeline.schedule import build_schedule
+from megacore.pipeline.schedule_file import load_schedule
 from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import TensorForm, Transport
-from megacore.pipeline_layout import parse_layout
+from megacore.zero.bucket import ZeroOptions
+from megacore.zero.data_parallel import DataParallel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megacore.errors import OutputClosed, StorageError, UserError
+from megacore.files import replace_bytes, write_all
 
 
 class Report:
@@ -114,10 +115,8 @@ def _append(file: BinaryIO, line: bytes) -> None:
         OSError: it cannot be written.
     """
     before = os.fstat(file.fileno()).st_size
-    rest = memoryview(line)
     try:
-        while rest:
-            rest = rest[os.write(file.fileno(), rest) :]
+        write_all(file.fileno(), line)
     except OSError:
         os.ftruncate(file.fileno(), before)
         raise
@@ -133,14 +132,10 @@ def _keep_until(path: Path, step: int) -> None:
         for number, line in enumerate(lines, start=1)
         if line.endswith(b"\n") and _step_of(line, path, number) <= step
     ]
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        temporary.write_bytes(b"".join(kept))
-        os.replace(temporary, path)
+        replace_bytes(path, b"".join(kept), durable=False)
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _step_of(line: bytes, path: Path, number: int) -> int:

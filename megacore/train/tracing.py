@@ -12,7 +12,7 @@ from megacore.config import Config
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import PipelineRuntime
-from megacore.pipeline.trace import RankTrace, TracedStep, write_trace
+from megacore.plan.trace import RankTrace, TracedStep, write_trace
 
 DEFAULT_STEPS = 3
 

@@ -20,15 +20,14 @@ from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import Config, known
-from megacore.data.loader import BatchLoader, DeviceLoader, Microbatch
-from megacore.models.flops import CONVENTION, flops_per_sequence, peak_tflops
-from megacore.optim.learning_rate import learning_rate
-from megacore.optim.memory import measured_bytes, predicted_bytes
+from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
+from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.optimizers import state_kinds
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Mesh
-from megacore.pipeline.simulate import Costs, simulate
+from megacore.plan.flops import CONVENTION, flops_per_sequence, peak_tflops
+from megacore.plan.simulator import Costs, simulate
 from megacore.train.clock import StepClock
 from megacore.train.metrics import device_name, evaluation_line, log_line, peak_memory_bytes
 from megacore.train.parallelize import Task, parallelize
@@ -37,6 +36,7 @@ from megacore.train.sinks import Report
 from megacore.train.stopping import Decision, StopRequests
 from megacore.train.summary import launch_summary
 from megacore.train.tracing import Tracer
+from megacore.zero.memory import measured_bytes, predicted_bytes
 
 
 class Trainer:

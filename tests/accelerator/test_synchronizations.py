@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ParallelConfig
-from megacore.data.loader import BatchLoader, DeviceLoader, Microbatch
+from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
 from megacore.errors import DataError
 from megacore.models.gpt import GPTLoss
 from megacore.models.plain import Layer

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacore.data.tokenizer import load_tokenizer
+from megacore.data.tokenizers.tokenizer import load_tokenizer
 from tests.e2e.launching import BERT_PROGRAM, alone, small_run, words
 from tools.fill_mask import main as fill_mask
 from tools.preprocess_data import main as preprocess

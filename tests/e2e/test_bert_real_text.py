@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.data.indexed import IndexedDataset
+from megacore.data.indexed.reader import IndexedDataset
 from tests.e2e.launching import BERT_PROGRAM, ROOT, alone, words
 from tools.preprocess_data import main as preprocess
 from tools.quickstart import write_corpus

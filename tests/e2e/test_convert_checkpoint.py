@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megacore.convert.command import size
-from megacore.data.tokenizer import JsonTokenizer
+from megacore.data.tokenizers.tokenizer import JsonTokenizer
 from tests.e2e.launching import alone, words
 from tests.parity.hf_models import make_model, save_model
 from tools.convert_checkpoint import main as convert

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.data.tokenizer import load_tokenizer
+from megacore.data.tokenizers.tokenizer import load_tokenizer
 from tests.unit import data_bytes
 from tools.merge_datasets import main as merge_datasets
 from tools.preprocess_data import main as preprocess_data

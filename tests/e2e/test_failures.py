@@ -81,7 +81,7 @@ def parent(pid: int) -> int:
 DRIVER = """
 import os, sys
 import pretrain_gpt
-from megacore.data.build import Datasets
+from megacore.data.gpt.build import Datasets
 from megacore.errors import DataError
 from megacore.train.launch import exit_with
 

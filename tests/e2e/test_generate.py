@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megacore.checkpoint.manifest import describe, sealed
-from megacore.data.tokenizer import JsonTokenizer
-from megacore.train.generate import Sampling, choose
+from megacore.data.tokenizers.tokenizer import JsonTokenizer
+from megacore.inference.generate import Sampling, choose
 from tests.e2e.launching import alone, small_run, words
 from tools.generate import main as generate
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacore.data.tokenizer import load_tokenizer
+from megacore.data.tokenizers.tokenizer import load_tokenizer
 from tests.e2e.launching import PROGRAM, alone, needs_proc, under_torchrun, words
 from tools.generate import main as generate
 from tools.preprocess_data import main as preprocess_data

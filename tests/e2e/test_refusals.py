@@ -20,7 +20,7 @@ import tokenizers
 import torch
 
 from megacore.checkpoint.manifest import describe, sealed
-from megacore.data.tokenizer import JsonTokenizer
+from megacore.data.tokenizers.tokenizer import JsonTokenizer
 from tests.e2e.launching import PROGRAM, alone, needs_proc, small_run, under_torchrun
 from tests.unit import data_bytes
 

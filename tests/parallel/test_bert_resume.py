@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megacore.checkpoint.check import samples_of_run
 from megacore.checkpoint.directory import published, step_of
-from megacore.data.bert_build import build_bert_datasets
-from megacore.data.build import complete_config
+from megacore.data.bert.build import build_bert_datasets
+from megacore.data.gpt.build import complete_config
 from megacore.parallel.mesh import Mesh
 from megacore.train.trainer import Trainer
 from tests.parallel.test_stopping import losses_of, stored

@@ -20,7 +20,7 @@ from torch import Tensor
 from megacore.checkpoint.check import check_load
 from megacore.checkpoint.choose import choose_checkpoint
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, sealed
-from megacore.data.tokenizer import load_tokenizer
+from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, StorageError
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megacore.bert_section import BertConfig, BertSection
 from megacore.config import known, resolve
-from megacore.data.bert import BertBatch
+from megacore.config.bert import BertConfig, BertSection
+from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_input, bert_layers
 from megacore.models.bert_loss import BertLoss

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import BertConfig as TransformersConfig
 from transformers import BertForPreTraining, ModernBertConfig, ModernBertForMaskedLM, PreTrainedModel
 
-from megacore.bert_section import BertConfig
-from megacore.data.bert import BertBatch
+from megacore.config.bert import BertConfig
+from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_input, bert_layers
 from megacore.models.bert_loss import BertLoss

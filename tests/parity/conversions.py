@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megacore.checkpoint.manifest import sealed
-from megacore.data.tokenizer import JsonTokenizer
+from megacore.data.tokenizers.tokenizer import JsonTokenizer
 from tests.e2e.launching import words
 from tools.convert_checkpoint import main as convert
 

@@ -30,7 +30,6 @@ from megacore.config import (
 )
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTLoss, gpt_layers
-from megacore.optim.data_parallel import OwnedSegment
 from megacore.optim.optimizers import state_kinds
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
@@ -39,6 +38,7 @@ from megacore.parallel.sharding import ShardSpec
 from megacore.train.engine import PipelineEngine
 from megacore.train.parallelize import Task
 from megacore.train.trainer import Trainer
+from megacore.zero.data_parallel import OwnedSegment
 
 Layout = tuple[int, int, int]  # tp, pp, dp
 VOCAB, SEQUENCE, BATCH = 131, 16, 8

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.bert_section import BertConfig
-from megacore.data.bert import BertBatch
+from megacore.config.bert import BertConfig
+from megacore.data.bert.dataset import BertBatch
 from megacore.models.bert import bert_input
 from megacore.pipeline.stage import Stage
 from tests.parity.bert_twins import (

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig as TransformersConfig
 from transformers import BertForPreTraining, ModernBertConfig, ModernBertForMaskedLM, PreTrainedModel
 
-from megacore.bert_presets import BERT_PRESETS
-from megacore.bert_section import BertConfig
-from megacore.cli import parse_config
 from megacore.config import known
+from megacore.config.bert import BertConfig
+from megacore.config.bert_presets import BERT_PRESETS
+from megacore.config.cli import parse_config
 from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_flops, bert_input, bert_layers
 from megacore.models.spec import LayerSpec

@@ -13,16 +13,16 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megacore.config import ModelConfig, known
-from megacore.fields import field_infos
+from megacore.config.fields import field_infos
+from megacore.config.presets import GPT_PRESETS
 from megacore.layers.context import BuildContext
-from megacore.models.flops import block_flops, flops_per_sequence, head_flops
 from megacore.models.gpt import gpt_layers
 from megacore.models.spec import LayerSpec
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import sharded_parameters
 from megacore.pipeline.partition import partition
 from megacore.pipeline.stage import Stage
-from megacore.presets import GPT_PRESETS
+from megacore.plan.flops import block_flops, flops_per_sequence, head_flops
 from tests.parity.families import FAMILIES, POSITIONS, VOCAB, model_config
 
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch import bfloat16, float32
 
-from megacore.optim.bucket import ZeroOptions
-from megacore.optim.memory import measured_bytes, predicted_bytes
 from megacore.parallel.mesh import build_mesh
+from megacore.zero.bucket import ZeroOptions
+from megacore.zero.memory import measured_bytes, predicted_bytes
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
 

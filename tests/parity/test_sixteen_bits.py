@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import known
-from megacore.data.mock import MockDataset
+from megacore.data.gpt.mock import MockDataset
 from megacore.parallel.mesh import build_mesh
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megacore.optim.bucket import Bucket
-from megacore.optim.data_parallel import DataParallel
 from megacore.parallel.mesh import build_mesh
+from megacore.zero.bucket import Bucket
+from megacore.zero.data_parallel import DataParallel
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config, make_trainer
 

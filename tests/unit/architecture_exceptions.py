@@ -19,10 +19,10 @@ LATE_IMPORTS = {
     ("pretrain_bert.py", "megacore.parallel.random"): START_UP,
     ("pretrain_bert.py", "megacore.train.parallelize"): START_UP,
     ("pretrain_bert.py", "megacore.train.trainer"): START_UP,
-    ("megacore/help_text.py", "tyro"): "only --help needs it, and it is slow to load on every rank",
-    ("megacore/pipeline/canvas.py", "matplotlib"): "optional, and only PNG needs it",
+    ("megacore/config/help.py", "tyro"): "only --help needs it, and it is slow to load on every rank",
+    ("megacore/plan/canvas.py", "matplotlib"): "optional, and only PNG needs it",
     ("megacore/convert/check.py", "transformers"): "optional, and only a conversion's check needs it",
-    ("megacore/data/tokenizer.py", "transformers"): "optional, and only directories without a tokenizer.json need it",
+    ("megacore/data/tokenizers/tokenizer.py", "transformers"): "optional: only directories without a tokenizer.json",
 }
 # Operators load their kernel when they first run it.
 TRITON = "Triton is optional, and takes a second to load"
@@ -31,7 +31,7 @@ LATE_IMPORTS |= {(f"megacore/ops/{name}.py", "megacore.kernels"): TRITON for nam
 # Who besides megacore.ops may import kernels: what compiles them without running them.
 KERNEL_USERS = {"tools/kernel_cases.py"}
 # Who may load torch before the configuration is accepted: nobody of `config`, and of `data` the loader alone.
-TORCH_IN_DATA = {"megacore/data/loader.py"}
+TORCH_IN_DATA = {"megacore/data/loading/loader.py"}
 
 DISTRIBUTED = {
     "megacore/parallel/collectives.py": "collectives",
@@ -41,7 +41,7 @@ DISTRIBUTED = {
 }
 DEVICE_SEAM = "megacore/parallel/mesh.py"
 CUDA_NAMES = {
-    **dict.fromkeys(("megacore/sections.py", "tools/generate.py"), "the value that --device takes"),
+    **dict.fromkeys(("megacore/config/sections.py", "tools/generate.py"), "the value that --device takes"),
     "tools/kernel_report.py": "the compiler's name for what it compiles to",
 }
 # Who may load a pickle, with torch's restricted loader (weights_only=True) alone.

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from megacore import cli
-from megacore.cli import parse_config
-from megacore.config import Config
+from megacore.config import Config, cli
+from megacore.config.cli import parse_config
 
 GOOD = ["--mock-data", "--vocab-size", "64", "--train-iters", "10"]
 Refuse = Callable[..., str]

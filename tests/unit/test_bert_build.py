@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from transformers import BertTokenizerFast, RobertaTokenizerFast
 
-from megacore.bert_section import BertConfig, BertSection
 from megacore.config import DataConfig, ModelConfig, TrainingConfig, resolve
-from megacore.data.bert import BertDataset
-from megacore.data.bert_build import build_bert_datasets, check_bert_inputs
-from megacore.data.bert_layouts import PackedText, PairText, SegmentText
-from megacore.data.bert_mock import MOCK_TOKENS
-from megacore.data.blend import BlendedDataset
-from megacore.data.build import InputErrors, complete_config
-from megacore.data.preprocess import Job, preprocess
-from megacore.data.tokenizer import load_tokenizer
-from megacore.data.tokenizer_training import TokenizerKind, train_tokenizer
+from megacore.config.bert import BertConfig, BertSection
+from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
+from megacore.data.bert.dataset import BertDataset
+from megacore.data.bert.layouts import PackedText, PairText, SegmentText
+from megacore.data.bert.mock import MOCK_TOKENS
+from megacore.data.gpt.blend import BlendedDataset
+from megacore.data.gpt.build import InputErrors, complete_config
+from megacore.data.indexed.preprocess import Job, preprocess
+from megacore.data.tokenizers.tokenizer import load_tokenizer
+from megacore.data.tokenizers.training import TokenizerKind, train_tokenizer
 
 Make = Callable[..., BertConfig]
 LINES = [
@@ -233,7 +233,7 @@ def test_generated_samples_need_a_vocabulary_for_text() -> None:
 
 
 def test_checking_loads_no_torch() -> None:
-    code = "import sys, megacore.data.bert_build; sys.exit('torch' in sys.modules)"
+    code = "import sys, megacore.data.bert.build; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megacore.bert_presets import BERT_PRESETS
-from megacore.bert_section import BertConfig, BertSection
-from megacore.cli import flag_names, load_toml, parse_config, save_toml
-from megacore.command_line import all_fields
 from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, resolve, validate
+from megacore.config.bert import BertConfig, BertSection
+from megacore.config.bert_presets import BERT_PRESETS
+from megacore.config.cli import flag_names, load_toml, parse_config, save_toml
+from megacore.config.flags import all_fields
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import flag_names
-from megacore.command_line import all_fields
 from megacore.config import SECTIONS, Config
+from megacore.config.cli import flag_names
+from megacore.config.flags import all_fields
 from megacore.errors import ConfigError, DataError
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, parse, problems
@@ -285,7 +285,7 @@ def test_the_inputs_complete_and_check_the_configuration(refuse: Refuse, monkeyp
 
 SCRIPT = """
 import sys
-from megacore.cli import parse_config
+from megacore.config.cli import parse_config
 try:
     parse_config(sys.argv[1:], prog="pretrain_gpt.py", description="Pretrain a GPT.")
 finally:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megacore import cli, config_file
-from megacore.cli import load_toml, parse_config, save_toml
-from megacore.command_line import all_fields
-from megacore.config import SECTIONS, Config, resolve, validate
-from megacore.fields import FieldInfo, field_docs, field_infos
-from megacore.presets import GPT_PRESETS
-from megacore.wording import divisors, nearest_multiples
+from megacore.config import SECTIONS, Config, cli, resolve, validate
+from megacore.config import toml as config_file
+from megacore.config.cli import load_toml, parse_config, save_toml
+from megacore.config.fields import FieldInfo, field_docs, field_infos
+from megacore.config.flags import all_fields
+from megacore.config.messages import divisors, nearest_multiples
+from megacore.config.presets import GPT_PRESETS
 
 GOOD: dict[str, Any] = {"train_iters": 100, "mock_data": True, "vocab_size": 64}
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megacore import megatron_flags
-from megacore.bert_section import BertConfig
-from megacore.cli import flag_names
-from megacore.config import sections_of
+from megacore.config import megatron_flags, sections_of
+from megacore.config.bert import BertConfig
+from megacore.config.cli import flag_names
 from tools import flag_reference
 
 ROOT = Path(__file__).parents[2]

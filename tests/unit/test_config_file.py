@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.cli import load_toml
+from megacore.config.cli import load_toml
 from megacore.errors import ConfigError
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, problems

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacore.data.bert import BertBatch, BertDataset
-from megacore.data.bert_layouts import PackedText, PairText, SegmentText
-from megacore.data.bert_text import Shape, Split
-from megacore.data.chunks import paired_documents, sentence_chunks
-from megacore.data.indexed import IndexedDataset
-from megacore.data.loader import BatchLoader
-from megacore.data.masking import Masking, SpecialTokens
+from megacore.data.bert.chunks import paired_documents, sentence_chunks
+from megacore.data.bert.dataset import BertBatch, BertDataset
+from megacore.data.bert.layouts import PackedText, PairText, SegmentText
+from megacore.data.bert.masking import Masking, SpecialTokens
+from megacore.data.bert.text import Shape, Split
+from megacore.data.indexed.reader import IndexedDataset
+from megacore.data.loading.loader import BatchLoader
 from megacore.errors import DataError
 from tests.unit import data_bytes
 
@@ -239,7 +239,7 @@ def test_chunks_do_not_depend_on_the_blocks(tmp_path: Path, monkeypatch: pytest.
     indexed = corpus(tmp_path / "d", [[rng.randint(0, 5) for _ in range(rng.randint(0, 20))] for _ in range(50)])
     whole = sentence_chunks(indexed, range(3, 48), target=11)
     for block in (1, 7, 60):
-        monkeypatch.setattr("megacore.data.chunks._BLOCK", block)
+        monkeypatch.setattr("megacore.data.bert.chunks._BLOCK", block)
         parts = sentence_chunks(indexed, range(3, 48), target=11)
         assert all(np.array_equal(whole[name], parts[name]) for name in whole)
 

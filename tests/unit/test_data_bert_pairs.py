@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megacore.data.bert_layouts import truncated
+from megacore.data.bert.layouts import truncated
 
 
 def test_a_pair_is_cut_from_the_longer_one_at_either_end_by_lot() -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, resolve
-from megacore.data import build
-from megacore.data.blend import BlendedDataset
-from megacore.data.build import build_datasets, check_inputs, split_documents, vocabulary_size
-from megacore.data.gpt import GPTDataset
-from megacore.data.indexed import IndexedDataset
-from megacore.data.preprocess import Job, preprocess
-from megacore.data.tokenizer import Tokenizer, load_tokenizer
-from megacore.data.tokenizer_training import train_tokenizer
+from megacore.data.gpt import build
+from megacore.data.gpt.blend import BlendedDataset
+from megacore.data.gpt.build import build_datasets, check_inputs, split_documents, vocabulary_size
+from megacore.data.gpt.dataset import GPTDataset
+from megacore.data.indexed.preprocess import Job, preprocess
+from megacore.data.indexed.reader import IndexedDataset
+from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megacore.data.tokenizers.training import train_tokenizer
 from megacore.errors import DataError
 from tests.unit import data_bytes
 

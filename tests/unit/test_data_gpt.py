@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.data.gpt import GPTDataset, build_indices, extent
-from megacore.data.indexed import IndexedDataset
+from megacore.data.gpt.dataset import GPTDataset, build_indices, extent
+from megacore.data.indexed.reader import IndexedDataset
 from megacore.errors import DataError
 from tests.unit import data_bytes
 

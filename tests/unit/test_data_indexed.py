@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.data.indexed import DTYPES, IndexedDataset, check_token_ids, token_dtype
-from megacore.data.writer import IndexedWriter, merge
+from megacore.data.indexed.reader import DTYPES, IndexedDataset, check_token_ids, token_dtype
+from megacore.data.indexed.writer import IndexedWriter, merge
 from megacore.errors import DataError
 from tests.unit import data_bytes
 

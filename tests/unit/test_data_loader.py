@@ -15,9 +15,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megacore.data.blend import BlendedDataset, blend_index, blend_order
-from megacore.data.loader import BatchLoader, Microbatch
-from megacore.data.mock import MockDataset
+from megacore.data.gpt.blend import BlendedDataset, blend_index, blend_order
+from megacore.data.gpt.mock import MockDataset
+from megacore.data.loading.loader import BatchLoader, Microbatch
 from megacore.errors import DataError, WorkerDied
 
 

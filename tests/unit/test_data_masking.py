@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megacore.data.masking import Masking, draw_spans, make_masking, special_tokens
-from megacore.data.tokenizer import Tokenizer
-from megacore.data.tokenizer_training import train_tokenizer
-from megacore.data.word_marks import role_tokens, word_starts
+from megacore.data.bert.masking import Masking, draw_spans, make_masking, special_tokens
+from megacore.data.tokenizers.tokenizer import Tokenizer
+from megacore.data.tokenizers.training import train_tokenizer
+from megacore.data.tokenizers.word_marks import role_tokens, word_starts
 from megacore.errors import DataError
 
 VOCAB, MASK = 1000, 4

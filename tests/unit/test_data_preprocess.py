@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megacore.data.corpus import TextUnit, check_files, read_chunks
-from megacore.data.documents import BadLine, parse
-from megacore.data.indexed import IndexedDataset
-from megacore.data.preprocess import Job, Report, preprocess
-from megacore.data.sidecar import read_sidecar
-from megacore.data.tokenizer import Tokenizer
-from megacore.data.tokenizer_training import train_tokenizer
-from megacore.data.writer import merge
+from megacore.data.indexed.corpus import TextUnit, check_files, read_chunks
+from megacore.data.indexed.documents import BadLine, parse
+from megacore.data.indexed.preprocess import Job, Report, preprocess
+from megacore.data.indexed.reader import IndexedDataset
+from megacore.data.indexed.sidecar import read_sidecar
+from megacore.data.indexed.writer import merge
+from megacore.data.tokenizers.tokenizer import Tokenizer
+from megacore.data.tokenizers.training import train_tokenizer
 from megacore.errors import DataError
 from tests.unit import data_bytes
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.data.gpt import GPTDataset
-from megacore.data.indexed import IndexedDataset
-from megacore.data.preprocess import Job, preprocess
-from megacore.data.sentences import split_sentences
-from megacore.data.tokenizer_training import train_tokenizer
+from megacore.data.gpt.dataset import GPTDataset
+from megacore.data.indexed.preprocess import Job, preprocess
+from megacore.data.indexed.reader import IndexedDataset
+from megacore.data.indexed.sentences import split_sentences
+from megacore.data.tokenizers.training import train_tokenizer
 from tests.unit import data_bytes
 
 CASES = [

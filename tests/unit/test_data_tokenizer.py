@@ -11,9 +11,9 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from megacore.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, refuse_other_kind
-from megacore.data.tokenizer_training import TokenizerKind, train_tokenizer
-from megacore.data.wordpiece import WORDPIECE_TOKENS
+from megacore.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, refuse_other_kind
+from megacore.data.tokenizers.training import TokenizerKind, train_tokenizer
+from megacore.data.tokenizers.wordpiece import WORDPIECE_TOKENS
 from megacore.errors import DataError
 
 STDLIB = Path(sysconfig.get_path("stdlib"))

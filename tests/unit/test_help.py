@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from megacore.bert_section import BertConfig
-from megacore.cli import flag_names, parse_config
 from megacore.config import Config
-from megacore.help_text import print_help
-from megacore.presets import BERT_PRESETS, GPT_PRESETS
-from megacore.wording import number
+from megacore.config.bert import BertConfig
+from megacore.config.cli import flag_names, parse_config
+from megacore.config.help import print_help
+from megacore.config.messages import number
+from megacore.config.presets import BERT_PRESETS, GPT_PRESETS
 from tests.unit import refusals
 from tests.unit.refusals import GOOD
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megacore.config import ModelConfig
+from megacore.config.presets import GPT_PRESETS
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import FAMILIES, describe_model, family_of
 from megacore.models.hf.family import same_bert
-from megacore.presets import GPT_PRESETS
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2, "n_embd": 8, "n_head": 2, "n_positions": 16, "vocab_size": 11},

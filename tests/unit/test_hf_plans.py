@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from megacore.bert_section import BertSection
 from megacore.config import ModelConfig
+from megacore.config.bert import BertSection
 from megacore.convert.plan import make_plan, model_layers, model_shapes, their_shapes
 from megacore.models.hf.families import FAMILIES
 from megacore.models.hf.family import Family

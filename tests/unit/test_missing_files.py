@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.missing_files import missing_files
+from megacore.config.missing_files import missing_files
 from tests.unit.test_config import make
 
 

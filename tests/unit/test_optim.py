@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from megacore.config import OptimizerConfig
-from megacore.optim.bucket import ZeroOptions
 from megacore.optim.clip import clip_factor, scale_gradients, square_sum, totals
-from megacore.optim.data_parallel import DataParallel
-from megacore.optim.flat import FlatLayout, assign_buckets
-from megacore.optim.learning_rate import learning_rate
+from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.offload import step_on_host
 from megacore.optim.optimizers import parameter_groups
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
+from megacore.zero.bucket import ZeroOptions
+from megacore.zero.data_parallel import DataParallel
+from megacore.zero.flat import FlatLayout, assign_buckets
 
 
 def rate(step: int, **changes: object) -> float:

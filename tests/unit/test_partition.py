@@ -7,9 +7,9 @@ import re
 
 import pytest
 
+from megacore.config.pipeline_layout import parse_layout
 from megacore.models.spec import LayerSpec
 from megacore.pipeline.partition import partition
-from megacore.pipeline_layout import parse_layout
 
 
 def layer(cost: int, *, is_block: bool) -> LayerSpec:

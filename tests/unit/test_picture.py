@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 import pytest
 
 from megacore.pipeline.actions import Action, Schedule
-from megacore.pipeline.closed_forms import closed_form
 from megacore.pipeline.schedule import build_schedule
-from megacore.pipeline.simulate import Costs, simulate
+from megacore.plan.closed_forms import closed_form
+from megacore.plan.simulator import Costs, simulate
 from tests.unit.packaging_builds import ROOT
 from tools.draw_schedule import main
 
@@ -334,7 +334,7 @@ def test_times_at_the_bounds_are_drawn(
 def test_png_without_matplotlib_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megacore.pipeline.canvas.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("megacore.plan.canvas.importlib.util.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     assert main([*PLAIN.split(), "-o", "out.png"]) == 2
     assert "-o out.png needs matplotlib, which is not installed: use -o out.svg, or" in capsys.readouterr().err

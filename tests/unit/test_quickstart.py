@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megacore.bert_section import BertConfig
-from megacore.cli import parse_config
 from megacore.config import Config
+from megacore.config.bert import BertConfig
+from megacore.config.cli import parse_config
 from tests.unit.packaging_builds import ROOT
 from tools import quickstart
 from tools.quickstart import Layout, Step

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
-from megacore.pipeline.proof import held, in_flight, prove
 from megacore.pipeline.schedule import build_schedule, one_forward_one_backward, zero_bubble
-from megacore.pipeline.simulate import Costs, simulate
 from megacore.pipeline.transfers import with_transfers
+from megacore.pipeline.validation import held, in_flight, prove
+from megacore.plan.simulator import Costs, simulate
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), *(("interleaved", v) for v in (1, 2, 3, 4))]
 SOME = (1, 2, 3, 4, 5, 7, 8, 13, 16, 32)  # microbatches; the slow test takes all from 1 to 32

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megacore.config import ModelConfig
-from megacore.fields import field_infos
-from megacore.wording import one_of
+from megacore.config.fields import field_infos
+from megacore.config.messages import one_of
 
 _MISSING = object()
 

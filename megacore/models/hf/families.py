@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megacore.bert_section import BertSection
 from megacore.config import ModelConfig
+from megacore.config.bert import BertSection
+from megacore.config.messages import did_you_mean, one_of
 from megacore.errors import CheckpointError
 from megacore.models.hf.bert import BERT
 from megacore.models.hf.bloom import BLOOM
@@ -15,7 +16,6 @@ from megacore.models.hf.gpt2 import GPT2
 from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megacore.models.hf.modernbert import MODERNBERT
 from megacore.models.hf.neox import NEOX
-from megacore.wording import did_you_mean, one_of
 
 # In this order a model without a config.json of its own is looked for.
 FAMILIES: dict[str, Family] = {

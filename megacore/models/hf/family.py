@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megacore.bert_section import BertSection
 from megacore.config import ModelConfig, known
+from megacore.config.bert import BertSection
+from megacore.config.model import differing
 from megacore.errors import CheckpointError
-from megacore.model_section import differing
 from megacore.models.hf.config_reader import ConfigReader
 
 

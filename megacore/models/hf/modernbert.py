@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megacore.bert_section import BertSection
 from megacore.config import ModelConfig, known
+from megacore.config.bert import BertSection
 from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.family import Family, Layout, Run, Same, TensorRule, read_tied, stacked_q_k_v, write_tied
 

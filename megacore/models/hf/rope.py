@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacore.config import ModelConfig
+from megacore.config.messages import one_of
 from megacore.models.hf.config_reader import ConfigReader
-from megacore.wording import one_of
 
 # The keys that each kind of scaling has, beside the base and the rotated share.
 _KEYS: Mapping[str, tuple[str, ...]] = {

@@ -1,0 +1,229 @@
+"""What a configuration field can declare about itself: its flag's other names, its range, and how a violation reads.
+
+A section of the configuration is a frozen dataclass that derives from `Section`. Each field states its range in its
+annotation (`tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1`), so that the help text, the
+reference in docs/configuration.md and the check at launch come from one place.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+
+from megacore.config.messages import did_you_mean, number, one_of
+
+# Larger whole numbers are slips of the finger, and would overflow the 64-bit products that the data layer computes.
+LARGEST_INT = 2**31 - 1
+_FINITE = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Further names of a field's flag (Megatron-LM's, where the meaning is the same), and how the help shows its
+    value."""
+
+    aliases: tuple[str, ...] = ()
+    metavar: str | None = None
+
+
+@dataclass(frozen=True)
+class Range:
+    """The closed interval [low, high] of a number; an `above` or `below` bound is excluded."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        bounds = (("at least", self.low), ("above", self.above), ("at most", self.high), ("below", self.below))
+        return " and ".join(f"{words} {number(bound)}" for words, bound in bounds if bound is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldInfo:
+    """One field of a section, as its annotation describes it."""
+
+    name: str
+    kind: type  # bool, int, float, str, or tuple for a tuple of strings
+    optional: bool
+    choices: tuple[str, ...]
+    range: Range | None
+    aliases: tuple[str, ...]
+    metavar: str
+    default: Any  # dataclasses.MISSING where the field is required
+
+    @property
+    def flag(self) -> str:
+        return flag(self.name)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every name of the flag, without the `--no-` form of a switch."""
+        return (self.flag, *self.aliases)
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+
+def flag(name: str) -> str:
+    """The flag of a field: `num_layers` -> `--num-layers`."""
+    return "--" + name.replace("_", "-")
+
+
+def as_given(name: str, value: Any) -> str:
+    """A field as a user gives it: `--num-layers 12`, `--mock-data`, `--no-mock-data`."""
+    if isinstance(value, bool):
+        return flag(name) if value else flag(f"no_{name}")
+    return f"{flag(name)} {value if isinstance(value, str) else number(value)}"
+
+
+def field_infos(section: type) -> dict[str, FieldInfo]:
+    """Describes every field of a section class, in the order of its definition."""
+    return _field_infos(section)
+
+
+@functools.cache  # evaluating annotations takes milliseconds
+def _field_infos(section: type) -> dict[str, FieldInfo]:
+    hints = get_type_hints(section, include_extras=True)
+    return {f.name: _describe(f, hints[f.name]) for f in dataclasses.fields(section)}
+
+
+def _describe(field: dataclasses.Field[Any], hint: Any) -> FieldInfo:
+    hint, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    optional = type(None) in get_args(hint)
+    if optional:
+        hint = next(a for a in get_args(hint) if a is not type(None))
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    kind = str if choices else (get_origin(hint) or hint)
+    named = next((e for e in extras if isinstance(e, Flag)), Flag())
+    return FieldInfo(
+        name=field.name,
+        kind=kind,
+        optional=optional,
+        choices=choices,
+        range=next((e for e in extras if isinstance(e, Range)), None),
+        aliases=named.aliases,
+        metavar=named.metavar or (f"{{{','.join(choices)}}}" if choices else kind.__name__.upper()),
+        default=field.default,
+    )
+
+
+def field_docs(section: type) -> dict[str, str]:
+    """The string that stands under each field, which Python itself throws away: its help text."""
+    body = ast.parse(inspect.getsource(section)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for statement, following in zip(body.body, body.body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+            assert isinstance(statement.target, ast.Name)
+            assert isinstance(following.value, ast.Constant)
+            docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs
+
+
+class Section:
+    """A part of the configuration that checks itself."""
+
+    def wrong_fields(self) -> dict[str, str]:
+        """The fields whose value is impossible on its own, each with the message that says so."""
+        found = {name: _value_problem(info, getattr(self, name)) for name, info in field_infos(type(self)).items()}
+        return {name: message for name, message in found.items() if message}
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        """Yields what is wrong between fields of this section, leaving aside the fields that are `wrong` on their
+        own."""
+        yield from ()
+
+    def without_effect(self, names: tuple[str, ...], wrong: frozenset[str], beside: str, needs: str) -> Iterator[str]:
+        """Yields a line for each of the fields that was given where it changes nothing.
+
+        That a field differs from its default is all that tells a given value from none; presets and styles therefore
+        fill no field that is idle.
+
+        Args:
+            names: the fields.
+            wrong: fields to leave aside.
+            beside: the flag with its value that makes them idle.
+            needs: the one that they need.
+        """
+        infos = field_infos(type(self))
+        for name in names:
+            value = getattr(self, name)
+            if name not in wrong and value != infos[name].default:
+                yield f"{as_given(name, value)} has no effect with {beside}: leave it out, or use {needs}"
+
+    def filled(self) -> Self:
+        """This section with the fields that follow from others of it."""
+        return self
+
+    def problems(self) -> list[str]:
+        """Every violated constraint that this section can see by itself."""
+        wrong = self.wrong_fields()
+        return [*wrong.values(), *self.constraints(frozenset(wrong))]
+
+
+def _value_problem(info: FieldInfo, value: Any) -> str | None:
+    if value is None:
+        return None if info.optional else f"{info.flag} is missing, and has no default: give {info.flag} {info.metavar}"
+    if info.choices:
+        near = did_you_mean(str(value), info.choices)
+        return None if value in info.choices else f"{info.flag} {value} is not known: use {one_of(info.choices)}{near}"
+    if info.kind in (str, tuple):
+        return _text_problem(info, (value,) if info.kind is str else value)
+    if info.kind in (int, float):
+        return _number_problem(info, value)
+    return None
+
+
+def _text_problem(info: FieldInfo, texts: tuple[str, ...]) -> str | None:
+    if not all(text.strip() for text in texts):
+        return f"{info.flag} is empty: give a value, or leave the flag out"
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return f"{info.flag} {texts!a} is not valid UTF-8, so that it could not be saved: use another name"
+    return None
+
+
+def _number_problem(info: FieldInfo, value: float) -> str | None:
+    if not -_FINITE <= value <= _FINITE:  # a whole number may be larger than any float; NaN is neither
+        return f"{info.flag} {_short(value)} is not a finite number: {_way_out(info, value)}"
+    if info.range is not None and value not in info.range:
+        return f"{info.flag} {number(value)} must be {info.range}: {_way_out(info, value)}"
+    if info.kind is int and value > LARGEST_INT and (info.range is None or info.range.high is None):
+        return f"{info.flag} {value} is beyond the largest accepted value: use {LARGEST_INT} or less"
+    return None
+
+
+def _short(value: float) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _way_out(info: FieldInfo, value: float) -> str:
+    """The nearest value that is in range where there is one, else the default."""
+    bounds = info.range or Range()
+    if -_FINITE <= value <= _FINITE:
+        if bounds.low is not None and value < bounds.low:
+            return f"use {number(bounds.low)} or more" + (", or leave the flag out" if info.optional else "")
+        if bounds.high is not None and value > bounds.high:
+            return f"use {number(bounds.high)} or less"
+    if isinstance(info.default, int | float):
+        return f"use, for example, {number(info.default)} (the default)"
+    return "give a number in that range" if info.range else "give a number"

@@ -1,0 +1,132 @@
+"""Named model shapes, as plain data: small differences from the defaults of ModelConfig.
+
+`--preset NAME` fills the fields below; a configuration file and flags are stronger. `vocab_size` is taken only where no
+tokenizer is given, because a tokenizer knows its own. Sizes are those of the released weights; where these know longer
+contexts than they were mostly trained on, `seq_length` is the shorter.
+
+The GPT-2 family follows Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2; BLOOM Le
+Scao et al. 2022 (arXiv 2211.05100), Pythia Biderman et al. 2023 (arXiv 2304.01373), Mistral Jiang et al. 2023 (arXiv
+2310.06825), Llama 3 its team's report of 2024 (arXiv 2407.21783), Qwen3 its team's of 2025 (arXiv 2505.09388).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megacore.config.bert_presets import BERT_PRESETS, Shape
+from megacore.config.messages import did_you_mean, one_of
+
+
+def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int) -> Shape:
+    return {
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_attention_heads,
+        "seq_length": 1024,
+        "max_position_embeddings": 1024,
+        "vocab_size": 50257,
+    }
+
+
+_NO_DROPOUT: Shape = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+_ROTARY: Shape = {
+    **_NO_DROPOUT,
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "disable_bias_linear": True,
+    "position_embedding_type": "rope",
+}
+_LLAMA3: Shape = {**_ROTARY, "rotary_base": 500_000.0, "num_query_groups": 8, "vocab_size": 128_256}
+
+GPT_PRESETS: dict[str, Shape] = {
+    "gpt2-tiny": {**_gpt2(2, 64, 4), "seq_length": 64, "max_position_embeddings": 64, "vocab_size": 512},  # for tests
+    "gpt2-small": _gpt2(12, 768, 12),  # 124M
+    "gpt2-medium": _gpt2(24, 1024, 16),  # 355M
+    "gpt2-large": _gpt2(36, 1280, 20),  # 774M
+    "gpt2-xl": _gpt2(48, 1600, 25),  # 1.56B
+    "llama-3.2-1b": {  # 1.24B
+        **_LLAMA3,
+        "num_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "ffn_hidden_size": 8192,
+        "seq_length": 8192,
+        "max_position_embeddings": 131_072,
+        "rope_scaling": "llama3",
+        "rope_scaling_factor": 32.0,
+        "rope_original_max_positions": 8192,
+    },
+    "llama-3-8b": {  # 8.03B
+        **_LLAMA3,
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "ffn_hidden_size": 14_336,
+        "seq_length": 8192,
+        "max_position_embeddings": 8192,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "qwen3-0.6b": {  # 596M
+        **_ROTARY,
+        "num_layers": 28,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "ffn_hidden_size": 3072,
+        "qk_layernorm": True,
+        "norm_epsilon": 1e-6,
+        "rotary_base": 1_000_000.0,
+        "seq_length": 4096,
+        "max_position_embeddings": 40_960,
+        "vocab_size": 151_936,
+    },
+    "mistral-7b": {  # 7.24B, of version 0.1
+        **_ROTARY,
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 14_336,
+        "window_size": 4096,
+        "seq_length": 8192,
+        "max_position_embeddings": 32_768,
+        "vocab_size": 32_000,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "pythia-160m": {  # 162M
+        **_NO_DROPOUT,
+        "num_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "activation": "gelu-exact",
+        "parallel_residual": True,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.25,
+        "seq_length": 2048,
+        "max_position_embeddings": 2048,
+        "vocab_size": 50_304,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "bloom-176b": {  # 176B
+        **_NO_DROPOUT,
+        "num_layers": 70,
+        "hidden_size": 14_336,
+        "num_attention_heads": 112,
+        "position_embedding_type": "alibi",
+        "embedding_layernorm": True,
+        "seq_length": 2048,
+        "max_position_embeddings": 2048,
+        "vocab_size": 250_880,
+    },
+}
+
+PRESETS = {**GPT_PRESETS, **BERT_PRESETS}
+
+
+def preset_problem(name: str, known: Mapping[str, Shape]) -> str:
+    """What is wrong with a name that is not among an entry point's presets."""
+    if name in PRESETS:
+        whose, program = ("GPT's", "pretrain_gpt.py") if name in GPT_PRESETS else ("BERT's", "pretrain_bert.py")
+        return f"--preset {name} is {whose}: use {one_of(list(known))}, or start {program} instead"
+    return f"--preset {name} is not known: use {one_of(list(known))}{did_you_mean(name, known)}"

@@ -1,0 +1,1 @@
+"""Samples for BERT: sentence pairs or packed documents, and their masks."""

@@ -1,0 +1,185 @@
+"""From a configuration of pretrain_bert.py to its datasets, and what its inputs must have beyond GPT's: a tokenizer
+with the tokens that samples are put together with, and documents of sentences where pairs are asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from megacore.config import known
+from megacore.config.bert import BertConfig
+from megacore.data.bert.chunks import paired_documents
+from megacore.data.bert.dataset import BertDataset
+from megacore.data.bert.layouts import PackedText, PairText, SegmentText
+from megacore.data.bert.masking import Masking, SpecialTokens, make_masking, special_tokens
+from megacore.data.bert.mock import MOCK_TOKENS, MockBertText, mock_masking
+from megacore.data.bert.text import BertText, Shape, Split
+from megacore.data.gpt.blend import SampleDataset
+from megacore.data.gpt.build import (
+    Datasets,
+    InputErrors,
+    Part,
+    cache_dir,
+    check_inputs,
+    datasets_of,
+    parts_of,
+    tokenizer_of,
+    vocabulary_size,
+)
+from megacore.data.indexed.reader import IndexedDataset
+from megacore.data.indexed.sidecar import read_sidecar
+from megacore.errors import DataError
+
+_LOG = logging.getLogger(__name__)
+
+
+def check_bert_inputs(config: BertConfig) -> None:
+    """Check the tokenizer and every dataset of a configuration; warn of a dataset made with --append-eod.
+
+    Raises:
+        InputErrors: Everything that is wrong.
+    """
+    problems: list[str] = []
+    try:
+        check_inputs(config)
+    except InputErrors as error:
+        problems += error.problems
+    try:
+        _masking(config)
+    except DataError as error:
+        problems.append(str(error))
+    for prefix in config.data.blend()[0]:
+        try:
+            indexed = IndexedDataset(prefix)
+            _check_sentences(config, indexed)
+            _note_ends(indexed)
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputErrors(list(dict.fromkeys(problems)))
+
+
+def build_bert_datasets(config: BertConfig, *, train_samples: int | None = None) -> Datasets:
+    """Make the datasets of a resolved configuration.
+
+    Args:
+        config: A resolved configuration.
+        train_samples: Size of the training set, by default `train_iters` global batches.
+
+    Raises:
+        DataError: An input is unusable.
+    """
+    section = config.bert.filled()
+    vocab_size = config.model.vocab_size or vocabulary_size(config)
+    tokens, masking = _masking(config)
+    shape = Shape(
+        seq_length=config.data.seq_length,
+        special=tokens,
+        short_seq_prob=section.short_seq_prob,
+        mark_sentences=section.whole_word_masking,
+        vocab_size=vocab_size,
+    )
+
+    def masked(text: BertText, num_samples: int, stream: int) -> BertDataset:
+        return BertDataset(
+            text,
+            masking,
+            num_samples=num_samples,
+            seq_length=shape.seq_length,
+            pad=tokens.pad,
+            seed=config.training.seed,
+            stream=stream,
+        )
+
+    def mock(stream: int, num_samples: int) -> SampleDataset:
+        text = MockBertText(
+            vocab_size,
+            shape.seq_length,
+            task=section.sentence_task,
+            packed=section.packed,
+            short_seq_prob=shape.short_seq_prob,
+            seed=config.training.seed,
+        )
+        return masked(text, num_samples, stream)
+
+    def dataset(part: Part, num_samples: int) -> SampleDataset:
+        split = Split(
+            indexed=part.indexed,
+            documents=part.documents,
+            num_samples=num_samples,
+            seed=config.training.seed,
+            cache_dir=cache_dir(config, part.indexed),
+        )
+        return masked(_text(config, split, shape), num_samples, 2 * part.number + part.stream)
+
+    return datasets_of(config, train_samples, mock, dataset)
+
+
+def _text(config: BertConfig, split: Split, shape: Shape) -> BertText:
+    section = config.bert.filled()
+    if section.packed:
+        return PackedText(split, shape)
+    if section.sentence_task == "none":
+        return SegmentText(split, shape)
+    return PairText(split, shape, swap=section.sentence_task == "sop")
+
+
+def _masking(config: BertConfig) -> tuple[SpecialTokens, Masking]:
+    """The special tokens and the rules of masking of a run.
+
+    Raises:
+        DataError: The tokenizer has not what they need.
+    """
+    section = config.bert.filled()
+    vocab_size = config.model.vocab_size or vocabulary_size(config)
+    if config.data.mock_data:
+        return MOCK_TOKENS, mock_masking(vocab_size, prob=known(section.mask_prob), max_ngram=section.max_ngram)
+    tokenizer = tokenizer_of(config)
+    assert tokenizer is not None, "BertConfig asks for one"
+    source = str(config.data.tokenizer)
+    masking = make_masking(
+        tokenizer,
+        source,
+        vocab_size=vocab_size,
+        prob=known(section.mask_prob),
+        whole_words=section.whole_word_masking,
+        max_ngram=section.max_ngram,
+    )
+    return special_tokens(tokenizer, source), masking
+
+
+def _note_ends(indexed: IndexedDataset) -> None:
+    sidecar = read_sidecar(indexed)
+    if sidecar is not None and sidecar.append_eod:
+        _LOG.warning(
+            "%s was made with --append-eod: each document brings an end of its own into its samples, which have [SEP] "
+            "already: better preprocess it without --append-eod",
+            indexed.prefix,
+        )
+
+
+def _check_sentences(config: BertConfig, indexed: IndexedDataset) -> None:
+    """Refuse a dataset that gives no pairs where they are asked for, in a split that is read.
+
+    Raises:
+        DataError: Names the split, the task and the way out.
+    """
+    task = config.bert.filled().sentence_task
+    if task == "none":
+        return
+    if len(indexed) <= indexed.num_documents and paired_documents(indexed, range(indexed.num_documents)) == 0:
+        raise DataError(
+            f"--sentence-task {task} needs documents of several sentences, but no document of {indexed.idx_path} has "
+            "two: preprocess it with tools/preprocess_data.py --split-sentences, or use --sentence-task none"
+        )
+    evaluated = config.training.eval_interval > 0
+    for stream, name in enumerate(("training", "validation") if evaluated else ("training",)):
+        for part in parts_of(config, [indexed], stream):
+            found, least = paired_documents(indexed, part.documents), 1 if task == "sop" else 2
+            if found < least:
+                few = "none" if found == 0 else "only one"
+                raise DataError(
+                    f"--sentence-task {task} needs {least} or more documents of several sentences, but of the "
+                    f"{len(part.documents)} {name} documents of {indexed.idx_path} {few} has two: "
+                    "give that split a larger share with --split, add documents, or use --sentence-task none"
+                )

@@ -1,0 +1,1 @@
+"""Samples for causal language models: documents, shuffles, blends, and the cached index."""

@@ -1,0 +1,291 @@
+"""From a configuration to its datasets, and the check of all input files before anything expensive happens.
+
+`check_inputs` reports everything that is wrong with the tokenizer and the datasets at once. `build_datasets` makes the
+training and validation datasets. Each document belongs to one split; those of the test split are kept out of both, and
+nothing of them is read or built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from megacore.config import Config
+from megacore.data.gpt.blend import BlendedDataset, SampleDataset, blend_index
+from megacore.data.gpt.dataset import GPTDataset
+from megacore.data.gpt.mock import MockDataset
+from megacore.data.indexed.reader import IndexedDataset, check_token_ids
+from megacore.data.indexed.sidecar import read_sidecar
+from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megacore.errors import DataError
+
+# Tokens are compared with the vocabulary at the start up to this many bytes; the rest as it is read.
+_SCAN_BYTES = 1 << 30
+
+C = TypeVar("C", bound=Config)
+
+
+class InputErrors(DataError):
+    """Everything that is wrong with a run's inputs, a line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problems))
+
+
+class Datasets(NamedTuple):
+    """The datasets of a run; a validation split without documents, or that nothing asks for, is None."""
+
+    train: SampleDataset
+    valid: SampleDataset | None
+
+
+def check_inputs(config: Config) -> int:
+    """Check the tokenizer and every dataset of a configuration.
+
+    Returns:
+        The size of the vocabulary to use: `--vocab-size`, or the tokenizer's.
+
+    Raises:
+        InputErrors: Everything that is wrong.
+    """
+    problems: list[str] = []
+    tokenizer: Tokenizer | None = None
+    try:
+        tokenizer = tokenizer_of(config)
+        vocab_size: int | None = _vocab_size(config, tokenizer)
+    except DataError as error:
+        problems.append(str(error))
+        vocab_size = None
+    budget = _SCAN_BYTES
+    for prefix in config.data.blend()[0]:
+        try:
+            indexed = IndexedDataset(prefix)
+            split_documents(indexed, config.data.split_shares())
+            budget -= _check_tokens(indexed, tokenizer, vocab_size, budget)
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputErrors(problems)
+    assert vocab_size is not None
+    return vocab_size
+
+
+def vocabulary_size(config: Config) -> int:
+    """The size of the vocabulary to use: `--vocab-size`, or the tokenizer's.
+
+    Raises:
+        DataError: There is no tokenizer where one is needed, or `--vocab-size` is smaller than its vocabulary.
+    """
+    return _vocab_size(config, tokenizer_of(config))
+
+
+def complete_config(config: C) -> C:
+    """The configuration with the vocabulary's size, which only the tokenizer knows.
+
+    Raises:
+        DataError: As for `vocabulary_size`.
+    """
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocabulary_size(config)))
+
+
+def build_datasets(config: Config, *, train_samples: int | None = None) -> Datasets:
+    """Make the datasets of a resolved configuration.
+
+    The validation set holds `eval_iters` global batches: every evaluation reads the same ones. With
+    `--eval-interval 0` there is only the training set.
+
+    Args:
+        config: A resolved configuration.
+        train_samples: Size of the training set; a run that resumes with another batch size reads others than
+            `train_iters` global batches, which is the default.
+
+    Raises:
+        DataError: An input is unusable.
+    """
+    vocab_size = config.model.vocab_size or vocabulary_size(config)
+    eod = None if config.data.mock_data else _masked_eod(config)
+
+    def mock(stream: int, num_samples: int) -> SampleDataset:
+        return MockDataset(vocab_size, config.data.seq_length, num_samples, config.training.seed, stream=stream)
+
+    def dataset(part: Part, num_samples: int) -> SampleDataset:
+        return GPTDataset(
+            part.indexed,
+            part.documents,
+            num_samples=num_samples,
+            seq_length=config.data.seq_length,
+            seed=config.training.seed,
+            cache_dir=cache_dir(config, part.indexed),
+            eod=eod,
+            vocab_size=vocab_size,
+        )
+
+    return datasets_of(config, train_samples, mock, dataset)
+
+
+class Part(NamedTuple):
+    """A dataset's documents that belong to a split.
+
+    Attributes:
+        indexed: The opened dataset.
+        documents: Those of the split.
+        number: The dataset's place in --data-path.
+        stream: 0 for training, 1 for validation.
+    """
+
+    indexed: IndexedDataset
+    documents: range
+    number: int
+    stream: int
+
+
+def datasets_of(
+    config: Config,
+    train_samples: int | None,
+    mock: Callable[[int, int], SampleDataset],
+    dataset: Callable[[Part, int], SampleDataset],
+) -> Datasets:
+    """The datasets of a run, of whatever kind of samples.
+
+    Args:
+        config: A resolved configuration.
+        train_samples: As for `build_datasets`.
+        mock: Makes generated data of a stream (0 training, 1 validation) and a number of samples.
+        dataset: Makes a dataset of a part and a number of samples.
+    """
+    training = config.training
+    assert training.global_batch_size is not None
+    _loaded.cache_clear()  # the run itself does without the tokenizer
+    batch = training.global_batch_size
+    evaluated = training.eval_iters * batch if training.eval_interval else 0
+    counts = [train_samples or training.train_iters * batch, evaluated]
+    if config.data.mock_data:
+        made = [mock(stream, count) if count else None for stream, count in enumerate(counts)]
+    else:
+        opened = [IndexedDataset(prefix) for prefix in config.data.blend()[0]]
+        made = [
+            _blended(config, parts_of(config, opened, stream), count, dataset) for stream, count in enumerate(counts)
+        ]
+    train, valid = made
+    assert train is not None
+    return Datasets(train=train, valid=valid)
+
+
+def parts_of(config: Config, opened: Sequence[IndexedDataset], stream: int) -> list[Part]:
+    """The documents of a split (0 training, 1 validation) in every dataset that has some with tokens."""
+    parts = []
+    for number, indexed in enumerate(opened):
+        documents = split_documents(indexed, config.data.split_shares())[stream]
+        if indexed.document_start(documents.stop) > indexed.document_start(documents.start):
+            parts.append(Part(indexed, documents, number, stream))
+    return parts
+
+
+def split_documents(indexed: IndexedDataset, shares: tuple[float, float, float]) -> tuple[range, range, range]:
+    """Divide the documents into training, validation and test: disjoint, in order, and none left over.
+
+    Raises:
+        DataError: There would be no document to train on.
+    """
+    count = indexed.num_documents
+    bounds = [0, round(count * shares[0]), round(count * (shares[0] + shares[1])), count]
+    if shares[2] == 0:
+        bounds[2] = count  # 0.95 + 0.05 is not quite 1
+    train, valid, test = (range(*pair) for pair in pairwise(bounds))
+    if not train or indexed.document_start(train.stop) == 0:
+        raise DataError(
+            f"--split leaves no tokens to train on in the {count} documents of {indexed.idx_path}: "
+            "make its first number larger, or add documents"
+        )
+    return train, valid, test
+
+
+def _blended(
+    config: Config, parts: Sequence[Part], count: int, dataset: Callable[[Part, int], SampleDataset]
+) -> SampleDataset | None:
+    """One split of all datasets, mixed by --data-path's weights or else by their tokens."""
+    if not count or not parts:
+        return None
+    if len(parts) == 1:
+        return dataset(parts[0], count)
+    given = config.data.blend()[1]
+    weights = [given[part.number] if given else _tokens(part) for part in parts]
+    index = blend_index(weights, count, cache_dir(config, parts[0].indexed))
+    supplied = np.bincount(index["dataset"], minlength=len(parts)).tolist()
+    return BlendedDataset([dataset(part, n) for part, n in zip(parts, supplied, strict=True)], index)
+
+
+def _tokens(part: Part) -> float:
+    return float(part.indexed.document_start(part.documents.stop) - part.indexed.document_start(part.documents.start))
+
+
+def _masked_eod(config: Config) -> int | None:
+    """Id of the token that --eod-mask-loss leaves out of the loss."""
+    tokenizer = tokenizer_of(config) if config.data.eod_mask_loss else None
+    return tokenizer.eod if tokenizer is not None else None
+
+
+def cache_dir(config: Config, indexed: IndexedDataset) -> Path:
+    """Where a dataset's indices are cached."""
+    if config.data.data_cache_path is not None:
+        return Path(config.data.data_cache_path)
+    return indexed.idx_path.parent / "cache"
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(path: str) -> Tokenizer:
+    """The tokenizer of a path, which the start of a run asks for several times and which may take a second to load."""
+    return load_tokenizer(path)
+
+
+def tokenizer_of(config: Config) -> Tokenizer | None:
+    """The tokenizer of a configuration, if it has one.
+
+    Raises:
+        DataError: It cannot be read, or has no end of document where one is needed.
+    """
+    path = config.data.tokenizer
+    if path is None:
+        return None
+    tokenizer = _loaded(path)
+    if config.data.eod_mask_loss and tokenizer.eod is None:
+        raise DataError(f"--eod-mask-loss needs an end-of-document token, which the tokenizer {path} does not have")
+    return tokenizer
+
+
+def _vocab_size(config: Config, tokenizer: Tokenizer | None) -> int:
+    given = config.model.vocab_size
+    if tokenizer is None:
+        if given is None:
+            raise DataError("the size of the vocabulary is not known: give --tokenizer PATH or --vocab-size N")
+        return given
+    if given is not None and given < tokenizer.vocab_size:
+        raise DataError(
+            f"--vocab-size {given} is smaller than the vocabulary of the tokenizer {config.data.tokenizer}: "
+            f"use {tokenizer.vocab_size} or more, or leave --vocab-size out"
+        )
+    return given if given is not None else tokenizer.vocab_size
+
+
+def _check_tokens(indexed: IndexedDataset, tokenizer: Tokenizer | None, vocab_size: int | None, budget: int) -> int:
+    """Check the token ids of a dataset as far as a budget of bytes goes; returns the bytes that were read."""
+    if indexed.sequence_modes is not None:
+        raise DataError(f"{indexed.idx_path}: a multimodal dataset; only text can be trained on")
+    sidecar = read_sidecar(indexed)
+    if sidecar is not None and tokenizer is not None and sidecar.tokenizer_fingerprint != tokenizer.fingerprint:
+        raise DataError(
+            f"{indexed.bin_path}: made with another tokenizer (fingerprint {sidecar.tokenizer_fingerprint[:12]}) than "
+            f"--tokenizer (fingerprint {tokenizer.fingerprint[:12]}): give the one it was preprocessed with"
+        )
+    if vocab_size is None or (sidecar is not None and sidecar.max_token_id < vocab_size):
+        return 0
+    tokens = min(indexed.num_tokens, max(budget, 0) // indexed.dtype.itemsize)
+    check_token_ids(indexed, vocab_size, stop=tokens)
+    return tokens * indexed.dtype.itemsize

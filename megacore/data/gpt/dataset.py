@@ -1,0 +1,215 @@
+"""Samples for a left-to-right language model: windows of seq_length + 1 tokens over shuffled documents.
+
+Three int64 indices, built without a Python loop over documents, samples or many epochs and cached on disk, say what
+sample k is:
+
+- document_index: the documents, in a new order for each epoch, one epoch after the other: an endless stream of tokens;
+- sample_index: window w covers tokens [w * seq_length, (w + 1) * seq_length] of that stream; windows overlap by one
+  token, the last label of one being the first input of the next. Row w is the window's start: (place in
+  document_index, offset in that document);
+- shuffle_index: which window sample k is. Every epoch is shuffled by itself, and the window that runs over into the
+  next epoch comes last.
+
+So the order is a function of (seed, epoch, k) alone. Megatron-LM shuffles all epochs together, unless the last supplies
+less than 80% of an epoch's samples; there, asking for more samples changes the whole order, and a longer run cannot
+continue a shorter one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megacore.data.gpt.index_cache import Arrays, cached_arrays
+from megacore.data.gpt.shuffling import EPOCHS_DRAWN_ALONE, generator, shuffled_epochs
+from megacore.data.indexed.reader import IndexedDataset, token_error
+from megacore.errors import DataError
+
+_VERSION = 2  # of the order: raise it when the same inputs give other indices
+_SAMPLES = 1  # this use of an epoch's random numbers; 0 is the order of the documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How much of the endless stream a number of samples needs.
+
+    Attributes:
+        epochs: Epochs whose windows are used.
+        windows: Windows, of all those epochs, that samples may be.
+        passes: Times the documents are laid out; one more than `epochs` if the last window runs over.
+    """
+
+    epochs: int
+    windows: int
+    passes: int
+
+
+def extent(tokens_per_epoch: int, num_samples: int, seq_length: int) -> Extent:
+    """The extent of the first `num_samples` samples, in exact integers."""
+    # first(e) = ceil(e * tokens / seq): the first window that starts in epoch e, or the number of those before it.
+    epochs = max(1, -(-((num_samples - 1) * seq_length + 1) // tokens_per_epoch))
+    first_of_next = -(-epochs * tokens_per_epoch // seq_length)
+    # The last window of an epoch has no label for its last token within the epoch. It is also the epoch's last sample,
+    # so that only a request for every last sample needs tokens of the next epoch.
+    runs_over = num_samples >= first_of_next
+    windows = first_of_next if runs_over else first_of_next - 1
+    passes = max(epochs, -(-(windows * seq_length + 1) // tokens_per_epoch))
+    return Extent(epochs=epochs, windows=windows, passes=passes)
+
+
+def build_indices(
+    documents: NDArray[np.int64], lengths: NDArray[np.int64], *, num_samples: int, seq_length: int, seed: int
+) -> Arrays:
+    """Build the three indices.
+
+    Args:
+        documents: [n] document numbers, each once.
+        lengths: [n] tokens of each of them.
+        num_samples: Samples that will be asked for.
+        seq_length: Tokens of a sample.
+        seed: Seed of the order.
+
+    Returns:
+        `document_index` [passes * n], `sample_index` [windows + 1, 2] and `shuffle_index` [windows], all int64.
+    """
+    tokens = int(lengths.sum())
+    size = extent(tokens, num_samples, seq_length)
+    order = shuffled_epochs(len(documents), size.passes, seed)
+    laid_out = lengths[order]
+    ends = np.cumsum(laid_out)
+    # Windows that start in a document: multiples of seq_length in [start, end). Repeating each place by that number
+    # gives every window's document in one pass.
+    begun = (ends + (seq_length - 1)) // seq_length  # windows that start before each document's end
+    place = np.repeat(np.arange(len(order)), np.diff(begun, prepend=0))[: size.windows + 1]
+    windows = np.empty((size.windows + 1, 2), np.int64)
+    windows[:, 0] = place
+    windows[:, 1] = np.arange(size.windows + 1) * seq_length - (ends[place] - laid_out[place])
+    return {
+        "document_index": documents[order],
+        "sample_index": windows,
+        "shuffle_index": _shuffle(tokens, size, seq_length, seed),
+    }
+
+
+def _shuffle(tokens: int, size: Extent, seq_length: int, seed: int) -> NDArray[np.int64]:
+    """Every epoch's windows in a random order, the one that runs over into the next epoch last."""
+    shuffle = np.arange(size.windows)
+    firsts = -(-np.arange(size.epochs + 1) * tokens // seq_length)  # the first window that starts in each epoch
+    counts = np.diff(firsts) - 1  # windows to shuffle; an epoch's differ by one at most
+    alone = min(size.epochs, EPOCHS_DRAWN_ALONE)
+    for epoch in range(alone):
+        if counts[epoch] > 1:
+            generator(seed, epoch, _SAMPLES).shuffle(shuffle[firsts[epoch] : firsts[epoch] + counts[epoch]])
+    for count in np.unique(counts[alone:]).tolist():
+        if count > 1:
+            # A generator of its own for each count: so no epoch's order depends on how many epochs there are.
+            rows = firsts[alone:-1][counts[alone:] == count][:, None] + np.arange(count)
+            shuffle[rows] = generator(seed, EPOCHS_DRAWN_ALONE, _SAMPLES, count).permuted(rows, axis=1)
+    return shuffle
+
+
+class GPTDataset:
+    """Samples of one dataset (or one split of it).
+
+    Args:
+        indexed: The opened .bin/.idx.
+        documents: The documents to use.
+        num_samples: Samples that will be asked for; epochs are added as needed.
+        seq_length: Tokens of a sample.
+        seed: Seed of the order.
+        cache_dir: Directory of the index cache; None keeps the indices in memory.
+        eod: Id of the end-of-document token if the loss is to leave it out as an input (`--eod-mask-loss`).
+        vocab_size: Size of the vocabulary, checked in every sample; None checks nothing.
+
+    Raises:
+        DataError: The documents hold no tokens.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        *,
+        num_samples: int,
+        seq_length: int,
+        seed: int,
+        cache_dir: Path | None = None,
+        eod: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.indexed = indexed
+        self.seq_length = seq_length
+        self._num_samples, self._eod, self._vocab_size = num_samples, eod, vocab_size
+        numbers = np.arange(documents.start, documents.stop)
+        lengths = np.diff(indexed.document_offsets(documents.start, documents.stop))
+        tokens = int(lengths.sum())
+        if tokens == 0:
+            raise DataError(f"{indexed.idx_path}: the {len(numbers)} documents of this split hold no tokens")
+        size = extent(tokens, num_samples, seq_length)
+        description = {
+            "version": _VERSION,
+            "numpy": np.__version__.split(".")[0],
+            "idx": indexed.fingerprint if cache_dir else "",
+            "documents": [documents.start, documents.stop],
+            "extent": [size.epochs, size.windows, size.passes],
+            "seq_length": seq_length,
+            "seed": seed,
+        }
+        arrays = cached_arrays(
+            cache_dir,
+            description,
+            lambda: build_indices(numbers, lengths, num_samples=num_samples, seq_length=seq_length, seed=seed),
+        )
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
+
+    def __len__(self) -> int:
+        """Number of samples that were asked for."""
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> dict[str, NDArray]:
+        """Sample `index`: tokens int64 [s], labels int64 [s] (the next tokens) and loss_mask float32 [s].
+
+        Raises:
+            DataError: The sample holds a token id outside the vocabulary.
+        """
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
+        window = self.window(int(self.shuffle_index[index]))
+        tokens, labels = window[:-1], window[1:]
+        mask = np.ones(self.seq_length, np.float32)
+        if self._eod is not None:
+            mask[tokens == self._eod] = 0.0
+        return {"tokens": tokens, "labels": labels, "loss_mask": mask}
+
+    def window(self, window: int) -> NDArray[np.int64]:
+        """int64 [s + 1]: the tokens of a window of the stream."""
+        pieces = [self.indexed.tokens(start, stop) for start, stop in self._spans(window)]
+        values = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int64)
+        if self._vocab_size is not None and (values.max() >= self._vocab_size or values.min() < 0):
+            raise self._token_error(window, values)
+        return values
+
+    def _spans(self, window: int) -> Iterator[tuple[int, int]]:
+        """The ranges of the .bin that make up a window."""
+        (place, offset), (last_place, last_offset) = self.sample_index[window : window + 2].tolist()
+        for at in range(place, last_place + 1):
+            document = int(self.document_index[at])
+            start = self.indexed.document_start(document)
+            stop = start + last_offset + 1 if at == last_place else self.indexed.document_start(document + 1)
+            yield start + offset, stop
+            offset = 0
+
+    def _token_error(self, window: int, values: NDArray[np.int64]) -> DataError:
+        assert self._vocab_size is not None
+        at = int(np.argmax((values >= self._vocab_size) | (values < 0)))
+        for start, stop in self._spans(window):
+            if at < stop - start:
+                return token_error(self.indexed, start + at, self._vocab_size)
+            at -= stop - start
+        raise AssertionError("a window's spans cover its tokens")

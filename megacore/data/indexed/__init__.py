@@ -1,0 +1,1 @@
+"""`.bin`/`.idx` datasets: writing them from text, and reading them."""

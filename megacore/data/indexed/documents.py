@@ -1,0 +1,127 @@
+"""From a chunk of a file to texts: JSON lines, plain text, and what is wrong with a line, located and never silent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+from megacore.data.indexed.corpus import Chunk
+
+
+class BadLine(NamedTuple):
+    """A line that holds no usable document."""
+
+    source: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}: {self.reason}"
+
+
+@dataclass(kw_only=True)
+class Parsed:
+    """The documents of a chunk.
+
+    Attributes:
+        texts: One list per key, all of the same length.
+        bad: Lines without a usable document, in order.
+    """
+
+    texts: tuple[list[str], ...]
+    bad: list[BadLine] = field(default_factory=list)
+
+
+def parse(chunk: Chunk, keys: Sequence[str] = ("text",)) -> Parsed:
+    """The texts of a chunk: a tuple of texts for every JSON line that holds all keys, one for a unit of plain text."""
+    if chunk.unit == "json":
+        return _parse_json(chunk, keys)
+    if chunk.unit == "line":
+        return _parse_lines(chunk)
+    return _parse_blocks(chunk)
+
+
+def _parse_json(chunk: Chunk, keys: Sequence[str]) -> Parsed:
+    parsed = Parsed(texts=tuple([] for _ in keys))
+    for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
+        if not line or line.isspace():
+            continue
+        try:
+            values = _json_values(line, keys)
+        except ValueError as error:
+            parsed.bad.append(BadLine(chunk.source, number, str(error)))
+            continue
+        for texts, value in zip(parsed.texts, values, strict=True):
+            texts.append(value)
+    return parsed
+
+
+def _json_values(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The values of the keys in one JSON line; ValueError says what is wrong with it."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(_not_utf8(error)) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, or brackets nested as deep
+        raise ValueError("not usable JSON (too deep or too long a number)") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"not a JSON object but {type(record).__name__}")
+    values = []
+    for key in keys:
+        if key not in record:
+            raise ValueError(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:5])) or 'none'})")
+        value = record[key]
+        if not isinstance(value, str):
+            raise ValueError(f"key {key!r} holds {type(value).__name__}, not text")
+        if b"\\u" in line and not _encodable(value):
+            raise ValueError(f"key {key!r} holds half a surrogate pair, which is no character")
+        values.append(value)
+    return values
+
+
+def _parse_lines(chunk: Chunk) -> Parsed:
+    """One document a line; blank lines separate nothing and are skipped."""
+    texts: list[str] = []
+    parsed = Parsed(texts=(texts,))
+    for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
+        if not line or line.isspace():
+            continue
+        try:
+            texts.append(line.removesuffix(b"\r").decode("utf-8"))
+        except UnicodeDecodeError as error:
+            parsed.bad.append(BadLine(chunk.source, number, _not_utf8(error)))
+    return parsed
+
+
+def _parse_blocks(chunk: Chunk) -> Parsed:
+    """Paragraphs, or the whole file; a line that is not UTF-8 is left out of its document."""
+    parsed = Parsed(texts=([],))
+    lines = []
+    for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
+        try:
+            lines.append(line.removesuffix(b"\r").decode("utf-8"))
+        except UnicodeDecodeError as error:
+            parsed.bad.append(BadLine(chunk.source, number, _not_utf8(error)))
+    if chunk.unit == "file":
+        units = [lines]
+    else:
+        units = [list(group) for filled, group in groupby(lines, lambda line: bool(line.strip())) if filled]
+    parsed.texts[0].extend(text for text in map("\n".join, units) if text.strip())
+    return parsed
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at column {error.start + 1})"
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,290 @@
+"""Text files to .bin/.idx: chunks are tokenized by worker processes and written in order by this one.
+
+The output does not depend on the number of workers, because the chunks do not. Memory does not grow with the input: a
+few chunks a worker are under way at any time, and the writer streams. Workers send packed NumPy bytes, since pickling
+lists of Python integers would cost more than making them. However the main process ends, its workers end with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+
+from megacore.config.messages import counted
+from megacore.data.indexed.corpus import Chunk, TextUnit, is_json, read_chunks
+from megacore.data.indexed.documents import BadLine, parse
+from megacore.data.indexed.reader import token_dtype
+from megacore.data.indexed.sentences import split_sentences
+from megacore.data.indexed.sidecar import Sidecar, idx_bytes
+from megacore.data.indexed.writer import IndexedWriter, output_files, refuse_overwriting, require_prefix
+from megacore.data.tokenizers.tokenizer import Tokenizer
+from megacore.errors import DataError
+
+_BAD_KEPT = 1000  # located bad lines that are remembered; all are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to preprocess.
+
+    Attributes:
+        inputs: Text files, in the order of the output.
+        output_prefix: Outputs are `{output_prefix}_{key}_document.bin|idx|json` (`_sentence` with split_sentences).
+        json_keys: Keys of the JSON objects to tokenize, each to its own output.
+        append_eod: Whether every document ends with the tokenizer's end-of-document token.
+        split_sentences: Whether each sentence becomes a sequence of its document.
+        text_unit: What a document is in plain text.
+        workers: Processes that tokenize; 1 tokenizes in this process.
+        strict: Whether the first bad line is an error.
+        tokenizer: Where the tokenizer was read from, which must not be written over.
+    """
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    split_sentences: bool = False
+    text_unit: TextUnit = "line"
+    workers: int = 1
+    strict: bool = False
+    tokenizer: str | None = None
+
+    def output(self, key: str) -> str:
+        """Prefix of the output of a key."""
+        return f"{self.output_prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
+
+
+@dataclass(kw_only=True)
+class Report:
+    """How far a run is, and what it found.
+
+    Attributes:
+        documents: Documents written (for every key).
+        tokens: Tokens written, end-of-document tokens included, over all keys.
+        text_bytes: Bytes of input read, after decompression.
+        file_bytes: Bytes of the input files read, as they lie on disk.
+        bad_count: Lines that were left out.
+        bad: The first of them.
+        empty: Documents left out because they held no tokens.
+        seconds: Time taken.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    file_bytes: int = 0
+    bad_count: int = 0
+    bad: list[BadLine] = field(default_factory=list)
+    empty: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """The tokens of a chunk for one key, as bytes of the output's dtype, int32 lengths and int64 document sizes."""
+
+    tokens: bytes
+    lengths: bytes
+    document_sizes: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """A tokenized chunk."""
+
+    packed: tuple[Packed, ...]
+    documents: int
+    empty: int
+    bad: list[BadLine]
+
+
+class Encoder:
+    """Turns chunks into packed tokens; each worker has one."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        if job.append_eod and tokenizer.eod is None:
+            raise DataError("--append-eod: this tokenizer has no end-of-document token")
+        self._job, self._tokenizer = job, tokenizer
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._tail = [tokenizer.eod] if job.append_eod and tokenizer.eod is not None else []
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        """Parse and tokenize a chunk."""
+        parsed = parse(chunk, self._job.json_keys)
+        encoded = [self._encode(texts) for texts in parsed.texts]
+        # A document without tokens under one key is left out under all, so that the outputs stay aligned.
+        kept = [number for number, group in enumerate(zip(*encoded, strict=True)) if all(map(any, group))]
+        total = len(parsed.texts[0])
+        packed = tuple(self._pack([documents[number] for number in kept]) for documents in encoded)
+        return Encoded(packed=packed, documents=len(kept), empty=total - len(kept), bad=parsed.bad)
+
+    def _encode(self, texts: list[str]) -> list[list[list[int]]]:
+        """Token ids of the sequences of each document."""
+        if not self._job.split_sentences:
+            return [[ids] for ids in self._tokenizer.encode_batch(texts)]
+        split = [split_sentences(text) for text in texts]
+        ids = iter(self._tokenizer.encode_batch(list(chain.from_iterable(split))))
+        return [[sequence for _ in sentences if (sequence := next(ids))] for sentences in split]
+
+    def _pack(self, documents: list[list[list[int]]]) -> Packed:
+        for sequences in documents:
+            sequences[-1].extend(self._tail)
+        lengths = np.fromiter((len(ids) for sequences in documents for ids in sequences), np.int32)
+        flat = chain.from_iterable(chain.from_iterable(documents))
+        tokens = np.fromiter(flat, self._dtype, count=int(lengths.sum(dtype=np.int64)))
+        sizes = np.fromiter(map(len, documents), np.int64, count=len(documents))
+        return Packed(tokens=tokens.tobytes(), lengths=lengths.tobytes(), document_sizes=sizes.tobytes())
+
+
+def preprocess(job: Job, tokenizer: Tokenizer, on_progress: Callable[[Report], None] = lambda report: None) -> Report:
+    """Tokenize the inputs of a job and write its outputs.
+
+    Args:
+        job: What to do.
+        tokenizer: Makes the tokens; its vocabulary decides the output's dtype.
+        on_progress: Called with the report so far after every chunk.
+
+    Raises:
+        DataError: An input is unusable, nothing is left to write, or (strict) a line is bad. There is no output then.
+    """
+    _check(job)
+    begun = time.monotonic()
+    report = Report()
+    encoder = Encoder(job, tokenizer)
+    dtype = token_dtype(tokenizer.vocab_size)
+    with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(job.output(key), dtype)) for key in job.json_keys]
+        for chunk, encoded in _encoded_chunks(job, encoder):
+            _count(report, job, chunk, encoded)
+            for writer, packed in zip(writers, encoded.packed, strict=True):
+                writer.extend(
+                    np.frombuffer(packed.tokens, dtype),
+                    np.frombuffer(packed.lengths, np.int32),
+                    np.frombuffer(packed.document_sizes, np.int64),
+                )
+            report.tokens = sum(writer.num_tokens for writer in writers)
+            report.seconds = time.monotonic() - begun
+            on_progress(report)
+        if report.documents == 0:
+            raise DataError(_nothing(job, report))
+        for writer in writers:
+            writer.commit(_sidecar(writer, tokenizer, job))
+    report.seconds = time.monotonic() - begun
+    return report
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _check(job: Job) -> None:
+    require_prefix(job.output_prefix)
+    if len(job.json_keys) > 1 and not all(is_json(path) for path in job.inputs):
+        raise DataError(
+            f"--json-keys {' '.join(job.json_keys)}: plain text has no keys; give .jsonl files only, or one key"
+        )
+    if len(set(job.json_keys)) < len(job.json_keys):
+        raise DataError(f"--json-keys {' '.join(job.json_keys)} names a key twice")
+    for key in job.json_keys:
+        if not key or "/" in key or "\0" in key:
+            raise DataError(f"--json-keys {key!r} cannot be part of a file name")
+    outputs = chain.from_iterable(output_files(job.output(key)) for key in job.json_keys)
+    refuse_overwriting(outputs, [*job.inputs, *([job.tokenizer] if job.tokenizer else [])])
+
+
+def _count(report: Report, job: Job, chunk: Chunk, encoded: Encoded) -> None:
+    if encoded.bad and job.strict:
+        raise DataError(f"{encoded.bad[0]} (--strict)")
+    report.documents += encoded.documents
+    report.empty += encoded.empty
+    report.text_bytes += len(chunk.data)
+    report.file_bytes += chunk.file_bytes
+    report.bad_count += len(encoded.bad)
+    report.bad.extend(encoded.bad[: _BAD_KEPT - len(report.bad)])
+
+
+def _nothing(job: Job, report: Report) -> str:
+    where = job.inputs[0] if len(job.inputs) == 1 else f"the {len(job.inputs)} input files"
+    first = f"; the first bad line is {report.bad[0]}" if report.bad else ""
+    left_out = f"{counted(report.bad_count, 'bad line')}, {counted(report.empty, 'empty document')}"
+    return f"{where}: no documents in it ({left_out}{first})"
+
+
+def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, job: Job) -> Sidecar:
+    return Sidecar(
+        documents=writer.num_documents,
+        sequences=writer.num_sequences,
+        tokens=writer.num_tokens,
+        dtype=writer.dtype.name,
+        max_token_id=writer.max_token_id,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        eod=tokenizer.eod,
+        append_eod=job.append_eod,
+        bin_bytes=writer.num_tokens * writer.dtype.itemsize,
+        idx_bytes=idx_bytes(writer.num_sequences, writer.num_documents),
+    )
+
+
+# ---- workers ---------------------------------------------------------------------------------------------------------
+
+_worker_encoder: Encoder | None = None  # in a worker process: what its chunks are encoded with
+
+
+def _encoded_chunks(job: Job, encoder: Encoder) -> Iterator[tuple[Chunk, Encoded]]:
+    """Every chunk with its encoding, in order, with a bounded number under way."""
+    chunks = chain.from_iterable(read_chunks(path, job.text_unit) for path in job.inputs)
+    if job.workers == 1:
+        yield from ((chunk, encoder(chunk)) for chunk in chunks)
+        return
+    # Forked where that is the custom: a worker starts in milliseconds, with the tokenizer already loaded.
+    method = "fork" if os.uname().sysname == "Linux" else "spawn"
+    pool = ProcessPoolExecutor(
+        job.workers, multiprocessing.get_context(method), initializer=_start_worker, initargs=(encoder, os.getpid())
+    )
+    try:
+        under_way: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        for chunk in chunks:
+            under_way.append((chunk, pool.submit(_encode_in_worker, chunk)))
+            if len(under_way) > 2 * job.workers + 2:
+                chunk, future = under_way.popleft()
+                yield chunk, future.result()
+        for chunk, future in under_way:
+            yield chunk, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(encoder: Encoder, parent: int) -> None:
+    global _worker_encoder
+    _worker_encoder = encoder
+    # The main process answers Ctrl-C and SIGTERM for all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.disable()  # nothing here makes cycles, and collecting would walk millions of live integers
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent is gone: a pool's worker would wait for work for ever."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _encode_in_worker(chunk: Chunk) -> Encoded:
+    assert _worker_encoder is not None
+    return _worker_encoder(chunk)

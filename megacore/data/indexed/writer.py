@@ -1,0 +1,295 @@
+"""Writing and merging .bin/.idx pairs: streamed, exact beyond 2^31 tokens, and never visible half-finished.
+
+Everything is written under `*.partial` names, synced, and renamed at `commit`; the .idx, without which nothing is a
+dataset, comes last. What is known only at the end (lengths, document boundaries) is spooled to unnamed temporary files,
+so that memory does not grow with the corpus.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megacore.data.indexed.reader import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, dtype_code, idx_path
+from megacore.data.indexed.sidecar import Sidecar, read_sidecar, sidecar_path
+from megacore.errors import DataError
+from megacore.files import sync, take_lock
+
+_PARTIAL = ".partial"
+_CHUNK = 1 << 20
+_COPY = 1 << 24
+
+
+class IndexedWriter:
+    """Writes one .bin/.idx pair; nothing appears under the final names before `commit`.
+
+    Use it as a context manager: leaving it without a commit removes what was written.
+
+    Args:
+        prefix: Path without `.bin`/`.idx`; its directory is created.
+        dtype: Dtype of the tokens; `indexed.token_dtype(vocab_size)` is Megatron-LM's choice.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = dtype_code(self.dtype)
+        self.num_sequences = self.num_documents = self.num_tokens = 0
+        self.max_token_id = -1
+        self._last_boundary = 0
+        self._published = False
+        folder = Path(self.prefix).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._partial = Path(f"{self.prefix}.bin{_PARTIAL}")
+            self._bin = _open_locked(self._partial)
+            self._lengths: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in close()
+            self._boundaries: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        except OSError as error:
+            raise DataError(f"{self.prefix}: cannot write there ({error.strerror})") from error
+        self._boundaries.write(np.zeros(1, "<i8").tobytes())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def add(self, tokens: ArrayLike) -> None:
+        """Append one sequence to the current document.
+
+        Raises:
+            DataError: A token does not fit the dtype.
+        """
+        values = np.asarray(tokens, dtype=None if len(np.atleast_1d(tokens)) else self.dtype)
+        if values.size:
+            limits = np.iinfo(self.dtype)
+            if values.min() < limits.min or values.max() > limits.max:
+                raise DataError(
+                    f"{self.prefix}: token ids {values.min()} to {values.max()} do not fit {self.dtype.name}"
+                )
+        self.extend(values.astype(self.dtype), np.array([values.size]), np.array([], np.int64))
+
+    def end_document(self) -> None:
+        """End the current document after the sequences added so far."""
+        self.extend(np.empty(0, self.dtype), np.array([], np.int64), np.array([0]))
+
+    def extend(self, tokens: NDArray, lengths: NDArray, document_sizes: NDArray) -> None:
+        """Append many sequences at once.
+
+        Args:
+            tokens: [sum(lengths)] of the writer's dtype.
+            lengths: Tokens of each sequence.
+            document_sizes: Sequences of each document that ends here; the first continues the current document.
+        """
+        assert tokens.dtype == self.dtype
+        assert int(lengths.sum()) == tokens.size
+        self._bin.write(tokens.tobytes())
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        if document_sizes.size:
+            # Sequences added since the last end_document() belong to the first document that ends here.
+            ends = self.num_sequences + np.cumsum(document_sizes, dtype=np.int64)
+            self._boundaries.write(ends.astype("<i8").tobytes())
+            self.num_documents += document_sizes.size
+            self._last_boundary = int(ends[-1])
+        self.num_sequences += lengths.size
+        self.num_tokens += tokens.size
+        if tokens.size:
+            self.max_token_id = max(self.max_token_id, int(tokens.max()))
+
+    def append(self, dataset: IndexedDataset) -> None:
+        """Append all documents of another dataset of the same dtype, holes of sparse files included."""
+        assert dataset.dtype == self.dtype
+        self._bin.flush()
+        with open(dataset.bin_path, "rb") as source:
+            _copy_sparse(source.fileno(), self._bin.fileno(), self.num_tokens * self.dtype.itemsize)
+        self._bin.seek(0, os.SEEK_END)
+        for start in range(0, len(dataset), _CHUNK):
+            self._lengths.write(dataset.sequence_lengths[start : start + _CHUNK].tobytes())
+        for start in range(1, len(dataset.document_indices), _CHUNK):
+            part = dataset.document_indices[start : start + _CHUNK] + np.int64(self.num_sequences)
+            self._boundaries.write(part.tobytes())
+        self.num_sequences += len(dataset)
+        self._last_boundary = self.num_sequences
+        self.num_documents += dataset.num_documents
+        self.num_tokens += dataset.num_tokens
+
+    def commit(self, sidecar: Sidecar | None = None) -> None:
+        """Sync everything and give it its final name; a dataset that was there before is replaced.
+
+        Raises:
+            DataError: Nothing was written, or sequences are left that no document ends.
+        """
+        if self.num_documents == 0:
+            raise DataError(f"{self.prefix}: no documents to write")
+        assert self._last_boundary == self.num_sequences, "sequences after the last end_document()"
+        index, note = Path(f"{self.prefix}.idx{_PARTIAL}"), Path(f"{self.prefix}.json{_PARTIAL}")
+        try:
+            _sync(self._bin)
+            with open(index, "wb") as file:
+                self._write_index(file)
+                _sync(file)
+            if sidecar is not None:
+                with open(note, "wb") as file:
+                    file.write(sidecar.to_bytes())
+                    _sync(file)
+            self._publish(index, note if sidecar is not None else None)
+        finally:
+            index.unlink(missing_ok=True)
+            note.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        """Remove what was not committed and release the files."""
+        if self._bin.closed:
+            return
+        if not self._published:
+            self._partial.unlink(missing_ok=True)
+        self._bin.close()
+        self._lengths.close()
+        self._boundaries.close()
+
+    def _write_index(self, file: BinaryIO) -> None:
+        file.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
+        for block in _blocks(_rewound(self._lengths)):
+            file.write(block)
+        offset = 0
+        for block in _blocks(_rewound(self._lengths)):
+            sizes = np.frombuffer(block, "<i4").astype(np.int64) * self.dtype.itemsize
+            ends = np.cumsum(sizes) + offset
+            file.write((ends - sizes).astype("<i8").tobytes())
+            offset = int(ends[-1])
+        for block in _blocks(_rewound(self._boundaries)):
+            file.write(block)
+
+    def _publish(self, index: Path, note: Path | None) -> None:
+        """Rename into place. The old .idx goes first and the new one comes last, so that the parts never mix."""
+        idx_path(self.prefix).unlink(missing_ok=True)
+        sidecar_path(self.prefix).unlink(missing_ok=True)
+        os.replace(self._partial, bin_path(self.prefix))
+        self._published = True
+        if note is not None:
+            os.replace(note, sidecar_path(self.prefix))
+        os.replace(index, idx_path(self.prefix))
+        sync(idx_path(self.prefix).parent)
+
+
+def require_prefix(prefix: str) -> None:
+    """Refuse an empty output prefix, mostly a shell variable that is not set.
+
+    Raises:
+        DataError: It is empty.
+    """
+    if not prefix.strip():
+        raise DataError("--output-prefix is empty: give a path without an ending, such as data/corpus")
+
+
+def output_files(prefix: str | Path) -> list[Path]:
+    """Every file that writing a dataset replaces or removes."""
+    ends = (".bin", ".idx", ".json")
+    return [Path(f"{prefix}{end}{partial}") for end in ends for partial in ("", _PARTIAL)]
+
+
+def refuse_overwriting(outputs: Iterable[Path], inputs: Iterable[str | Path]) -> None:
+    """Refuse to write over what is read, under whatever name.
+
+    Args:
+        outputs: Files that will be replaced or removed, where they exist.
+        inputs: Files that are read, where they exist.
+
+    Raises:
+        DataError: An output is an input.
+    """
+    read = [Path(path) for path in inputs if os.path.exists(path)]
+    for output in outputs:
+        place = Path(os.path.realpath(output))  # new/../a: `new` will be made
+        if place.exists() and any(place.samefile(path) for path in read):
+            raise DataError(f"{output} would be overwritten, but is one of the inputs: choose another output name")
+
+
+def merge(prefixes: Sequence[str], output_prefix: str) -> Sidecar | None:
+    """Concatenate datasets of one dtype, in the given order.
+
+    Returns:
+        The sidecar that was written: only when every input has one, all made with the same tokenizer.
+
+    Raises:
+        DataError: An input is damaged, dtypes or tokenizers differ, or the output is one of the inputs.
+    """
+    require_prefix(output_prefix)
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    refuse_overwriting(output_files(output_prefix), [p for d in datasets for p in (d.idx_path, d.bin_path)])
+    first = datasets[0]
+    for dataset in datasets:
+        if dataset.sequence_modes is not None:
+            raise DataError(f"{dataset.idx_path}: a multimodal dataset; only text can be merged")
+        if dataset.dtype != first.dtype:
+            raise DataError(
+                f"{dataset.idx_path} holds {dataset.dtype.name} tokens but {first.idx_path} holds {first.dtype.name}: "
+                "only datasets of one dtype (one tokenizer) can be merged"
+            )
+    notes = [read_sidecar(dataset) for dataset in datasets]
+    known = [note for note in notes if note is not None]
+    if len({note.tokenizer_fingerprint for note in known}) > 1:
+        raise DataError("the inputs were made with different tokenizers: " + ", ".join(map(str, prefixes)))
+    with IndexedWriter(output_prefix, first.dtype) as writer:
+        for dataset in datasets:
+            writer.append(dataset)
+        total = Sidecar.total(known) if len(known) == len(datasets) else None
+        writer.commit(total)
+    return total
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Open a partial file for writing, alone: a leftover of a killed run is emptied, a live writer's is refused."""
+    while True:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        try:
+            take_lock(file.fileno())  # without locks, keeping two writers apart is the user's affair
+        except BlockingIOError:
+            file.close()
+            raise DataError(f"{path}: another process is writing this dataset") from None
+        if path.exists() and path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+            file.truncate(0)
+            return file
+        file.close()  # its former owner renamed it between our opening and our lock
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _blocks(file: BinaryIO) -> Iterator[bytes]:
+    return iter(lambda: file.read(8 * _CHUNK), b"")
+
+
+def _copy_sparse(source: int, target: int, offset: int) -> None:
+    """Copy a whole file to an offset of another; holes stay holes."""
+    size = os.fstat(source).st_size
+    position = 0
+    while position < size:
+        try:
+            start = os.lseek(source, position, os.SEEK_DATA)
+            stop = os.lseek(source, start, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            break  # only a hole is left
+        for begin in range(start, stop, _COPY):
+            os.pwrite(target, os.pread(source, min(_COPY, stop - begin), begin), offset + begin)
+        position = stop
+    os.ftruncate(target, offset + size)
+
+
+def _rewound(spool: BinaryIO) -> BinaryIO:
+    spool.flush()
+    spool.seek(0)
+    return spool

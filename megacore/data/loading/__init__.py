@@ -1,0 +1,1 @@
+"""From samples to the microbatches of each data-parallel rank."""

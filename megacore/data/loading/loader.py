@@ -1,0 +1,286 @@
+"""Batches for one data-parallel rank: which samples a step takes is arithmetic, and the whole state is one number.
+
+Microbatch j of data-parallel rank d holds the samples `consumed + (j * dp + d) * mbs + [0, mbs)`. So a step's samples
+are the same for every layout, and a run resumes anywhere from `consumed_samples` alone. An accelerator is given a step
+while it computes the one before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megacore.data.gpt.blend import SampleDataset
+from megacore.data.loading.batch import Batch
+from megacore.errors import DataError, WorkerDied
+
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+_SECONDS_FOR_A_WORKER_TO_END = 1.0
+
+B = TypeVar("B", bound=Batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch(Batch):
+    """What one forward pass of a left-to-right model reads.
+
+    Attributes:
+        tokens: int64 [b, s].
+        labels: int64 [b, s], the next tokens.
+        loss_mask: float32 [b, s], 0 where the loss is not counted.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+class BatchLoader(Generic[B]):
+    """Iterates over steps: each gives this rank's microbatches, in order.
+
+    Args:
+        dataset: Samples by global number; as many as the run takes.
+        batch_type: What the samples are stacked to; its tensors are named as the samples' arrays.
+        micro_batch_size: Samples of a microbatch.
+        global_batch_size: Samples of a step, over all ranks.
+        dp_rank: This rank's number among those that share the samples.
+        dp_size: Their number.
+        consumed_samples: Where to begin.
+        num_workers: Processes that read ahead; 0 reads in this process.
+        pin_memory: Whether microbatches are copied to pinned memory, from which an accelerator fetches them by itself.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleDataset,
+        batch_type: type[B],
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        consumed_samples: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        assert global_batch_size % (micro_batch_size * dp_size) == 0
+        assert 0 <= dp_rank < dp_size
+        self.consumed_samples = self._first_sample = consumed_samples
+        self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
+        self._global_batch_size, self._pin_memory = global_batch_size, pin_memory
+        steps = max(0, len(dataset) - consumed_samples) // global_batch_size
+        self._view = _RankView(
+            dataset=dataset,
+            batch_type=batch_type,
+            size=micro_batch_size,
+            length=steps * self.num_microbatches,
+            consumed=consumed_samples,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+        )
+        self._readers: _Readers[B] | None = None if num_workers == 0 else _Readers(self._view, num_workers)
+        self._microbatches = self._from_the_start()
+
+    def __iter__(self) -> Iterator[list[B]]:
+        return self
+
+    def __next__(self) -> list[B]:
+        """This rank's microbatches of the next step.
+
+        Raises:
+            StopIteration: The dataset has no samples for another step.
+            DataError: A sample cannot be used.
+            WorkerDied: A process that reads ahead has ended.
+        """
+        step = []
+        for _ in range(self.num_microbatches):
+            microbatch = next(self._microbatches)
+            if isinstance(microbatch, _Unusable):
+                raise DataError(microbatch.message)
+            step.append(microbatch.pin_memory() if self._pin_memory else microbatch)
+        self.consumed_samples += self._global_batch_size
+        return step
+
+    def rewind(self) -> None:
+        """Begin again where this loader began, with the same processes."""
+        self.consumed_samples = self._first_sample
+        self._microbatches = self._from_the_start()
+
+    def _from_the_start(self) -> Iterator[B | _Unusable]:
+        if self._readers is None:
+            return (self._view[position] for position in range(len(self._view)))
+        return self._readers.read()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step(Generic[B]):
+    """A step's microbatches on the device.
+
+    Attributes:
+        microbatches: in order.
+        consumed_samples: of the loader once this step is done.
+        copied: when they may be read; None: now.
+    """
+
+    microbatches: list[B]
+    consumed_samples: int
+    copied: torch.Event | None = None
+
+
+class DeviceLoader(Generic[B]):
+    """A loader's steps on a device, where the next can be fetched while one is computed.
+
+    An accelerator copies a step in a stream of its own, beside the one that computes. On a CPU nothing runs beside the
+    program, and a step is read when it is due.
+
+    Args:
+        loader: on an accelerator, of pinned memory.
+        device: where steps are computed.
+
+    Attributes:
+        consumed_samples: of the steps that were handed out, not of one that is only fetched.
+    """
+
+    def __init__(self, loader: BatchLoader[B], device: torch.device) -> None:
+        self.consumed_samples = loader.consumed_samples
+        self._loader, self._device = loader, device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._next: _Step[B] | Exception | None = None
+        self._current: _Step[B] | None = None
+
+    def __iter__(self) -> Iterator[list[B]]:
+        return self
+
+    def __next__(self) -> list[B]:
+        """This rank's microbatches of the next step; the memory of the last one's is given back.
+
+        Raises:
+            StopIteration, DataError, WorkerDied: as by the loader, but not before the step is due.
+        """
+        step, self._next = self._next or self._fetch(), None
+        if isinstance(step, Exception):
+            raise step
+        if step.copied is not None:
+            step.copied.wait()  # the stream that computes does, and not the program
+        # The copying stream may write to a step's memory once it is let go, whether the computing one has read it or
+        # not. So it is held until the next is due: by then the program has waited for the gradients of this one.
+        self._current, self.consumed_samples = step, step.consumed_samples
+        return step.microbatches
+
+    def prefetch(self) -> None:
+        """Fetch the next step, to be called once the accelerator has work to do; what fails is raised when it is
+        due."""
+        if self._stream is None or self._next is not None:
+            return
+        try:
+            self._next = self._fetch()
+        except Exception as error:
+            self._next = error
+
+    def _fetch(self) -> _Step[B]:
+        microbatches = next(self._loader)
+        if self._stream is None:
+            return _Step(microbatches=microbatches, consumed_samples=self._loader.consumed_samples)
+        with self._stream:
+            moved = [microbatch.to(self._device, non_blocking=True) for microbatch in microbatches]
+            copied = self._stream.record_event()
+        return _Step(microbatches=moved, consumed_samples=self._loader.consumed_samples, copied=copied)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unusable:
+    """Returned by a worker for a sample that raises: DataLoader would wrap an exception's message in a traceback."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankView(Dataset[B | _Unusable], Generic[B]):
+    """The microbatches of one rank from a point on, by position."""
+
+    dataset: SampleDataset
+    batch_type: type[B]
+    size: int
+    length: int
+    consumed: int
+    dp_rank: int
+    dp_size: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, position: int) -> B | _Unusable:
+        first = self.consumed + (position * self.dp_size + self.dp_rank) * self.size
+        try:
+            samples = [self.dataset[first + i] for i in range(self.size)]
+        except DataError as error:
+            return _Unusable(message=str(error))
+        stacked = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in samples[0]}
+        return self.batch_type(**stacked, index=first // self.size)
+
+
+class _Readers(Generic[B]):
+    """The processes that read a view ahead, and the watch over them."""
+
+    def __init__(self, view: _RankView[B], count: int) -> None:
+        self._loader = DataLoader(
+            view,
+            batch_size=None,
+            shuffle=False,
+            num_workers=count,
+            persistent_workers=True,
+            worker_init_fn=_belong_to_the_rank,
+        )
+        self._processes: list[BaseProcess] = []
+
+    def read(self) -> Iterator[B | _Unusable]:
+        """Begin to read from position 0, at once; the processes are started the first time.
+
+        Raises:
+            WorkerDied: by the iterator, where a process has ended.
+        """
+        others, handler = multiprocessing.active_children(), signal.getsignal(signal.SIGCHLD)
+        microbatches = iter(self._loader)
+        self._processes += [process for process in multiprocessing.active_children() if process not in others]
+        if signal.getsignal(signal.SIGCHLD) is not handler:
+            # DataLoader's handler raises wherever the program happens to be. Without it, the next microbatch says so.
+            signal.signal(signal.SIGCHLD, handler)
+        return self._watched(microbatches)
+
+    def _watched(self, microbatches: Iterator[B | _Unusable]) -> Iterator[B | _Unusable]:
+        try:
+            yield from microbatches
+        except Exception as error:  # a connection that breaks off fails in many ways, and a sample in any
+            ended = wait([process.sentinel for process in self._processes], _SECONDS_FOR_A_WORKER_TO_END)
+            dead = [process for process in self._processes if process.sentinel in ended]
+            if not dead:
+                raise
+            dead[0].join(_SECONDS_FOR_A_WORKER_TO_END)  # it closes its files a moment before it counts as ended
+            code = dead[0].exitcode or 0
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            raise WorkerDied(
+                f"a data worker (pid {dead[0].pid}) {how}, perhaps for lack of memory: use fewer --num-workers, "
+                "or 0 to read in the training process"
+            ) from error
+
+
+def _belong_to_the_rank(worker: int) -> None:
+    """A worker is forked with its rank's handlers: what ends the job is the rank's to answer, which still needs its
+    workers for the step that it is in. A worker ends with its rank, however that ends: DataLoader's own look after the
+    rank comes every five seconds only."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Tokenizers: reading, training, and the pieces of BERT's words."""

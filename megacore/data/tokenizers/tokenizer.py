@@ -1,0 +1,341 @@
+"""One protocol over three kinds of tokenizer: `tokenizers` JSON, SentencePiece models, transformers directories.
+
+`load_tokenizer(path)` decides by what lies at the path. Nothing is downloaded, no code from the directory is run and no
+pickle is read. Truncation and padding stored in a tokenizer.json are switched off: they would silently cut documents.
+No special tokens are added by `encode`: where a document ends is the dataset's business (`--append-eod`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import sentencepiece
+import tokenizers
+
+from megacore.data.tokenizers.word_marks import METASPACE, ROLES, role_tokens, word_starts
+from megacore.errors import DataError
+from megacore.files import replace_bytes
+
+END_OF_TEXT = "<|endoftext|>"
+# Tried in this order when no tokenizer_config.json names the end-of-document token.
+_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What the rest of megacore knows about a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id."""
+
+    @property
+    def eod(self) -> int | None:
+        """Id of the end-of-document token, or None where the tokenizer has none."""
+
+    @property
+    def bos(self) -> int | None:
+        """Id of the token that begins a text, or None where none is named."""
+
+    @property
+    def roles(self) -> Mapping[str, int]:
+        """Ids of the tokens that BERT needs and this tokenizer has, by `cls`, `sep`, `mask` and `pad`."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that are no text: those of the roles, end of document, unknown, control."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of what decides the ids; datasets and checkpoints record it."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens around it."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text; may use several threads."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens are left out."""
+
+    def piece(self, index: int) -> str:
+        """How the vocabulary spells an id below `vocab_size`; empty where it has none of that number."""
+
+    def word_starts(self) -> list[bool] | None:
+        """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
+
+    def save(self, directory: str | Path) -> None:
+        """Write files from which `load_tokenizer(directory)` makes the same tokenizer."""
+
+
+class JsonTokenizer:
+    """A tokenizer of the `tokenizers` library (a tokenizer.json, or a transformers fast tokenizer's backend)."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        end_token: str | None = None,
+        source: str = "tokenizer",
+        *,
+        named: Mapping[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._end_token = end_token if end_token is not None else _first_known(backend)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise DataError(f"{source}: the tokenizer has an empty vocabulary")
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod: int | None = vocabulary.get(self._end_token) if self._end_token else None
+        named = named or {}
+        self._first_token = named["bos"] if named.get("bos") in vocabulary else None
+        self.bos: int | None = vocabulary[self._first_token] if self._first_token is not None else None
+        self._role_tokens = role_tokens(vocabulary, named)
+        self.roles: Mapping[str, int] = {role: vocabulary[token] for role, token in self._role_tokens.items()}
+        added = backend.get_added_tokens_decoder().items()
+        ends = () if self.eod is None else (self.eod,)
+        self.special_ids = frozenset((*(i for i, token in added if token.special), *self.roles.values(), *ends))
+        self.fingerprint = _json_fingerprint(backend.to_str())
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens around it."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text; threads unless TOKENIZERS_PARALLELISM=false."""
+        # The fast variant leaves out character offsets, which nobody here asks for.
+        return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens are left out."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def piece(self, index: int) -> str:
+        """How the vocabulary spells an id below `vocab_size`; empty where it has none of that number."""
+        return self._backend.id_to_token(index) or ""
+
+    def word_starts(self) -> list[bool] | None:
+        """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
+        pieces = [""] * self.vocab_size
+        for piece, number in self._backend.get_vocab(with_added_tokens=True).items():
+            pieces[number] = piece
+        return word_starts(pieces, json.loads(self._backend.to_str()))
+
+    def save(self, directory: str | Path) -> None:
+        """Write tokenizer.json and a tokenizer_config.json that transformers reads as well."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_bytes(folder / "tokenizer.json", self._backend.to_str(pretty=True).encode())
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        if self._end_token is not None and self.eod is not None:
+            config["eos_token"] = self._end_token
+        if self._first_token is not None:
+            config["bos_token"] = self._first_token
+        if len(self._role_tokens) == len(ROLES):
+            config |= {f"{role}_token": token for role, token in self._role_tokens.items()}
+        replace_bytes(folder / "tokenizer_config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model (*.model)."""
+
+    def __init__(self, model: bytes, source: str = "tokenizer") -> None:
+        self._model = model
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"{source}: not a SentencePiece model ({_first_line(error)})") from error
+        self.vocab_size: int = self._processor.vocab_size()
+        if self.vocab_size < 1:
+            raise DataError(f"{source}: the tokenizer has an empty vocabulary")
+        self.eod = self._end_id()
+        self.bos: int | None = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
+        pieces = {self._processor.id_to_piece(i): i for i in range(self.vocab_size)}
+        self.roles: Mapping[str, int] = {role: pieces[token] for role, token in role_tokens(pieces, {}).items()}
+        control = (i for i in range(self.vocab_size) if self._processor.is_control(i) or self._processor.is_unknown(i))
+        ends = () if self.eod is None else (self.eod,)
+        self.special_ids = frozenset((*control, *self.roles.values(), *ends))
+        self.fingerprint = hashlib.sha256(model).hexdigest()
+
+    def __reduce__(self) -> tuple[type[SentencePieceTokenizer], tuple[bytes]]:
+        return SentencePieceTokenizer, (self._model,)
+
+    def _end_id(self) -> int | None:
+        if self._processor.eos_id() >= 0:
+            return int(self._processor.eos_id())
+        piece = self._processor.piece_to_id(END_OF_TEXT)
+        return None if piece == self._processor.unk_id() else int(piece)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens around it."""
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of every text, on one thread: the workers of a preprocessing run are the parallelism."""
+        return [self._processor.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; control tokens are left out."""
+        text: str = self._processor.decode([int(index) for index in ids])
+        return text
+
+    def piece(self, index: int) -> str:
+        """How the vocabulary spells an id below `vocab_size`."""
+        return str(self._processor.id_to_piece(index))
+
+    def word_starts(self) -> list[bool] | None:
+        """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
+        return word_starts([self._processor.id_to_piece(i) for i in range(self.vocab_size)], {"model": METASPACE})
+
+    def save(self, directory: str | Path) -> None:
+        """Write tokenizer.model."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_bytes(folder / "tokenizer.model", self._model)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load the tokenizer at a path.
+
+    Args:
+        path: A tokenizer.json, a SentencePiece *.model, or a directory that holds tokenizer.json, a SentencePiece
+            tokenizer.model, or the files of a transformers tokenizer.
+
+    Raises:
+        DataError: Nothing is there, or it is not a tokenizer; the message names the path.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _load_directory(path)
+    if not path.is_file():  # a device or a pipe would be read for ever
+        raise DataError(f"{path}: no such tokenizer: give a tokenizer.json, a *.model or a directory that holds one")
+    return _load_model(path) if path.suffix == ".model" else _load_json(path)
+
+
+def _load_directory(folder: Path) -> Tokenizer:
+    """Prefer tokenizer.json, then a lone SentencePiece model; leave the rest to transformers."""
+    if (folder / "tokenizer.json").exists():
+        return _load_json(folder / "tokenizer.json")
+    config = folder / "tokenizer_config.json"
+    if (folder / "tokenizer.model").exists() and not config.exists():
+        return _load_model(folder / "tokenizer.model")
+    if config.exists() or any((folder / name).exists() for name in ("vocab.json", "vocab.txt", "config.json")):
+        return _load_transformers(folder)
+    raise DataError(
+        f"{folder}: no tokenizer in this directory (looked for tokenizer.json, tokenizer.model, tokenizer_config.json)"
+    )
+
+
+def _load_json(path: Path) -> Tokenizer:
+    data = _read(path)
+    try:
+        text = data.decode("utf-8")
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
+        raise DataError(f"{path}: not a `tokenizers` JSON file ({_first_line(error)})") from error
+    named = _configured_tokens(path.with_name("tokenizer_config.json"))
+    return JsonTokenizer(backend, named.get("eos"), str(path), named=named)
+
+
+def _load_model(path: Path) -> Tokenizer:
+    return SentencePieceTokenizer(_read(path), str(path))
+
+
+def _load_transformers(folder: Path) -> Tokenizer:
+    # Imported here because it takes seconds, and only directories without a tokenizer.json need it.
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # anything from KeyError to a converter's ImportError, depending on the files
+        raise DataError(f"{folder}: transformers cannot load this tokenizer ({_first_line(error)})") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise DataError(
+            f"{folder}: this tokenizer has no fast version: convert it to a tokenizer.json with transformers first"
+        )
+    named = {role: token for role in ("bos", *ROLES) if (token := getattr(tokenizer, f"{role}_token", None))}
+    return JsonTokenizer(backend, tokenizer.eos_token or tokenizer.sep_token, str(folder), named=named)
+
+
+def refuse_other_kind(directory: str | Path, kind: str) -> None:
+    """Refuse to save a tokenizer where another kind lies, which would be loaded in its place or beside it.
+
+    Raises:
+        DataError: The directory is a file, or holds the other kind of tokenizer.
+    """
+    folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file: give a directory")
+    other = "tokenizer.json" if kind in ("unigram", "sentencepiece-bpe") else "tokenizer.model"
+    if (folder / other).exists():
+        raise DataError(f"{folder} holds another tokenizer's {other}: give another directory, or remove it first")
+
+
+def refuse_replacing(directory: str | Path, tokenizer: Tokenizer) -> None:
+    """Refuse to save a tokenizer over another one: datasets and checkpoints made with that would lose their meaning.
+
+    Raises:
+        DataError: The directory holds a tokenizer that is not the same, or cannot be read.
+    """
+    if not any(path.exists() for path in saved_files(directory)):
+        return
+    if load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
+        raise DataError(f"{directory} holds another tokenizer: give another directory, or replace it with --overwrite")
+
+
+def saved_files(directory: str | Path) -> list[Path]:
+    """Every file that saving a tokenizer of any kind may replace."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return [Path(directory) / name for name in names]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot read the tokenizer ({error.strerror})") from error
+    if not data:
+        raise DataError(f"{path}: the tokenizer file is empty")
+    return data
+
+
+def _configured_tokens(path: Path) -> dict[str, str]:
+    """The tokens that a tokenizer_config.json beside the tokenizer names, by what they are for (`eos`, `cls`, ...)."""
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON ({_first_line(error)})") from error
+    named = {}
+    for use in ("bos", "eos", *ROLES):
+        token = config.get(f"{use}_token") if isinstance(config, dict) else None
+        if isinstance(token, dict):  # older transformers wrote an AddedToken's fields
+            token = token.get("content")
+        if isinstance(token, str):
+            named[use] = token
+    return named
+
+
+def _first_known(backend: tokenizers.Tokenizer) -> str | None:
+    return next((token for token in _END_TOKENS if backend.token_to_id(token) is not None), None)
+
+
+def _json_fingerprint(text: str) -> str:
+    """SHA-256 of the tokenizer's JSON whatever the order of its keys."""
+    canonical = json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

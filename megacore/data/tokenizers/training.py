@@ -1,0 +1,118 @@
+"""Training tokenizers: byte-level BPE and WordPiece through `tokenizers`, unigram and BPE through SentencePiece.
+
+All are deterministic and never larger than asked for. The byte-level BPE and both SentencePiece models are lossless:
+`decode(encode(text)) == text` for any text. WordPiece is for BERT and loses white space by design.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megacore.data.tokenizers.tokenizer import END_OF_TEXT, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from megacore.data.tokenizers.wordpiece import WORDPIECE_TOKENS, train_wordpiece
+from megacore.errors import DataError
+
+TokenizerKind = Literal["bpe", "unigram", "wordpiece", "sentencepiece-bpe"]
+# SentencePiece drops longer sentences without a word; longer lines are cut to this many characters.
+_PIECE_CHARACTERS = 4096
+
+
+def train_tokenizer(
+    texts: Iterable[str], kind: TokenizerKind, vocab_size: int, *, lowercase: bool = False, show_progress: bool = False
+) -> Tokenizer:
+    """Train a tokenizer.
+
+    Args:
+        texts: Documents; iterated more than once.
+        kind: `bpe` (byte-level), `unigram`, `sentencepiece-bpe` or `wordpiece`.
+        vocab_size: Largest number of tokens, special tokens included; a small corpus gives fewer.
+        lowercase: Whether WordPiece ignores case and accents.
+        show_progress: Whether `tokenizers` draws its bars.
+
+    Raises:
+        DataError: There is no text, or the vocabulary is too small for the kind or too large for the text.
+    """
+    if not any(texts):  # documents may be there, and all be empty
+        raise DataError("the input files hold no text to train on")
+    if kind == "bpe":
+        tokenizer: Tokenizer = _train_bpe(texts, vocab_size, show_progress)
+    elif kind == "wordpiece":
+        tokenizer = _train_wordpiece(texts, vocab_size, lowercase, show_progress)
+    else:
+        tokenizer = _train_sentencepiece(texts, kind.removeprefix("sentencepiece-"), vocab_size)
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"--vocab-size {vocab_size} is too small for this text: its characters alone take {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _train_bpe(texts: Iterable[str], vocab_size: int, show_progress: bool) -> Tokenizer:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    smallest = len(alphabet) + 1
+    if vocab_size < smallest:
+        raise DataError(f"--vocab-size {vocab_size} must be at least {smallest} for bpe: 256 bytes and {END_OF_TEXT}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(alphabet),
+        show_progress=show_progress,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return JsonTokenizer(backend, END_OF_TEXT)
+
+
+def _train_wordpiece(texts: Iterable[str], vocab_size: int, lowercase: bool, show_progress: bool) -> Tokenizer:
+    smallest = len(WORDPIECE_TOKENS) + 2
+    if vocab_size < smallest:
+        raise DataError(f"--vocab-size {vocab_size} must be at least {smallest} for wordpiece")
+    return JsonTokenizer(train_wordpiece(texts, vocab_size, lowercase=lowercase, show_progress=show_progress), "[SEP]")
+
+
+def _train_sentencepiece(texts: Iterable[str], model_type: str, vocab_size: int) -> Tokenizer:
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_pieces(texts),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            # A small corpus gives a smaller vocabulary rather than an error; only unigram can do that.
+            hard_vocab_limit=model_type != "unigram",
+            # Lossless: no normalization, white space kept as it is, bytes for characters outside the vocabulary.
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            byte_fallback=True,
+            max_sentence_length=8 * _PIECE_CHARACTERS,
+            unk_id=0,
+            eos_id=1,
+            eos_piece=END_OF_TEXT,
+            bos_id=-1,
+            pad_id=-1,
+            num_threads=16,  # decides the order of floating-point sums, and with it the result: not the machine's
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[-1].strip() if str(error).strip() else type(error).__name__
+        raise DataError(f"--vocab-size {vocab_size}: SentencePiece cannot train on this text ({reason})") from error
+    return SentencePieceTokenizer(model.getvalue())
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Lines, cut where they are too long for SentencePiece."""
+    for text in texts:
+        for line in text.split("\n"):
+            for start in range(0, len(line), _PIECE_CHARACTERS):
+                yield line[start : start + _PIECE_CHARACTERS].replace("\0", " ")

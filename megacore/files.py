@@ -1,0 +1,109 @@
+"""Files that another process may read or write at any moment: each appears whole or not at all, and has one writer.
+
+A lock is the operating system's own (flock): it ends with the process that holds it, however that ends, so that
+nothing a dead process leaves is ever in the way. Some network file systems know no locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Give a new file to write, which takes the place of `path` in one step when the block ends well.
+
+    Args:
+        path: of the file; what is there before stays until the new one is complete.
+        durable: also flush the file and its name to the disk, so that they survive a power failure.
+
+    Raises:
+        OSError: it cannot be written; the error names `path`, and the new file is removed.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with naming(path):
+            with temporary.open("wb") as file:
+                yield file
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+            if durable:
+                sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Make `data` the content of a file, in one step; arguments and errors as for `replacing`."""
+    with replacing(path, durable=durable) as file:
+        file.write(data)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all of `data` at the file's position: the system may take less of it at a time.
+
+    Raises:
+        OSError: not all of it could be written.
+    """
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file's name to an OSError that has none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:
+    """Lock an open file or directory for this process alone, until it is closed or the process ends.
+
+    Args:
+        descriptor: of the file.
+        patience: seconds to wait for another holder.
+
+    Returns:
+        Whether it is locked now; False where its file system knows no locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock all this time.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(min(0.05, patience))
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise

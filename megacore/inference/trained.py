@@ -1,0 +1,63 @@
+"""A trained model for a tool that uses it in one process: its configuration, its tokenizer, and its layers with their
+weights, from a checkpoint of whatever layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megacore.checkpoint.check import refuse_other_tokenizer
+from megacore.checkpoint.files import verified_tokenizer
+from megacore.checkpoint.load import load_parameters
+from megacore.checkpoint.manifest import read_manifest
+from megacore.config import ModelConfig, known
+from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megacore.errors import CheckpointError, UserError
+from megacore.layers.context import BuildContext
+from megacore.models.spec import LayerSpec
+from megacore.parallel.random import RandomStreams
+from megacore.pipeline.stage import Stage
+
+
+def tokenizer_of(directory: Path, path: str | None, model: ModelConfig) -> Tokenizer:
+    """The tokenizer to use with a checkpoint.
+
+    Args:
+        directory: the checkpoint.
+        path: what --tokenizer says; None: the checkpoint's own.
+        model: whose vocabulary the tokenizer's must fit in.
+
+    Raises:
+        CheckpointError: the checkpoint holds none, a damaged one, or another one than the path.
+        UserError: its vocabulary is larger than the model's.
+    """
+    stored = verified_tokenizer(directory, read_manifest(directory).files)
+    if path is None and stored is None:
+        raise CheckpointError(f"{directory} holds no tokenizer (it was trained without one): give --tokenizer PATH")
+    tokenizer = load_tokenizer(path or str(stored))
+    if path is not None:
+        refuse_other_tokenizer(stored, tokenizer, path, way_out="leave --tokenizer out")
+    if tokenizer.vocab_size > known(model.vocab_size):
+        raise UserError(
+            f"the tokenizer {path or stored} has a vocabulary of {tokenizer.vocab_size}, but the model of {directory} "
+            f"only {model.vocab_size}: give the tokenizer that it was trained with"
+        )
+    return tokenizer
+
+
+def model_of(directory: Path, layers: Callable[[BuildContext], list[LayerSpec]], device: torch.device) -> Stage:
+    """The whole model on one device, with the checkpoint's weights, for evaluation.
+
+    Args:
+        directory: the checkpoint.
+        layers: describes the model, given where its layers stand.
+        device: where they stand.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another model.
+    """
+    stage = Stage(layers(BuildContext(device=device, streams=RandomStreams(0, device))))
+    load_parameters(directory, stage.by_name().values())
+    return stage.eval()

@@ -1,0 +1,92 @@
+"""A user's own schedule from a CSV file: one row a rank, one computation a cell, in the order of their execution.
+
+`0F0` is the forward of microbatch 0 at stage 0, `2B1` the backward of microbatch 1 at stage 2, or `2I1` and later `2W1`
+its two halves; empty cells are skipped. Sends and receives are added, and the schedule is proven, as for the built-in
+ones. Read without torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+from megacore.config import Config, known
+from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
+from megacore.pipeline.transfers import with_transfers
+from megacore.pipeline.validation import prove
+
+_CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+
+
+def load_schedule(path: Path) -> Schedule:
+    """Read and prove a schedule.
+
+    Args:
+        path: the CSV file.
+
+    Raises:
+        ScheduleError: the file cannot be read, a cell is no computation, or the schedule cannot be run.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
+    except OSError as error:
+        raise ScheduleError(f"{path} cannot be read as a schedule: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from None
+    order = [[_action(cell.strip(), path, rank) for cell in row if cell.strip()] for rank, row in enumerate(rows)]
+    if not order:
+        raise ScheduleError(f"{path} holds no computation: write one row a rank, such as 0F0,0F1,0B0,0B1")
+    stages = 1 + max(action.stage for row in order for action in row)
+    if stages % len(order):
+        raise ScheduleError(
+            f"{path} has {stages} stages on {len(order)} ranks: stage s lies on rank s mod {len(order)}, "
+            "so that the number of stages must be a multiple of the number of rows"
+        )
+    microbatches = 1 + max(action.microbatch for row in order for action in row)
+    try:
+        _require_home(order)
+        schedule = with_transfers(path.stem, order, virtual_stages=stages // len(order), microbatches=microbatches)
+        prove(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    return schedule
+
+
+def check_schedule(config: Config) -> None:
+    """Compare the schedule of `--schedule-csv`, if any, with the run that it is to serve.
+
+    Raises:
+        ScheduleError: it cannot be run, or is for other degrees or another number of microbatches.
+    """
+    if config.parallel.schedule_csv is None:
+        return
+    schedule = load_schedule(Path(config.parallel.schedule_csv))
+    parallel, training = config.parallel, config.training
+    microbatches = known(training.global_batch_size) // (training.micro_batch_size * known(parallel.dp))
+    there = (schedule.ranks, schedule.virtual_stages, schedule.microbatches)
+    here = (parallel.pp, parallel.virtual_stages, microbatches)
+    if there != here:
+        raise ScheduleError(
+            f"--schedule-csv {parallel.schedule_csv} is for --pp {there[0]}, --virtual-stages {there[1]} and "
+            f"{there[2]} microbatches a replica, but the run has --pp {here[0]}, --virtual-stages {here[1]} "
+            f"and {here[2]}"
+        )
+
+
+def _action(cell: str, path: Path, rank: int) -> Action:
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        raise ScheduleError(
+            f"{path}, row {rank + 1}: {cell!r} is no computation: "
+            "write stage, one of F, B, I, W, and microbatch, as in 0F3"
+        )
+    return Action(Op(match[2]), int(match[3]), int(match[1]))
+
+
+def _require_home(order: list[list[Action]]) -> None:
+    for rank, row in enumerate(order):
+        for action in row:
+            if action.stage % len(order) != rank:
+                raise ScheduleError(f"rank {rank}: {action} belongs on rank {action.stage % len(order)}")

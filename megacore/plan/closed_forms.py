@@ -1,0 +1,40 @@
+"""The bubble of a built-in schedule in closed form, to stand beside what the simulator finds.
+
+For ranks that all take the same time, and transfers that take none; the sources stand in schedule.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacore.pipeline.actions import Schedule
+from megacore.plan.simulator import Costs
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """A formula for the time beyond that of a rank's computations, as a share of it, and its value."""
+
+    formula: str
+    value: float
+
+
+def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
+    """The formula of a built-in schedule, or None where none holds.
+
+    Those of `interleaved` and `zero-bubble` hold from as many microbatches on as there are ranks, and the latter only
+    if a weight gradient takes no longer than a forward or an input gradient.
+
+    Args:
+        schedule: one of `build_schedule`.
+        costs: durations, of which those of the first stage count.
+    """
+    p, m, v = schedule.ranks, schedule.microbatches, schedule.virtual_stages
+    f, b, w = costs.forward[0], costs.input_grad[0], costs.weight_grad[0]
+    if schedule.name in ("1f1b", "gpipe"):
+        return ClosedForm("(p − 1) / m", (p - 1) / m)
+    if schedule.name == "interleaved" and m >= p:
+        return ClosedForm("(p − 1) / (v m)", (p - 1) / (v * m))
+    if schedule.name == "zero-bubble" and m >= p and w <= min(f, b):
+        return ClosedForm("(p − 1)(f + b − w) / (m (f + b + w))", (p - 1) * (f + b - w) / (m * (f + b + w)))
+    return None

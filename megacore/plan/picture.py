@@ -1,0 +1,181 @@
+"""The textbook diagram of a pipeline: a row a rank, a box a computation with its microbatch's number, and the bubble.
+
+One time line, or several above each other on one time axis, such as a predicted and a measured one. What a rank does
+not compute between the start and the end of the pass is shaded: that is the bubble.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from megacore.pipeline.actions import Op
+from megacore.plan.canvas import Box, Drawing, Line, Words
+from megacore.plan.simulator import Span, Timeline
+
+# Told apart by people who see no red or no green as well, and in print by their brightness.
+COLORS = {Op.FORWARD: "#2f66b0", Op.BACKWARD: "#2e8f6b", Op.INPUT_GRAD: "#1f9fb5", Op.WEIGHT_GRAD: "#d9861f"}
+NAMES = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.INPUT_GRAD: "input gradient",
+    Op.WEIGHT_GRAD: "weight gradient",
+}
+_BUBBLE, _BUBBLE_EDGE, _GREY, _WHITE, _INK = "#eef0f3", "#d5d9e0", "#6b7280", "#ffffff", "#1f2430"
+_LEFT, _RIGHT, _TOP = 66.0, 22.0, 14.0
+_SMALLEST_BOX, _NARROWEST, _WIDEST = 24.0, 660.0, 1500.0  # pixels; the latter two of the time axis
+_LARGEST_NUMBER, _SMALLEST_NUMBER = 12.0, 6.5  # size of the numbers in boxes
+_DIGIT = 0.58  # width of a digit, of its size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A time line with what is said above it.
+
+    Attributes:
+        title: what it is.
+        bubble: the bubble in words.
+        timeline: when which rank computes what.
+        virtual_stages: stages of a rank, told apart by shade.
+    """
+
+    title: str
+    bubble: str
+    timeline: Timeline
+    virtual_stages: int = 1
+
+
+def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
+    """The drawing of one or several time lines.
+
+    Args:
+        panels: from the top; all with times of the same unit.
+        unit: name of the unit of time, for the axis.
+    """
+    end = max(panel.timeline.end for panel in panels)
+    typical = _typical_durations(panels)
+    width = min(max(end / min(typical.values()) * _SMALLEST_BOX, _NARROWEST), _WIDEST)
+    drawing = Drawing(title="; ".join(f"{panel.title}: {panel.bubble}" for panel in panels), width=0, height=0)
+    y = _TOP
+    for panel in panels:
+        painter = _Painter(drawing, panel, width / end, _number_size(panels, typical, width / end))
+        y = painter.paint(y) + 14
+    y = _axis(drawing, y - 10, end=end, scale=width / end, unit=unit)
+    _legend(drawing, y, panels)
+    longest = max(max(9.6 * len(panel.title), 7 * len(panel.bubble)) for panel in panels)  # in any viewer's font
+    drawing.width, drawing.height = _LEFT + max(width, longest) + _RIGHT, y + 26
+    return drawing
+
+
+class _Painter:
+    """Draws one panel."""
+
+    def __init__(self, drawing: Drawing, panel: Panel, scale: float, number_size: float) -> None:
+        self.marks, self.panel, self.scale, self.number_size = drawing.marks, panel, scale, number_size
+        self.ranks = len(panel.timeline.spans)
+        self.row = 26.0 if self.ranks <= 8 else 22.0 if self.ranks <= 16 else 16.0
+
+    def paint(self, y: float) -> float:
+        """Draw from a height on; returns where it ends."""
+        self.marks.append(Words(x=_LEFT, y=y + 8, text=self.panel.title, size=15, bold=True))
+        self.marks.append(Words(x=_LEFT, y=y + 27, text=self.panel.bubble, size=12.5, color=_GREY))
+        y += 42
+        for rank, spans in enumerate(self.panel.timeline.spans):
+            self._row(y, rank, spans)
+            y += self.row + 4
+        return y
+
+    def _row(self, y: float, rank: int, spans: Sequence[Span]) -> None:
+        self.marks.append(Words(x=_LEFT - 10, y=y + self.row / 2, text=f"rank {rank}", anchor="end"))
+        end = self.panel.timeline.end * self.scale
+        self.marks.append(
+            Box(x=_LEFT, y=y, width=end, height=self.row, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True, note="bubble")
+        )
+        for span in spans:
+            self._box(y, span)
+
+    def _box(self, y: float, span: Span) -> None:
+        action, x, width = span.action, _LEFT + span.start * self.scale, (span.end - span.start) * self.scale
+        fill = _shade(COLORS[action.op], action.stage // self.ranks, self.panel.virtual_stages)
+        note = (
+            f"{action}: {NAMES[action.op]} of microbatch {action.microbatch} at stage {action.stage}, "
+            f"from {span.start:.6g} to {span.end:.6g}"
+        )
+        edge = _WHITE if width >= 3 else None
+        self.marks.append(Box(x=x, y=y, width=width, height=self.row, fill=fill, edge=edge, note=note))
+        digits = len(str(max(span.action.microbatch for span in self.panel.timeline.spans[0])))
+        if self.number_size and width >= digits * _DIGIT * self.number_size + 1:
+            ink = _WHITE if _brightness(fill) < 0.6 else _INK
+            size = min(self.number_size, self.row * 0.6)
+            number, middle = str(action.microbatch), x + width / 2
+            self.marks.append(Words(x=middle, y=y + self.row / 2, text=number, size=size, anchor="middle", color=ink))
+
+
+def _typical_durations(panels: Sequence[Panel]) -> dict[Op, float]:
+    """The mean duration of each kind of computation."""
+    found: dict[Op, list[float]] = defaultdict(list)
+    for span in _spans(panels):
+        found[span.action.op].append(span.end - span.start)
+    return {op: sum(durations) / len(durations) for op, durations in found.items()}
+
+
+def _number_size(panels: Sequence[Panel], typical: dict[Op, float], scale: float) -> float:
+    """The size at which the numbers fit into the boxes of each kind that is large enough for any; 0 if none is."""
+    digits = max(len(str(span.action.microbatch)) for span in _spans(panels))
+    sizes = [(duration * scale - 2) / (digits * _DIGIT) for duration in typical.values()]
+    return min([_LARGEST_NUMBER, *legible]) if (legible := [s for s in sizes if s >= _SMALLEST_NUMBER]) else 0.0
+
+
+def _spans(panels: Sequence[Panel]) -> Iterator[Span]:
+    return chain.from_iterable(spans for panel in panels for spans in panel.timeline.spans)
+
+
+def _axis(drawing: Drawing, y: float, *, end: float, scale: float, unit: str) -> float:
+    drawing.marks.append(Line(x1=_LEFT, y1=y, x2=_LEFT + end * scale, y2=y, color=_GREY))
+    step = _round_step(end / 10)
+    for number in range(int(end / step + 1e-9) + 1):
+        x = _LEFT + number * step * scale
+        drawing.marks.append(Line(x1=x, y1=y, x2=x, y2=y + 4, color=_GREY))
+        text = f"{number * step:g}"
+        drawing.marks.append(Words(x=x, y=y + 13, text=text, size=11, anchor="middle", color=_GREY))
+    drawing.marks.append(Words(x=_LEFT - 10, y=y + 13, text=unit, size=11, anchor="end", color=_GREY))
+    return y + 30
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that is at least this."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+def _legend(drawing: Drawing, y: float, panels: Sequence[Panel]) -> None:
+    present = {span.action.op for span in _spans(panels)}
+    virtual = max(panel.virtual_stages for panel in panels)
+    x = _LEFT
+    for op in COLORS:
+        if op not in present:
+            continue
+        for number in range(virtual):
+            fill = _shade(COLORS[op], number, virtual)
+            drawing.marks.append(Box(x=x, y=y, width=14, height=14, fill=fill))
+            x += 14
+        drawing.marks.append(Words(x=x + 6, y=y + 7, text=NAMES[op]))
+        x += 6 + 6.4 * len(NAMES[op]) + 20
+    drawing.marks.append(Box(x=x, y=y, width=14, height=14, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True))
+    drawing.marks.append(Words(x=x + 20, y=y + 7, text="bubble"))
+    if virtual > 1:
+        drawing.marks.append(Words(x=x + 80, y=y + 7, text="later stages of a rank are lighter", color=_GREY))
+
+
+def _shade(color: str, number: int, count: int) -> str:
+    """The colour of a rank's stage: the first as it is, the last mixed with white."""
+    share = 0.62 * number / max(count - 1, 1)
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in bytes.fromhex(color[1:]))
+
+
+def _brightness(color: str) -> float:
+    red, green, blue = bytes.fromhex(color[1:])
+    return (0.299 * red + 0.587 * green + 0.114 * blue) / 255

@@ -1,0 +1,259 @@
+"""What every rank did when, as a file that Chrome's and Perfetto's trace viewers open, and read back from it.
+
+A process of the file is a rank, named with its coordinates. Its first row shows each pass over the schedule as a whole,
+its second what the rank did in it: computations, transfers (posting them, and waiting for what is to arrive or to
+leave), and idle gaps, in which the program itself was at work. Times are microseconds from the start of the trace.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from megacore.errors import UserError
+from megacore.files import replace_bytes
+from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError, requirements, result
+from megacore.pipeline.transfers import with_transfers
+from megacore.pipeline.validation import prove
+from megacore.plan.simulator import Costs, Span, Timeline
+
+Kind = Literal["compute", "wait", "post"]
+_PASSES, _ACTIONS = 0, 1  # rows of a rank
+_SHORTEST_IDLE = 1.0  # microseconds
+
+
+class Timed(NamedTuple):
+    """Something a rank did, with its time on the wall clock, in seconds.
+
+    Attributes:
+        kind: a computation; waiting for a transfer; posting transfers.
+        actions: the one that was computed, or that was waited for (none: for what was sent to leave), or all posted.
+    """
+
+    kind: Kind
+    actions: tuple[Action, ...]
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A rank's pass over the schedule in one step."""
+
+    step: int
+    start: float
+    end: float
+    done: tuple[Timed, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """What a rank did.
+
+    Attributes:
+        place: its coordinates: pp, dp, tp.
+        steps: its passes.
+    """
+
+    place: dict[str, int]
+    steps: tuple[TracedStep, ...]
+
+
+def write_trace(path: Path, ranks: Sequence[RankTrace], schedule: Schedule) -> None:
+    """Write the trace of all ranks of a run, whole or not at all.
+
+    Args:
+        path: of the file.
+        ranks: in order.
+        schedule: what they executed.
+    """
+    origin = min(step.start for rank in ranks for step in rank.steps)
+    events = [event for pid, rank in enumerate(ranks) for event in _events(pid, rank, origin)]
+    about = {
+        "schedule": schedule.name,
+        "virtual_stages": schedule.virtual_stages,
+        "microbatches": schedule.microbatches,
+    }
+    content = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+    replace_bytes(path, json.dumps(content, separators=(",", ":")).encode(), durable=False)
+
+
+def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]]:
+    name = f"rank {pid}: " + ", ".join(f"{dimension} {number}" for dimension, number in rank.place.items())
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name, **rank.place}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    for tid, row in ((_PASSES, "passes"), (_ACTIONS, "actions")):
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}}
+    for step in rank.steps:
+        at, end = (_microseconds(moment, origin) for moment in (step.start, step.end))
+        about = {"step": step.step}
+        yield {**_event(f"step {step.step}", "pass", at, end, about), "pid": pid, "tid": _PASSES}
+        for timed in step.done:
+            start, stop = (_microseconds(moment, origin) for moment in (timed.start, timed.end))
+            if start - at >= _SHORTEST_IDLE:
+                yield {**_event("idle", "idle", at, start, about), "pid": pid, "tid": _ACTIONS}
+            yield {**_event(_name(timed), timed.kind, start, stop, about | _place(timed)), "pid": pid, "tid": _ACTIONS}
+            at = stop
+        if end - at >= _SHORTEST_IDLE:
+            yield {**_event("idle", "idle", at, end, about), "pid": pid, "tid": _ACTIONS}
+
+
+def _event(name: str, category: str, start: float, stop: float, arguments: dict[str, int]) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": round(stop - start, 1), "args": arguments}
+
+
+def _place(timed: Timed) -> dict[str, int]:
+    """Stage and microbatch, where there is only one."""
+    actions = timed.actions
+    return {"stage": actions[0].stage, "microbatch": actions[0].microbatch} if len(actions) == 1 else {}
+
+
+def _name(timed: Timed) -> str:
+    names = ", ".join(map(str, timed.actions))
+    if timed.kind == "compute":
+        return names
+    return f"post {names}" if timed.kind == "post" else f"wait: {names or 'for the last sends'}"
+
+
+def _microseconds(moment: float, origin: float) -> float:
+    return round((moment - origin) * 1e6, 1)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+_LATEST = 1e15  # microseconds: decades, and far from where sums lose the tenth of one
+_SHORTEST = 0.05  # of what is rounded to a tenth of a microsecond
+_ROUNDING = 0.001  # milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPass:
+    """One step of one pipeline as it ran, in milliseconds from its first computation.
+
+    Attributes:
+        step: number of the step.
+        schedule: what was executed; proven.
+        timeline: when.
+        costs: mean time of each stage's computations.
+        early: by how much a computation begins before what it needs from another rank ends, at most: on machines whose
+            clocks differ.
+    """
+
+    step: int
+    schedule: Schedule
+    timeline: Timeline
+    costs: Costs
+    early: float
+
+
+def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
+    """The pipeline of the first data- and tensor-parallel ranks in one step of a trace.
+
+    Args:
+        path: of a file that `write_trace` wrote.
+        step: which one; None: the last.
+
+    Raises:
+        UserError: the file is not such a one, does not have the step, or the step's actions are no schedule.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        about = content["otherData"]
+        name, virtual, microbatches = about["schedule"], _count(about["virtual_stages"]), _count(about["microbatches"])
+        if not isinstance(name, str):
+            raise TypeError(name)
+        places = [(e["pid"], e["args"]) for e in content["traceEvents"] if e["name"] == "process_name"]
+        rank_of = {pid: _count(place["pp"] + 1) - 1 for pid, place in places if place["dp"] == place["tp"] == 0}
+        computed = [e for e in content["traceEvents"] if e.get("cat") == "compute" and e["pid"] in rank_of]
+        found = [(_count(e["args"]["step"]), rank_of[e["pid"]], _span(e)) for e in computed]
+        steps = sorted({step for step, _, _ in found})
+        chosen = steps[-1] if step is None else step
+    except OSError as error:
+        raise UserError(f"--from-trace {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        raise UserError(f"--from-trace {path} is not a trace.json that a run with --trace wrote") from None
+    if chosen not in steps:
+        raise UserError(f"--step {chosen}: {path} has the steps {', '.join(map(str, steps))}")
+    try:
+        spans = _rows([(rank, span) for number, rank, span in found if number == chosen], list(rank_of.values()))
+        order = [[span.action for span in row] for row in spans]
+        schedule = with_transfers(name, order, virtual_stages=virtual, microbatches=microbatches)
+        prove(schedule)
+    except ScheduleError as error:
+        raise UserError(f"--from-trace {path} is not whole: {error}") from None
+    timeline = Timeline(spans=spans)
+    return MeasuredPass(
+        step=chosen,
+        schedule=schedule,
+        timeline=timeline,
+        costs=_mean_costs(spans),
+        early=_early(spans, schedule.stages),
+    )
+
+
+def _count(value: object) -> int:
+    """A number of at least 1 from a file."""
+    if type(value) is not int or value < 1:
+        raise ValueError(value)
+    return value
+
+
+def _time(value: object, least: float) -> float:
+    """Microseconds from a file."""
+    if type(value) not in (int, float) or not least <= value <= _LATEST:  # type: ignore[operator]
+        raise ValueError(value)
+    return float(value)  # type: ignore[arg-type]
+
+
+def _span(event: dict[str, Any]) -> Span:
+    """A computation, in milliseconds from the start of the trace."""
+    stage, microbatch = event["args"]["stage"], event["args"]["microbatch"]
+    (op,) = (op for op in Op if not op.is_transfer and event["name"] == str(Action(op, microbatch, stage)))
+    start = _time(event["ts"], 0.0)
+    end = start + _time(event["dur"], _SHORTEST)
+    return Span(Action(op, _count(microbatch + 1) - 1, _count(stage + 1) - 1), start / 1000, end / 1000)
+
+
+def _rows(found: Sequence[tuple[int, Span]], ranks: Sequence[int]) -> list[list[Span]]:
+    """What each rank did, in order, from the first computation of all on.
+
+    Raises:
+        ScheduleError: ranks are missing or there twice, or one does two things at once.
+    """
+    if sorted(ranks) != list(range(len(ranks))):
+        raise ScheduleError(f"its processes are the pipeline ranks {', '.join(map(str, ranks))}")
+    first = min(span.start for _, span in found)
+    rows: list[list[Span]] = [[] for _ in ranks]
+    for rank, span in sorted(found, key=lambda pair: pair[1].start):
+        if rows[rank] and span.start - first < rows[rank][-1].end - _ROUNDING:
+            raise ScheduleError(f"rank {rank}: {span.action} begins before {rows[rank][-1].action} ends")
+        rows[rank].append(Span(span.action, span.start - first, span.end - first))
+    return rows
+
+
+def _early(spans: Sequence[Sequence[Span]], stages: int) -> float:
+    """What `MeasuredPass.early` says."""
+    ends = {result(span.action): span.end for row in spans for span in row}
+    needed = ((ends[key], span.start) for row in spans for span in row for key in requirements(span.action, stages))
+    early = max((end - start for end, start in needed), default=0.0)
+    return early if early > _ROUNDING else 0.0
+
+
+def _mean_costs(spans: Sequence[Sequence[Span]]) -> Costs:
+    """Mean times of each stage; a backward that was done whole counts as an input gradient."""
+    times: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for row in spans:
+        for span in row:
+            times[span.action.op, span.action.stage].append(span.end - span.start)
+    mean = {key: sum(values) / len(values) for key, values in times.items()}
+    stages = range(1 + max(stage for _, stage in mean))
+    whole = [mean.get((Op.BACKWARD, s), 0.0) for s in stages]
+    return Costs(
+        forward=[mean.get((Op.FORWARD, s), 0.0) for s in stages],
+        input_grad=[mean.get((Op.INPUT_GRAD, s), whole[s]) for s in stages],
+        weight_grad=[mean.get((Op.WEIGHT_GRAD, s), 0.0) for s in stages],
+    )

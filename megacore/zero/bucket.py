@@ -1,0 +1,348 @@
+"""One bucket of parameters and everything of it that a rank keeps: parameters, gradients, and the shard it owns.
+
+| kept by each of d ranks | stage 0 | 1 | 2 | 3 |
+|---|---|---|---|---|
+| parameters | all | all | all | own shard; all while a layer uses them |
+| gradients (fp32) | all | all | own shard | own shard |
+| master weights, moments (fp32) | all | own shard | own shard | own shard |
+
+(ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 5.) Stage 0 is the case of one shard that everybody owns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.parallel.collectives import (
+    Pending,
+    all_or_none,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
+from megacore.parallel.mesh import Group
+from megacore.parallel.sharding import ShardedParameter
+from megacore.zero.exact_sums import LARGEST_SUM, UNIT, from_units, to_units
+from megacore.zero.flat import FlatLayout, Segment, runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptions:
+    """How state is divided over data-parallel ranks.
+
+    Attributes:
+        stage: ZeRO stage, 0 to 3.
+        compute_dtype: of parameters and activations.
+        reduce_dtype: in which gradients are accumulated and reduced.
+        overlap_grad_reduce: reduce while backward goes on; otherwise wait at once.
+        overlap_param_gather: gather updated parameters while the next forward begins; otherwise wait at once.
+        exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks, and
+            then they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
+        offload: keep master weights, and what the optimizer needs beside them, in host memory.
+    """
+
+    stage: int = 0
+    compute_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    exact_terms: int = 0
+    offload: bool = False
+
+    @property
+    def largest_exact(self) -> float:
+        """Largest entry of a microbatch's gradient, without the loss scale, that exact sums take."""
+        return UNIT * LARGEST_SUM / max(self.exact_terms, 1)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In which gradients are added up."""
+        return torch.int64 if self.exact_terms else self.reduce_dtype
+
+
+class Bucket:
+    """A run of parameters in one flat buffer.
+
+    Args:
+        parameters: fp32 and initialised; they become views of the bucket's buffer, in `options.compute_dtype`.
+        group: the data-parallel group; a group of one has stage 0.
+        options: how state is divided.
+
+    Attributes:
+        segments: what of which parameter the own shard holds.
+        master: the own shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
+            in host memory.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter], group: Group, options: ZeroOptions) -> None:
+        assert group.size > 1 or options.stage == 0
+        self.parameters, self.group, self.options = list(parameters), group, options
+        self._by_name = {parameter.spec.name: parameter for parameter in parameters}
+        self._order = {name: i for i, name in enumerate(self._by_name)}
+        self._device = self.parameters[0].device
+        shards, rank = (group.size, group.rank) if options.stage else (1, 0)
+        self.layout = FlatLayout(parameters, shards)
+        self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
+        self.segments: list[Segment] = self.layout.segments(rank)
+
+        self._full, self._own, self.master = self._take_over()
+        self._present = True
+        self._gathering: Pending | None = None
+
+        # Where nothing is summed over ranks and nothing converted, gradients stay where autograd puts them.
+        self._in_place = group.size == 1 and options.compute_dtype == options.sum_dtype
+        self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, else for one reduction
+        self._own_gradients: Tensor | None = None  # the own shard of their sum
+        self._reducing: tuple[Pending, Tensor, Tensor] | None = None  # under way: result, and its source kept alive
+        self._written: set[str] = set()  # parameters that have a value in `_gradients`
+        self._missing: set[str] = set()  # parameters whose gradient this backward still owes
+        self._marks: Tensor | None = None  # a number a parameter: its own gradient was finite as it is
+        self._noted: dict[str, Tensor] = {}  # norms of gradients in `.grad` before other ranks' were added
+        self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
+        self._host_gradients = self._on_host(torch.zeros(self.layout.shard_size)) if options.offload else None
+        self._on_the_way: list[str] = []  # to the host: gradients of these parameters
+        self._all_there: torch.Event | None = None
+        self.release()
+
+    # ---- parameters
+
+    def _take_over(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Move the parameters into a flat buffer; returns it, the own shard of it, and the own master weights."""
+        exact = torch.zeros(self.layout.size, device=self._device)
+        for parameter in self.parameters:
+            exact[self.layout.place(parameter.spec.name)] = parameter.detach().reshape(-1)
+        full = exact.to(self.options.compute_dtype)
+        for parameter in self.parameters:
+            parameter.data = full[self.layout.place(parameter.spec.name)].view(parameter.shape)
+        own = full[self._shard].clone() if self.options.stage == 3 else full[self._shard]
+        if self.options.offload:
+            return full, own, self._on_host(exact[self._shard])
+        return full, own, own if full is exact else exact[self._shard].clone()
+
+    def _on_host(self, values: Tensor) -> Tensor:
+        """A copy in host memory, from and to which the device can copy on its own."""
+        return torch.empty(values.shape, pin_memory=self._device.type != "cpu").copy_(values)
+
+    def prefetch(self) -> None:
+        """Begin to make all parameters present."""
+        if not self._present and self._gathering is None:
+            self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
+            # `.data` has a version counter of its own: a refill is no change to what autograd has saved.
+            self._gathering = start_all_gather(self._full.data, self._own, self.group)
+
+    def wait(self) -> None:
+        """Return once all parameters may be read."""
+        self.prefetch()
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        self._present = True
+
+    def release(self) -> None:
+        """Stage 3: keep only the own shard."""
+        if self.options.stage < 3:
+            return
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        self._full.untyped_storage().resize_(0)
+        self._present = False
+
+    def publish(self) -> None:
+        """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'."""
+        if self.master is not self._own:
+            self._own.copy_(self.master, non_blocking=True)
+        if self.options.stage in (1, 2):
+            self._gathering = start_all_gather(self._full.data, self._own, self.group)
+            if not self.options.overlap_param_gather:
+                self.wait()
+
+    # ---- gradients
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
+        self._own_gradients, self._marks = None, None
+        self._noted.clear()
+        self._unit = UNIT * loss_scale
+        self._written.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def begin_backward(self) -> None:
+        """Another microbatch's gradients are about to arrive."""
+        self._missing = set(self._by_name)
+
+    def add(self, name: str) -> bool:
+        """Take a parameter's gradient out of `.grad`; True when it was the last one of this backward."""
+        self._missing.discard(name)
+        parameter = self._by_name[name]
+        if not self._in_place:
+            assert parameter.grad is not None
+            self.add_part(name, parameter.grad)
+            parameter.grad = None
+        return not self._missing
+
+    def add_part(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient to the sum of its parameter's."""
+        if self.options.exact_terms:
+            gradient = self._in_units(name, gradient)
+        view = self._view(name).view(gradient.shape)
+        view.add_(gradient) if name in self._written else view.copy_(gradient)
+        self._written.add(name)
+
+    def _in_units(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient as integers; that it was too large for them, or not finite, is noted, as integers cannot say."""
+        units, largest = to_units(gradient, self._unit)
+        if self._marks is None:
+            self._marks = torch.zeros(len(self._by_name), dtype=torch.float64, device=self._device)
+        held = largest * UNIT <= self.options.largest_exact  # False for NaN
+        self._marks[self._order[name]] += torch.where(held, 0.0, torch.inf)
+        return units
+
+    def reduce(self) -> None:
+        """Begin to sum what has arrived over the group; a parameter that took no part in the loss counts as zero."""
+        self.finish_reduction()
+        self._missing.clear()
+        if self._in_place:
+            return
+        for name in self._by_name.keys() - self._written:
+            self._view(name).zero_()
+        whole = self._gradients
+        assert whole is not None
+        if not self.options.exact_terms:
+            self._note_norms()
+        if self.options.stage == 0:
+            self._reducing = start_all_reduce_(whole, self.group), whole, whole
+        else:
+            own = whole.new_empty(self.layout.shard_size)
+            self._reducing = start_reduce_scatter(own, whole, self.group), own, whole
+        if self.options.stage >= 2:
+            self._gradients = None
+            self._written.clear()
+        if not self.options.overlap_grad_reduce:
+            self.finish_reduction()
+
+    def finish_reduction(self) -> None:
+        """Wait for the sum under way, and keep the own shard of it."""
+        if self._reducing is None:
+            return
+        pending, own, whole = self._reducing
+        pending.wait()
+        self._reducing = None
+        if self.options.stage == 1:  # the sum goes where its share of the terms was: nothing more is kept
+            self._own_gradients = whole[self._shard].copy_(own)
+        elif self._own_gradients is None:
+            self._own_gradients = own
+        else:
+            self._own_gradients += own
+
+    @property
+    def owes_gradients(self) -> bool:
+        """Whether a parameter's gradient of this backward has not arrived."""
+        return bool(self._missing)
+
+    def settle(self) -> None:
+        """Turn exact sums into fp32 gradients without the loss scale, once all that is to be added is."""
+        if self._own_gradients is not None and self._own_gradients.dtype == torch.int64:
+            self._own_gradients = from_units(self._own_gradients, UNIT)
+            self._gradients = None
+
+    @property
+    def overflow(self) -> Tensor:
+        """0 if what this rank added was finite, else not finite; a scalar, and only noted of exact sums."""
+        if self._marks is None or not self.options.exact_terms:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return self._marks.sum()
+
+    def gradient(self, segment: Segment) -> Tensor | None:
+        """The reduced gradient of a segment, flat; None where the parameter took no part in any loss."""
+        if self._in_place:
+            gradient = self._by_name[segment.name].grad
+            return None if gradient is None else gradient.view(-1)
+        return None if self._own_gradients is None else self._own_gradients[segment.place]
+
+    def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """The reduced gradients of several segments, in the shard's order; neighbours come as one flat tensor, with the
+        zeros between them."""
+        if self._in_place:
+            return [gradient for segment in segments if (gradient := self.gradient(segment)) is not None]
+        own = self._own_gradients
+        return [] if own is None else [own[place] for place in runs(segments)]
+
+    def begin_download(self) -> None:
+        """Begin to copy the own reduced gradients into host memory."""
+        assert self._host_gradients is not None
+        present = {s.name: (s, g) for s in self.segments if (g := self.gradient(s)) is not None}
+        for segment, gradient in present.values():
+            self._host_gradients[segment.place].copy_(gradient, non_blocking=True)
+        event = None if self._device.type == "cpu" else torch.Event(self._device)
+        if event is not None:
+            event.record()
+        self._on_the_way, self._all_there = list(present), event
+
+    def downloaded(self) -> dict[str, Tensor]:
+        """The own gradients in host memory, flat, by name; waits until they are there."""
+        if self._all_there is not None:
+            self._all_there.synchronize()
+        assert self._host_gradients is not None
+        places = {segment.name: segment.place for segment in self.segments}
+        return {name: self._host_gradients[places[name]] for name in self._on_the_way}
+
+    def note(self, names: Collection[str]) -> None:
+        """Remember what this rank's own gradients of these parameters are, before others' are added to them in place;
+        where gradients are reduced over replicas that is known already."""
+        own = {name: p.grad for name, p in self._by_name.items() if name in names and p.grad is not None}
+        if self._in_place and own:
+            self._noted = dict(zip(own, torch._foreach_norm(list(own.values())), strict=True))
+
+    def offenders(self) -> list[str]:
+        """Parameters whose gradient was not finite on this rank before any reduction."""
+        if self._in_place:
+            own = {name: self._noted.get(name, p.grad) for name, p in self._by_name.items()}
+            return [name for name, found in own.items() if found is not None and not found.isfinite().all()]
+        if self._marks is None:
+            return []
+        finite = self._marks.isfinite().tolist()
+        return [name for name, good in zip(self._by_name, finite, strict=True) if not good]
+
+    def _view(self, name: str) -> Tensor:
+        """A parameter's place in the buffer of all gradients, flat."""
+        if self._gradients is None:
+            self._gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
+        return self._gradients[self.layout.place(name)]
+
+    def _note_norms(self) -> None:
+        """Remember each parameter's own gradient norm, so that a bad sum can be traced to its source afterwards."""
+        norms = torch.stack(torch._foreach_norm([self._view(name) for name in self._by_name]))
+        self._marks = norms if self._marks is None else self._marks + norms
+
+    # ---- for reports and checkpoints
+
+    def whole(self, shard: Tensor) -> dict[str, Tensor]:
+        """Whole local tensors by name, gathered from every rank's `shard` (master weights or an optimizer's state).
+
+        Raises:
+            PeerFailed: another rank has no memory for them.
+        """
+        if self.options.stage == 0:
+            gathered = shard.to(self._device)
+        else:
+            with all_or_none(self.group, self._device):
+                shard = shard.to(self._device).contiguous()
+                gathered = shard.new_empty(self.layout.size)
+            start_all_gather(gathered, shard, self.group).wait()
+        return {name: gathered[self.layout.place(name)].view(p.shape) for name, p in self._by_name.items()}
+
+    def storages(self) -> dict[str, list[Tensor]]:
+        """What this rank holds right now, by kind."""
+        gradients = [self._gradients, self._own_gradients, *(p.grad for p in self.parameters)]
+        return {
+            "params": [self._full, self._own],
+            "grads": [g for g in gradients if g is not None],
+            "optimizer": [] if self.master is self._own else [self.master],
+            "buffers": [*(self._reducing or ())[1:], *([] if self._host_gradients is None else [self._host_gradients])],
+        }

@@ -1,0 +1,335 @@
+"""Data parallelism with ZeRO stages 0 to 3 over a rank's pipeline stages: who holds what, and when it travels.
+
+Gradients are taken from autograd as they appear. On stages 0 and 1 a bucket is reduced during the last microbatch's
+backward, as soon as its last gradient is there (Li et al. 2020, arXiv 2006.15704, section 3.2); on stages 2 and 3 in
+every microbatch's, and only the own shard of the sum is kept. On stages 1 and 2 updated parameters are gathered after
+the step, while the next forward begins; on stage 3 layer by layer, before forward and before backward, the next layer's
+ahead of its use. Messages carry no name: ranks pair them by their order, which must not depend on what gradients a
+rank has, so that buckets are reduced in one order, the last used first. Gradients are summed: the loss was already
+divided by the tokens of the whole global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megacore.parallel.mesh import Group
+from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
+from megacore.zero.backward_hooks import OwnGradient, when_backward
+from megacore.zero.bucket import Bucket, ZeroOptions
+from megacore.zero.flat import Segment, assign_buckets
+
+# A chunk has at least about so many buckets, however small it is: the first must be full early for its reduction to
+# overlap with the rest of backward.
+_BUCKETS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnedSegment:
+    """A segment that this rank updates.
+
+    Attributes:
+        spec: of the parameter that it is a part of.
+        segment: which part.
+        bucket: where it lies.
+        master: its fp32 weights, a view of the bucket's shard.
+    """
+
+    spec: ShardSpec
+    segment: Segment
+    bucket: Bucket
+    master: nn.Parameter
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return self.bucket.gradient(self.segment)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offender:
+    """A parameter with a gradient that is not finite.
+
+    Attributes:
+        chunk: number of its pipeline stage on its rank.
+        place: its number among the rank's parameters, in the order of their use.
+        name: its global name.
+    """
+
+    chunk: int
+    place: int
+    name: str
+
+
+class DataParallel:
+    """Divides a rank's parameters, gradients and optimizer state over the data-parallel group.
+
+    Args:
+        chunks: the layers of each of the rank's pipeline stages, initialised, in the order of their use. No bucket
+            holds parameters of two, as their gradients are complete at different times.
+        group: the data-parallel group.
+        options: ZeRO stage, dtypes, overlap.
+        bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk; on stage 3 a
+            layer is a bucket.
+        alone: global names of parameters that get a bucket of their own (tied ones, whose sum has a further step).
+
+    Attributes:
+        parameters: of the stage, each once, in the order of their use.
+        buckets: that the parameters lie in, the last used first.
+        segments: what this rank updates.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[nn.Module]],
+        group: Group,
+        *,
+        options: ZeroOptions,
+        bucket_bytes: int,
+        alone: frozenset[str] = frozenset(),
+    ) -> None:
+        self.group = group
+        self.options = options = options if group.size > 1 else replace(options, stage=0)
+        layers = [layer for chunk in chunks for layer in chunk]
+        edges = [0, *accumulate(map(len, chunks))]
+        self._chunks = [range(*edge) for edge in pairwise(edges)]  # of each, the numbers of its layers
+        own = _first_uses(layers)
+        self.parameters = [parameter for members in own for parameter in members]
+        self.buckets: list[Bucket] = []
+        self._buckets_of_chunk: list[list[Bucket]] = []
+        for numbers in self._chunks:
+            members = [own[number] for number in numbers]
+            runs = members[::-1] if options.stage == 3 else [[p for layer in members for p in layer]]
+            whole = sum(p.numel() * p.element_size() for layer in members for p in layer)
+            limit = 1 << 62 if options.stage == 3 else min(bucket_bytes, whole // _BUCKETS)
+            buckets = [Bucket(b, group, options) for run in runs for b in assign_buckets(run, limit, alone)]
+            self._buckets_of_chunk.append(buckets)
+            self.buckets = [*buckets, *self.buckets]
+        self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
+        # Of each bucket the first layer that uses it: its gradients are there once backward has passed that layer.
+        self._first_layer = {
+            id(self._bucket_of[p.spec.name]): number for number in reversed(range(len(own))) for p in own[number]
+        }
+        self._needs = [_unique(self._bucket_of[p.spec.name] for p in sharded_parameters(layer)) for layer in layers]
+        users = [{id(b) for number in numbers for b in self._needs[number]} for numbers in self._chunks]
+        self._shared_by_chunks = [b for b in self.buckets if sum(id(b) in used for used in users) > 1]
+        self._repeated = _later_uses(layers) if options.exact_terms else [{} for _ in layers]
+        self._holders: dict[int, set[int]] = {id(bucket): set() for bucket in self.buckets}
+        self._computing: list[Bucket] = []  # whose gradients appear now
+        self._due: list[Bucket] = []  # of these, in order, those whose reduction is to begin in this backward
+        self._by_layer = True  # whether this backward is through with a layer when it comes to the one before
+        self._under_way: Bucket | None = None  # the bucket whose reduction began last
+        self.segments = list(self._own_segments())
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    # ---- around the layers
+
+    def run_layer(self, chunk: int, place: int, layer: nn.Module, x: Any) -> Any:
+        """layer(x), its parameters present while it computes, forward and backward.
+
+        Args:
+            chunk: number of the pipeline stage on this rank.
+            place: number of the layer in it.
+            layer: that layer.
+            x: its input, a tensor or a tuple of tensors.
+        """
+        index = self._chunks[chunk][place]
+        self._acquire(index)
+        self._prefetch(index + 1, self._chunks[chunk])
+        if self.options.stage < 3:
+            return self._apply(index, layer, x)
+        y = self._apply(index, layer, when_backward(x, lambda: self._release(index)))
+        self._release(index)
+        return when_backward(y, lambda: self._before_backward(index, self._chunks[chunk]))
+
+    def _apply(self, index: int, layer: nn.Module, x: Any) -> Any:
+        """layer(x). Where gradients are summed exactly, those of a parameter that an earlier layer has too are taken
+        apart from that layer's, as if the two lay on different stages: autograd would add them in floating point."""
+        if not self._repeated[index]:
+            return layer(x)
+        own = {name: OwnGradient.apply(p, self._take_part) for name, p in self._repeated[index].items()}
+        return functional_call(layer, own, (x,))
+
+    def _take_part(self, parameter: ShardedParameter, gradient: Tensor) -> None:
+        self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
+
+    def _before_backward(self, index: int, chunk: range) -> None:
+        if self._by_layer:
+            self._begin_reductions(index)  # before the next gathering, on every rank
+        self._acquire(index)
+        self._prefetch(index - 1, chunk)
+
+    def _acquire(self, index: int) -> None:
+        for bucket in self._needs[index]:
+            self._holders[id(bucket)].add(index)
+            bucket.wait()
+
+    def _prefetch(self, index: int, chunk: range) -> None:
+        if self.options.stage == 3 and index in chunk:
+            for bucket in self._needs[index]:
+                self._holders[id(bucket)].add(index)
+                bucket.prefetch()
+
+    def _release(self, index: int) -> None:
+        for bucket in self._needs[index]:
+            holders = self._holders[id(bucket)]
+            holders.discard(index)
+            if not holders:
+                bucket.release()
+
+    # ---- gradients of a step
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
+        for bucket in self.buckets:
+            bucket.begin_step(loss_scale)
+
+    def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None:
+        """A chunk's gradients of a microbatch begin to appear.
+
+        Args:
+            chunk: number of the pipeline stage on this rank.
+            last: whether they complete the sums of the step.
+            all_weights: whether the chunk's parameters are needed at once, and their gradients appear in any order, and
+                not layer by layer.
+        """
+        self._by_layer = not all_weights
+        self._computing = [b for b in self._buckets_of_chunk[chunk] if b not in self._shared_by_chunks]
+        for bucket in self._computing:
+            bucket.begin_backward()
+        self._due = list(self._computing) if last or self.options.stage >= 2 else []
+        for index in self._chunks[chunk] if all_weights else ():
+            self._acquire(index)
+
+    def end_backward(self, chunk: int) -> None:
+        """The chunk's gradients of a microbatch are all there: reduce what is due and has not begun, and let go of its
+        parameters."""
+        self._begin_reductions(-1)
+        self._computing = []
+        for index in self._chunks[chunk]:
+            self._release(index)
+
+    def finish(self) -> None:
+        """Return once every gradient is the sum over the group."""
+        for bucket in self._shared_by_chunks:
+            bucket.reduce()
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+
+    def settle(self) -> None:
+        """Turn exact sums into fp32 gradients without the loss scale; in floating point there is nothing to turn."""
+        for bucket in self.buckets:
+            bucket.settle()
+
+    def overflow(self) -> Tensor | float:
+        """0 if the terms of exact sums on this rank were finite, and not finite otherwise; a scalar."""
+        return torch.stack([bucket.overflow for bucket in self.buckets]).sum() if self.buckets else 0.0
+
+    def _arrived(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, ShardedParameter)
+        bucket = self._bucket_of[parameter.spec.name]
+        if bucket.add(parameter.spec.name) and bucket in self._due:
+            self._begin_reductions(len(self._needs))
+
+    def _begin_reductions(self, reached: int) -> None:
+        """Begin what is due, in order, up to the first bucket that still waits for a gradient.
+
+        Args:
+            reached: backward has passed the layers after this one: what they have not given does not come.
+        """
+        while self._due and (not self._due[0].owes_gradients or self._first_layer[id(self._due[0])] > reached):
+            self._reduce(self._due.pop(0))
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Begin a bucket's reduction; on stages 2 and 3 the one before ends first, so that whole gradients of two
+        buckets are held at most: of the one that is reduced, and of the one that backward fills meanwhile."""
+        if self._under_way is not None and self.options.stage >= 2:
+            self._under_way.finish_reduction()
+        bucket.reduce()
+        self._under_way = bucket
+
+    def segments_of(self, name: str) -> list[OwnedSegment]:
+        """What this rank owns of one parameter."""
+        return [owned for owned in self.segments if owned.spec.name == name]
+
+    # ---- weights
+
+    def publish(self) -> None:
+        """Make updated master weights the parameters' values, in the order in which layers use them."""
+        for bucket in self.in_order_of_use():
+            bucket.publish()
+
+    def in_order_of_use(self) -> list[Bucket]:
+        """The buckets, those that the first layers need first."""
+        return _unique(bucket for needs in self._needs for bucket in needs)
+
+    def ready(self) -> None:
+        """Wait until no parameter is under way."""
+        if self.options.stage < 3:
+            for bucket in self.buckets:
+                bucket.wait()
+
+    def load_masters(self, whole: Mapping[str, Tensor]) -> None:
+        """Set the own master weights from whole local tensors, then publish them."""
+        with torch.no_grad():
+            for owned in self.segments:
+                segment = owned.segment
+                owned.master.copy_(whole[segment.name].reshape(-1)[segment.start : segment.stop])
+        self.publish()
+
+    def note(self, names: Collection[str]) -> None:
+        """Remember whether these parameters' gradients are finite on this rank: other ranks' are about to be added."""
+        for bucket in self.buckets:
+            bucket.note(names)
+
+    def offender(self) -> Offender | None:
+        """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
+        because what is not finite spreads in the backward from there."""
+        bad = {name for bucket in self.buckets for name in bucket.offenders()}
+        places = [place for place, parameter in enumerate(self.parameters) if parameter.spec.name in bad]
+        if not places:
+            return None
+        name = self.parameters[places[-1]].spec.name
+        chunk = next(c for c, own in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in own)
+        return Offender(chunk=chunk, place=places[-1], name=name)
+
+    def _own_segments(self) -> Iterator[OwnedSegment]:
+        for bucket in reversed(self.buckets):
+            specs = {p.spec.name: p.spec for p in bucket.parameters}
+            for segment in bucket.segments:
+                master = nn.Parameter(bucket.master[segment.place].detach(), requires_grad=False)
+                yield OwnedSegment(spec=specs[segment.name], segment=segment, bucket=bucket, master=master)
+
+
+def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:
+    """For each layer its parameters that an earlier layer has too, by their name in the layer."""
+    seen: set[str] = set()
+    found = []
+    for layer in layers:
+        named = {n: p for n, p in layer.named_parameters() if isinstance(p, ShardedParameter)}
+        found.append({name: p for name, p in named.items() if p.spec.name in seen})
+        seen |= {p.spec.name for p in named.values()}
+    return found
+
+
+def _first_uses(layers: Sequence[nn.Module]) -> list[list[ShardedParameter]]:
+    """The parameters of each layer that no earlier layer has."""
+    seen: set[str] = set()
+    found = []
+    for layer in layers:
+        members = [p for p in sharded_parameters(layer) if p.spec.name not in seen]
+        seen |= {p.spec.name for p in members}
+        found.append(members)
+    return found
+
+
+def _unique(buckets: Any) -> list[Bucket]:
+    return list(dict.fromkeys(buckets))
