@@ -6,9 +6,11 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.convert.from_hf import open_model
 from megacore.convert.start import weights_from_hf
@@ -96,13 +98,28 @@ def test_one_layer_at_most_is_whole_while_a_run_is_built(source: str, precision:
 @dataclass(frozen=True)
 class Copies:
     """Of one step with offload: bytes to the host and to the device, where the host waited how often, and what the rank
-    owns: bytes in the device's format, and buckets."""
+    owns: bytes in the device's format, and buckets; and how these travelled back."""
 
     down: int
     up: int
     waits: dict[str, int]
     owned: int
     buckets: int
+    uploads: list[tuple[bool, bool]]
+
+
+class Uploads(TorchDispatchMode):
+    """Notes of each copy to the device whether it leaves the format as it is, and whether it is from pinned memory: a
+    GPU does all others while the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[bool, bool]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is torch.ops.aten.copy_.default and args[0].device.type != "cpu" and args[1].device.type == "cpu":
+            self.found.append((args[0].dtype == args[1].dtype, args[1].is_pinned()))
+        return operator(*args, **(kwargs or {}))
 
 
 def copies_of(rank: int, world_size: int, directory: str, precision: str) -> Copies:
@@ -120,6 +137,8 @@ def copies_of(rank: int, world_size: int, directory: str, precision: str) -> Cop
     batch = next(trainer.batches)
     with counting() as counted:
         trainer.train_step(batch)
+    with Uploads() as uploads:
+        trainer.model.data_parallel.publish()
     buckets = trainer.model.data_parallel.buckets
     return Copies(
         down=counted.bytes_to_host,
@@ -127,6 +146,7 @@ def copies_of(rank: int, world_size: int, directory: str, precision: str) -> Cop
         waits=Counter(cause.rpartition(" in ")[2] for cause in counted.sync_causes),
         owned=sum(bucket._own.nbytes for bucket in buckets),
         buckets=len(buckets),
+        uploads=uploads.found,
     )
 
 
@@ -136,5 +156,6 @@ def test_weights_go_back_while_the_next_bucket_is_updated(precision: str, tmp_pa
     for found in run_distributed(copies_of, 2, str(tmp_path), precision, backend="pretend"):
         assert found.waits.pop("downloaded") == found.buckets
         assert found.waits.keys() <= {"apply", "step_on_host"}, found.waits  # to step or to skip; the factor
+        assert found.uploads == [(True, True)] * found.buckets
         assert found.down == pytest.approx(found.owned, abs=SMALL)
         assert found.up == pytest.approx(found.owned, abs=SMALL)  # the batch is small
