@@ -11,15 +11,16 @@ divided by the tokens of the whole global batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megacore.parallel.mesh import Mesh, ReplicaRole
+from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
 from megacore.zero.backward_hooks import OwnGradient, when_backward
 from megacore.zero.bucket import Bucket, ZeroOptions
@@ -142,8 +143,7 @@ class DataParallel:
         separate: frozenset[str] = frozenset(),
     ) -> None:
         self._mesh, self._separate = mesh, separate
-        sizes = {role: mesh.replica_group(role).size for role in get_args(ReplicaRole)}
-        self.options = options = options if max(sizes.values()) > 1 else replace(options, stage=0)
+        self.options = options = options if mesh.replicas.size > 1 else replace(options, stage=0)
         layers: list[nn.Module] = []
         own: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
         self._chunks: list[range] = []  # of each, the numbers of its layers
@@ -154,12 +154,11 @@ class DataParallel:
                 layers.append(layer)
                 own.append(_without(sharded_parameters(layer), own))
                 if options.stage == 3:
-                    buckets = [*self._make_buckets(own[-1], dict.fromkeys(sizes, 1 << 62)), *buckets]
+                    buckets = [*self._make_buckets(own[-1], None), *buckets]
             if options.stage < 3:
                 members = [parameter for layer_parameters in own[first:] for parameter in layer_parameters]
                 whole = sum(p.numel() * p.element_size() for p in members)
-                limit = min(bucket_bytes, whole // _BUCKETS)
-                buckets = self._make_buckets(members, {role: grown(limit, size) for role, size in sizes.items()})
+                buckets = self._make_buckets(members, min(bucket_bytes, whole // _BUCKETS))
             self._chunks.append(range(first, len(layers)))
             self._buckets_of_chunk.append(buckets)
         self.parameters = [parameter for members in own for parameter in members]
@@ -184,14 +183,19 @@ class DataParallel:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._arrived)
 
-    def _make_buckets(
-        self, members: Sequence[ShardedParameter], bucket_bytes: Mapping[ReplicaRole, int]
-    ) -> list[Bucket]:
-        return [self._bucket(run) for run in assign_buckets(members, bucket_bytes, self._separate)]
-
-    def _bucket(self, parameters: Sequence[ShardedParameter]) -> Bucket:
-        group = self._mesh.replica_group(parameters[0].spec.replica_role)
-        return Bucket(parameters, group, self.options if group.size > 1 else replace(self.options, stage=0))
+    def _make_buckets(self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None) -> list[Bucket]:
+        """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as may be."""
+        groups = {role: self._mesh.replica_group(role) for role in {p.spec.replica_role for p in parameters}}
+        limits = {
+            role: sys.maxsize if bucket_bytes is None else grown(bucket_bytes, group.size)
+            for role, group in groups.items()
+        }
+        buckets = []
+        for members in assign_buckets(parameters, limits, self._separate):
+            group = groups[members[0].spec.replica_role]
+            options = self.options if group.size > 1 else replace(self.options, stage=0)
+            buckets.append(Bucket(members, group, options))
+        return buckets
 
     # ---- around the layers
 
