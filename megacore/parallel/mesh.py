@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megacore.config import ParallelConfig
+from megacore.config import ParallelConfig, ResolvedParallel
 from megacore.config.dimensions import DIMENSIONS, Dimension, Divides, coordinates_of, degrees_of, describe_rank
 from megacore.errors import ConfigError
 
@@ -225,7 +225,7 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
 
 
-def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
+def build_mesh(config: ResolvedParallel, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
     """Join the job and make the groups of this rank.
 
     Args:

@@ -183,6 +183,8 @@ class Bucket:
 
     def publish(self) -> None:
         """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'."""
+        if self.options.stage in (1, 2) and self._gathering is not None:
+            self.wait()  # other ranks still read this shard
         if self.master is not self._shard_params:
             self._shard_params.copy_(self._weights_to_copy(), non_blocking=True)
         if self.options.stage in (1, 2):
