@@ -34,7 +34,7 @@ def test_a_run_is_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["step_00000002", "2", "2"],
         ["step_00000001", "1", "1"],
     ]
-    layout = "pp 1 x dp 1 x tp 1".split()
+    layout = ["pp", "1", "x", "dp", "1", "x", "tp", "1"]
     assert [line[4:] for line in lines[1:]] == [
         [*layout, "not", "verified,", "latest"],
         [*layout, "not", "verified"],
