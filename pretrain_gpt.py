@@ -53,7 +53,9 @@ def train(config: ResolvedConfig, mesh: Mesh) -> None:
     from megacore.train.trainer import Trainer
 
     streams = RandomStreams(config.training.seed, mesh.device)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams))
+    layers = gpt_layers(
+        config.model, BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
+    )
     loss = GPTLoss(config, mesh.layer)
     source = config.checkpoint.init_from_hf
     task = Task(

@@ -40,15 +40,15 @@ class BertLoss:
 
     Args:
         config: resolved.
-        tp: the tensor-parallel group.
+        group: ranks that split the same matrices.
 
     Attributes:
         terms: what the call returns.
         eval_terms: what `evaluation` returns.
     """
 
-    def __init__(self, config: ResolvedBertConfig, tp: Group) -> None:
-        self.vocab_size, self.tp, self.sentence_task = config.model.vocab_size, tp, config.bert.has_sentence_head
+    def __init__(self, config: ResolvedBertConfig, group: Group) -> None:
+        self.vocab_size, self.group, self.sentence_task = config.model.vocab_size, group, config.bert.has_sentence_head
         self.options = CrossEntropyOptions(
             label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
         )
@@ -73,7 +73,7 @@ class BertLoss:
     def _losses(self, output: Output, batch: MaskedBatch, options: CrossEntropyOptions | None) -> Tensor:
         tokens, pairs = _parts(output)
         per_token = vocab_parallel_cross_entropy(
-            tokens, batch.labels, vocab_size=self.vocab_size, group=self.tp, options=options
+            tokens, batch.labels, vocab_size=self.vocab_size, group=self.group, options=options
         )
         sums = [torch.sum(per_token * batch.loss_mask)]
         if pairs is not None:
@@ -88,7 +88,7 @@ class BertLoss:
         return torch.stack(counts)
 
     def _likeliest(self, tokens: Tensor) -> Tensor:
-        return vocab_parallel_argmax(tokens, vocab_size=self.vocab_size, group=self.tp)
+        return vocab_parallel_argmax(tokens, vocab_size=self.vocab_size, group=self.group)
 
 
 def _parts(output: Output) -> tuple[Tensor, Tensor | None]:

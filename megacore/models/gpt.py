@@ -48,7 +48,7 @@ class GPTEmbedding(ShardedModule):
         self.dropout = Dropout(
             config.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard
         )
-        self.split = context.tp if context.sequence_parallel else ALONE
+        self.split = context.layer_group if context.sequence_parallel else ALONE
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] int64 -> [b, s, h] (or, sequence parallel, [b, s/t, h])"""
@@ -66,13 +66,13 @@ class GPTHead(ShardedModule):
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = context.tp, context.sequence_parallel
+        self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward = context.split_backward
         self.norm = build_norm(config, device=context.device)
         self.weight = vocab_parallel_weight(
             config.vocab_size,
             config.hidden_size,
-            group=context.tp,
+            group=context.layer_group,
             multiple=config.make_vocab_size_divisible_by,
             device=context.device,
         )
@@ -104,7 +104,7 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
         rotary=Rotary.of(config),
         alibi=own_alibi(config, context),
     )
-    first, *blocks, last = gpt_outline(config, context.tp.size)
+    first, *blocks, last = gpt_outline(config, context.layer_group.size)
     return [
         LayerSpec.of(first, partial(GPTEmbedding, config, context)),
         *(LayerSpec.of(size, partial(block, size.name)) for size in blocks),
@@ -119,8 +119,8 @@ class GPTLoss:
     ranks with different token counts weigh what they should.
     """
 
-    def __init__(self, config: ResolvedConfig, tp: Group) -> None:
-        self.vocab_size, self.tp = config.model.vocab_size, tp
+    def __init__(self, config: ResolvedConfig, group: Group) -> None:
+        self.vocab_size, self.group = config.model.vocab_size, group
         self.options = CrossEntropyOptions(
             label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
         )
@@ -135,7 +135,7 @@ class GPTLoss:
 
     def _sum(self, logits: Tensor, batch: TokenBatch, options: CrossEntropyOptions | None) -> Tensor:
         per_token = vocab_parallel_cross_entropy(
-            logits, batch.labels, vocab_size=self.vocab_size, group=self.tp, options=options
+            logits, batch.labels, vocab_size=self.vocab_size, group=self.group, options=options
         )
         return torch.sum(per_token * batch.loss_mask)
 

@@ -58,7 +58,9 @@ def build(rank: int, world_size: int, directory: str, precision: str, hf: str | 
     mesh = build_mesh(config.parallel)
     streams = RandomStreams(1, mesh.device)
     loss = GPTLoss(config, mesh.layer)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams))
+    layers = gpt_layers(
+        config.model, BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
+    )
     fill = None if hf is None else weights_from_hf(Path(hf))
     task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, streams=streams, initialize=fill)
     before = torch.accelerator.memory_allocated(mesh.device)

@@ -44,7 +44,9 @@ def start(rank: int, world_size: int, layout: Layout, source: str, output: str, 
     streams = RandomStreams(config.training.seed, mesh.device)
     loss = GPTLoss(config, mesh.layer)
     task = Task(
-        layers=gpt_layers(config.model, BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams)),
+        layers=gpt_layers(
+            config.model, BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
+        ),
         first_input=lambda batch: batch.tokens,
         loss=loss,
         streams=streams,

@@ -137,7 +137,9 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
 def make_trainer(config: ResolvedConfig, mesh: Mesh, data: Any = None) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes."""
     streams = RandomStreams(config.training.seed, mesh.device)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams))
+    layers = gpt_layers(
+        config.model, BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
+    )
     loss = GPTLoss(config, mesh.layer)
     task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, eval_loss=loss.plain, streams=streams)
     data = data or RaggedData(config.training.global_batch_size * config.training.train_iters)
