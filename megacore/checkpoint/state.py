@@ -22,6 +22,7 @@ from megacore.zero.data_parallel import DataParallel, OwnedSegment
 from megacore.zero.flat import Segment
 
 MODEL = "model"
+BUFFERS = "buffers"  # what belongs to a layer and is no weight: BatchNorm's running averages, frozen parameters
 Slices = tuple[tuple[int, int], ...]  # [start, stop) of every dimension
 Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
 
@@ -38,6 +39,7 @@ class TrainingState:
         kinds: names of the optimizer's per-element state, the same on every rank.
         tied_copies: names of parameters that another stage holds and saves.
         counters: further numbers, the same on every rank (updates done, loss scale).
+        buffers: by global name; replicas may have different ones, of which those of one replica are kept.
     """
 
     step: int
@@ -47,6 +49,7 @@ class TrainingState:
     kinds: tuple[str, ...]
     tied_copies: frozenset[str] = frozenset()
     counters: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def entries(self) -> Iterator[tuple[str, ShardSpec, Tensor]]:
         """(kind, slice, fp32 tensor without padding) of the stage; all data-parallel ranks go through them together.
@@ -67,6 +70,8 @@ class TrainingState:
                     whole = bucket.whole(shard)
                 for name, tensor in whole.items():
                     yield kind, specs[name], specs[name].own(tensor)
+        for name, buffer in self.buffers.items():
+            yield BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer
 
     def fill(self, read: Read, kinds: tuple[str, ...], updates: int) -> None:
         """Set everything that this rank owns, and publish the weights.
@@ -93,6 +98,9 @@ class TrainingState:
                     values = part.view(-1)[first : first + owned.segment.stop - owned.segment.start]
                     self._fill_segment(owned, kind, values, updates)
         self.data_parallel.publish()
+        for name, buffer in self.buffers.items():
+            if buffer.numel():  # nothing is stored of an empty one
+                buffer.copy_(read(BUFFERS, name, tuple((0, size) for size in buffer.shape), None))
 
     @torch.no_grad()
     def _fill_segment(self, owned: OwnedSegment, kind: str, values: Tensor, updates: int) -> None:
