@@ -329,8 +329,8 @@ class _Run:
             mode = "evaluation" if self.loss_weight is None else "training"
             raise UserError(
                 f"{returns} ({', '.join(map(str, returned))}) in {mode}, but returned "
-                f"({', '.join(map(str, expected))}) when tried in evaluation mode on an input of this shape: shapes and "
-                "types of what a stage passes on must depend on those of its input and on nothing else"
+                f"({', '.join(map(str, expected))}) when tried in evaluation mode on an input of this shape: shapes "
+                "and types of what a stage passes on must depend on those of its input and on nothing else"
             )
 
     def input_specs(self, action: Action, stage: int) -> tuple[TensorSpec, ...]:
