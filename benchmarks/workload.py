@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig, resolve
+from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megacore.data.gpt.mock import MockDataset
 from megacore.models.initialize import InitialWeights
 from megacore.parallel.mesh import Mesh, world_size
@@ -63,7 +63,7 @@ def configuration(
     optimizer = OptimizerConfig(lr=1e-3, adam_beta2=0.95, weight_decay=0.1, clip_grad=clip_grad)
     data = DataConfig(seq_length=sizes.seq, mock_data=True)
     config = Config(model=model, parallel=parallel, data=data, optimizer=optimizer, training=training)
-    return resolve(config, world_size())
+    return config.resolve(world_size())
 
 
 def megacore_trainer(config: Config, mesh: Mesh, *, weights: InitialWeights | None = None) -> Trainer:

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from tests.accelerator import build
-from tests.accelerator.device import register
+from tests.accelerator.collectives import register
 
 ROOT = Path(__file__).resolve().parent.parent
 DUMP_SIGNAL = signal.SIGUSR1

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_manifest, verify
-from megacore.checkpoint.state import BUFFERS, MODEL, Slices, TrainingState
+from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState
 from megacore.checkpoint.tensor_file import DTYPES, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.sharding import ShardedParameter
+from megacore.parallel.sharding import ShardedParameter, Slices
 
 _HEADER_BYTES = 1 << 10  # that a tensor takes in the head of a file, with room for a long name
 _LARGEST_HEADER = 1 << 26  # of a file whose header has been checked
@@ -128,7 +128,7 @@ def load_parameters(path: Path, parameters: Iterable[ShardedParameter]) -> Manif
     reader = Reader(directory, manifest)
     for parameter in parameters:
         parameter.zero_()
-        parameter.spec.own(parameter).copy_(reader.read(MODEL, parameter.spec.name, parameter.spec.slices))
+        parameter.spec.unpadded(parameter).copy_(reader.read(MODEL, parameter.spec.name, parameter.spec.slices))
     return manifest
 
 

@@ -221,7 +221,7 @@ def _initialize_sharded(module: nn.Module, name: str, seed: int) -> None:
             parameter.named(f"{name}.{local}")
             parameter.fill_(0.0 if local.endswith("bias") or parameter.dim() > 1 else 1.0)
             if parameter.dim() > 1:
-                normal_slice(parameter.spec, seed=seed, std=_STD, out=parameter.spec.own(parameter))
+                normal_slice(parameter.spec, seed=seed, std=_STD, out=parameter.spec.unpadded(parameter))
 
 
 def _declare_parameters(module: nn.Module) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.plan.outline import LayerOutline
 
 
@@ -39,7 +39,7 @@ class LayerSpec:
     tied: Mapping[str, str] = field(default_factory=dict)
     held: int | None = None
     shared: int = 0
-    block: ModelConfig | None = None
+    block: ResolvedModel | None = None
 
     @classmethod
     def of(cls, outline: LayerOutline, build: Callable[[], nn.Module]) -> LayerSpec:

@@ -1,17 +1,16 @@
 """The optimizer's step in host memory (ZeRO-Offload: Ren et al. 2021, arXiv 2101.06840, section 4).
 
 Master weights and moments never lie on the device. Each bucket's own gradients travel to the host while the buckets
-before it are updated there, and its updated weights travel back while those after it are: in one stream down and in
-another up, as the link carries both at once, and in the formats that the device keeps. The update runs on all threads
-of the rank's share of the host. Where the device is the CPU itself the copies are plain ones, and the numbers the same.
+before it are updated there, and its updated weights travel back while those after it are, both in the formats that the
+device keeps. The update runs on all threads of the rank's share of the host. Where the device is the CPU itself the
+copies are plain ones: the same path, and the same numbers.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from contextlib import contextmanager
 from itertools import groupby
 
 import torch
@@ -35,12 +34,11 @@ def step_on_host(
         factor: what gradients are multiplied by first (clipping, loss scale).
         rate: the learning rate.
     """
-    device, factor = factor.device, factor.cpu()  # before the downloads are queued: it would wait for all of them
+    factor = factor.cpu()  # before the downloads are queued: it would wait for all of them
     buckets = data_parallel.in_order_of_use()
     runs = {bucket: list(members) for bucket, members in groupby(data_parallel.runs, key=lambda run: run.bucket)}
-    with _download_stream(device):
-        for bucket in buckets:
-            bucket.begin_download()
+    for bucket in buckets:
+        bucket.begin_download()
     with _all_threads():
         for bucket in buckets:
             own, downloaded = runs.get(bucket, []), bucket.downloaded()
@@ -49,20 +47,6 @@ def step_on_host(
             if optimizer is not None and own:
                 update(optimizer, own, gradients, rate)
             bucket.publish()
-
-
-def _download_stream(device: torch.device) -> torch.Stream | nullcontext[None]:
-    """What is queued inside follows all that was queued before, and holds up nothing that is queued after."""
-    if device.type == "cpu":
-        return nullcontext()
-    stream = _side_stream(device)
-    stream.wait_stream(torch.accelerator.current_stream(device))
-    return stream
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
 
 
 @contextmanager

@@ -68,13 +68,18 @@ def start_all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Pe
     return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group.handle, async_op=True)])
 
 
+def _by_messages(whole: Tensor) -> bool:
+    """Whether messages between the ranks are faster than the backend's own collective: they are on gloo."""
+    return whole.device.type == "cpu"
+
+
 def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
     """Begin to fill the flat tensor `whole` with the ranks' flat shards, in group order; a shard may lie in `whole`."""
     if group.size == 1:
         if whole.data_ptr() != shard.data_ptr():
             whole.copy_(shard)
         return Pending()
-    if whole.device.type == "cpu":
+    if _by_messages(whole):
         return Pending(*direct.start_all_gather(whole, shard, group))
     return Pending([_all_gather_flat(whole, shard, group=group.handle, async_op=True)])
 
@@ -84,7 +89,7 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
     if group.size == 1:
         shard.copy_(whole)
         return Pending()
-    if whole.device.type == "cpu":
+    if _by_messages(whole):
         return Pending(*direct.start_reduce_scatter(shard, whole, group))
     return Pending([_reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)])
 

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.config import known
-from megacore.config.bert import BertConfig
+from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
 from megacore.models.bert import Output, bert_flops, bert_layers
@@ -43,12 +42,12 @@ class BertTask(Task):
 
     batch_type = BertBatch
 
-    def __init__(self, config: BertConfig, mesh: Mesh) -> None:
+    def __init__(self, config: ResolvedBertConfig, mesh: Mesh) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
-        context = BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)
+        context = BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams)
         super().__init__(bert_layers(config, context), streams)
-        self.config, self.group = config, mesh.tp
-        self.vocab_size, self.has_pairs = known(config.model.vocab_size), config.bert.has_sentence_head
+        self.config, self.group = config, mesh.layer
+        self.vocab_size, self.has_pairs = config.model.vocab_size, config.bert.has_sentence_head
         self.loss_names = ("mlm_loss", "sentence_loss") if self.has_pairs else ("mlm_loss",)
         accuracies = tuple(name.replace("loss", "accuracy") for name in self.loss_names)
         self.evaluation_names = self.loss_names + accuracies
@@ -66,7 +65,7 @@ class BertTask(Task):
 
     def stage_input_specs(self, microbatch: BertBatch, stage: int) -> tuple[TensorSpec, ...]:
         """The hidden states and the document numbers, between any two stages."""
-        return hidden_states_spec(self.config), document_numbers_spec(self.config)
+        return hidden_states_spec(self.config, self.group), document_numbers_spec(self.config)
 
     def loss(self, output: Output, microbatch: BertBatch) -> Tensor:
         """Sums over masked tokens and, with a sentence task, over pairs: fp32 [1] or [2]."""

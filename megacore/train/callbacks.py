@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megacore.checkpoint.save import Saved
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.parallel.mesh import Mesh
 from megacore.train.parallelize import ParallelModel
 from megacore.train.step import StepResult
@@ -38,7 +38,7 @@ class Run(Protocol):
     """What a callback may ask of the trainer."""
 
     @property
-    def config(self) -> Config:
+    def config(self) -> ResolvedConfig:
         """The resolved configuration."""
 
     @property

@@ -27,8 +27,8 @@ from megacore.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    ResolvedConfig,
     TrainingConfig,
-    resolve,
     validate,
 )
 from megacore.errors import ConfigError, UserError
@@ -174,7 +174,7 @@ class PipelineEngine:
         Raises:
             UserError: there are none; or, on ZeRO stage 3, replicas have different numbers of them.
         """
-        numbers = all_gather_objects(len(microbatches), self.mesh.dp)
+        numbers = all_gather_objects(len(microbatches), self.mesh.batch)
         if min(numbers) == 0 or (len(set(numbers)) > 1 and self.config.parallel.zero_stage == 3):
             raise UserError(
                 f"evaluate got {numbers} microbatches on the replicas: every one needs one or more, "
@@ -196,13 +196,13 @@ class PipelineEngine:
         Raises:
             UserError: the batch has fewer samples than there are microbatches.
         """
-        pieces, samples = self.num_microbatches * self.mesh.dp.size, samples_of(inputs)
+        pieces, samples = self.num_microbatches * self.mesh.batch.size, samples_of(inputs)
         if samples < pieces:
             raise UserError(
                 f"{samples} samples are too few for {self.num_microbatches} microbatches on each of "
-                f"{self.mesh.dp.size} replicas: give {pieces} or more"
+                f"{self.mesh.batch.size} replicas: give {pieces} or more"
             )
-        share = slice(self.mesh.dp.rank, None, self.mesh.dp.size)
+        share = slice(self.mesh.batch.rank, None, self.mesh.batch.size)
         return list(zip(cut(inputs, pieces)[share], cut(targets, pieces)[share], strict=True))
 
     def close(self) -> None:
@@ -220,12 +220,12 @@ class PipelineEngine:
         for bucket in self.model.data_parallel.buckets:
             for name, tensor in bucket.whole(bucket.master).items():
                 spec = self.model.parameters[name].spec
-                shards[name] = (spec, spec.own(tensor).cpu())
+                shards[name] = (spec, spec.unpadded(tensor).cpu())
         state = {name: buffer.cpu() for name, buffer in self._buffers().items()}
-        for part in all_gather_objects(shards, self.mesh.tp):
+        for part in all_gather_objects(shards, self.mesh.layer):
             for name, (spec, shard) in part.items():
                 spec.take(state.setdefault(name, torch.empty(spec.shape))).copy_(shard)
-        parts = all_gather_objects(state, self.mesh.pp)
+        parts = all_gather_objects(state, self.mesh.pipeline)
         return {name: tensor.clone() for part in parts for name, tensor in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -243,7 +243,7 @@ class PipelineEngine:
         shards = {}
         for name, parameter in parameters.items():
             shards[name] = torch.zeros(parameter.shape)
-            parameter.spec.own(shards[name]).copy_(parameter.spec.take(state[name]))
+            parameter.spec.unpadded(shards[name]).copy_(parameter.spec.take(state[name]))
         self.model.data_parallel.load_masters(shards)
         self.model.data_parallel.ready()
         for name, buffer in buffers.items():
@@ -265,7 +265,7 @@ class PipelineEngine:
         """
         training = dataclasses.replace(self.config.training, output_dir=str(directory))
         saver = CheckpointSaver(dataclasses.replace(self.config, training=training), self.mesh)
-        samples = self.step * self.num_microbatches * self.mesh.dp.size
+        samples = self.step * self.num_microbatches * self.mesh.batch.size
         saver.begin(self.train_steps.state(consumed_samples=samples, buffers=self._buffers()))
         saved = saver.finish()
         assert saved is not None
@@ -299,15 +299,15 @@ class PipelineEngine:
 
     def _prepare(self, microbatches: Sequence[Pair]) -> list[PlainMicrobatch]:
         """Move to the device what this rank needs there, and learn what stages will exchange."""
-        device, pp, dp = self.mesh.device, self.mesh.pp, self.mesh.dp
+        device, pipeline, readers = self.mesh.device, self.mesh.pipeline, self.mesh.batch
         batch = []
         for position, (inputs, targets) in enumerate(microbatches):
             number = samples_of(inputs) if self._count is None else self._count(targets)
             batch.append(
                 PlainMicrobatch(
-                    index=(self.step * self.num_microbatches + position) * dp.size + dp.rank,
-                    inputs=moved(inputs, device) if pp.is_first else inputs,
-                    targets=moved(targets, device) if pp.is_last else targets,
+                    index=(self.step * self.num_microbatches + position) * readers.size + readers.rank,
+                    inputs=moved(inputs, device) if pipeline.is_first else inputs,
+                    targets=moved(targets, device) if pipeline.is_last else targets,
                     count=number.to(device, torch.float64, non_blocking=True)
                     if isinstance(number, Tensor)
                     else torch.full((), number, dtype=torch.float64, device=device),
@@ -321,9 +321,9 @@ class PipelineEngine:
         gathered from all replicas: these must ask each other first, and so wait for the accelerator."""
         new = self._shapes.unknown(inputs)
         tries = len(new)
-        if self.config.parallel.zero_stage == 3 and self.mesh.dp.size > 1:
+        if self.config.parallel.zero_stage == 3 and self.mesh.replicas.size > 1:
             asked = torch.full((), tries, dtype=torch.int64, device=self.mesh.device)
-            tries = int(all_reduce_(asked, self.mesh.dp, "max"))
+            tries = int(all_reduce_(asked, self.mesh.replicas, "max"))
         for number in range(tries):
             tried = new[number] if number < len(new) else inputs[0]
             self._shapes.learn(tried, self.task.in_training_format(tried))
@@ -340,7 +340,7 @@ def _checked_config(
     optimizer: OptimizerConfig,
     precision: PrecisionConfig,
     training: TrainingConfig,
-) -> Config:
+) -> ResolvedConfig:
     """The configuration of the run, resolved; its model and data sections mean nothing here.
 
     Raises:
@@ -349,7 +349,8 @@ def _checked_config(
     problems, stages = [], parallel.pp * parallel.virtual_stages
     if parallel.tp > 1 and not is_split(layers):
         problems.append(
-            f"tp {parallel.tp}: no layer is split; use tp 1, or layers such as ColumnParallelLinear with group=mesh.tp"
+            f"tp {parallel.tp}: no layer is split; use tp 1, or layers such as ColumnParallelLinear with "
+            "group=mesh.layer"
         )
     if parallel.sequence_parallel:
         problems.append("sequence_parallel is GPT's and BERT's: leave it out")
@@ -377,5 +378,5 @@ def _checked_config(
         )
         problems += validate(config, world_size())
         if not problems:
-            return resolve(config, world_size())
+            return config.resolve(world_size())
     raise ConfigError(problems)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megacore.config import Config, known
+from megacore.config import ResolvedConfig
 from megacore.data.loading.loader import Microbatch
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
@@ -36,12 +36,12 @@ class GPTTask(Task):
         weights: where initial values come from; None: drawn from the run's seed.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, *, weights: InitialWeights | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, *, weights: InitialWeights | None = None) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
-        context = BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)
+        context = BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams)
         super().__init__(gpt_layers(config.model, context), streams)
-        self.config, self.group = config, mesh.tp
-        self.vocab_size = known(config.model.vocab_size)
+        self.config, self.group = config, mesh.layer
+        self.vocab_size = config.model.vocab_size
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
         self.options = CrossEntropyOptions(
             label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
@@ -57,7 +57,7 @@ class GPTTask(Task):
 
     def stage_input_specs(self, microbatch: Microbatch, stage: int) -> tuple[TensorSpec, ...]:
         """The hidden states, between any two stages."""
-        return (hidden_states_spec(self.config),)
+        return (hidden_states_spec(self.config, self.group),)
 
     def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
         """logits [b, s, padded V/t], labels [b, s] -> summed cross-entropy, scalar fp32."""

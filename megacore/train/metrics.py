@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.config import Config, known
+from megacore.config import ResolvedConfig
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Mesh
@@ -50,7 +50,7 @@ class StepMetrics:
         predicted_memory: bytes of state on the fullest rank, by kind and formula.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, task: Task) -> None:
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, task: Task) -> None:
         self._config, self._mesh, self._task = config, mesh, task
         self.predicted_bubble = self._predict_bubble()
         on_cpu = mesh.device.type == "cpu"
@@ -71,7 +71,7 @@ class StepMetrics:
         measured = measured_bytes(update.data_parallel, update.optimizer)
         memory = self._largest({**measured, "peak": float(peak_memory_bytes(mesh.device))})
         peak = memory.pop("peak")
-        sequences = known(config.training.global_batch_size)
+        sequences = config.training.global_batch_size
         tflops = task.flops_per_sequence() * sequences / step_seconds / mesh.world.size / 1e12
         means = term_means(task.loss_names, result.means, result.counts)
         record = {
@@ -110,15 +110,15 @@ class StepMetrics:
     def _predict_bubble(self) -> float:
         layers, parallel = self._task.layers, self._config.parallel
         flops = [sum(layers[i].flops for i in stage) for stage in stage_ranges(layers, parallel)]
-        schedule = training_schedule(parallel, microbatches_of_replica(self._config))
+        schedule = training_schedule(parallel, microbatches_of_replica(self._config, self._mesh))
         return simulate(schedule, Costs.proportional(flops)).idle_share
 
     def _measured_bubble(self, timed: TimedPass) -> float:
         """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""
         mesh, computed = self._mesh, timed.computations
         ends = torch.tensor([-computed[0].start, computed[-1].end], dtype=torch.float64, device=mesh.device)
-        window = all_reduce_(ends, mesh.pp, "max").sum() * mesh.pp.size
-        busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=mesh.device), mesh.pp)
+        window = all_reduce_(ends, mesh.pipeline, "max").sum() * mesh.pipeline.size
+        busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=mesh.device), mesh.pipeline)
         return float(all_reduce_(1.0 - busy / window, mesh.world)) / mesh.world.size
 
     def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -127,10 +127,10 @@ class StepMetrics:
         return dict(zip(values, all_reduce_(numbers, self._mesh.world, "max").tolist(), strict=True))
 
 
-def microbatches_of_replica(config: Config) -> int:
+def microbatches_of_replica(config: ResolvedConfig, mesh: Mesh) -> int:
     """Microbatches of a replica in a step."""
     training = config.training
-    return known(training.global_batch_size) // training.micro_batch_size // known(config.parallel.dp)
+    return training.global_batch_size // training.micro_batch_size // mesh.batch.size
 
 
 def term_means(

@@ -1,7 +1,7 @@
 """The recipe: from the description of a model to this rank's part of it, ready to train. The order is the knowledge.
 
 1. partition: which layers this stage holds (uneven counts are balanced, nothing is dropped); then layer by layer
-2. build: split over the tensor-parallel group as it is made;
+2. build: split over the layer group as it is made;
 3. initialise: by global name, so that every layout starts from the same bits;
 4. recompute: wrap the blocks that keep only their input;
 5. data parallel: move the parameters as they now stand into buckets, in the precision of training, and divide them by
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megacore.config import Config, known
+from megacore.config import ResolvedConfig
 from megacore.models.spec import LayerSpec
 from megacore.optim.precision import DTYPES
 from megacore.parallel.collectives import sum_copies_
@@ -43,7 +43,7 @@ class ParallelModel:
         chunks: this rank's stages.
         parameters: of this rank, by global name.
         runtime: runs microbatches through the pipeline.
-        data_parallel: divides parameters, gradients and optimizer state over data-parallel ranks.
+        data_parallel: divides parameters, gradients and optimizer state over replicas.
         shared: global names of tied parameters that other ranks hold too, and who holds them.
         tied_copies: those of them whose first use lies on another rank.
     """
@@ -57,7 +57,7 @@ class ParallelModel:
     tied_copies: frozenset[str]
 
 
-def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
+def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel:
     """Build this rank's stages and everything that makes them take part in the whole.
 
     Args:
@@ -66,7 +66,7 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
         mesh: this rank's place.
     """
     stages = stage_ranges(task.layers, config.parallel)
-    held = stages[mesh.pp.rank :: mesh.pp.size]
+    held = stages[mesh.pipeline.rank :: mesh.pipeline.size]
     shared = _holders_of_tied(task.layers, stages, mesh)
     parameters: dict[str, ShardedParameter] = {}
     chunks = [
@@ -75,10 +75,10 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
     ]
     data_parallel = DataParallel(
         (_layers(chunk, task, config, parameters) for chunk in chunks),
-        mesh.dp,
-        options=_zero_options(task.layers, config),
+        mesh,
+        options=_zero_options(task.layers, config, mesh),
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
-        alone=frozenset(shared),
+        separate=frozenset(shared),
     )
     shared = {name: holders for name, holders in shared.items() if name in parameters}
     tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
@@ -90,7 +90,7 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
         chunks=chunks,
         parameters=parameters,
         runtime=PipelineRuntime(
-            chunks, mesh.pp, transport=Transport(mesh.pp, mesh.device), parallel=config.parallel, task=task
+            chunks, mesh.pipeline, transport=Transport(mesh.pipeline, mesh.device), parallel=config.parallel, task=task
         ),
         data_parallel=data_parallel,
         shared=shared,
@@ -98,7 +98,9 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
     )
 
 
-def _layers(chunk: Stage, task: Task, config: Config, parameters: dict[str, ShardedParameter]) -> Iterator[nn.Module]:
+def _layers(
+    chunk: Stage, task: Task, config: ResolvedConfig, parameters: dict[str, ShardedParameter]
+) -> Iterator[nn.Module]:
     """Build a stage layer by layer, each with its initial values, and wrapped where it keeps only its input.
 
     Args:
@@ -122,7 +124,7 @@ def _layers(chunk: Stage, task: Task, config: Config, parameters: dict[str, Shar
 
 def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh: Mesh) -> dict[str, Holders]:
     """For each tied parameter that several ranks of the pipeline hold: which they are."""
-    rank_of = {number: stage % mesh.pp.size for stage, numbers in enumerate(stages) for number in numbers}
+    rank_of = {number: stage % mesh.pipeline.size for stage, numbers in enumerate(stages) for number in numbers}
     number_of = {layer.name: number for number, layer in enumerate(layers)}
     positions: dict[str, set[int]] = {}
     for number, layer in enumerate(layers):
@@ -130,7 +132,7 @@ def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh:
             first = next(i for prefix, i in number_of.items() if name.startswith(f"{prefix}."))
             positions.setdefault(name, {rank_of[first]}).add(rank_of[number])
     return {
-        name: Holders(pipeline=mesh.pp, positions=tuple(sorted(ranks)))
+        name: Holders(pipeline=mesh.pipeline, positions=tuple(sorted(ranks)))
         for name, ranks in positions.items()
         if len(ranks) > 1
     }
@@ -149,7 +151,7 @@ def _spread_values(
         data_parallel.publish_parameter(name)
 
 
-def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
+def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> ZeroOptions:
     parallel = config.parallel
     return ZeroOptions(
         stage=parallel.zero_stage,
@@ -158,13 +160,13 @@ def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         offload=parallel.offload_optimizer,
-        exact_terms=_terms(layers, config) if config.training.reproducible else 0,
+        exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )
 
 
-def _terms(layers: Sequence[LayerSpec], config: Config) -> int:
+def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> int:
     """How many gradients of one parameter a step adds up at most: one a microbatch and use, and with sequence
-    parallelism one a tensor-parallel rank."""
+    parallelism one a rank of the layer group."""
     uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
-    microbatches = known(config.training.global_batch_size) // config.training.micro_batch_size
-    return microbatches * uses * config.parallel.tp
+    microbatches = config.training.global_batch_size // config.training.micro_batch_size
+    return microbatches * uses * mesh.layer.size

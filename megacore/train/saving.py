@@ -9,7 +9,7 @@ from types import TracebackType
 
 from megacore.checkpoint.save import CheckpointSaver, Saved
 from megacore.checkpoint.state import TrainingState
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import OutputClosed, StorageError, TrainingStopped
 from megacore.parallel.mesh import Mesh
 from megacore.train.callbacks import Callbacks
@@ -34,7 +34,7 @@ class Saving:
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, *, callbacks: Callbacks, report: Report, loaded: Path | None
+        self, config: ResolvedConfig, mesh: Mesh, *, callbacks: Callbacks, report: Report, loaded: Path | None
     ) -> None:
         self._saver = CheckpointSaver(config, mesh, loaded=loaded)
         self._options, self._callbacks, self._report = config.checkpoint, callbacks, report

@@ -19,7 +19,7 @@ from torch import Tensor
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.optimizers import state_kinds
 from megacore.optim.update import WeightUpdate
@@ -102,7 +102,7 @@ class TrainStep:
         update: the optimizer and what guards it.
     """
 
-    def __init__(self, task: Task, config: Config, mesh: Mesh) -> None:
+    def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
         self.task, self.config, self.mesh = task, config, mesh
         self.model = parallelize(task, config, mesh)
         self.update = WeightUpdate(
@@ -110,7 +110,6 @@ class TrainStep:
             mesh,
             config,
             shared=self.model.shared,
-            tied_copies=self.model.tied_copies,
         )
         self.step = 0
         self._weight: BatchWeight | None = None
@@ -128,7 +127,7 @@ class TrainStep:
         """
         counts = torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0)
         scale, data_parallel = self.update.scaler.scale, self.model.data_parallel
-        self._weight = BatchWeight(counts, self.mesh.dp, scale)
+        self._weight = BatchWeight(counts, self.mesh.loss, scale)
         data_parallel.begin_step(scale)
         self._summed_loss = self.model.runtime.train_step(microbatches, self._weight, data_parallel)
 
@@ -174,9 +173,9 @@ class TrainStep:
         sums = torch.zeros(2, *self.task.evaluation_shape, dtype=torch.float64, device=self.mesh.device)
         for microbatches in batches:
             sums[0] += self.model.runtime.evaluate(microbatches)
-            if self.mesh.pp.is_last:
+            if self.mesh.pipeline.is_last:
                 sums[1] += torch.stack([self.task.evaluation_counts(m) for m in microbatches]).sum(0)
-        all_reduce_(all_reduce_(sums, self.mesh.dp), self.mesh.pp)
+        all_reduce_(all_reduce_(sums, self.mesh.loss), self.mesh.pipeline)
         values, counts = sums
         return Evaluation(means=torch.where(counts > 0, values / counts, 0.0), counts=counts)
 
@@ -193,7 +192,6 @@ class TrainStep:
             data_parallel=self.model.data_parallel,
             optimizer=self.update.optimizer,
             kinds=state_kinds(self.config.optimizer),
-            tied_copies=self.model.tied_copies,
             counters=self.update.counters() | {"learning_rate": self.lr()},
             buffers=dict(buffers or {}),
         )

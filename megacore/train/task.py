@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.spec import LayerSpec
 from megacore.optim.precision import DTYPES
+from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.transport import TensorSpec
@@ -94,14 +95,15 @@ class Task(ABC):
         return _shape(self.evaluation_names)
 
 
-def hidden_states_spec(config: Config) -> TensorSpec:
-    """What a transformer block of the configured shape takes and gives: [b, s, h], or [b, s/t, h]."""
-    positions = config.data.seq_length // (config.parallel.tp if config.parallel.sequence_parallel else 1)
+def hidden_states_spec(config: ResolvedConfig, group: Group) -> TensorSpec:
+    """What a transformer block of the configured shape takes and gives: [b, s, h], or [b, s/t, h] where the ranks of
+    the layer group split the sequence."""
+    positions = config.data.seq_length // (group.size if config.parallel.sequence_parallel else 1)
     shape = (config.training.micro_batch_size, positions, config.model.hidden_size)
     return TensorSpec(shape, DTYPES[config.precision.precision])
 
 
-def document_numbers_spec(config: Config) -> TensorSpec:
+def document_numbers_spec(config: ResolvedConfig) -> TensorSpec:
     """The document numbers of a microbatch's positions, which travel beside the hidden states: [b, s]."""
     return TensorSpec((config.training.micro_batch_size, config.data.seq_length), torch.int64)
 

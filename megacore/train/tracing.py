@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import PipelineRuntime
@@ -34,7 +34,7 @@ class Tracer(Callback):
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         mesh: Mesh,
         runtime: PipelineRuntime,
         report: Report,
@@ -68,8 +68,9 @@ class Tracer(Callback):
 
     def _write(self) -> None:
         """Gather the traces of all ranks and write the file, on the first."""
-        place = {"pp": self._mesh.pp.rank, "dp": self._mesh.dp.rank, "tp": self._mesh.tp.rank}
-        ranks = all_gather_objects(RankTrace(place=place, steps=tuple(self._traced)), self._mesh.world)
+        coordinates = self._mesh.coordinates(self._mesh.world.rank)
+        trace = RankTrace(coordinates=coordinates, steps=tuple(self._traced))
+        ranks = all_gather_objects(trace, self._mesh.world)
         if self._mesh.world.rank == 0:
             write_trace(self.path, ranks, self._runtime.schedule(self._microbatches, trains=True))
         self._traced = []

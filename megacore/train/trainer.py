@@ -15,7 +15,7 @@ from typing import Any
 from megacore.checkpoint.check import changed_settings
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
-from megacore.config import Config, known
+from megacore.config import ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
 from megacore.parallel.mesh import Mesh
@@ -52,7 +52,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         mesh: Mesh,
         task: Task,
         train_data: Any,
@@ -198,7 +198,7 @@ class Trainer:
 
     def _tracers(self) -> Iterator[Tracer]:
         if self.config.logging.trace:
-            count = microbatches_of_replica(self.config)
+            count = microbatches_of_replica(self.config, self.mesh)
             runtime = self.model.runtime
             yield Tracer(self.config, self.mesh, runtime, self.report, first_step=self.step, microbatches=count)
 
@@ -208,9 +208,9 @@ class Trainer:
             dataset,
             self.task.batch_type,
             micro_batch_size=training.micro_batch_size,
-            global_batch_size=known(training.global_batch_size),
-            dp_rank=self.mesh.dp.rank,
-            dp_size=self.mesh.dp.size,
+            global_batch_size=training.global_batch_size,
+            rank=self.mesh.batch.rank,
+            ranks=self.mesh.batch.size,
             consumed_samples=consumed_samples,
             num_workers=self.config.data.num_workers,
             pin_memory=self.mesh.device.type != "cpu",

@@ -32,7 +32,7 @@ from megacore.zero.flat import FlatLayout, Segment, runs
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
-    """How state is divided over data-parallel ranks.
+    """How state is divided over the ranks of a replica group.
 
     Attributes:
         stage: ZeRO stage, 0 to 3.
@@ -74,7 +74,7 @@ class Bucket:
 
     Args:
         parameters: fp32 and initialised; they become views of the bucket's buffer, in `options.compute_dtype`.
-        group: the data-parallel group; a group of one has stage 0.
+        group: the ranks that hold the same parameters; a group of one has stage 0.
         options: how state is divided.
 
     Attributes:
@@ -183,6 +183,8 @@ class Bucket:
 
     def publish(self) -> None:
         """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'."""
+        if self.options.stage in (1, 2) and self._gathering is not None:
+            self.wait()  # ranks still read the own shard
         if self.master is not self._own:
             self._own.copy_(self._weights_to_copy(), non_blocking=True)
         if self.options.stage in (1, 2):

@@ -11,6 +11,7 @@ divided by the tokens of the whole global batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
 from megacore.zero.backward_hooks import OwnGradient, when_backward
 from megacore.zero.bucket import Bucket, ZeroOptions
@@ -112,17 +113,18 @@ class Offender:
 
 
 class DataParallel:
-    """Divides a rank's parameters, gradients and optimizer state over the data-parallel group.
+    """Divides a rank's parameters, gradients and optimizer state over the replica groups that its parameters name.
 
     Args:
         chunks: the layers of each of the rank's pipeline stages, initialised, in the order of their use. No bucket
             holds parameters of two, as their gradients are complete at different times. They may come from generators
             that build them: on stage 3 a layer is divided before the next one is asked for.
-        group: the data-parallel group.
-        options: ZeRO stage, dtypes, overlap.
+        mesh: this rank's groups.
+        options: ZeRO stage, dtypes, overlap; a group of one rank has stage 0.
         bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more in a
-            large group (see `grown`); on stage 3 a layer is a bucket.
-        alone: global names of parameters that get a bucket of their own (tied ones, whose sum has a further step).
+            large group (see `grown`); on stage 3 a bucket holds a layer.
+        separate: global names of parameters of which each gets a bucket for itself (tied ones, whose sum has a further
+            step).
 
     Attributes:
         parameters: of the stage, each once, in the order of their use.
@@ -134,14 +136,14 @@ class DataParallel:
     def __init__(
         self,
         chunks: Iterable[Iterable[nn.Module]],
-        group: Group,
+        mesh: Mesh,
         *,
         options: ZeroOptions,
         bucket_bytes: int,
-        alone: frozenset[str] = frozenset(),
+        separate: frozenset[str] = frozenset(),
     ) -> None:
-        self.group = group
-        self.options = options = options if group.size > 1 else replace(options, stage=0)
+        self._mesh, self._separate = mesh, separate
+        self.options = options = options if mesh.replicas.size > 1 else replace(options, stage=0)
         layers: list[nn.Module] = []
         own: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
         self._chunks: list[range] = []  # of each, the numbers of its layers
@@ -152,12 +154,11 @@ class DataParallel:
                 layers.append(layer)
                 own.append(_without(sharded_parameters(layer), own))
                 if options.stage == 3:
-                    buckets = [*self._make_buckets(own[-1], 1 << 62, alone), *buckets]
+                    buckets = [*self._make_buckets(own[-1], None), *buckets]
             if options.stage < 3:
                 members = [parameter for layer_parameters in own[first:] for parameter in layer_parameters]
                 whole = sum(p.numel() * p.element_size() for p in members)
-                limit = grown(min(bucket_bytes, whole // _BUCKETS), group.size)
-                buckets = self._make_buckets(members, limit, alone)
+                buckets = self._make_buckets(members, min(bucket_bytes, whole // _BUCKETS))
             self._chunks.append(range(first, len(layers)))
             self._buckets_of_chunk.append(buckets)
         self.parameters = [parameter for members in own for parameter in members]
@@ -182,8 +183,19 @@ class DataParallel:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._arrived)
 
-    def _make_buckets(self, members: Sequence[ShardedParameter], limit: int, alone: frozenset[str]) -> list[Bucket]:
-        return [Bucket(run, self.group, self.options) for run in assign_buckets(members, limit, alone)]
+    def _make_buckets(self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None) -> list[Bucket]:
+        """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as may be."""
+        groups = {role: self._mesh.replica_group(role) for role in {p.spec.replica_role for p in parameters}}
+        limits = {
+            role: sys.maxsize if bucket_bytes is None else grown(bucket_bytes, group.size)
+            for role, group in groups.items()
+        }
+        buckets = []
+        for members in assign_buckets(parameters, limits, self._separate):
+            group = groups[members[0].spec.replica_role]
+            options = self.options if group.size > 1 else replace(self.options, stage=0)
+            buckets.append(Bucket(members, group, options))
+        return buckets
 
     # ---- around the layers
 
@@ -260,7 +272,7 @@ class DataParallel:
         self._computing = [b for b in self._buckets_of_chunk[chunk] if b not in self._shared_by_chunks]
         for bucket in self._computing:
             bucket.begin_backward()
-        self._due = list(self._computing) if last or self.options.stage >= 2 else []
+        self._due = [bucket for bucket in self._computing if last or bucket.options.stage >= 2]
         for index in self._chunks[chunk] if all_weights else ():
             self._acquire(index)
 
@@ -273,7 +285,7 @@ class DataParallel:
             self._release(index)
 
     def finish(self) -> None:
-        """Return once every gradient is the sum over the group."""
+        """Return once every gradient is the sum over its replica group."""
         for bucket in self._shared_by_chunks:
             bucket.reduce()
         for bucket in self.buckets:
@@ -306,7 +318,7 @@ class DataParallel:
     def _reduce(self, bucket: Bucket) -> None:
         """Begin a bucket's reduction; on stages 2 and 3 the one before ends first, so that whole gradients of two
         buckets are held at most: of the one that is reduced, and of the one that backward fills meanwhile."""
-        if self._under_way is not None and self.options.stage >= 2:
+        if self._under_way is not None and self._under_way.options.stage >= 2:
             self._under_way.finish_reduction()
         bucket.reduce()
         self._under_way = bucket
@@ -325,7 +337,7 @@ class DataParallel:
     def publish_parameter(self, name: str) -> None:
         """Make the updated master weights of one parameter's bucket the values of its parameters."""
         self._bucket_of[name].publish()
-        if self.options.stage < 3:
+        if self._bucket_of[name].options.stage < 3:
             self._bucket_of[name].wait()
 
     def in_order_of_use(self) -> list[Bucket]:
@@ -334,8 +346,8 @@ class DataParallel:
 
     def ready(self) -> None:
         """Wait until no parameter is under way."""
-        if self.options.stage < 3:
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            if bucket.options.stage < 3:
                 bucket.wait()
 
     def load_masters(self, whole: Mapping[str, Tensor]) -> None:

@@ -7,9 +7,13 @@ the offset in the parameter, which makes sharded state independent of the shardi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from megacore.parallel.mesh import ReplicaRole
 from megacore.parallel.sharding import ShardedParameter
 
 # Elements at multiples of which parameters and shards begin: 64 bytes at 16 bits, 128 at 32. What a matrix product
@@ -87,29 +91,43 @@ def runs(segments: Iterable[Segment]) -> list[slice]:
     return found
 
 
+BucketKey = tuple[ReplicaRole, torch.dtype]
+
+
+def bucket_key(parameter: ShardedParameter) -> BucketKey:
+    """What parameters of one bucket have in common: the ranks that sum their gradients, and the dtype."""
+    return parameter.spec.replica_role, parameter.dtype
+
+
 def assign_buckets(
-    parameters: Sequence[ShardedParameter], bucket_bytes: int, alone: frozenset[str] = frozenset()
+    parameters: Sequence[ShardedParameter],
+    bucket_bytes: Mapping[ReplicaRole, int],
+    separate: frozenset[str] = frozenset(),
 ) -> list[list[ShardedParameter]]:
-    """Group parameters, last first, into buckets of at least `bucket_bytes` (the final one may be smaller).
+    """Group parameters of one `bucket_key`, last first, into buckets (the final ones may be smaller).
 
     Args:
         parameters: in the order in which layers use them.
-        bucket_bytes: a bucket is closed once it holds this many bytes or more.
-        alone: global names of parameters that get a bucket of their own.
+        bucket_bytes: a bucket is closed once it holds this many bytes or more; by the role of its replica group.
+        separate: global names of parameters of which each gets a bucket for itself.
+
+    Returns:
+        The buckets, the last used first.
     """
     buckets: list[list[ShardedParameter]] = []
-    open_bucket: list[ShardedParameter] = []
-    size = 0
+    unfinished: dict[BucketKey, list[ShardedParameter]] = {}
+    sizes: Counter[BucketKey] = Counter()  # bytes of the unfinished buckets
     for parameter in reversed(parameters):
-        if parameter.spec.name in alone:
+        if parameter.spec.name in separate:
             buckets.append([parameter])
             continue
-        open_bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-        if size >= bucket_bytes:
-            buckets.append(open_bucket)
-            open_bucket, size = [], 0
-    return [*buckets, open_bucket] if open_bucket else buckets
+        key = bucket_key(parameter)
+        unfinished.setdefault(key, []).append(parameter)
+        sizes[key] += parameter.numel() * parameter.element_size()
+        if sizes[key] >= bucket_bytes[key[0]]:
+            buckets.append(unfinished.pop(key))
+            del sizes[key]
+    return [*buckets, *unfinished.values()]
 
 
 def _aligned(elements: int) -> int:

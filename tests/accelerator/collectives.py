@@ -70,7 +70,6 @@ class Work:
 class Communicator(_ProcessGroup):
     """What torch makes a process group of: `init_process_group("pretend")`, `new_group()`."""
 
-    _device_types = (torch.device("pretend"),)
     supports_splitting = False
     supports_coalescing = True
 
@@ -97,6 +96,10 @@ class Communicator(_ProcessGroup):
     @property
     def group_desc(self) -> str:
         return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("pretend")]
 
     def _get_backend(self, device: torch.device) -> Communicator:
         return self
@@ -265,7 +268,8 @@ class Communicator(_ProcessGroup):
 
 
 def register() -> None:
-    """Make this the backend of the device type `pretend`."""
+    """Make the device and its collectives known to torch in this process."""
+    library()
     if hasattr(dist.Backend, "PRETEND"):
         return
     dist.Backend.register_backend("pretend", Communicator, extended_api=True, devices=["pretend"])

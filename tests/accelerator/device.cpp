@@ -15,6 +15,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -610,6 +612,34 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// Convolutions have entries of their own for devices that are not torch's.
+at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       c10::SymIntArrayRef stride, c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed,
+                       c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  operators++;
+  at::AutoDispatchBelowADInplaceOrView below;
+  launch({input, weight, bias.value_or(at::Tensor())}, {false, false, false}, "aten::convolution");
+  const auto host_bias = bias ? std::optional<at::Tensor>(as_cpu(*bias)) : std::nullopt;
+  const auto result = at::convolution_symint(as_cpu(input), as_cpu(weight), host_bias, stride, padding, dilation, transposed,
+                                             output_padding, groups);
+  return to_device(result, {}, input.device().index());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding,
+    c10::SymInt groups, std::array<bool, 3> mask) {
+  operators++;
+  at::AutoDispatchBelowADInplaceOrView below;
+  launch({grad, input, weight}, {false, false, false}, "aten::convolution_backward");
+  const std::vector<c10::SymInt> bias_size{weight.sym_size(0)};
+  const auto [one, two, three] =
+      at::convolution_backward_symint(as_cpu(grad), as_cpu(input), as_cpu(weight), c10::SymIntArrayRef(bias_size), stride,
+                                      padding, dilation, transposed, output_padding, groups, mask);
+  const auto device = input.device().index();
+  return {to_device(one, {}, device), to_device(two, {}, device), to_device(three, {}, device)};
+}
+
 // ---- what torch asks of an accelerator
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -772,6 +802,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar);
   m.impl("_fused_sdp_choice", sdp_choice);
   m.impl("record_stream", record_stream);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
 }
 TORCH_LIBRARY(pretend, m) {
   m.def("host_alias(Tensor x) -> Tensor", host_alias);

@@ -92,14 +92,6 @@ def library() -> ctypes.CDLL:
     return found
 
 
-def register() -> None:
-    """Make the device and its collectives known to torch in this process."""
-    library()
-    from tests.accelerator import collectives  # it asks torch for the device
-
-    collectives.register()
-
-
 @contextlib.contextmanager
 def counting() -> Iterator[Counters]:
     """Count what this rank does on the device inside; the figures are there when the block ends."""
@@ -143,6 +135,9 @@ class _DeviceModule:
 
     def is_available(self) -> bool:
         return True
+
+    def _lazy_init(self) -> None:
+        """Without it torch 2.11 takes the device to be unused, and never synchronises."""
 
     def _is_in_bad_fork(self) -> bool:
         return False

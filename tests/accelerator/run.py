@@ -17,7 +17,7 @@ def main() -> None:
         sys.exit(f"usage: {sys.argv[0]} SCRIPT [ARGUMENT ...]")
     sys.path[0] = str(Path(sys.argv[1]).resolve().parent)
     sys.path.insert(1, str(ROOT))
-    from tests.accelerator.device import register  # found only now
+    from tests.accelerator.collectives import register  # found only now
 
     register()
     os.environ.setdefault("PRETEND_DEVICES", os.environ.get("LOCAL_WORLD_SIZE", "8"))

@@ -201,9 +201,7 @@ class Samples:
 def fetch(rank: int, world_size: int) -> None:
     device, samples = torch.device("pretend", 0), Samples(bad=7)
     loader = DeviceLoader(
-        BatchLoader(
-            samples, Microbatch, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1, pin_memory=True
-        ),
+        BatchLoader(samples, Microbatch, micro_batch_size=2, global_batch_size=4, rank=0, ranks=1, pin_memory=True),
         device,
     )
     first = next(loader)
@@ -223,8 +221,8 @@ def fetch(rank: int, world_size: int) -> None:
             Microbatch,
             micro_batch_size=4,
             global_batch_size=4,
-            dp_rank=0,
-            dp_size=1,
+            rank=0,
+            ranks=1,
             consumed_samples=4,
             pin_memory=True,
         ),

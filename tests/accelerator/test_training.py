@@ -14,26 +14,36 @@ from typing import Any
 import pytest
 
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
-from tests.accelerator.device import needs_pretend
+from tests.accelerator.device import counting, needs_pretend
 from tests.distributed import run_distributed
+from tests.parity import test_any_model as any_model
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
 from tests.parity.runs import Layout, make_config, make_trainer
 
 pytestmark = needs_pretend
 
 STEPS = 3
-Case = tuple[Layout, dict[str, Any]]
-WAIT: dict[str, Any] = {"overlap_grad_reduce": False, "overlap_param_gather": False}
-TWICE: dict[str, Any] = {"schedule": "interleaved", "virtual_stages": 2}
-SPLIT, GPIPE = {"schedule": "zero-bubble"}, {"schedule": "gpipe"}
-SELECTIVE, FULL = {"recompute": "selective"}, {"recompute": "full"}
-OFFLOAD, SP = {"offload_optimizer": True}, {"sequence_parallel": True}
-BF16, FP16 = {"precision": "bf16"}, {"precision": "fp16", "initial_loss_scale": 1024.0}
-UNFUSED, SGD = {"attention": "fused-softmax"}, {"optimizer": "sgd", "lr": 0.05}
-BERT: dict[str, Any] = {"bert": True}
+# Relative, of losses and of gradient norms. 16 bits round at other places where a layout or the attention adds in
+# another order; measured 6e-4 and 4e-3 in bf16, 2e-5 and 3e-4 in fp16.
+TOLERANCES = {"fp32": (1e-6, 1e-6), "bf16": (1e-3, 1e-2), "fp16": (5e-5, 1e-3)}
+Changes = dict[str, Any]
+Case = tuple[Layout, Changes]
+WAIT: Changes = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+TWICE: Changes = {"schedule": "interleaved", "virtual_stages": 2}
+SPLIT: Changes = {"schedule": "zero-bubble"}
+GPIPE: Changes = {"schedule": "gpipe"}
+SELECTIVE: Changes = {"recompute": "selective"}
+FULL: Changes = {"recompute": "full"}
+OFFLOAD: Changes = {"offload_optimizer": True}
+SP: Changes = {"sequence_parallel": True}
+BF16: Changes = {"precision": "bf16"}
+FP16: Changes = {"precision": "fp16", "initial_loss_scale": 1024.0}
+UNFUSED: Changes = {"attention": "fused-softmax"}
+SGD: Changes = {"optimizer": "sgd", "lr": 0.05}
+BERT: Changes = {"bert": True}
 
 
-def zero(stage: int) -> dict[str, Any]:
+def zero(stage: int) -> Changes:
     return {"zero_stage": stage}
 
 
@@ -110,7 +120,9 @@ ALL: dict[int, list[Case]] = {
 
 def trainer_of(case: Case, device: str, directory: str) -> Any:
     layout, changes = case
-    changes = {"train_iters": STEPS, "eval_iters": 1, "device": device, "micro_batch_size": 1, **changes}
+    # One sample a microbatch where there is a pipeline to fill; elsewhere two, which is twice as fast.
+    plain = {"train_iters": STEPS, "eval_iters": 1, "device": device, "micro_batch_size": 1 if layout[1] > 1 else 2}
+    changes = plain | changes
     make = (make_bert_config, make_bert_trainer) if changes.pop("bert", False) else (make_config, make_trainer)
     config = make[0](layout, directory, **changes)
     if config.training.reproducible:
@@ -152,15 +164,64 @@ def compare(cases: list[Case], directory: str) -> None:
         train_all, ranks, cases, "pretend", directory, backend="pretend", init=ranks > 1, timeout=600
     )[0]
     for case, figures in zip(cases, found, strict=True):
-        # 16 bits round at other places where a layout or the attention adds in another order.
-        tolerance = {"bf16": 2e-2, "fp16": 2e-3}.get(case[1].get("precision", "fp32"), 1e-6)
+        losses, norms = TOLERANCES[case[1].get("precision", "fp32")]
         expected = on_cpu(json.dumps(case[1], sort_keys=True), directory)
-        assert figures == pytest.approx(expected, rel=tolerance), case
+        assert figures[::2] == pytest.approx(expected[::2], rel=losses), case
+        assert figures[1::2] == pytest.approx(expected[1::2], rel=norms), case
 
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_training_gives_the_cpus_losses(ranks: int, folder: str) -> None:
     compare(CASES[ranks], folder)
+
+
+ENGINES: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("cnn", 1, 2, {"zero_stage": 3}),
+    ("cnn", 2, 1, TWICE),
+    ("tokens", 1, 2, {"zero_stage": 1}),
+    ("tokens", 2, 1, SPLIT),
+    ("bare", 2, 1, {"pipeline_balance": "uniform"}),
+]
+
+
+def test_the_engine_trains_any_model_as_plain_torch_does() -> None:
+    cases = [(name, pp, dp, {"device": "pretend", **changes}) for name, pp, dp, changes in ENGINES]
+    found = run_distributed(any_model.train_all, 2, cases, backend="pretend", timeout=120)[0]
+    for (name, _, dp, _), result in zip(cases, found, strict=True):
+        expected = any_model.reference(name)
+        assert result.losses == pytest.approx(expected.losses, rel=1e-6), name
+        assert result.norms == pytest.approx(expected.norms, rel=1e-6), name
+        if name != "cnn" or dp == 1:  # batch norm's running statistics are those of a replica
+            assert result.evaluated == pytest.approx(expected.evaluated, rel=1e-6), name
+
+
+def synchronisations(rank: int, world_size: int, directory: str, planted: bool) -> list[str]:
+    """What makes the host wait in a steady step of four microbatches."""
+    trainer = trainer_of(((1, 1, 1), {"log_interval": 100}), "pretend", directory)
+    plain = trainer.model.runtime.loss
+
+    def loss(output: Any, microbatch: Any) -> Any:
+        if planted:
+            output.sum().item()
+        return plain(output, microbatch)
+
+    trainer.model.runtime.loss = loss
+    trainer.train_step(next(trainer.batches))
+    with counting() as c:
+        trainer.train_step(next(trainer.batches))
+    assert len(c.sync_causes) == c.host_syncs
+    assert c.operators > 500
+    return c.sync_causes
+
+
+def test_an_item_in_a_microbatch_is_counted(folder: str) -> None:
+    plain, planted = (
+        run_distributed(synchronisations, 1, folder, fault, backend="pretend", init=False)[0] for fault in (False, True)
+    )
+    added = [cause for cause in planted if "in loss" in cause]
+    assert len(added) == 4
+    assert all(cause.startswith("item at ") for cause in added)
+    assert len(planted) - len(added) == len(plain)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu_check.records import read_records
 from tests.unit.packaging_builds import ROOT
 
 needs_pretend = pytest.mark.skipif(
@@ -76,3 +77,34 @@ def test_every_part_on_the_pretend_accelerator(tmp_path: Path) -> None:
             assert record["error"] is None and record["seconds"] > 0
         elif record["kind"] == "synchronisations":
             assert record["per_step"] >= 1
+
+
+OUT_OF_MEMORY = """
+import sys
+from benchmarks.gpu_check import training
+from benchmarks.gpu_check.device import open_device
+
+open_device("pretend")
+from tests.accelerator.device import limit_memory
+
+limit_memory(int(sys.argv[1]))
+training._LARGEST_SMALL = 64
+sys.exit(training.main(["--shape", "gpt2-small", "--small", "--device", "pretend", "--records", sys.argv[2]]))
+"""
+
+
+@pytest.mark.slow
+@needs_pretend
+def test_the_largest_micro_batch_fills_a_small_device(tmp_path: Path) -> None:
+    """State is 2.5 MB, and a sample takes about 0.5 MB of activations: more than one fits into 16 MiB, 64 do not."""
+    path, limit = tmp_path / "records", 16 << 20
+    command = [sys.executable, "-c", OUT_OF_MEMORY, str(limit), str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    records = read_records(path)
+    tries = {record["micro_batch"]: record["peak_bytes"] for record in records if record["kind"] == "fit"}
+    (trained,) = [record for record in records if record["kind"] == "training"]
+    assert 1 < trained["micro_batch"] < 64
+    assert trained["micro_batch"] == max(size for size, peak in tries.items() if peak is not None)
+    assert trained["peak_bytes"] <= limit
+    assert trained["peak_bytes"] > 0.7 * limit  # no more than a few samples are left out

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.config import known
 from megacore.convert.from_hf import open_model
 from megacore.convert.start import WeightsFromHF
 from megacore.parallel.mesh import build_mesh
@@ -40,7 +39,7 @@ def start(rank: int, world_size: int, layout: Layout, source: str, output: str, 
     config = dataclasses.replace(config, model=model)
     mesh = build_mesh(config.parallel)
     task = GPTTask(config, mesh, weights=WeightsFromHF(Path(source)))
-    data = Words(known(config.training.global_batch_size))
+    data = Words(config.training.global_batch_size)
     trainer = Trainer(config, mesh, task, data, None)
     weights = gather(trainer, mesh, lambda owned: owned.master)
     first = trainer.train_step(next(trainer.batches)).loss

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import ParallelConfig
+from megacore.config import ResolvedParallel
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.random import RandomStreams
@@ -83,7 +83,7 @@ def factor(stage: int) -> float:
 
 def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]) -> None:
     """Each case: schedule, microbatches, virtual stages, elements of a message."""
-    mesh = build_mesh(ParallelConfig(pp=world_size, dp=1, device="cpu"))
+    mesh = build_mesh(ResolvedParallel(pp=world_size, dp=1, device="cpu"))
     for name, count, virtual, size in cases:
         stages = world_size * virtual
         chunks = [
@@ -92,23 +92,23 @@ def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]
         ]
         runtime = PipelineRuntime(
             chunks,
-            mesh.pp,
-            transport=Transport(mesh.pp, mesh.device),
-            parallel=ParallelConfig(pp=world_size, schedule=name, virtual_stages=virtual),  # type: ignore[arg-type]
+            mesh.pipeline,
+            transport=Transport(mesh.pipeline, mesh.device),
+            parallel=ResolvedParallel(pp=world_size, dp=1, schedule=name, virtual_stages=virtual),  # type: ignore[arg-type]
             task=Summed(size, mesh.device),
         )
         batch = [Microbatch(i, torch.full((size,), float(i + 1))) for i in range(count)]
         total = runtime.train_step(batch, One(), Nobody())
         whole = size * sum((i + 1.0) ** 2 for i in range(count))  # of the loss, but for the product of all factors
         product = torch.tensor([factor(s) for s in range(stages)]).prod().item()
-        if mesh.pp.is_last:
+        if mesh.pipeline.is_last:
             assert total.item() == pytest.approx(whole * product, rel=1e-6), (name, count, virtual, size)
         for chunk, stage in zip(chunks, range(rank, stages, world_size), strict=True):
             (weight,) = chunk.parameters()
             assert weight.grad is not None
             assert weight.grad.item() == pytest.approx(whole * product / factor(stage), rel=1e-5)
         evaluated = runtime.evaluate(batch)
-        assert not mesh.pp.is_last or evaluated.item() == pytest.approx(whole * product, rel=1e-6)
+        assert not mesh.pipeline.is_last or evaluated.item() == pytest.approx(whole * product, rel=1e-6)
 
 
 def random_cases(ranks: int, number: int) -> list[Any]:

@@ -24,14 +24,13 @@ from megacore.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    ResolvedConfig,
     TrainingConfig,
-    known,
-    resolve,
 )
 from megacore.optim.optimizers import state_kinds
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
-from megacore.parallel.sharding import ShardSpec
+from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.train.callbacks import Callback
 from megacore.train.engine import PipelineEngine
 from megacore.train.gpt_task import GPTTask
@@ -98,7 +97,7 @@ class RaggedData:
         return {"tokens": window[:-1].astype(np.int64), "labels": window[1:].astype(np.int64), "loss_mask": mask}
 
 
-def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Config:
+def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> ResolvedConfig:
     """A small model with five blocks (no pp divides them) and a vocabulary that no tp divides; `changes` by field
     name."""
     tp, pp, dp = layout
@@ -130,12 +129,14 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Confi
     for field, value in changes.items():
         (name,) = (n for n, s in sections.items() if field in {f.name for f in dataclasses.fields(s)})
         sections[name] = dataclasses.replace(sections[name], **{field: value})
-    return resolve(Config(**sections), tp * pp * dp)
+    return Config(**sections).resolve(tp * pp * dp)
 
 
-def make_trainer(config: Config, mesh: Mesh, data: Any = None, *, callbacks: Sequence[Callback] = ()) -> Trainer:
+def make_trainer(
+    config: ResolvedConfig, mesh: Mesh, data: Any = None, *, callbacks: Sequence[Callback] = ()
+) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes."""
-    data = data or RaggedData(known(config.training.global_batch_size) * config.training.train_iters)
+    data = data or RaggedData(config.training.global_batch_size * config.training.train_iters)
     return Trainer(config, mesh, GPTTask(config, mesh), data, data, callbacks=callbacks)
 
 
@@ -149,7 +150,7 @@ def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: 
     return outcome if rank == 0 else None
 
 
-def train_on(mesh: Mesh, config: Config) -> Outcome:
+def train_on(mesh: Mesh, config: ResolvedConfig) -> Outcome:
     """Run on this rank of a mesh; every rank returns what came out."""
     return outcome_of(make_trainer(config, mesh))
 
@@ -192,15 +193,15 @@ def gather(
         for owned in trainer.model.data_parallel.segments
         if (value := take(owned)) is not None
     ]
-    local: dict[tuple[str, int], tuple[ShardSpec, Tensor]] = {}
+    local: dict[tuple[str, Slices], tuple[ShardSpec, Tensor]] = {}
     for pieces in all_gather_objects(mine, mesh.world):
         for spec, shape, start, stop, piece in pieces:
-            _, tensor = local.setdefault((spec.name, spec.start), (spec, torch.full(shape, torch.nan)))
+            _, tensor = local.setdefault((spec.name, spec.slices), (spec, torch.full(shape, torch.nan)))
             _agree(tensor.view(-1)[start:stop], piece, spec.name)
     whole: dict[str, Tensor] = {}
     for spec, tensor in local.values():
         full = whole.setdefault(spec.name, torch.full(spec.shape, torch.nan))
-        _agree(spec.take(full), spec.own(tensor), spec.name)
+        _agree(spec.take(full), spec.unpadded(tensor), spec.name)
     assert not any(torch.isnan(full).any() for full in whole.values()), "a slice is missing"
     return whole
 
