@@ -48,9 +48,8 @@ from megacore.parallel.mesh import ALONE, Mesh, build_mesh, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import replicated
 from megacore.pipeline.runtime import PipelineRuntime
-from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.stage import Stage
-from megacore.pipeline.transport import Transport
+from megacore.pipeline.transport import TensorSpec, Transport
 from megacore.train.ending import exit_with
 
 OURS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 1}  # schedule -> stages a rank
@@ -202,6 +201,32 @@ class _Microbatch:
     values = torch.ones(1)
 
 
+class _Sum:
+    loss_shape = evaluation_shape = ()
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self.streams = streams
+
+    def first_input(self, microbatch: _Microbatch) -> Tensor:
+        return microbatch.values
+
+    def loss(self, output: Tensor, microbatch: _Microbatch) -> Tensor:
+        return output.sum()
+
+    evaluation_loss = loss
+
+    def stage_input_specs(self, microbatch: _Microbatch, stage: int) -> tuple[TensorSpec, ...]:
+        return ()  # there is one stage
+
+
+class _One:
+    def __init__(self) -> None:
+        self._value = torch.ones(())
+
+    def value(self) -> Tensor:
+        return self._value
+
+
 class _NoSink:
     def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None: ...
     def end_backward(self, chunk: int) -> None: ...
@@ -215,11 +240,8 @@ def overhead_microseconds(count: int = 200) -> float:
         [stage],
         ALONE,
         transport=Transport(ALONE, device),
-        forms=lambda _: [None],
-        schedule=lambda microbatches: build_schedule("1f1b", 1, microbatches),
-        streams=RandomStreams(0, device),
-        first_input=lambda microbatch: microbatch.values,
-        loss=lambda y, microbatch: y.sum(),
+        parallel=ParallelConfig(schedule="1f1b"),
+        task=_Sum(RandomStreams(0, device)),
     )
     batch = [_Microbatch()] * count
     one = torch.ones(())
@@ -236,7 +258,7 @@ def overhead_microseconds(count: int = 200) -> float:
             times.append(time.perf_counter() - start)
         return min(times)
 
-    return (best(lambda: runtime.train_step(batch, lambda: one, _NoSink())) - best(alone)) / (2 * count) * 1e6
+    return (best(lambda: runtime.train_step(batch, _One(), _NoSink())) - best(alone)) / (2 * count) * 1e6
 
 
 def main(argv: list[str] | None = None) -> int:

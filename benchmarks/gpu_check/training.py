@@ -89,20 +89,23 @@ def compiles_by_flag() -> bool:
     return "--compile" in flag_names()
 
 
-@torch.no_grad()
-def draw_on_device(parameters: Iterable[ShardedParameter]) -> None:
+class DrawnOnDevice:
     """Initial values of the usual size, drawn where they are needed."""
-    for parameter in parameters:
-        if parameter.dim() > 1:
-            parameter.normal_(std=0.02)
-        else:
-            parameter.fill_(1.0 if parameter.spec.name.endswith("norm.weight") else 0.0)
+
+    @torch.no_grad()
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+        for parameter in parameters:
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0 if parameter.spec.name.endswith("norm.weight") else 0.0)
 
 
 @contextmanager
 def trainer_of(config: Config, device: torch.device, *, compiled: bool) -> Iterator[Trainer]:
     """A trainer, of which nothing is left on the device afterwards."""
-    trainer = megacore_trainer(config, Mesh(device=device), initialize=draw_on_device)
+    trainer = megacore_trainer(config, Mesh(device=device), weights=DrawnOnDevice())
     if compiled and not compiles_by_flag():
         backend = "inductor" if device.type == "cuda" else "aot_eager"
         for chunk in trainer.model.chunks:
@@ -272,7 +275,7 @@ def memory(trainer: Trainer) -> dict[str, Any]:
     peak, on_device = peak_memory_bytes(trainer.mesh.device), _without_host(counted, trainer)
     tokens = trainer.config.training.global_batch_size * trainer.config.data.seq_length
     return {
-        "state_bytes_predicted": {kind: round(size) for kind, size in trainer.memory_predicted.items()},
+        "state_bytes_predicted": {kind: round(size) for kind, size in trainer.metrics.predicted_memory.items()},
         "state_bytes_counted": counted,
         "peak_bytes": peak,
         # On a CPU the peak is the whole process's, and says nothing about activations.

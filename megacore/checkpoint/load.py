@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_manifest, verify
-from megacore.checkpoint.state import MODEL, TrainingState
+from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState
 from megacore.checkpoint.tensor_file import DTYPES, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.errors import CheckpointError
@@ -49,7 +49,10 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> M
             "its manifest is damaged: use an earlier step"
         )
     kinds = () if missing else state.kinds
-    if problem := verified_together(directory, manifest, world, kinds=(MODEL, *kinds)):
+    buffers = {name for name, buffer in state.buffers.items() if buffer.numel()}
+    if lacking := sorted(buffers - manifest.tensors.get(BUFFERS, {}).keys()):
+        raise CheckpointError(f"{directory} is of another model: buffer {lacking[0]} is missing")
+    if problem := verified_together(directory, manifest, world, kinds=(MODEL, *kinds, BUFFERS)):
         raise CheckpointError(problem)
     state.fill(Reader(directory, manifest).read, kinds, updates)
     return manifest

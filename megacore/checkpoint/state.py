@@ -22,6 +22,7 @@ from megacore.zero.data_parallel import DataParallel, OwnedSegment
 from megacore.zero.flat import Segment
 
 MODEL = "model"
+BUFFERS = "buffers"  # what belongs to a layer and is no weight: BatchNorm's running averages, frozen parameters
 Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
 
 
@@ -36,6 +37,7 @@ class TrainingState:
         optimizer: holds the state of what this rank updates; None where it updates nothing.
         kinds: names of the optimizer's per-element state, the same on every rank.
         counters: further numbers, the same on every rank (updates done, loss scale).
+        buffers: by global name; replicas may have different ones, of which those of one replica are kept.
     """
 
     step: int
@@ -44,6 +46,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer | None
     kinds: tuple[str, ...]
     counters: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def entries(self) -> Iterator[tuple[str, ShardSpec, Tensor]]:
         """(kind, slice, fp32 tensor without padding) of the stage; the ranks of a replica group iterate together.
@@ -64,6 +67,8 @@ class TrainingState:
                     tensors = bucket.gather(shard)
                 for name, tensor in tensors.items():
                     yield kind, specs[name], specs[name].unpadded(tensor)
+        for name, buffer in self.buffers.items():
+            yield BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer
 
     def fill(self, read: Read, kinds: tuple[str, ...], updates: int) -> None:
         """Set everything that this rank updates, and publish the weights.
@@ -90,6 +95,9 @@ class TrainingState:
                     values = part.view(-1)[first : first + owned.segment.stop - owned.segment.start]
                     self._fill_segment(owned, kind, values, updates)
         self.data_parallel.publish()
+        for name, buffer in self.buffers.items():
+            if buffer.numel():  # nothing is stored of an empty one
+                buffer.copy_(read(BUFFERS, name, tuple((0, size) for size in buffer.shape), None))
 
     @torch.no_grad()
     def _fill_segment(self, owned: OwnedSegment, kind: str, values: Tensor, updates: int) -> None:

@@ -26,7 +26,6 @@ from megacore.layers.linear import ReplicatedLinear
 from megacore.layers.norm import build_norm
 from megacore.layers.post_norm import PostNormBlock
 from megacore.layers.rotary import Rotary
-from megacore.models.bert_loss import MaskedBatch, Output
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
@@ -42,6 +41,8 @@ from megacore.parallel.tensor import (
 from megacore.plan.flops import block_flops, head_flops
 from megacore.plan.model_size import SEGMENTS
 from megacore.plan.outline import bert_block, bert_outline
+
+Output = Tensor | tuple[Tensor, Tensor]  # logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]
 
 
 class BertEmbedding(ShardedModule):
@@ -167,8 +168,3 @@ def bert_flops(config: ResolvedBertConfig) -> float:
     model, length = config.model, config.data.seq_length
     blocks = sum(block_flops(bert_block(config, i), length) for i in range(model.num_layers))
     return 3.0 * length * (blocks + head_flops(model) + 2.0 * model.hidden_size**2)
-
-
-def bert_input(batch: MaskedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """What the first layer takes of a microbatch."""
-    return batch.tokens, batch.token_types, batch.documents

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config import ResolvedModel
 from megacore.layers.attention import own_alibi
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import Rotary
-from megacore.models.spec import LayerSpec, TokenBatch
-from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
-from megacore.parallel.mesh import ALONE, Group
+from megacore.models.spec import LayerSpec
+from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import Dropout
 from megacore.parallel.sequence import own_positions
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
@@ -110,34 +108,6 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
         *(LayerSpec.of(size, partial(block, size.name)) for size in blocks),
         LayerSpec.of(last, partial(GPTHead, config, context)),
     ]
-
-
-class GPTLoss:
-    """Summed next-token cross-entropy of a microbatch.
-
-    The sum, not the mean: the trainer divides by the tokens of the whole global batch, so that microbatches and
-    ranks with different token counts weigh what they should.
-    """
-
-    def __init__(self, config: ResolvedConfig, group: Group) -> None:
-        self.vocab_size, self.group = config.model.vocab_size, group
-        self.options = CrossEntropyOptions(
-            label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
-        )
-
-    def __call__(self, logits: Tensor, batch: TokenBatch) -> Tensor:
-        """logits [b, s, padded V/t], labels [b, s] -> scalar fp32"""
-        return self._sum(logits, batch, self.options)
-
-    def plain(self, logits: Tensor, batch: TokenBatch) -> Tensor:
-        """The negative log-likelihood alone, without label smoothing and z-loss: what evaluations report."""
-        return self._sum(logits, batch, None)
-
-    def _sum(self, logits: Tensor, batch: TokenBatch, options: CrossEntropyOptions | None) -> Tensor:
-        per_token = vocab_parallel_cross_entropy(
-            logits, batch.labels, vocab_size=self.vocab_size, group=self.group, options=options
-        )
-        return torch.sum(per_token * batch.loss_mask)
 
 
 def next_token_logits(logits: Tensor, vocab_size: int) -> Tensor:

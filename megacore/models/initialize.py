@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
@@ -12,6 +13,29 @@ from megacore.parallel.random import normal_slice
 from megacore.parallel.sharding import ShardedParameter
 
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
+
+
+class InitialWeights(Protocol):
+    """Where a new model's parameters get their values from."""
+
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+
+
+class RandomWeights:
+    """Initial values drawn from a seed (see `initialize`).
+
+    Args:
+        config: for the standard deviation and the number of layers.
+        seed: the run's seed.
+    """
+
+    def __init__(self, config: ResolvedModel, *, seed: int) -> None:
+        self._config, self._seed = config, seed
+
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+        initialize(parameters, self._config, seed=self._seed)
 
 
 @torch.no_grad()

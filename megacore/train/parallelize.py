@@ -11,70 +11,27 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megacore.config import ParallelConfig, ResolvedConfig
-from megacore.data.loading.batch import Batch
-from megacore.data.loading.loader import Microbatch
-from megacore.models.initialize import initialize
-from megacore.models.spec import LayerSpec, Terms
+from megacore.config import ResolvedConfig
+from megacore.models.spec import LayerSpec
 from megacore.optim.precision import DTYPES
 from megacore.parallel.collectives import sum_copies_
 from megacore.parallel.mesh import Holders, Mesh
-from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
-from megacore.pipeline.actions import Schedule
 from megacore.pipeline.partition import stage_ranges
-from megacore.pipeline.runtime import Forms, PipelineRuntime
-from megacore.pipeline.schedule import build_schedule
-from megacore.pipeline.schedule_file import load_schedule
+from megacore.pipeline.runtime import PipelineRuntime
 from megacore.pipeline.stage import Stage
-from megacore.pipeline.transport import TensorForm, Transport
+from megacore.pipeline.transport import Transport
+from megacore.train.task import Task
 from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is trained: a model's layers, how a microbatch enters them, and the loss that comes out.
-
-    Attributes:
-        layers: the whole model, described.
-        first_input: microbatch -> input of the first layer.
-        loss: (output of the last layer, microbatch) -> loss summed over the microbatch's tokens, or several sums.
-        terms: what the loss consists of: its sums' names and counts.
-        eval_loss: what evaluations report instead; None: `loss`.
-        eval_terms: what `eval_loss` consists of; None: `terms`. Those with a name of `terms` make up the reported loss.
-        streams: where the layers' dropout masks come from.
-        initialize: gives a rank's parameters their values; None: by global name, as the configuration says.
-        forms: microbatch -> what every stage receives; None: hidden states of the configured shape.
-        batch_type: what a microbatch is.
-        flops: operations of one sequence, forward and backward; None: those of a GPT of the configured shape.
-        carries_documents: whether document numbers, int64 [b, s], travel beside the hidden states.
-    """
-
-    layers: Sequence[LayerSpec]
-    first_input: Callable[[Any], Any]
-    loss: Callable[[Any, Any], Tensor]
-    streams: RandomStreams
-    terms: Terms = field(default_factory=Terms)
-    eval_loss: Callable[[Any, Any], Tensor] | None = None
-    eval_terms: Terms | None = None
-    initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
-    forms: Callable[[Any], Forms] | None = None
-    batch_type: type[Batch] = Microbatch
-    flops: float | None = None
-    carries_documents: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +66,13 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
         mesh: this rank's place.
     """
     stages = stage_ranges(task.layers, config.parallel)
-    own = stages[mesh.pipeline.rank :: mesh.pipeline.size]
+    held = stages[mesh.pipeline.rank :: mesh.pipeline.size]
     shared = _holders_of_tied(task.layers, stages, mesh)
     parameters: dict[str, ShardedParameter] = {}
-    chunks = [Stage([task.layers[i] for i in numbers], parameters, build=False) for numbers in own]
+    chunks = [
+        Stage([task.layers[i] for i in layers], parameters, number=number, build=False)
+        for number, layers in enumerate(held)
+    ]
     data_parallel = DataParallel(
         (_layers(chunk, task, config, parameters) for chunk in chunks),
         mesh,
@@ -123,13 +83,15 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
     shared = {name: holders for name, holders in shared.items() if name in parameters}
     tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
     _spread_values(shared, data_parallel, tied_copies, mesh.device)
-    for number, chunk in enumerate(chunks):
-        chunk.run_layer = partial(data_parallel.run_layer, number)
+    for chunk in chunks:
+        chunk.runner = data_parallel
     return ParallelModel(
         stages=stages,
         chunks=chunks,
         parameters=parameters,
-        runtime=_runtime(chunks, task, config, mesh),
+        runtime=PipelineRuntime(
+            chunks, mesh.pipeline, transport=Transport(mesh.pipeline, mesh.device), parallel=config.parallel, task=task
+        ),
         data_parallel=data_parallel,
         shared=shared,
         tied_copies=tied_copies,
@@ -147,22 +109,17 @@ def _layers(
         config: resolved.
         parameters: of the layers so far, by global name; those of this stage are added.
     """
-    fill = task.initialize or partial(initialize, config=config.model, seed=config.training.seed)
-    if config.checkpoint.load is not None:  # every value comes from the checkpoint
-        fill = _leave_as_built
+    is_new = config.checkpoint.load is None  # else every value comes from the checkpoint
     blocks = [index for index, spec in enumerate(chunk.specs) if spec.is_block]
     recomputed = blocks[: config.training.recompute_num_layers] if config.training.recompute == "full" else []
     for index, layer in enumerate(chunk.build_layers()):
         new = {p.spec.name: p for p in sharded_parameters(layer) if p.spec.name not in parameters}
-        fill(new.values())
+        if is_new:
+            task.initialize(new.values())
         parameters |= new
         if index in recomputed:
             chunk.layers[index] = Recomputed(layer, task.streams)
         yield chunk.layers[index]
-
-
-def _leave_as_built(parameters: Iterable[ShardedParameter]) -> None:
-    """No initial values: the layers come with theirs, or all are overwritten."""
 
 
 def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh: Mesh) -> dict[str, Holders]:
@@ -205,43 +162,6 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
         offload=parallel.offload_optimizer,
         exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )
-
-
-def _runtime(chunks: Sequence[Stage], task: Task, config: ResolvedConfig, mesh: Mesh) -> PipelineRuntime:
-    parallel = config.parallel
-    between = _between_stages(config, mesh, documents=task.carries_documents)
-    forms: Forms = [None, *[between] * (mesh.pipeline.size * len(chunks) - 1)]
-    return PipelineRuntime(
-        chunks,
-        mesh.pipeline,
-        transport=Transport(mesh.pipeline, mesh.device),
-        forms=task.forms or (lambda _: forms),
-        schedule=lambda microbatches: training_schedule(parallel, microbatches),
-        streams=task.streams,
-        first_input=task.first_input,
-        loss=task.loss,
-        loss_shape=task.terms.shape,
-        eval_loss=task.eval_loss,
-        eval_shape=(task.eval_terms or task.terms).shape,
-    )
-
-
-def _between_stages(config: ResolvedConfig, mesh: Mesh, *, documents: bool) -> tuple[TensorForm, ...]:
-    """What a block of the configured shape takes and gives."""
-    batch, length = config.training.micro_batch_size, config.data.seq_length
-    positions = length // (mesh.layer.size if config.parallel.sequence_parallel else 1)
-    hidden = TensorForm((batch, positions, config.model.hidden_size), DTYPES[config.precision.precision])
-    return (hidden, TensorForm((batch, length), torch.int64)) if documents else (hidden,)
-
-
-_built_schedule = functools.lru_cache(maxsize=4)(build_schedule)  # the summary asks for it, and then the runtime
-
-
-def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
-    """What all ranks of a pipeline do in a step, as configured."""
-    if parallel.schedule_csv is not None:
-        return load_schedule(Path(parallel.schedule_csv))
-    return _built_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
 
 
 def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> int:

@@ -13,12 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.convert.from_hf import open_model
-from megacore.convert.start import weights_from_hf
-from megacore.layers.context import BuildContext
-from megacore.models.gpt import GPTLoss, gpt_layers
+from megacore.convert.start import WeightsFromHF
 from megacore.parallel.mesh import build_mesh
-from megacore.parallel.random import RandomStreams
-from megacore.train.parallelize import Task
+from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from tests.accelerator.device import counting, needs_pretend
 from tests.distributed import run_distributed
@@ -56,13 +53,7 @@ def build(rank: int, world_size: int, directory: str, precision: str, hf: str | 
     if hf is not None:
         config = dataclasses.replace(config, model=open_model(Path(hf)).config)
     mesh = build_mesh(config.parallel)
-    streams = RandomStreams(1, mesh.device)
-    loss = GPTLoss(config, mesh.layer)
-    layers = gpt_layers(
-        config.model, BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
-    )
-    fill = None if hf is None else weights_from_hf(Path(hf))
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, streams=streams, initialize=fill)
+    task = GPTTask(config, mesh, weights=None if hf is None else WeightsFromHF(Path(hf)))
     before = torch.accelerator.memory_allocated(mesh.device)
     torch.accelerator.reset_peak_memory_stats(mesh.device)
     trainer = Trainer(config, mesh, task, RaggedData(8), None)

@@ -134,8 +134,8 @@ def losses_and_norms(case: Case, device: str, directory: str) -> list[float]:
     """The figures of each step, then the loss of evaluation."""
     trainer, found = trainer_of(case, device, directory), []
     for _ in range(STEPS):
-        loss, norm, _ = trainer.train_step(next(trainer.batches))
-        found += [float(loss), float(norm)]
+        result = trainer.train_step(next(trainer.batches))
+        found += [float(result.loss), float(result.grad_norm)]
     return [*found, float(trainer.evaluate())]
 
 

@@ -39,7 +39,7 @@ def losses_of_two_steps(rank: int, world_size: int, device: str = "cpu") -> Loss
             config = make_config((1, 1, 1), directory, **changes)
             before = torch.manual_seed(len(found)).get_state()
             trainer = make_trainer(config, build_mesh(config.parallel))
-            found[attention, recompute] = [float(trainer.train_step(next(trainer.batches))[0]) for _ in range(2)]
+            found[attention, recompute] = [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(2)]
             assert torch.equal(torch.get_rng_state(), before), (attention, recompute)
             if device != "cpu":
                 assert torch.equal(torch.get_device_module(device).get_rng_state(), before), (attention, recompute)

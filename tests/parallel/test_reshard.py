@@ -47,7 +47,7 @@ def config_of(layout: Layout, directory: Path | str, *, turn: int = 0, load: Pat
 
 
 def train(trainer: Trainer, steps: int) -> list[float]:
-    return [float(trainer.train_step(next(trainer.batches))[0]) for _ in range(steps)]
+    return [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(steps)]
 
 
 def whole_state(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:

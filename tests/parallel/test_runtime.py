@@ -17,9 +17,8 @@ from megacore.parallel.mesh import build_mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import replicated
 from megacore.pipeline.runtime import PipelineRuntime
-from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.stage import Stage
-from megacore.pipeline.transport import TensorForm, Transport
+from megacore.pipeline.transport import TensorSpec, Transport
 from tests.distributed import run_distributed
 
 EAGER, RENDEZVOUS = 8, 1 << 19  # elements: 32 bytes, 2 MiB
@@ -44,6 +43,33 @@ class Scale(nn.Module):
         return x * self.weight
 
 
+class Summed:
+    """The loss is the weighted sum of what the last stage gives, and messages have `size` elements."""
+
+    loss_shape = evaluation_shape = ()
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.streams, self.size = RandomStreams(0, device), size
+
+    def first_input(self, microbatch: Microbatch) -> Tensor:
+        return microbatch.values
+
+    def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        return output.sum() * (microbatch.index + 1)
+
+    evaluation_loss = loss
+
+    def stage_input_specs(self, microbatch: Microbatch, stage: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec((self.size,), torch.float32),)
+
+
+class One:
+    """No weight."""
+
+    def value(self) -> Tensor:
+        return torch.ones(())
+
+
 class Nobody:
     """Gradients stay where autograd puts them."""
 
@@ -60,7 +86,6 @@ def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]
     mesh = build_mesh(ResolvedParallel(pp=world_size, dp=1, device="cpu"))
     for name, count, virtual, size in cases:
         stages = world_size * virtual
-        forms = [None, *[(TensorForm((size,), torch.float32),)] * (stages - 1)]
         chunks = [
             Stage([LayerSpec(name=f"layer{s}", build=lambda s=s: Scale(s), parameters=1, is_block=True)])  # type: ignore[misc]
             for s in range(rank, stages, world_size)
@@ -69,14 +94,11 @@ def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]
             chunks,
             mesh.pipeline,
             transport=Transport(mesh.pipeline, mesh.device),
-            forms=lambda _, found=forms: found,  # type: ignore[misc]
-            schedule=lambda m, n=name, v=virtual: build_schedule(n, world_size, m, v),  # type: ignore[misc]
-            streams=RandomStreams(0, mesh.device),
-            first_input=lambda microbatch: microbatch.values,
-            loss=lambda y, microbatch: y.sum() * (microbatch.index + 1),
+            parallel=ResolvedParallel(pp=world_size, dp=1, schedule=name, virtual_stages=virtual),  # type: ignore[arg-type]
+            task=Summed(size, mesh.device),
         )
         batch = [Microbatch(i, torch.full((size,), float(i + 1))) for i in range(count)]
-        total = runtime.train_step(batch, lambda: 1.0, Nobody())
+        total = runtime.train_step(batch, One(), Nobody())
         whole = size * sum((i + 1.0) ** 2 for i in range(count))  # of the loss, but for the product of all factors
         product = torch.tensor([factor(s) for s in range(stages)]).prod().item()
         if mesh.pipeline.is_last:

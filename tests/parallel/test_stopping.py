@@ -141,8 +141,7 @@ def test_several_deaths_within_an_epoch_change_nothing(tmp_path: Path, num_worke
     for saved, beyond in ((1, 0), (2, 1), (5, 0), (6, 2), (9, 1)):
         trainer = one_process(tmp_path / "run", load=load, save_interval=saved, **options)
         while trainer.step < saved + beyond:
-            _, norm, rate = trainer.train_step(next(trainer.batches))
-            trainer._log(norm, rate, 1.0)
+            trainer.log(trainer.train_step(next(trainer.batches)), step_seconds=1.0)
             if trainer.step == saved:
                 trainer.save()
         load = str(published(tmp_path / "run")[0])
@@ -163,9 +162,9 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
         trainer.train_step(next(trainer.batches))
         ready = threading.Event()
         monkeypatch.setattr(save_module, "write_tensors", lambda *given: (ready.wait(10), write(*given))[1])  # noqa: B023
-        entries = list(trainer._state().entries())
+        entries = list(trainer.state().entries())
         expected = {(kind, spec.name): tensor.clone() for kind, spec, tensor in entries}
-        trainer.saving.save(trainer._state())
+        trainer.saving.save(trainer.state())
         with torch.no_grad():
             for _, _, tensor in entries:
                 tensor.fill_(torch.nan)

@@ -14,6 +14,7 @@ from megacore.config import ResolvedConfig
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import sharded_parameters
+from megacore.pipeline.stage import LayerRunner
 from megacore.plan.activations import block_bytes, shared_bytes
 from tests.parity.runs import Layout, make_config, make_trainer
 
@@ -52,16 +53,18 @@ def kept_per_block(rank: int, world_size: int, layout: Layout, directory: str, c
     mesh = build_mesh(config.parallel)
     stage = make_trainer(config, mesh).model.chunks[0].train()
     kept = Kept(list(sharded_parameters(stage)))
-    run_layer = stage.run_layer
+    assert stage.runner is not None
+    runner: LayerRunner = stage.runner
 
-    def counted(index: int, layer: nn.Module, x: Tensor) -> Tensor:
-        block = layer.layer if isinstance(layer, Recomputed) else layer
-        if not hasattr(block, "attention"):
-            return run_layer(index, layer, x)
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
-            return run_layer(index, layer, x)
+    class Counting:
+        def run_layer(self, chunk: int, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+            block = layer.layer if isinstance(layer, Recomputed) else layer
+            if not hasattr(block, "attention"):
+                return runner.run_layer(chunk, index, layer, x)
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+                return runner.run_layer(chunk, index, layer, x)
 
-    stage.run_layer = counted
+    stage.runner = Counting()
     tokens = torch.arange(MICRO_BATCH * SEQUENCE).view(MICRO_BATCH, SEQUENCE) % config.model.vocab_size
     stage(tokens)
     return kept.bytes / BLOCKS

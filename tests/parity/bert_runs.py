@@ -9,13 +9,8 @@ from typing import Any
 import numpy as np
 
 from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
-from megacore.data.bert.dataset import BertBatch
-from megacore.layers.context import BuildContext
-from megacore.models.bert import bert_input, bert_layers
-from megacore.models.bert_loss import BertLoss
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
-from megacore.parallel.random import RandomStreams
-from megacore.train.parallelize import Task
+from megacore.train.bert_task import BertTask
 from megacore.train.trainer import Trainer
 from tests.parity.runs import SEQUENCE, VOCAB, Layout, Outcome, make_config, outcome_of
 
@@ -73,23 +68,9 @@ def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> 
 
 def make_bert_trainer(config: ResolvedBertConfig, mesh: Mesh, data: Any = None) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes."""
-    streams = RandomStreams(config.training.seed, mesh.device)
-    context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
-    loss = BertLoss(config, mesh.layer)
-    task = Task(
-        layers=bert_layers(config, context),
-        first_input=bert_input,
-        loss=loss,
-        terms=loss.terms,
-        eval_loss=loss.evaluation,
-        eval_terms=loss.eval_terms,
-        streams=streams,
-        carries_documents=True,
-        batch_type=BertBatch,
-    )
     samples = config.training.global_batch_size * config.training.train_iters
     data = data or RaggedPairs(samples, packed=config.bert.packed, pairs=config.bert.sentence_task != "none")
-    return Trainer(config, mesh, task, data, data)
+    return Trainer(config, mesh, BertTask(config, mesh), data, data)
 
 
 def train_bert(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:

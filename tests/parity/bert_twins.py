@@ -12,11 +12,11 @@ from transformers import BertForPreTraining, ModernBertConfig, ModernBertForMask
 from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
-from megacore.models.bert import bert_input, bert_layers
-from megacore.models.bert_loss import BertLoss
-from megacore.parallel.mesh import ALONE
+from megacore.models.bert import bert_layers
+from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage, tensors_of
+from megacore.train.bert_task import BertTask
 from tests.parity.bert_runs import make_bert_config
 from tests.parity.reference import by_head
 
@@ -202,6 +202,11 @@ def batch_of(lengths: tuple[int, ...], *, documents: Tensor | None = None) -> Be
     )
 
 
+def bert_input(batch: BertBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """What the first layer takes of a microbatch."""
+    return batch.tokens, batch.token_types, batch.documents
+
+
 def hidden_states(stage: Stage, batch: BertBatch) -> list[Tensor]:
     """What the embedding and every block give."""
     found, value = [], bert_input(batch)
@@ -213,5 +218,5 @@ def hidden_states(stage: Stage, batch: BertBatch) -> list[Tensor]:
 
 def loss_of(config: ResolvedBertConfig, output: Tensor | tuple[Tensor, Tensor], batch: BertBatch) -> Tensor:
     """The mean loss over the masked tokens, plus that over the pairs; 0 for either where there is none."""
-    loss = BertLoss(config, ALONE)
-    return (loss(output, batch) / loss.terms.counts(batch).float().clamp(min=1)).sum()
+    task = BertTask(config, Mesh(device=torch.device("cpu")))
+    return (task.loss(output, batch) / task.counts(batch).float().clamp(min=1)).sum()

@@ -27,15 +27,13 @@ from megacore.config import (
     ResolvedConfig,
     TrainingConfig,
 )
-from megacore.layers.context import BuildContext
-from megacore.models.gpt import GPTLoss, gpt_layers
 from megacore.optim.optimizers import state_kinds
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
-from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardSpec, Slices
+from megacore.train.callbacks import Callback
 from megacore.train.engine import PipelineEngine
-from megacore.train.parallelize import Task
+from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from megacore.zero.data_parallel import OwnedSegment
 
@@ -134,16 +132,12 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
     return Config(**sections).resolve(tp * pp * dp)
 
 
-def make_trainer(config: ResolvedConfig, mesh: Mesh, data: Any = None) -> Trainer:
+def make_trainer(
+    config: ResolvedConfig, mesh: Mesh, data: Any = None, *, callbacks: Sequence[Callback] = ()
+) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes."""
-    streams = RandomStreams(config.training.seed, mesh.device)
-    layers = gpt_layers(
-        config.model, BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
-    )
-    loss = GPTLoss(config, mesh.layer)
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, eval_loss=loss.plain, streams=streams)
     data = data or RaggedData(config.training.global_batch_size * config.training.train_iters)
-    return Trainer(config, mesh, task, data, data)
+    return Trainer(config, mesh, GPTTask(config, mesh), data, data, callbacks=callbacks)
 
 
 def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:
@@ -167,9 +161,9 @@ def outcome_of(trainer: Trainer) -> Outcome:
     losses, norms, gradients = [], [], {}
     initial = gather(trainer, mesh, lambda owned: owned.master)
     for step in range(config.training.train_iters):
-        loss, norm, _ = trainer.train_step(next(trainer.batches))
-        losses.append(float(loss))
-        norms.append(float(norm))
+        result = trainer.train_step(next(trainer.batches))
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
         if step == 0:
             gradients = gather(trainer, mesh, lambda owned: owned.gradient)
     final = gather(trainer, mesh, lambda owned: owned.master)

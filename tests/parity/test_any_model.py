@@ -67,7 +67,7 @@ def train(case: Case) -> Result:
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         losses.append(float(engine.train_batch(model.batch(step)[own])))
-        norms.append(float(engine.norm))
+        norms.append(float(engine.grad_norm))
         if step == 0:
             gradients = gather(engine, engine.mesh, lambda owned: owned.gradient)
     final = gather(engine, engine.mesh, lambda owned: owned.master)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.dataset import BertBatch
-from megacore.models.bert import bert_input
 from megacore.pipeline.stage import Stage
 from tests.parity.bert_twins import (
     POSITIONS,
     VOCAB,
     batch_of,
+    bert_input,
     classic_config,
     classic_twin,
     classic_values,

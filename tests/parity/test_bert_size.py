@@ -14,12 +14,12 @@ from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import parse_config
 from megacore.config.presets import BERT_PRESETS
 from megacore.layers.context import BuildContext
-from megacore.models.bert import bert_flops, bert_input, bert_layers
+from megacore.models.bert import bert_flops, bert_layers
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
-from tests.parity.bert_twins import POSITIONS, batch_of, classic_config, modern_config
+from tests.parity.bert_twins import POSITIONS, batch_of, bert_input, classic_config, modern_config
 
 
 def layers_of(config: ResolvedBertConfig) -> list[LayerSpec]:

@@ -22,7 +22,7 @@ SPREAD = math.log(64)  # the loss of a model that knows only how often each toke
 
 def step(trainer: Trainer) -> float:
     """One step; the loss of the whole batch."""
-    return float(trainer.train_step(next(trainer.batches))[0])
+    return float(trainer.train_step(next(trainer.batches)).loss)
 
 
 def learn(rank: int, world_size: int, layout: Layout, directory: str, precision: str, stage: int) -> list[float]:
