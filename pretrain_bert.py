@@ -15,11 +15,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from megacore.checkpoint.check import check_load, samples_of_run
-from megacore.config.bert import BertConfig
+from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import parse_config
 from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
 from megacore.data.bert.dataset import BertBatch
-from megacore.data.gpt.build import complete_config
+from megacore.data.gpt.build import vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         prog="pretrain_bert.py",
         description="Pretrain a BERT, classic or modern, with tensor x pipeline x data parallelism.",
         kind=BertConfig,
-        complete=complete_config,
+        vocabulary=vocabulary_size,
         checks=[check_bert_inputs, check_load, check_schedule, check_memory],
     )
     from megacore.train.launch import launch
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     return launch(config, train)
 
 
-def train(config: BertConfig, mesh: Mesh) -> None:
+def train(config: ResolvedBertConfig, mesh: Mesh) -> None:
     """Supply what BERT pretraining consists of, and run it on this rank's place of the mesh."""
     from megacore.layers.context import BuildContext
     from megacore.models.bert import bert_flops, bert_input, bert_layers

@@ -32,7 +32,7 @@ from benchmarks.gpu_check.records import Records, one_line
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
-from megacore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, TrainingConfig
+from megacore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, ResolvedConfig, TrainingConfig
 from megacore.optim.optimizers import build_optimizer
 from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.sharding import replicated
@@ -74,12 +74,12 @@ def training_state(megabytes: int, device: torch.device) -> TrainingState:
     )
 
 
-def config_of(directory: Path, *, async_save: bool) -> Config:
+def config_of(directory: Path, *, async_save: bool) -> ResolvedConfig:
     return Config(
         training=TrainingConfig(train_iters=1, output_dir=str(directory)),
         data=DataConfig(mock_data=True),
         checkpoint=CheckpointConfig(async_save=async_save),
-    )
+    ).resolve(1, vocab_size=1)
 
 
 def timed(act: Callable[[], object], device: torch.device) -> float:

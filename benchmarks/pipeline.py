@@ -42,7 +42,7 @@ from benchmarks.workload import (
     megacore_step,
     megacore_trainer,
 )
-from megacore.config import Config, ParallelConfig
+from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh, leave, world_size
 from megacore.parallel.random import RandomStreams
@@ -61,7 +61,7 @@ THEIRS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 2}
 class PlainStage(nn.Module):
     """Some consecutive blocks of a plain GPT-2, with the embedding or the head where it is the first or the last."""
 
-    def __init__(self, config: Config, blocks: int, *, first: bool, last: bool) -> None:
+    def __init__(self, config: ResolvedConfig, blocks: int, *, first: bool, last: bool) -> None:
         super().__init__()
         m = config.model
         assert m.vocab_size is not None
@@ -85,12 +85,12 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def blocks_of(config: Config, stage: range) -> int:
+def blocks_of(config: ResolvedConfig, stage: range) -> int:
     """How many of a stage's layers are blocks; layer 0 is the embedding and the last one the head."""
     return sum(0 < number <= config.model.num_layers for number in stage)
 
 
-def theirs(config: Config, mesh: Mesh, name: str, stages: list[range]) -> Step:
+def theirs(config: ResolvedConfig, mesh: Mesh, name: str, stages: list[range]) -> Step:
     """A step under torch's schedule of this name, the stages cut as ours are."""
     training, virtual, last = config.training, THEIRS[name], len(stages) - 1
     assert training.global_batch_size is not None
@@ -124,7 +124,7 @@ def theirs(config: Config, mesh: Mesh, name: str, stages: list[range]) -> Step:
     return step
 
 
-def deepspeeds(config: Config, mesh: Mesh, stages: list[range]) -> Step:
+def deepspeeds(config: ResolvedConfig, mesh: Mesh, stages: list[range]) -> Step:
     """A step under DeepSpeed's PipelineModule (1F1B), the stages cut as ours are."""
     import deepspeed
     from deepspeed.pipe import LayerSpec as Layer
@@ -159,7 +159,7 @@ def deepspeeds(config: Config, mesh: Mesh, stages: list[range]) -> Step:
     return lambda: engine.train_batch(data_iter=samples) and None
 
 
-def microbatches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
+def microbatches(config: ResolvedConfig) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and labels without end."""
     data, size, position = dataset(config), config.training.micro_batch_size, 0
     while True:

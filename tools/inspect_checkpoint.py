@@ -39,8 +39,10 @@ _MOST_SHOWN = 40  # tensors that differ
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 whole or equal, 1 damaged or different, 2 refused."""
     parser = ToolParser(prog="inspect_checkpoint.py", description="List, verify and compare checkpoints.")
-    parser.add_argument("checkpoint", nargs="?", metavar="DIR", help="a step's directory, or a run's")
-    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256 and XXH3")
+    parser.add_argument(
+        "checkpoint", nargs="?", metavar="DIR", help="a step_NNNNNNNN directory, or the output directory of a run"
+    )
+    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256 and XXH3 checksums")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, tensor by tensor")
     found: list[str] = []
     status = run_tool(parser, argv, lambda args: found.extend(_inspect(parser, args)))

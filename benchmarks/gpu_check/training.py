@@ -30,7 +30,7 @@ from benchmarks.gpu_check.fitting import largest_fitting
 from benchmarks.gpu_check.profiling import heaviest
 from benchmarks.gpu_check.records import Records, one_line, read_records
 from benchmarks.workload import megacore_step, megacore_trainer
-from megacore.config import Config, known
+from megacore.config import Config
 from megacore.config.cli import flag_names, parse_config
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter
@@ -270,7 +270,7 @@ def memory(trainer: Trainer) -> dict[str, Any]:
     """Bytes of state by formula and as counted, and the peak that activations and temporaries bring it to."""
     counted = measured_bytes(trainer.model.data_parallel, trainer.update.optimizer)
     peak, on_device = peak_memory_bytes(trainer.mesh.device), _without_host(counted, trainer)
-    tokens = known(trainer.config.training.global_batch_size) * trainer.config.data.seq_length
+    tokens = trainer.config.training.global_batch_size * trainer.config.data.seq_length
     return {
         "state_bytes_predicted": {kind: round(size) for kind, size in trainer.memory_predicted.items()},
         "state_bytes_counted": counted,

@@ -32,7 +32,7 @@ from megacore.checkpoint.storage import (
     write_text,
 )
 from megacore.checkpoint.work import Work, described
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.data.gpt.build import tokenizer_of
 from megacore.errors import StorageError
 from megacore.files import sync
@@ -80,7 +80,7 @@ class CheckpointSaver:
         loaded: the checkpoint that the run continues from, which is never deleted.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, *, loaded: Path | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, *, loaded: Path | None = None) -> None:
         self._run, self._config, self._mesh = Path(config.training.output_dir), config, mesh
         self._background = config.checkpoint.async_save
         self._tokenizer = tokenizer_of(config)  # the one that the run began with, whatever becomes of its file

@@ -1,21 +1,24 @@
-"""The configuration of a run: sections, validation, presets, the command line, TOML files."""
+"""The configuration of a run: sections, validation, presets, the command line, TOML files.
 
-from megacore.config.schema import (
-    SECTIONS,
+schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py and bert.py its sections, validation.py
+what must hold between them. cli.py turns a command line into a configuration.
+"""
+
+from megacore.config.model import ModelConfig, ResolvedModel
+from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
+from megacore.config.sections import (
     CheckpointConfig,
-    Config,
     DataConfig,
     LoggingConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    ResolvedOptimizer,
+    ResolvedParallel,
+    ResolvedTraining,
     TrainingConfig,
-    known,
-    resolve,
-    sections_of,
-    validate,
 )
+from megacore.config.validation import validate
 
 __all__ = [
     "SECTIONS",
@@ -27,9 +30,12 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "ResolvedConfig",
+    "ResolvedModel",
+    "ResolvedOptimizer",
+    "ResolvedParallel",
+    "ResolvedTraining",
     "TrainingConfig",
-    "known",
-    "resolve",
     "sections_of",
     "validate",
 ]

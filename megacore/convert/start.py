@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.config.fields import flag
 from megacore.config.model import differing
 from megacore.convert.hf_directory import CONFIG, open_directory, read_config
@@ -47,7 +47,7 @@ def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(config).items() if value is not None and name != "preset"}
 
 
-def check_init_from_hf(config: Config) -> None:
+def check_init_from_hf(config: ResolvedConfig) -> None:
     """Compare the flags with config.json, and look at the headers of the weight files.
 
     Raises:

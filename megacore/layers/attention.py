@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
@@ -45,7 +45,7 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ResolvedModel,
         context: BuildContext,
         name: str,
         *,
@@ -135,7 +135,7 @@ class SelfAttention(nn.Module):
             )
 
 
-def own_alibi(config: ModelConfig, context: BuildContext) -> ops.Alibi | None:
+def own_alibi(config: ResolvedModel, context: BuildContext) -> ops.Alibi | None:
     """The bias by distance of this rank's heads, for all layers of a model, where the configuration asks for it."""
     if config.position_embedding_type != "alibi":
         return None

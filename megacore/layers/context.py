@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import torch
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.ops import Attention
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
@@ -50,7 +50,7 @@ class BuildContext:
     attention: Attention = "auto"
 
     @classmethod
-    def of(cls, config: Config, *, tp: Group, device: torch.device, streams: RandomStreams) -> BuildContext:
+    def of(cls, config: ResolvedConfig, *, tp: Group, device: torch.device, streams: RandomStreams) -> BuildContext:
         """The context of a configured run."""
         return cls(
             tp=tp,

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.config import ModelConfig, known
-from megacore.config.bert import BertConfig
+from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBertConfig
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
@@ -47,17 +47,17 @@ from megacore.plan.outline import bert_block, bert_outline
 class BertEmbedding(ShardedModule):
     """Token embedding, in the classic style plus position and segment embedding; then norm and dropout."""
 
-    def __init__(self, config: BertConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedBertConfig, context: BuildContext) -> None:
         super().__init__()
         model, device = config.model, context.device
         h = model.hidden_size
         self.tokens = VocabParallelEmbedding(
-            known(model.vocab_size), h, multiple=model.make_vocab_size_divisible_by, **context.parallel_arguments
+            model.vocab_size, h, multiple=model.make_vocab_size_divisible_by, **context.parallel_arguments
         )
         self.positions: ShardedParameter | None = None
         self.segments: ShardedParameter | None = None
         if not config.bert.packed:
-            self.positions = replicated(known(model.max_position_embeddings), h, device=device)
+            self.positions = replicated(model.max_position_embeddings, h, device=device)
             self.segments = replicated(SEGMENTS, h, device=device)
         self.norm = build_norm(model, device=device)
         self.dropout = Dropout(model.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard)
@@ -77,10 +77,10 @@ class BertEmbedding(ShardedModule):
 class BertHead(ShardedModule):
     """The output layer over every position, its rows those of the embedding, and the sentence task's over the first."""
 
-    def __init__(self, config: BertConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedBertConfig, context: BuildContext) -> None:
         super().__init__()
         model, device = config.model, context.device
-        h, vocabulary, multiple = model.hidden_size, known(model.vocab_size), model.make_vocab_size_divisible_by
+        h, vocabulary, multiple = model.hidden_size, model.vocab_size, model.make_vocab_size_divisible_by
         self.group, self.sequence_parallel = context.tp, context.sequence_parallel
         self.split_backward = context.split_backward
         self.norm = build_norm(model, device=device) if config.bert.packed else nn.Identity()  # after pre-norm blocks
@@ -107,7 +107,7 @@ class BertHead(ShardedModule):
 class SentenceHead(nn.Module):
     """Two logits for a pair of segments from the hidden state of the first position: next or in order, or not."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         h = config.hidden_size
         self.split = context.tp if context.sequence_parallel else ALONE
@@ -122,7 +122,7 @@ class SentenceHead(nn.Module):
         return reduce_from_group(logits * float(self.split.is_first), self.split) if self.split.size > 1 else logits
 
 
-def bert_layers(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
+def bert_layers(config: ResolvedBertConfig, context: BuildContext) -> list[LayerSpec]:
     """The whole model as layer descriptions; nothing is allocated.
 
     Args:
@@ -137,7 +137,7 @@ def bert_layers(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
     ]
 
 
-def _builds(config: BertConfig, context: BuildContext) -> list[Callable[[], nn.Module]]:
+def _builds(config: ResolvedBertConfig, context: BuildContext) -> list[Callable[[], nn.Module]]:
     """What makes each block."""
     model, modern = config.model, config.bert.packed
     bases = (model.rotary_base, config.bert.local_rotary_base) if modern else ()
@@ -162,7 +162,7 @@ def _builds(config: BertConfig, context: BuildContext) -> list[Callable[[], nn.M
     return found
 
 
-def bert_flops(config: BertConfig) -> float:
+def bert_flops(config: ResolvedBertConfig) -> float:
     """Forward and backward operations of one sequence, as `flops_per_sequence` counts them for GPT."""
     model, length = config.model, config.data.seq_length
     blocks = sum(block_flops(bert_block(config, i), length) for i in range(model.num_layers))

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.config import known
-from megacore.config.bert import BertConfig
+from megacore.config.bert import ResolvedBertConfig
 from megacore.models.spec import Terms, TokenBatch, counted_tokens
 from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megacore.parallel.mesh import Group
@@ -48,8 +47,8 @@ class BertLoss:
         eval_terms: what `evaluation` returns.
     """
 
-    def __init__(self, config: BertConfig, tp: Group) -> None:
-        self.vocab_size, self.tp, self.sentence_task = known(config.model.vocab_size), tp, config.bert.has_sentence_head
+    def __init__(self, config: ResolvedBertConfig, tp: Group) -> None:
+        self.vocab_size, self.tp, self.sentence_task = config.model.vocab_size, tp, config.bert.has_sentence_head
         self.options = CrossEntropyOptions(
             label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
         )

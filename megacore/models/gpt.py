@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megacore.config import Config, ModelConfig, known
+from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.layers.attention import own_alibi
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
@@ -32,10 +32,10 @@ from megacore.plan.outline import gpt_outline
 class GPTEmbedding(ShardedModule):
     """Token embedding, with a norm or a position table where the model has them, then dropout."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         self.tokens = VocabParallelEmbedding(
-            known(config.vocab_size),
+            config.vocab_size,
             config.hidden_size,
             multiple=config.make_vocab_size_divisible_by,
             **context.parallel_arguments,
@@ -43,7 +43,7 @@ class GPTEmbedding(ShardedModule):
         self.norm = build_norm(config, device=context.device) if config.embedding_layernorm else None
         self.positions: ShardedParameter | None = None
         if config.position_embedding_type == "learned":
-            rows = known(config.max_position_embeddings)
+            rows = config.max_position_embeddings
             self.positions = replicated(rows, config.hidden_size, device=context.device)
         self.dropout = Dropout(
             config.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard
@@ -64,13 +64,13 @@ class GPTEmbedding(ShardedModule):
 class GPTHead(ShardedModule):
     """Final norm and output layer; the output rows are split like the embedding's, and may be the embedding's."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         self.group, self.sequence_parallel = context.tp, context.sequence_parallel
         self.split_backward = context.split_backward
         self.norm = build_norm(config, device=context.device)
         self.weight = vocab_parallel_weight(
-            known(config.vocab_size),
+            config.vocab_size,
             config.hidden_size,
             group=context.tp,
             multiple=config.make_vocab_size_divisible_by,
@@ -89,7 +89,7 @@ class GPTHead(ShardedModule):
         )
 
 
-def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
+def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
     """The whole model as layer descriptions; nothing is allocated.
 
     Args:
@@ -119,8 +119,8 @@ class GPTLoss:
     ranks with different token counts weigh what they should.
     """
 
-    def __init__(self, config: Config, tp: Group) -> None:
-        self.vocab_size, self.tp = known(config.model.vocab_size), tp
+    def __init__(self, config: ResolvedConfig, tp: Group) -> None:
+        self.vocab_size, self.tp = config.model.vocab_size, tp
         self.options = CrossEntropyOptions(
             label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.parallel.random import normal_slice
 from megacore.parallel.sharding import ShardedParameter
 
@@ -15,7 +15,7 @@ _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
 
 @torch.no_grad()
-def initialize(parameters: Iterable[ShardedParameter], config: ModelConfig, *, seed: int) -> None:
+def initialize(parameters: Iterable[ShardedParameter], config: ResolvedModel, *, seed: int) -> None:
     """Fill parameters in place; the same global tensor comes out on every layout, bit for bit.
 
     | parameter | value | why |

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.plan.outline import LayerOutline
 
 
@@ -41,7 +41,7 @@ class LayerSpec:
     tied: Mapping[str, str] = field(default_factory=dict)
     held: int | None = None
     shared: int = 0
-    block: ModelConfig | None = None
+    block: ResolvedModel | None = None
 
     @classmethod
     def of(cls, outline: LayerOutline, build: Callable[[], nn.Module]) -> LayerSpec:

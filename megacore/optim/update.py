@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import TrainingStopped
 from megacore.optim.clip import clip_factor, scale_gradients, totals
 from megacore.optim.offload import step_on_host
@@ -56,7 +56,7 @@ class WeightUpdate:
         self,
         data_parallel: DataParallel,
         mesh: Mesh,
-        config: Config,
+        config: ResolvedConfig,
         *,
         shared: Mapping[str, Holders],
         tied_copies: Iterable[str],

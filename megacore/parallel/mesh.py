@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megacore.config import ParallelConfig, known
+from megacore.config import ParallelConfig, ResolvedParallel
 from megacore.errors import ConfigError
 
 
@@ -178,7 +178,7 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
 
 
-def build_mesh(config: ParallelConfig) -> Mesh:
+def build_mesh(config: ResolvedParallel) -> Mesh:
     """Join the job and find this rank's place.
 
     Args:
@@ -190,7 +190,7 @@ def build_mesh(config: ParallelConfig) -> Mesh:
     device, world = join_job(config)
     if world.size == 1:
         return Mesh(device=device)
-    grid = torch.arange(world.size).view(config.pp, known(config.dp), config.tp)
+    grid = torch.arange(world.size).view(config.pp, config.dp, config.tp)
     pp, dp, tp = (_along(grid, dim, device, _timeout(config)) for dim in range(3))
     return Mesh(device=device, world=world, tp=tp, dp=dp, pp=pp)
 

@@ -11,7 +11,7 @@ import csv
 import re
 from pathlib import Path
 
-from megacore.config import Config, known
+from megacore.config import ResolvedConfig
 from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
 from megacore.pipeline.transfers import with_transfers
 from megacore.pipeline.validation import prove
@@ -54,7 +54,7 @@ def load_schedule(path: Path) -> Schedule:
     return schedule
 
 
-def check_schedule(config: Config) -> None:
+def check_schedule(config: ResolvedConfig) -> None:
     """Compare the schedule of `--schedule-csv`, if any, with the run that it is to serve.
 
     Raises:
@@ -64,7 +64,7 @@ def check_schedule(config: Config) -> None:
         return
     schedule = load_schedule(Path(config.parallel.schedule_csv))
     parallel, training = config.parallel, config.training
-    microbatches = known(training.global_batch_size) // (training.micro_batch_size * known(parallel.dp))
+    microbatches = training.global_batch_size // (training.micro_batch_size * parallel.dp)
     there = (schedule.ranks, schedule.virtual_stages, schedule.microbatches)
     here = (parallel.pp, parallel.virtual_stages, microbatches)
     if there != here:

@@ -23,8 +23,8 @@ from megacore.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ResolvedConfig,
     TrainingConfig,
-    resolve,
     validate,
 )
 from megacore.errors import ConfigError, UserError
@@ -317,7 +317,7 @@ def _replicas(parallel: ParallelConfig) -> int:
 
 def _checked_config(
     layers: int, parallel: ParallelConfig, optimizer: OptimizerConfig, training: TrainingConfig
-) -> Config:
+) -> ResolvedConfig:
     """The configuration of the run, resolved; its model and data sections mean nothing here.
 
     Raises:
@@ -343,4 +343,4 @@ def _checked_config(
         problems += validate(config, world_size())
     if problems:
         raise ConfigError(problems)
-    return resolve(config, world_size())
+    return config.resolve(world_size())

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from megacore import ops
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import EXIT_REFUSED, ConfigError, OutputClosed, TrainingStopped, UserError, WorkerDied
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave
 from megacore.train.causes import outside_cause
@@ -25,7 +25,7 @@ from megacore.train.same_run import refuse_different_ranks
 
 __all__ = ["exit_with", "launch"]
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=ResolvedConfig)
 EXIT_FAILED = 1
 _SECONDS_FOR_A_PEER_TO_DIE = 1.0
 _SECONDS_FOR_A_PEER_TO_SPEAK = 5.0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import ConfigError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
@@ -19,7 +19,7 @@ from megacore.plan.memory import PlannedLayer
 from megacore.plan.room import Room
 
 
-def check_memory_of_ranks(config: Config, mesh: Mesh, layers: Sequence[PlannedLayer]) -> None:
+def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> None:
     """Refuse a run that does not fit, on all ranks alike.
 
     Args:
@@ -39,7 +39,7 @@ def check_memory_of_ranks(config: Config, mesh: Mesh, layers: Sequence[PlannedLa
             raise ConfigError([problem + where])
 
 
-def _problem(config: Config, mesh: Mesh, layers: Sequence[PlannedLayer]) -> str | None:
+def _problem(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> str | None:
     if mesh.device.type == "cpu":
         return host_problem(config, layers)
     room = device_room(mesh.device)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.config import Config, ParallelConfig, known
+from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.initialize import initialize
@@ -100,7 +100,7 @@ class ParallelModel:
     tied_copies: frozenset[str]
 
 
-def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
+def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel:
     """Build this rank's stages and everything that makes them take part in the whole.
 
     Args:
@@ -136,7 +136,9 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
     )
 
 
-def _layers(chunk: Stage, task: Task, config: Config, parameters: dict[str, ShardedParameter]) -> Iterator[nn.Module]:
+def _layers(
+    chunk: Stage, task: Task, config: ResolvedConfig, parameters: dict[str, ShardedParameter]
+) -> Iterator[nn.Module]:
     """Build a stage layer by layer, each with its initial values, and wrapped where it keeps only its input.
 
     Args:
@@ -192,7 +194,7 @@ def _spread_values(
         data_parallel.publish_parameter(name)
 
 
-def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
+def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig) -> ZeroOptions:
     parallel = config.parallel
     return ZeroOptions(
         stage=parallel.zero_stage,
@@ -205,7 +207,7 @@ def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
     )
 
 
-def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) -> PipelineRuntime:
+def _runtime(chunks: Sequence[Stage], task: Task, config: ResolvedConfig, mesh: Mesh) -> PipelineRuntime:
     parallel = config.parallel
     between = _between_stages(config, documents=task.carries_documents)
     forms: Forms = [None, *[between] * (mesh.pp.size * len(chunks) - 1)]
@@ -224,7 +226,7 @@ def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) ->
     )
 
 
-def _between_stages(config: Config, *, documents: bool) -> tuple[TensorForm, ...]:
+def _between_stages(config: ResolvedConfig, *, documents: bool) -> tuple[TensorForm, ...]:
     """What a block of the configured shape takes and gives."""
     batch, length = config.training.micro_batch_size, config.data.seq_length
     positions = length // (config.parallel.tp if config.parallel.sequence_parallel else 1)
@@ -242,9 +244,9 @@ def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
     return _built_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
 
 
-def _terms(layers: Sequence[LayerSpec], config: Config) -> int:
+def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig) -> int:
     """How many gradients of one parameter a step adds up at most: one a microbatch and use, and with sequence
     parallelism one a tensor-parallel rank."""
     uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
-    microbatches = known(config.training.global_batch_size) // config.training.micro_batch_size
+    microbatches = config.training.global_batch_size // config.training.micro_batch_size
     return microbatches * uses * config.parallel.tp

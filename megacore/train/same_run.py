@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import megacore
-from megacore.config import Config, sections_of
+from megacore.config import ResolvedConfig, sections_of
 from megacore.config.fields import field_infos, flag
 from megacore.data.gpt.build import tokenizer_of
 from megacore.data.indexed.reader import bin_path, idx_path
@@ -33,7 +33,7 @@ _SAMPLE = 1 << 16  # bytes at each end of a file that are read: its size changes
 _MOST = 12  # differences that one message names
 
 
-def refuse_different_ranks(config: Config, world: Group) -> None:
+def refuse_different_ranks(config: ResolvedConfig, world: Group) -> None:
     """Compare configuration, data and code of all ranks; every rank calls this before anything depends on them.
 
     Args:
@@ -51,7 +51,7 @@ def refuse_different_ranks(config: Config, world: Group) -> None:
         raise ConfigError(differences(all_gather_objects(own, world)))
 
 
-def facts(config: Config) -> Facts:
+def facts(config: ResolvedConfig) -> Facts:
     """What must be the same on every rank."""
     data = config.data
     found = dict(_settings(config))
@@ -99,7 +99,7 @@ def differences(everyone: list[Facts]) -> list[str]:
     return [*lines[:_MOST], *more, "start every rank, on every node, with the same flags, data and installation"]
 
 
-def _settings(config: Config) -> Iterator[tuple[str, str]]:
+def _settings(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
     for section in sections_of(type(config)):
         values = getattr(config, section)
         for name in field_infos(type(values)):

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from megacore.checkpoint.save import CheckpointSaver, Saved
 from megacore.checkpoint.state import TrainingState
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import OutputClosed, StorageError, TrainingStopped
 from megacore.parallel.mesh import Mesh
 from megacore.train.sinks import Report
@@ -28,7 +28,7 @@ class Saving:
         loaded: the checkpoint that the run continues from.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, report: Report, *, loaded: Path | None) -> None:
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, report: Report, *, loaded: Path | None) -> None:
         self._saver = CheckpointSaver(config, mesh, loaded=loaded)
         self._options, self._last, self._report = config.checkpoint, config.training.train_iters, report
         self._is_alone = mesh.world.size == 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from megacore.config.checkpoint_section import CheckpointConfig
+from megacore.config.sections import CheckpointConfig
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _DURATION, _INTERVAL = "duration", "interval"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import PipelineRuntime
@@ -27,7 +27,7 @@ class Tracer:
         first_step: steps done before this run.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, first_step: int) -> None:
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, runtime: PipelineRuntime, first_step: int) -> None:
         last = config.training.train_iters
         first = min(first_step + 2, last)
         count = (config.logging.trace_steps or DEFAULT_STEPS) if config.logging.trace else 0

@@ -19,7 +19,7 @@ from megacore.checkpoint.check import changed_settings
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
-from megacore.config import Config, known
+from megacore.config import ResolvedConfig
 from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.optimizers import state_kinds
@@ -58,7 +58,7 @@ class Trainer:
         decision: what all ranks do after the last step.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
         self.config, self.mesh, self.task = config, mesh, task
         self.train_data, self.valid_data = train_data, valid_data
         self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
@@ -222,7 +222,7 @@ class Trainer:
             dataset,
             self.task.batch_type,
             micro_batch_size=training.micro_batch_size,
-            global_batch_size=known(training.global_batch_size),
+            global_batch_size=training.global_batch_size,
             dp_rank=self.mesh.dp.rank,
             dp_size=self.mesh.dp.size,
             consumed_samples=consumed_samples,
@@ -249,7 +249,7 @@ class Trainer:
         measured = measured_bytes(self.model.data_parallel, self.update.optimizer)
         memory = self._largest({**measured, "peak": float(peak_memory_bytes(self.mesh.device))})
         peak = memory.pop("peak")
-        sequences = known(training.global_batch_size)
+        sequences = training.global_batch_size
         flops = self.task.flops or flops_per_sequence(config.model, config.data.seq_length)
         tflops = flops * sequences / step_seconds / self.mesh.world.size / 1e12
         record = {
@@ -303,7 +303,7 @@ class Trainer:
     def _microbatches(self) -> int:
         """Of a replica in a step."""
         training = self.config.training
-        return known(training.global_batch_size) // training.micro_batch_size // self.mesh.dp.size
+        return training.global_batch_size // training.micro_batch_size // self.mesh.dp.size
 
     def _measured_bubble(self) -> float:
         """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""

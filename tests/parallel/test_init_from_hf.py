@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.config import known
 from megacore.convert.from_hf import open_model
 from megacore.convert.start import weights_from_hf
 from megacore.layers.context import BuildContext
@@ -51,7 +50,7 @@ def start(rank: int, world_size: int, layout: Layout, source: str, output: str, 
         streams=streams,
         initialize=weights_from_hf(Path(source)),
     )
-    data = Words(known(config.training.global_batch_size))
+    data = Words(config.training.global_batch_size)
     trainer = Trainer(config, mesh, task, data, None)
     weights = gather(trainer, mesh, lambda owned: owned.master)
     first, _, _ = trainer.train_step(next(trainer.batches))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import ParallelConfig
+from megacore.config import ResolvedParallel
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.random import RandomStreams
@@ -57,7 +57,7 @@ def factor(stage: int) -> float:
 
 def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]) -> None:
     """Each case: schedule, microbatches, virtual stages, elements of a message."""
-    mesh = build_mesh(ParallelConfig(pp=world_size, dp=1, device="cpu"))
+    mesh = build_mesh(ResolvedParallel(pp=world_size, dp=1, device="cpu"))
     for name, count, virtual, size in cases:
         stages = world_size * virtual
         forms = [None, *[(TensorForm((size,), torch.float32),)] * (stages - 1)]

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megacore.config import known, resolve
-from megacore.config.bert import BertConfig, BertSection
+from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_input, bert_layers
@@ -61,7 +60,7 @@ class RaggedPairs:
         }
 
 
-def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> BertConfig:
+def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> ResolvedBertConfig:
     """BERT of the size of `make_config`'s GPT, without dropout; `changes` by field name, also of the BERT section."""
     own = {field.name for field in dataclasses.fields(BertSection)}
     section = BertSection(**{name: value for name, value in changes.items() if name in own})
@@ -69,10 +68,10 @@ def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> 
     style = BertConfig.defaults({"bert_style": section.bert_style})
     gpt = make_config(layout, output_dir, **{**style, "hidden_dropout": 0.0, "attention_dropout": 0.0, **others})
     sections = {field.name: getattr(gpt, field.name) for field in dataclasses.fields(gpt)}
-    return resolve(BertConfig(**sections, bert=section), layout[0] * layout[1] * layout[2])
+    return BertConfig(**sections, bert=section).resolve(layout[0] * layout[1] * layout[2])
 
 
-def make_bert_trainer(config: BertConfig, mesh: Mesh, data: Any = None) -> Trainer:
+def make_bert_trainer(config: ResolvedBertConfig, mesh: Mesh, data: Any = None) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes."""
     streams = RandomStreams(config.training.seed, mesh.device)
     context = BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)
@@ -88,7 +87,7 @@ def make_bert_trainer(config: BertConfig, mesh: Mesh, data: Any = None) -> Train
         carries_documents=True,
         batch_type=BertBatch,
     )
-    samples = known(config.training.global_batch_size) * config.training.train_iters
+    samples = config.training.global_batch_size * config.training.train_iters
     data = data or RaggedPairs(samples, packed=config.bert.packed, pairs=config.bert.sentence_task != "none")
     return Trainer(config, mesh, task, data, data)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import BertConfig as TransformersConfig
 from transformers import BertForPreTraining, ModernBertConfig, ModernBertForMaskedLM, PreTrainedModel
 
-from megacore.config.bert import BertConfig
+from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_input, bert_layers
@@ -131,7 +131,7 @@ def modern_values(model: ModernBertForMaskedLM) -> dict[str, Tensor]:
     return values
 
 
-def modern_config(**changes: object) -> BertConfig:
+def modern_config(**changes: object) -> ResolvedBertConfig:
     """The configuration of the modern twin."""
     return classic_config(
         **{
@@ -155,7 +155,7 @@ def give(stage: Stage, values: dict[str, Tensor]) -> None:
         parameter.spec.own(parameter).copy_(values[name])
 
 
-def classic_config(**changes: object) -> BertConfig:
+def classic_config(**changes: object) -> ResolvedBertConfig:
     """The configuration of the classic twin."""
     return make_bert_config(
         (1, 1, 1),
@@ -173,7 +173,7 @@ def classic_config(**changes: object) -> BertConfig:
     )
 
 
-def stage_of(config: BertConfig, values: dict[str, Tensor]) -> Stage:
+def stage_of(config: ResolvedBertConfig, values: dict[str, Tensor]) -> Stage:
     """megacore's model on one rank, with these weights, evaluated."""
     device = torch.device("cpu")
     context = BuildContext.of(config, tp=ALONE, device=device, streams=RandomStreams(0, device))
@@ -211,7 +211,7 @@ def hidden_states(stage: Stage, batch: BertBatch) -> list[Tensor]:
     return found
 
 
-def loss_of(config: BertConfig, output: Tensor | tuple[Tensor, Tensor], batch: BertBatch) -> Tensor:
+def loss_of(config: ResolvedBertConfig, output: Tensor | tuple[Tensor, Tensor], batch: BertBatch) -> Tensor:
     """The mean loss over the masked tokens, plus that over the pairs; 0 for either where there is none."""
     loss = BertLoss(config, ALONE)
     return (loss(output, batch) / loss.terms.counts(batch).float().clamp(min=1)).sum()

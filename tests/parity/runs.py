@@ -24,9 +24,8 @@ from megacore.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    ResolvedConfig,
     TrainingConfig,
-    known,
-    resolve,
 )
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTLoss, gpt_layers
@@ -100,7 +99,7 @@ class RaggedData:
         return {"tokens": window[:-1].astype(np.int64), "labels": window[1:].astype(np.int64), "loss_mask": mask}
 
 
-def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Config:
+def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> ResolvedConfig:
     """A small model with five blocks (no pp divides them) and a vocabulary that no tp divides; `changes` by field
     name."""
     tp, pp, dp = layout
@@ -132,16 +131,16 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Confi
     for field, value in changes.items():
         (name,) = (n for n, s in sections.items() if field in {f.name for f in dataclasses.fields(s)})
         sections[name] = dataclasses.replace(sections[name], **{field: value})
-    return resolve(Config(**sections), tp * pp * dp)
+    return Config(**sections).resolve(tp * pp * dp)
 
 
-def make_trainer(config: Config, mesh: Mesh, data: Any = None) -> Trainer:
+def make_trainer(config: ResolvedConfig, mesh: Mesh, data: Any = None) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes."""
     streams = RandomStreams(config.training.seed, mesh.device)
     layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
     loss = GPTLoss(config, mesh.tp)
     task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, eval_loss=loss.plain, streams=streams)
-    data = data or RaggedData(known(config.training.global_batch_size) * config.training.train_iters)
+    data = data or RaggedData(config.training.global_batch_size * config.training.train_iters)
     return Trainer(config, mesh, task, data, data)
 
 
@@ -155,7 +154,7 @@ def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: 
     return outcome if rank == 0 else None
 
 
-def train_on(mesh: Mesh, config: Config) -> Outcome:
+def train_on(mesh: Mesh, config: ResolvedConfig) -> Outcome:
     """Run on this rank of a mesh; every rank returns what came out."""
     return outcome_of(make_trainer(config, mesh))
 

@@ -58,7 +58,7 @@ def test_gpt_is_gpt2(multiple: int) -> None:
         vocab_size=VOCAB,
         max_position_embeddings=POSITIONS,
         make_vocab_size_divisible_by=multiple,
-    )
+    ).resolve(seq_length=POSITIONS)
     device = torch.device("cpu")
     stage = Stage(gpt_layers(config, BuildContext(device=device, streams=RandomStreams(0, device)))).eval()
     parameters, values = stage.by_name(), values_of(model)

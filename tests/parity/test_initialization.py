@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, ResolvedModel
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import initialize
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 LAYOUTS = [(tp, pp) for tp in (1, 2, 4, 8) for pp in range(1, 9) if tp * pp <= 8]
 
 
-def config(**changes: object) -> ModelConfig:
+def config(**changes: object) -> ResolvedModel:
     values = {
         "num_layers": 9,
         "hidden_size": 32,
@@ -32,10 +32,10 @@ def config(**changes: object) -> ModelConfig:
         "vocab_size": 131,
         "max_position_embeddings": 16,
     }
-    return ModelConfig(**(values | changes))  # type: ignore[arg-type]
+    return ModelConfig(**(values | changes)).resolve(seq_length=16)  # type: ignore[arg-type]
 
 
-def whole_model(model: ModelConfig, tp: int, pp: int, seed: int = 1234) -> dict[str, Tensor]:
+def whole_model(model: ResolvedModel, tp: int, pp: int, seed: int = 1234) -> dict[str, Tensor]:
     """Build every rank's stage here, and put the slices together."""
     whole: dict[str, Tensor] = {}
     for tp_rank in range(tp):

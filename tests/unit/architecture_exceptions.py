@@ -19,7 +19,6 @@ LATE_IMPORTS = {
     ("pretrain_bert.py", "megacore.parallel.random"): START_UP,
     ("pretrain_bert.py", "megacore.train.parallelize"): START_UP,
     ("pretrain_bert.py", "megacore.train.trainer"): START_UP,
-    ("megacore/config/help.py", "tyro"): "only --help needs it, and it is slow to load on every rank",
     ("megacore/plan/canvas.py", "matplotlib"): "optional, and only PNG needs it",
     ("megacore/convert/check.py", "transformers"): "optional, and only a conversion's check needs it",
     ("megacore/data/tokenizers/tokenizer.py", "transformers"): "optional: only directories without a tokenizer.json",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import OptimizerConfig
+from megacore.config import OptimizerConfig, ResolvedOptimizer
 from megacore.optim.optimizers import state_kinds
 from megacore.pipeline.actions import Op
 from megacore.plan import fit
@@ -142,7 +142,7 @@ def test_the_optimizers_moments() -> None:
     config = parse(*MOCK, "--vocab-size", "64")
     sgd = OptimizerConfig(optimizer="sgd")
     for optimizer in (OptimizerConfig(), sgd, dataclasses.replace(sgd, sgd_momentum=0.0)):
-        own = dataclasses.replace(config, optimizer=optimizer)
+        own = dataclasses.replace(config, optimizer=optimizer.resolved_as(ResolvedOptimizer, lr_decay_iters=1))
         assert optimizer_moments(own) == len(state_kinds(optimizer))
 
 
