@@ -52,9 +52,9 @@ def train(config: ResolvedBertConfig, mesh: Mesh) -> None:
     from megacore.train.trainer import Trainer
 
     streams = RandomStreams(config.training.seed, mesh.device)
-    loss = BertLoss(config, mesh.tp)
+    loss = BertLoss(config, mesh.layer)
     task = Task(
-        layers=bert_layers(config, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)),
+        layers=bert_layers(config, BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams)),
         first_input=bert_input,
         loss=loss,
         terms=loss.terms,

@@ -53,8 +53,8 @@ def train(config: ResolvedConfig, mesh: Mesh) -> None:
     from megacore.train.trainer import Trainer
 
     streams = RandomStreams(config.training.seed, mesh.device)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    loss = GPTLoss(config, mesh.tp)
+    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams))
+    loss = GPTLoss(config, mesh.layer)
     source = config.checkpoint.init_from_hf
     task = Task(
         layers=layers,

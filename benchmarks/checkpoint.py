@@ -34,7 +34,7 @@ from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
 from megacore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, ResolvedConfig, TrainingConfig
 from megacore.optim.optimizers import build_optimizer
-from megacore.parallel.mesh import ALONE, Mesh
+from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import replicated
 from megacore.train.metrics import synchronize
 from megacore.zero.data_parallel import DataParallel, ZeroOptions
@@ -57,7 +57,7 @@ class Layer(torch.nn.Module):
 def training_state(megabytes: int, device: torch.device) -> TrainingState:
     """Weights and moments of about so many MB on a device, after one update."""
     layers = [Layer(number, device) for number in range(max(1, round(megabytes * 1e6 / (12 * 4 * WIDTH * WIDTH))))]
-    data_parallel = DataParallel([layers], ALONE, options=ZeroOptions(), bucket_bytes=25 << 20)
+    data_parallel = DataParallel([layers], Mesh(device=device), options=ZeroOptions(), bucket_bytes=25 << 20)
     optimizer = build_optimizer(data_parallel.runs, OptimizerConfig())
     for run in data_parallel.runs:
         run.master.grad = torch.randn_like(run.master)

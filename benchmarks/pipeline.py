@@ -95,9 +95,9 @@ def theirs(config: ResolvedConfig, mesh: Mesh, name: str, stages: list[range]) -
     training, virtual, last = config.training, THEIRS[name], len(stages) - 1
     assert training.global_batch_size is not None
     own = []
-    for index in range(mesh.pp.rank, len(stages), mesh.pp.size):
+    for index in range(mesh.pipeline.rank, len(stages), mesh.pipeline.size):
         module = PlainStage(config, blocks_of(config, stages[index]), first=index == 0, last=index == last)
-        own.append(PipelineStage(module, index, len(stages), mesh.device, group=mesh.pp.handle))
+        own.append(PipelineStage(module, index, len(stages), mesh.device, group=mesh.pipeline.handle))
     count = training.global_batch_size // training.micro_batch_size
 
     kinds = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -116,8 +116,8 @@ def theirs(config: ResolvedConfig, mesh: Mesh, name: str, stages: list[range]) -
         position += batch
         tokens, labels = (torch.stack([torch.as_tensor(s[k]) for s in samples]) for k in ("tokens", "labels"))
         adamw.zero_grad()
-        inputs = (tokens,) if mesh.pp.is_first else ()
-        targets = {"target": labels, "losses": []} if mesh.pp.is_last else {}
+        inputs = (tokens,) if mesh.pipeline.is_first else ()
+        targets = {"target": labels, "losses": []} if mesh.pipeline.is_last else {}
         schedule.step(*inputs, **targets)
         adamw.step()
 
@@ -138,7 +138,7 @@ def deepspeeds(config: ResolvedConfig, mesh: Mesh, stages: list[range]) -> Step:
     ]
     deepspeed.init_distributed(dist_backend=dist.get_backend())
     engine, *_ = deepspeed.initialize(
-        model=PipelineModule(layers, num_stages=mesh.pp.size, loss_fn=cross_entropy, partition_method="uniform"),
+        model=PipelineModule(layers, num_stages=mesh.pipeline.size, loss_fn=cross_entropy, partition_method="uniform"),
         config={
             "train_batch_size": training.global_batch_size,
             "train_micro_batch_size_per_gpu": training.micro_batch_size,

@@ -80,11 +80,11 @@ def megacore_trainer(
         initialize: gives the parameters their values; None: as the configuration says.
     """
     streams = RandomStreams(1, mesh.device)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
+    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams))
     task = Task(
         layers=layers,
         first_input=lambda batch: batch.tokens,
-        loss=GPTLoss(config, mesh.tp),
+        loss=GPTLoss(config, mesh.layer),
         streams=streams,
         initialize=initialize,
     )

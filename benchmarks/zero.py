@@ -66,15 +66,15 @@ def theirs(config: ResolvedConfig, mesh: Mesh, name: str) -> Step:
         else torch.optim.AdamW(parameters, **settings)  # type: ignore[arg-type]
     )
     data, size = dataset(config), training.micro_batch_size
-    pieces = training.global_batch_size // size // mesh.dp.size
-    position = mesh.dp.rank
+    pieces = training.global_batch_size // size // mesh.batch.size
+    position = mesh.batch.rank
 
     def step() -> None:
         nonlocal position
         optimizer.zero_grad()
         for piece in range(pieces):
             samples = [data[position * size + i] for i in range(size)]
-            position += mesh.dp.size
+            position += mesh.batch.size
             tokens, labels = (
                 torch.stack([torch.as_tensor(s[k]) for s in samples]).to(mesh.device) for k in ("tokens", "labels")
             )

@@ -2,8 +2,8 @@
 it is.
 
 Kinds are `model` for the fp32 weights and the optimizer's own names for its state (`exp_avg`, `exp_avg_sq`,
-`momentum_buffer`). How data-parallel ranks divide them is undone here, and vocabulary padding is left out, so that
-nothing written depends on the layout.
+`momentum_buffer`). What ZeRO divides over replicas is gathered here, and padding is left out, so that nothing written
+depends on the layout.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from megacore.parallel.collectives import all_or_none
-from megacore.parallel.sharding import ShardSpec
+from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.zero.bucket import Bucket
 from megacore.zero.data_parallel import DataParallel, OwnedSegment
 from megacore.zero.flat import Segment
 
 MODEL = "model"
-Slices = tuple[tuple[int, int], ...]  # [start, stop) of every dimension
 Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
 
 
@@ -34,9 +33,8 @@ class TrainingState:
         step: steps done.
         consumed_samples: the data loader's whole state.
         data_parallel: holds the weights.
-        optimizer: holds the state of what this rank owns; None where it owns nothing.
+        optimizer: holds the state of what this rank updates; None where it updates nothing.
         kinds: names of the optimizer's per-element state, the same on every rank.
-        tied_copies: names of parameters that another stage holds and saves.
         counters: further numbers, the same on every rank (updates done, loss scale).
     """
 
@@ -45,33 +43,32 @@ class TrainingState:
     data_parallel: DataParallel
     optimizer: torch.optim.Optimizer | None
     kinds: tuple[str, ...]
-    tied_copies: frozenset[str] = frozenset()
     counters: dict[str, float] = field(default_factory=dict)
 
     def entries(self) -> Iterator[tuple[str, ShardSpec, Tensor]]:
-        """(kind, slice, fp32 tensor without padding) of the stage; all data-parallel ranks go through them together.
+        """(kind, slice, fp32 tensor without padding) of the stage; the ranks of a replica group iterate together.
 
-        A tensor may be the live one: who keeps it while training goes on must copy it.
+        A tensor may be the live one: copy it to keep it while training continues.
 
         Raises:
-            PeerFailed: another data-parallel rank could not prepare what is gathered next.
+            PeerFailed: another rank of the replica group could not prepare what is gathered next.
         """
         for bucket in self.data_parallel.buckets:
             specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
             for kind in (MODEL, *self.kinds):
-                if self.data_parallel.options.stage == 0:  # every rank has the whole
-                    whole = self._live(bucket, kind)
+                if bucket.options.stage == 0:  # this rank has all of every parameter
+                    tensors = self._live(bucket, kind)
                 else:
                     with all_or_none(bucket.group, bucket.parameters[0].device):
                         shard = bucket.master if kind == MODEL else self._optimizer_shard(bucket, kind)
-                    whole = bucket.whole(shard)
-                for name, tensor in whole.items():
-                    yield kind, specs[name], specs[name].own(tensor)
+                    tensors = bucket.gather(shard)
+                for name, tensor in tensors.items():
+                    yield kind, specs[name], specs[name].unpadded(tensor)
 
     def fill(self, read: Read, kinds: tuple[str, ...], updates: int) -> None:
-        """Set everything that this rank owns, and publish the weights.
+        """Set everything that this rank updates, and publish the weights.
 
-        One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank owns.
+        One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank updates.
 
         Args:
             read: gives a part of a global tensor, where it was told to or anew.
@@ -110,15 +107,15 @@ class TrainingState:
             state["step"] = torch.tensor(float(updates), device=master.device)
 
     def _live(self, bucket: Bucket, kind: str) -> dict[str, Tensor]:
-        """Whole local tensors by name, where this rank owns all of every parameter."""
+        """Local tensors by name, where this rank updates all of every parameter."""
         shapes = {parameter.spec.name: parameter.shape for parameter in bucket.parameters}
-        found = {}
+        tensors = {}
         for owned in self.data_parallel.segments:
             if owned.bucket is bucket:
                 flat = owned.master if kind == MODEL else self._of_optimizer(owned, kind)
                 flat = torch.zeros_like(owned.master) if flat is None else flat
-                found[owned.spec.name] = flat.view(shapes[owned.spec.name])
-        return found
+                tensors[owned.spec.name] = flat.view(shapes[owned.spec.name])
+        return tensors
 
     def _of_optimizer(self, owned: OwnedSegment, kind: str) -> Tensor | None:
         return None if self.optimizer is None else owned.state(self.optimizer, kind)
@@ -149,9 +146,9 @@ def _read_part(part: Tensor, read: Read, kind: str, name: str, wanted: Slices | 
 
 
 def _wanted(spec: ShardSpec, rows: range) -> Slices | None:
-    """What some rows of the local tensor are of the global one; None where they are padding alone."""
+    """The slice of the global tensor that some rows of the local one hold; None where they hold only padding."""
     slices = list(spec.slices)
     if slices:
-        first = spec.start if spec.dim == 0 else 0
-        slices[0] = (first + rows.start, min(first + rows.stop, slices[0][1]))
+        first, last = slices[0]
+        slices[0] = (first + rows.start, min(first + rows.stop, last))
     return None if any(start >= stop for start, stop in slices) else tuple(slices)

@@ -26,6 +26,7 @@ from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_tensor
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.config import Config, ResolvedModel
 from megacore.config.bert import ResolvedBert
+from megacore.config.dimensions import DIMENSIONS
 from megacore.errors import CheckpointError
 
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
@@ -179,7 +180,7 @@ def weights_manifest(
         step=0,
         consumed_samples=0,
         counters={"updates": 0},
-        topology={"tp": 1, "pp": 1, "dp": 1},
+        topology=dict.fromkeys((dimension.name for dimension in DIMENSIONS), 1),
         tokenizer=tokenizer,
         config=sections,
         files=files,

@@ -83,6 +83,6 @@ def weights_from_hf(path: Path) -> Callable[[Iterable[ShardedParameter]], None]:
         for parameter in parameters:
             values = steps[parameter.spec.name].slice(parameter.spec, model.found.tensors)
             parameter.data.zero_()
-            parameter.spec.own(parameter.data).copy_(values)
+            parameter.spec.unpadded(parameter.data).copy_(values)
 
     return fill

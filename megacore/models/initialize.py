@@ -38,5 +38,5 @@ def initialize(parameters: Iterable[ShardedParameter], config: ResolvedModel, *,
             parameter.fill_(1.0)
         elif not name.endswith("bias"):
             scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
-            own = parameter.spec.own(parameter)
-            normal_slice(parameter.spec, seed=seed, std=config.init_method_std * scale, out=own)
+            values = parameter.spec.unpadded(parameter)
+            normal_slice(parameter.spec, seed=seed, std=config.init_method_std * scale, out=values)

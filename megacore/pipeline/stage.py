@@ -90,7 +90,7 @@ class Stage(nn.Module):
             else:
                 copy = layer.get_parameter(local_name)
                 assert isinstance(copy, ShardedParameter)
-                copy.named(global_name)
+                copy.tied_to(global_name)
                 self.tied_copies[global_name] = copy
 
 

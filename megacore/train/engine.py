@@ -124,14 +124,15 @@ class PipelineEngine:
             self.mesh,
         )
         self.stages = self.model.stages
-        self._names = [[layers[i].name for i in own] for own in self.stages[self.mesh.pp.rank :: self.mesh.pp.size]]
+        self._names = [
+            [layers[i].name for i in own] for own in self.stages[self.mesh.pipeline.rank :: self.mesh.pipeline.size]
+        ]
         self._forms = StageForms(self.model.chunks, self._names, self.model.runtime.transport)
         self.update = WeightUpdate(
             self.model.data_parallel,
             self.mesh,
             self.config,
             shared=self.model.shared,
-            tied_copies=self.model.tied_copies,
         )
         self.step, self.rate = 0, 0.0
         self.norm = torch.zeros((), dtype=torch.float64)
@@ -159,7 +160,7 @@ class PipelineEngine:
             )
         batch = self._prepare(microbatches)
         total = torch.stack([microbatch.count for microbatch in batch]).sum()
-        counted = start_all_reduce_(total, self.mesh.dp)
+        counted = start_all_reduce_(total, self.mesh.loss)
 
         def per_count() -> Tensor:
             counted.wait()
@@ -187,7 +188,7 @@ class PipelineEngine:
         Raises:
             UserError: there are none; or, on ZeRO stage 3, replicas have different numbers of them.
         """
-        numbers = all_gather_objects(len(microbatches), self.mesh.dp)
+        numbers = all_gather_objects(len(microbatches), self.mesh.batch)
         if min(numbers) == 0 or (len(set(numbers)) > 1 and self.config.parallel.zero_stage == 3):
             raise UserError(
                 f"evaluate got {numbers} microbatches on the replicas: every one needs one or more, "
@@ -197,9 +198,9 @@ class PipelineEngine:
         self._metric = metric
         sums = torch.stack([torch.zeros((), dtype=torch.float64, device=self.mesh.device)] * 2)  # value, count
         sums[0] += self.model.runtime.evaluate(batch)
-        if self.mesh.pp.is_last:
+        if self.mesh.pipeline.is_last:
             sums[1] += sum(microbatch.count for microbatch in batch)
-        all_reduce_(all_reduce_(sums, self.mesh.dp), self.mesh.pp)
+        all_reduce_(all_reduce_(sums, self.mesh.loss), self.mesh.pipeline)
         return float(sums[0] / sums[1]) if sums[1] > 0 else 0.0
 
     def split(self, inputs: Any, targets: Any) -> list[Pair]:
@@ -215,13 +216,13 @@ class PipelineEngine:
         Raises:
             UserError: the batch has fewer samples than there are microbatches.
         """
-        pieces, samples = self.num_microbatches * self.mesh.dp.size, samples_of(inputs)
+        pieces, samples = self.num_microbatches * self.mesh.batch.size, samples_of(inputs)
         if samples < pieces:
             raise UserError(
                 f"{samples} samples are too few for {self.num_microbatches} microbatches on each of "
-                f"{self.mesh.dp.size} replicas: give {pieces} or more"
+                f"{self.mesh.batch.size} replicas: give {pieces} or more"
             )
-        own = slice(self.mesh.dp.rank, None, self.mesh.dp.size)
+        own = slice(self.mesh.batch.rank, None, self.mesh.batch.size)
         return list(zip(cut(inputs, pieces)[own], cut(targets, pieces)[own], strict=True))
 
     def close(self) -> None:
@@ -237,8 +238,8 @@ class PipelineEngine:
         """
         own = {name: buffer.cpu() for name, buffer in self._buffers().items()}
         for bucket in self.model.data_parallel.buckets:
-            own |= {name: tensor.cpu() for name, tensor in bucket.whole(bucket.master).items()}
-        parts = all_gather_objects(own, self.mesh.pp)
+            own |= {name: tensor.cpu() for name, tensor in bucket.gather(bucket.master).items()}
+        parts = all_gather_objects(own, self.mesh.pipeline)
         return {name: tensor.clone() for part in parts for name, tensor in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -270,15 +271,15 @@ class PipelineEngine:
 
     def _prepare(self, microbatches: Sequence[Pair]) -> list[PlainMicrobatch]:
         """Move to the device what this rank needs there, and learn what stages will hand to each other."""
-        device, pp, dp = self.mesh.device, self.mesh.pp, self.mesh.dp
+        device, pipeline, readers = self.mesh.device, self.mesh.pipeline, self.mesh.batch
         batch = []
         for position, (inputs, targets) in enumerate(microbatches):
             number = samples_of(inputs) if self._count is None else self._count(targets)
             batch.append(
                 PlainMicrobatch(
-                    index=(self.step * self.num_microbatches + position) * dp.size + dp.rank,
-                    inputs=moved(inputs, device) if pp.is_first else inputs,
-                    targets=moved(targets, device) if pp.is_last else targets,
+                    index=(self.step * self.num_microbatches + position) * readers.size + readers.rank,
+                    inputs=moved(inputs, device) if pipeline.is_first else inputs,
+                    targets=moved(targets, device) if pipeline.is_last else targets,
                     count=number.to(device, torch.float64, non_blocking=True)
                     if isinstance(number, Tensor)
                     else torch.full((), number, dtype=torch.float64, device=device),
@@ -292,9 +293,9 @@ class PipelineEngine:
         gathered from all replicas: these must ask each other first, and so wait for the accelerator."""
         new = self._forms.unknown(inputs)
         tries = len(new)
-        if self.config.parallel.zero_stage == 3 and self.mesh.dp.size > 1:
+        if self.config.parallel.zero_stage == 3 and self.mesh.replicas.size > 1:
             asked = torch.full((), tries, dtype=torch.int64, device=self.mesh.device)
-            tries = int(all_reduce_(asked, self.mesh.dp, "max"))
+            tries = int(all_reduce_(asked, self.mesh.replicas, "max"))
         for number in range(tries):
             self._forms.find(new[number] if number < len(new) else inputs[0])
 

@@ -16,7 +16,7 @@ import torch
 from megacore import ops
 from megacore.config import ResolvedConfig
 from megacore.errors import EXIT_REFUSED, ConfigError, OutputClosed, TrainingStopped, UserError, WorkerDied
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave, world_size
 from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.output import output_directory
@@ -41,7 +41,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     Returns:
         The exit status.
     """
-    if config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1) > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if world_size() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     if config.training.reproducible:
         compute_reproducibly()

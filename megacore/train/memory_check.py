@@ -35,7 +35,7 @@ def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[P
     problems = all_gather_objects(_problem(config, mesh, layers), mesh.world)
     for number, problem in enumerate(problems):
         if problem is not None:
-            where = f" (rank {number}: {mesh.coordinates(number)})" if mesh.world.size > 1 else ""
+            where = f" (rank {number}: {mesh.describe(number)})" if mesh.world.size > 1 else ""
             raise ConfigError([problem + where])
 
 
@@ -43,7 +43,7 @@ def _problem(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer])
     if mesh.device.type == "cpu":
         return host_problem(config, layers)
     room = device_room(mesh.device)
-    if room is not None and (problem := device_problem(config, layers, mesh.pp.rank, room)):
+    if room is not None and (problem := device_problem(config, layers, mesh.pipeline.rank, room)):
         return problem
     return offload_problem(config, layers) if config.parallel.offload_optimizer else None
 

@@ -1,7 +1,7 @@
 """The recipe: from the description of a model to this rank's part of it, ready to train. The order is the knowledge.
 
 1. partition: which layers this stage holds (uneven counts are balanced, nothing is dropped); then layer by layer
-2. build: split over the tensor-parallel group as it is made;
+2. build: split over the layer group as it is made;
 3. initialise: by global name, so that every layout starts from the same bits;
 4. recompute: wrap the blocks that keep only their input;
 5. data parallel: move the parameters as they now stand into buckets, in the precision of training, and divide them by
@@ -86,7 +86,7 @@ class ParallelModel:
         chunks: this rank's stages.
         parameters: of this rank, by global name.
         runtime: runs microbatches through the pipeline.
-        data_parallel: divides parameters, gradients and optimizer state over data-parallel ranks.
+        data_parallel: divides parameters, gradients and optimizer state over replicas.
         shared: global names of tied parameters that other ranks hold too, and who holds them.
         tied_copies: those of them whose first use lies on another rank.
     """
@@ -109,16 +109,16 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
         mesh: this rank's place.
     """
     stages = stage_ranges(task.layers, config.parallel)
-    own = stages[mesh.pp.rank :: mesh.pp.size]
+    own = stages[mesh.pipeline.rank :: mesh.pipeline.size]
     shared = _holders_of_tied(task.layers, stages, mesh)
     parameters: dict[str, ShardedParameter] = {}
     chunks = [Stage([task.layers[i] for i in numbers], parameters, build=False) for numbers in own]
     data_parallel = DataParallel(
         (_layers(chunk, task, config, parameters) for chunk in chunks),
-        mesh.dp,
-        options=_zero_options(task.layers, config),
+        mesh,
+        options=_zero_options(task.layers, config, mesh),
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
-        alone=frozenset(shared),
+        separate=frozenset(shared),
     )
     shared = {name: holders for name, holders in shared.items() if name in parameters}
     tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
@@ -167,7 +167,7 @@ def _leave_as_built(parameters: Iterable[ShardedParameter]) -> None:
 
 def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh: Mesh) -> dict[str, Holders]:
     """For each tied parameter that several ranks of the pipeline hold: which they are."""
-    rank_of = {number: stage % mesh.pp.size for stage, numbers in enumerate(stages) for number in numbers}
+    rank_of = {number: stage % mesh.pipeline.size for stage, numbers in enumerate(stages) for number in numbers}
     number_of = {layer.name: number for number, layer in enumerate(layers)}
     positions: dict[str, set[int]] = {}
     for number, layer in enumerate(layers):
@@ -175,7 +175,7 @@ def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh:
             first = next(i for prefix, i in number_of.items() if name.startswith(f"{prefix}."))
             positions.setdefault(name, {rank_of[first]}).add(rank_of[number])
     return {
-        name: Holders(pipeline=mesh.pp, positions=tuple(sorted(ranks)))
+        name: Holders(pipeline=mesh.pipeline, positions=tuple(sorted(ranks)))
         for name, ranks in positions.items()
         if len(ranks) > 1
     }
@@ -194,7 +194,7 @@ def _spread_values(
         data_parallel.publish_parameter(name)
 
 
-def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig) -> ZeroOptions:
+def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> ZeroOptions:
     parallel = config.parallel
     return ZeroOptions(
         stage=parallel.zero_stage,
@@ -203,18 +203,18 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig) -> ZeroOp
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         offload=parallel.offload_optimizer,
-        exact_terms=_terms(layers, config) if config.training.reproducible else 0,
+        exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )
 
 
 def _runtime(chunks: Sequence[Stage], task: Task, config: ResolvedConfig, mesh: Mesh) -> PipelineRuntime:
     parallel = config.parallel
-    between = _between_stages(config, documents=task.carries_documents)
-    forms: Forms = [None, *[between] * (mesh.pp.size * len(chunks) - 1)]
+    between = _between_stages(config, mesh, documents=task.carries_documents)
+    forms: Forms = [None, *[between] * (mesh.pipeline.size * len(chunks) - 1)]
     return PipelineRuntime(
         chunks,
-        mesh.pp,
-        transport=Transport(mesh.pp, mesh.device),
+        mesh.pipeline,
+        transport=Transport(mesh.pipeline, mesh.device),
         forms=task.forms or (lambda _: forms),
         schedule=lambda microbatches: training_schedule(parallel, microbatches),
         streams=task.streams,
@@ -226,10 +226,10 @@ def _runtime(chunks: Sequence[Stage], task: Task, config: ResolvedConfig, mesh: 
     )
 
 
-def _between_stages(config: ResolvedConfig, *, documents: bool) -> tuple[TensorForm, ...]:
+def _between_stages(config: ResolvedConfig, mesh: Mesh, *, documents: bool) -> tuple[TensorForm, ...]:
     """What a block of the configured shape takes and gives."""
     batch, length = config.training.micro_batch_size, config.data.seq_length
-    positions = length // (config.parallel.tp if config.parallel.sequence_parallel else 1)
+    positions = length // (mesh.layer.size if config.parallel.sequence_parallel else 1)
     hidden = TensorForm((batch, positions, config.model.hidden_size), DTYPES[config.precision.precision])
     return (hidden, TensorForm((batch, length), torch.int64)) if documents else (hidden,)
 
@@ -244,9 +244,9 @@ def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
     return _built_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
 
 
-def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig) -> int:
+def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> int:
     """How many gradients of one parameter a step adds up at most: one a microbatch and use, and with sequence
-    parallelism one a tensor-parallel rank."""
+    parallelism one a rank of the layer group."""
     uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
     microbatches = config.training.global_batch_size // config.training.micro_batch_size
-    return microbatches * uses * config.parallel.tp
+    return microbatches * uses * mesh.layer.size

@@ -19,12 +19,13 @@ import torch
 
 import megacore
 from megacore.config import ResolvedConfig, sections_of
+from megacore.config.dimensions import degrees_of, describe_rank
 from megacore.config.fields import field_infos, flag
 from megacore.data.gpt.build import tokenizer_of
 from megacore.data.indexed.reader import bin_path, idx_path
 from megacore.errors import ConfigError, DataError
 from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.mesh import Group, coordinates
+from megacore.parallel.mesh import Group
 
 Facts = dict[str, str]  # what it is -> its value, in words of a message
 
@@ -128,7 +129,7 @@ def _file(path: Path) -> str:
 
 def _who(ranks: list[int], first: Mapping[str, str]) -> str:
     """Ranks in words, the first of them with its place in the layout of rank 0."""
-    place = coordinates(ranks[0], tp=int(first[flag("tp")]), dp=int(first[flag("dp")]))
+    place = describe_rank(ranks[0], degrees_of(lambda field: int(first[flag(field)])))
     if len(ranks) == 1:
         return f"rank {ranks[0]} ({place})"
     runs = ranks[-1] - ranks[0] == len(ranks) - 1

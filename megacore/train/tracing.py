@@ -58,8 +58,9 @@ class Tracer:
         Args:
             microbatches: of a replica in a step.
         """
-        place = {"pp": self._mesh.pp.rank, "dp": self._mesh.dp.rank, "tp": self._mesh.tp.rank}
-        ranks = all_gather_objects(RankTrace(place=place, steps=tuple(self._noted)), self._mesh.world)
+        coordinates = self._mesh.coordinates(self._mesh.world.rank)
+        trace = RankTrace(coordinates=coordinates, steps=tuple(self._noted))
+        ranks = all_gather_objects(trace, self._mesh.world)
         if self._mesh.world.rank == 0:
             write_trace(self.path, ranks, self._runtime.training_schedule(microbatches))
         self._noted = []

@@ -72,7 +72,6 @@ class Trainer:
             mesh,
             config,
             shared=self.model.shared,
-            tied_copies=self.model.tied_copies,
         )
         self.step, self.consumed_samples = 0, 0
         self.means = self.counts = torch.zeros(task.terms.shape, dtype=torch.float64)
@@ -146,7 +145,7 @@ class Trainer:
         """
         batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in microbatches]
         counts = torch.stack([self.task.terms.counts(microbatch) for microbatch in batch]).sum(0)
-        counted = start_all_reduce_(counts, self.mesh.dp)
+        counted = start_all_reduce_(counts, self.mesh.loss)
 
         def per_count() -> Tensor:
             counted.wait()
@@ -184,9 +183,9 @@ class Trainer:
         for _ in range(self.config.training.eval_iters):
             batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in next(self.valid_batches)]
             sums[0] += self.model.runtime.evaluate(batch)
-            if self.mesh.pp.is_last:
+            if self.mesh.pipeline.is_last:
                 sums[1] += torch.stack([terms.counts(microbatch) for microbatch in batch]).sum(0)
-        all_reduce_(all_reduce_(sums, self.mesh.dp), self.mesh.pp)
+        all_reduce_(all_reduce_(sums, self.mesh.loss), self.mesh.pipeline)
         losses = len(self.task.terms.names) or None
         found = terms.figures(sums[0] / sums[1].clamp(min=1.0), sums[1], losses=losses)
         figures = {f"eval/{name}": figure for name, figure in found.items()}
@@ -212,7 +211,6 @@ class Trainer:
             data_parallel=self.model.data_parallel,
             optimizer=self.update.optimizer,
             kinds=state_kinds(self.config.optimizer),
-            tied_copies=self.model.tied_copies,
             counters=self.update.counters() | {"learning_rate": rate},
         )
 
@@ -223,8 +221,8 @@ class Trainer:
             self.task.batch_type,
             micro_batch_size=training.micro_batch_size,
             global_batch_size=training.global_batch_size,
-            dp_rank=self.mesh.dp.rank,
-            dp_size=self.mesh.dp.size,
+            rank=self.mesh.batch.rank,
+            ranks=self.mesh.batch.size,
             consumed_samples=consumed_samples,
             num_workers=self.config.data.num_workers,
             pin_memory=self.mesh.device.type != "cpu",
@@ -303,15 +301,15 @@ class Trainer:
     def _microbatches(self) -> int:
         """Of a replica in a step."""
         training = self.config.training
-        return training.global_batch_size // training.micro_batch_size // self.mesh.dp.size
+        return training.global_batch_size // training.micro_batch_size // self.mesh.batch.size
 
     def _measured_bubble(self) -> float:
         """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""
         timed, device = self.model.runtime.timer.read(), self.mesh.device
         computed = timed.computations
         ends = torch.tensor([-computed[0].start, computed[-1].end], dtype=torch.float64, device=device)
-        window = all_reduce_(ends, self.mesh.pp, "max").sum() * self.mesh.pp.size
-        busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=device), self.mesh.pp)
+        window = all_reduce_(ends, self.mesh.pipeline, "max").sum() * self.mesh.pipeline.size
+        busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=device), self.mesh.pipeline)
         return float(all_reduce_(1.0 - busy / window, self.mesh.world)) / self.mesh.world.size
 
     def _predicted_memory(self) -> dict[str, float]:

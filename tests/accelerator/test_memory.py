@@ -57,8 +57,8 @@ def build(rank: int, world_size: int, directory: str, precision: str, hf: str | 
         config = dataclasses.replace(config, model=open_model(Path(hf)).config)
     mesh = build_mesh(config.parallel)
     streams = RandomStreams(1, mesh.device)
-    loss = GPTLoss(config, mesh.tp)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
+    loss = GPTLoss(config, mesh.layer)
+    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams))
     fill = None if hf is None else weights_from_hf(Path(hf))
     task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, streams=streams, initialize=fill)
     before = torch.accelerator.memory_allocated(mesh.device)
@@ -144,7 +144,7 @@ def copies_of(rank: int, world_size: int, directory: str, precision: str) -> Cop
         down=counted.bytes_to_host,
         up=counted.bytes_to_device,
         waits=Counter(cause.rpartition(" in ")[2] for cause in counted.sync_causes),
-        owned=sum(bucket._own.nbytes for bucket in buckets),
+        owned=sum(bucket._shard_params.nbytes for bucket in buckets),
         buckets=len(buckets),
         uploads=uploads.found,
     )

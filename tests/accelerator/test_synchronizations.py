@@ -136,7 +136,7 @@ def careless(rank: int, world_size: int, output_dir: str) -> list[list[str]]:
             return loss
 
     trainer = trainer_of((1, 1, 1), output_dir, None, {"micro_batch_size": 2})
-    trainer.model.runtime.loss = Looking(trainer.config, trainer.mesh.tp)
+    trainer.model.runtime.loss = Looking(trainer.config, trainer.mesh.layer)
     return [step.sync_causes for step in steps_of(trainer)]
 
 
@@ -198,9 +198,7 @@ class Samples:
 def fetch(rank: int, world_size: int) -> None:
     device, samples = torch.device("pretend", 0), Samples(bad=7)
     loader = DeviceLoader(
-        BatchLoader(
-            samples, Microbatch, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1, pin_memory=True
-        ),
+        BatchLoader(samples, Microbatch, micro_batch_size=2, global_batch_size=4, rank=0, ranks=1, pin_memory=True),
         device,
     )
     first = next(loader)
@@ -220,8 +218,8 @@ def fetch(rank: int, world_size: int) -> None:
             Microbatch,
             micro_batch_size=4,
             global_batch_size=4,
-            dp_rank=0,
-            dp_size=1,
+            rank=0,
+            ranks=1,
             consumed_samples=4,
             pin_memory=True,
         ),

@@ -109,7 +109,7 @@ def on_ranks(rank: int, size: int) -> None:
             gradient, expected = part.grad, whole[name].grad
             assert gradient is not None
             assert expected is not None
-            if part.spec.dim is None:  # each rank saw its own positions, which the update sums
+            if part.spec.is_replicated:  # each rank saw its own positions, which the update sums
                 torch.distributed.all_reduce(gradient)
             torch.testing.assert_close(gradient, part.spec.take(expected), rtol=1e-4, atol=1e-5)
 

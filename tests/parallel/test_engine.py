@@ -121,7 +121,7 @@ def build_and_carry(rank: int, world_size: int) -> tuple[list[str], dict[str, An
     losses = [engine.train_batch(engine.split(*batch(0))).item()]
     assert torch.equal(torch.get_rng_state(), before), "the program's own random numbers are not touched"
     # One replica meets a size that the other one does not.
-    samples = 7 if engine.mesh.dp.rank == 0 else 3
+    samples = 7 if engine.mesh.batch.rank == 0 else 3
     pairs = [tuple(part[:samples] for part in batch(step)) for step in (1, 2)]
     losses.append(engine.train_batch(pairs).item())  # type: ignore[arg-type]
     evaluated = engine.evaluate([batch(9)], metric=lambda output, targets: (output > targets).sum())

@@ -42,9 +42,9 @@ def start(rank: int, world_size: int, layout: Layout, source: str, output: str, 
     config = dataclasses.replace(config, model=model)
     mesh = build_mesh(config.parallel)
     streams = RandomStreams(config.training.seed, mesh.device)
-    loss = GPTLoss(config, mesh.tp)
+    loss = GPTLoss(config, mesh.layer)
     task = Task(
-        layers=gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)),
+        layers=gpt_layers(config.model, BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams)),
         first_input=lambda batch: batch.tokens,
         loss=loss,
         streams=streams,

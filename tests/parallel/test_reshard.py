@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megacore.checkpoint.load import Reader
-from megacore.checkpoint.state import Slices
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
+from megacore.parallel.sharding import Slices
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, gather, make_config, make_trainer
@@ -112,7 +112,7 @@ def read(rank: int, world_size: int, layout: Layout, turn: int, sources: list[st
         for name, parameter in trainer.model.parameters.items():  # ZeRO-3 has no whole ones
             if trainer.model.data_parallel.options.stage < 3:
                 trainer.model.data_parallel.ready()
-                own = parameter.spec.own(parameter.detach())
+                own = parameter.spec.unpadded(parameter.detach())
                 assert torch.equal(own, parameter.spec.take(state["model"][name])), name
         if rank == 0:
             assert_equal(state, stored(Path(source) / f"step_{BEFORE:08d}"))

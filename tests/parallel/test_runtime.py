@@ -67,8 +67,8 @@ def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]
         ]
         runtime = PipelineRuntime(
             chunks,
-            mesh.pp,
-            transport=Transport(mesh.pp, mesh.device),
+            mesh.pipeline,
+            transport=Transport(mesh.pipeline, mesh.device),
             forms=lambda _, found=forms: found,  # type: ignore[misc]
             schedule=lambda m, n=name, v=virtual: build_schedule(n, world_size, m, v),  # type: ignore[misc]
             streams=RandomStreams(0, mesh.device),
@@ -79,14 +79,14 @@ def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]
         total = runtime.train_step(batch, lambda: 1.0, Nobody())
         whole = size * sum((i + 1.0) ** 2 for i in range(count))  # of the loss, but for the product of all factors
         product = torch.tensor([factor(s) for s in range(stages)]).prod().item()
-        if mesh.pp.is_last:
+        if mesh.pipeline.is_last:
             assert total.item() == pytest.approx(whole * product, rel=1e-6), (name, count, virtual, size)
         for chunk, stage in zip(chunks, range(rank, stages, world_size), strict=True):
             (weight,) = chunk.parameters()
             assert weight.grad is not None
             assert weight.grad.item() == pytest.approx(whole * product / factor(stage), rel=1e-5)
         evaluated = runtime.evaluate(batch)
-        assert not mesh.pp.is_last or evaluated.item() == pytest.approx(whole * product, rel=1e-6)
+        assert not mesh.pipeline.is_last or evaluated.item() == pytest.approx(whole * product, rel=1e-6)
 
 
 def random_cases(ranks: int, number: int) -> list[Any]:

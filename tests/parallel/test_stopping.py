@@ -76,7 +76,7 @@ def signalled(rank: int, world_size: int, directory: str, victim: int, options: 
         os.kill(os.getpid(), signal.SIGINT)
 
     samples = RaggedData(BATCH * 6)
-    own = Calling(samples, 2 * BATCH + 2 * mesh.dp.rank, twice) if rank == victim else samples
+    own = Calling(samples, 2 * BATCH + 2 * mesh.batch.rank, twice) if rank == victim else samples
     trainer = make_trainer(config, mesh, own)
     trainer.run()
     os.kill(os.getpid(), signal.SIGTERM) if rank == victim else None  # and a third when it is over

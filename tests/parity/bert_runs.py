@@ -74,8 +74,8 @@ def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> 
 def make_bert_trainer(config: ResolvedBertConfig, mesh: Mesh, data: Any = None) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes."""
     streams = RandomStreams(config.training.seed, mesh.device)
-    context = BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)
-    loss = BertLoss(config, mesh.tp)
+    context = BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams)
+    loss = BertLoss(config, mesh.layer)
     task = Task(
         layers=bert_layers(config, context),
         first_input=bert_input,

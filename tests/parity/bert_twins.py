@@ -152,7 +152,7 @@ def give(stage: Stage, values: dict[str, Tensor]) -> None:
     assert parameters.keys() == values.keys()
     for name, parameter in parameters.items():
         parameter.zero_()
-        parameter.spec.own(parameter).copy_(values[name])
+        parameter.spec.unpadded(parameter).copy_(values[name])
 
 
 def classic_config(**changes: object) -> ResolvedBertConfig:

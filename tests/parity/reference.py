@@ -67,7 +67,7 @@ def plain_torch(directory: Path, **changes: object) -> Outcome:
     """Train as tests.parity.runs.train does, from the same initial weights."""
     config = make_config((1, 1, 1), directory, **changes)
     trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
-    initial = {name: p.spec.own(p).detach().clone() for name, p in trainer.parameters.items()}
+    initial = {name: p.spec.unpadded(p).detach().clone() for name, p in trainer.parameters.items()}
     names, heads = gpt2_names(config.model.num_layers), config.model.num_attention_heads
     twin = _twin(config)
     named = {name.removeprefix("transformer."): p for name, p in twin.named_parameters()}

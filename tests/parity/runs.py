@@ -33,7 +33,7 @@ from megacore.optim.optimizers import state_kinds
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.parallel.random import RandomStreams
-from megacore.parallel.sharding import ShardSpec
+from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.train.engine import PipelineEngine
 from megacore.train.parallelize import Task
 from megacore.train.trainer import Trainer
@@ -137,8 +137,8 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
 def make_trainer(config: ResolvedConfig, mesh: Mesh, data: Any = None) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes."""
     streams = RandomStreams(config.training.seed, mesh.device)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    loss = GPTLoss(config, mesh.tp)
+    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams))
+    loss = GPTLoss(config, mesh.layer)
     task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, eval_loss=loss.plain, streams=streams)
     data = data or RaggedData(config.training.global_batch_size * config.training.train_iters)
     return Trainer(config, mesh, task, data, data)
@@ -197,15 +197,15 @@ def gather(
         for owned in trainer.model.data_parallel.segments
         if (value := take(owned)) is not None
     ]
-    local: dict[tuple[str, int], tuple[ShardSpec, Tensor]] = {}
+    local: dict[tuple[str, Slices], tuple[ShardSpec, Tensor]] = {}
     for pieces in all_gather_objects(mine, mesh.world):
         for spec, shape, start, stop, piece in pieces:
-            _, tensor = local.setdefault((spec.name, spec.start), (spec, torch.full(shape, torch.nan)))
+            _, tensor = local.setdefault((spec.name, spec.slices), (spec, torch.full(shape, torch.nan)))
             _agree(tensor.view(-1)[start:stop], piece, spec.name)
     whole: dict[str, Tensor] = {}
     for spec, tensor in local.values():
         full = whole.setdefault(spec.name, torch.full(spec.shape, torch.nan))
-        _agree(spec.take(full), spec.own(tensor), spec.name)
+        _agree(spec.take(full), spec.unpadded(tensor), spec.name)
     assert not any(torch.isnan(full).any() for full in whole.values()), "a slice is missing"
     return whole
 

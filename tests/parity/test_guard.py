@@ -118,7 +118,7 @@ def spreads(rank: int, world_size: int, layout: Layout, directory: str, changes:
     trainer = make_trainer(config, mesh)
     said: list[str] = []
     trainer.report.say = said.append  # type: ignore[assignment,method-assign]
-    for chunk in trainer.model.chunks if mesh.dp.is_last else ():
+    for chunk in trainer.model.chunks if mesh.batch.is_last else ():
         for layer in chunk.layers:
             block: Any = layer
             if any(p.spec.name.startswith("blocks.4.") for p in sharded_parameters(layer)):

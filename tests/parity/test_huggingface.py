@@ -66,7 +66,7 @@ def test_gpt_is_gpt2(multiple: int) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.zero_()
-            parameter.spec.own(parameter).copy_(values[name])
+            parameter.spec.unpadded(parameter).copy_(values[name])
 
     tokens = torch.randint(0, VOCAB, (3, POSITIONS), generator=torch.Generator().manual_seed(1))
     expected = model(tokens, labels=tokens)
@@ -82,7 +82,7 @@ def test_gpt_is_gpt2(multiple: int) -> None:
         gradient, wanted = parameters[name].grad, theirs[f"transformer.{twin}"]
         assert gradient is not None
         assert wanted is not None
-        torch.testing.assert_close(parameters[name].spec.own(gradient), wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parameters[name].spec.unpadded(gradient), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_twenty_steps_are_those_of_plain_torch(run: Run, tmp_path: Path) -> None:
