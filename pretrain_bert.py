@@ -15,11 +15,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from megacore.checkpoint.check import check_load, samples_of_run
-from megacore.config.bert import BertConfig
+from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import parse_config
 from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
-from megacore.data.bert.dataset import BertBatch
-from megacore.data.gpt.build import complete_config
+from megacore.data.gpt.build import vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
 
@@ -34,7 +33,7 @@ def main(argv: list[str]) -> int:
         prog="pretrain_bert.py",
         description="Pretrain a BERT, classic or modern, with tensor x pipeline x data parallelism.",
         kind=BertConfig,
-        complete=complete_config,
+        vocabulary=vocabulary_size,
         checks=[check_bert_inputs, check_load, check_schedule, check_memory],
     )
     from megacore.train.launch import launch
@@ -42,31 +41,13 @@ def main(argv: list[str]) -> int:
     return launch(config, train)
 
 
-def train(config: BertConfig, mesh: Mesh) -> None:
-    """Supply what BERT pretraining consists of, and run it on this rank's place of the mesh."""
-    from megacore.layers.context import BuildContext
-    from megacore.models.bert import bert_flops, bert_input, bert_layers
-    from megacore.models.bert_loss import BertLoss
-    from megacore.parallel.random import RandomStreams
-    from megacore.train.parallelize import Task
+def train(config: ResolvedBertConfig, mesh: Mesh) -> None:
+    """Supply what BERT pretraining consists of, a task and data, and run it on this rank of the mesh."""
+    from megacore.train.bert_task import BertTask
     from megacore.train.trainer import Trainer
 
-    streams = RandomStreams(config.training.seed, mesh.device)
-    loss = BertLoss(config, mesh.tp)
-    task = Task(
-        layers=bert_layers(config, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)),
-        first_input=bert_input,
-        loss=loss,
-        terms=loss.terms,
-        eval_loss=loss.evaluation,
-        eval_terms=loss.eval_terms,
-        streams=streams,
-        batch_type=BertBatch,
-        flops=bert_flops(config),
-        carries_documents=True,
-    )
     train_data, valid_data = build_bert_datasets(config, train_samples=samples_of_run(config))
-    Trainer(config, mesh, task, train_data, valid_data).run()
+    Trainer(config, mesh, BertTask(config, mesh), train_data, valid_data).run()
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.checkpoint.check import check_load, samples_of_run
+from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
-from megacore.convert.start import check_init_from_hf, shape_from_hf, weights_from_hf
-from megacore.data.gpt.build import build_datasets, check_inputs, complete_config
+from megacore.convert.start import WeightsFromHF, check_init_from_hf, shape_from_hf
+from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
 
 if TYPE_CHECKING:
-    from megacore.config import Config
     from megacore.parallel.mesh import Mesh
 
 
@@ -34,8 +34,9 @@ def main(argv: list[str]) -> int:
         argv,
         prog="pretrain_gpt.py",
         description="Pretrain a GPT with tensor x pipeline x data parallelism.",
+        kind=Config,
         shape=shape_from_hf,
-        complete=complete_config,
+        vocabulary=vocabulary_size,
         checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
     )
     from megacore.train.launch import launch
@@ -43,26 +44,13 @@ def main(argv: list[str]) -> int:
     return launch(config, train)
 
 
-def train(config: Config, mesh: Mesh) -> None:
-    """Supply what GPT pretraining consists of, and run it on this rank's place of the mesh."""
-    from megacore.layers.context import BuildContext
-    from megacore.models.gpt import GPTLoss, gpt_layers
-    from megacore.parallel.random import RandomStreams
-    from megacore.train.parallelize import Task
+def train(config: ResolvedConfig, mesh: Mesh) -> None:
+    """Supply what GPT pretraining consists of, a task and data, and run it on this rank of the mesh."""
+    from megacore.train.gpt_task import GPTTask
     from megacore.train.trainer import Trainer
 
-    streams = RandomStreams(config.training.seed, mesh.device)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    loss = GPTLoss(config, mesh.tp)
     source = config.checkpoint.init_from_hf
-    task = Task(
-        layers=layers,
-        first_input=lambda batch: batch.tokens,
-        loss=loss,
-        eval_loss=loss.plain,
-        streams=streams,
-        initialize=None if source is None else weights_from_hf(Path(source)),
-    )
+    task = GPTTask(config, mesh, weights=None if source is None else WeightsFromHF(Path(source)))
     train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
     Trainer(config, mesh, task, train_data, valid_data).run()
 

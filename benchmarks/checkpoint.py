@@ -32,9 +32,9 @@ from benchmarks.gpu_check.records import Records, one_line
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
-from megacore.config import AdamWConfig, CheckpointConfig, Config, DataConfig, TrainingConfig
+from megacore.config import AdamWConfig, CheckpointConfig, Config, DataConfig, ResolvedConfig, TrainingConfig
 from megacore.optim.adamw import AdamW
-from megacore.parallel.mesh import ALONE, Mesh
+from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import replicated
 from megacore.train.metrics import synchronize
 from megacore.zero.data_parallel import DataParallel, ZeroOptions
@@ -57,7 +57,7 @@ class Layer(torch.nn.Module):
 def training_state(megabytes: int, device: torch.device) -> TrainingState:
     """Weights and moments of about so many MB on a device, after one update."""
     layers = [Layer(number, device) for number in range(max(1, round(megabytes * 1e6 / (12 * 4 * WIDTH * WIDTH))))]
-    data_parallel = DataParallel([layers], ALONE, options=ZeroOptions(), bucket_bytes=25 << 20)
+    data_parallel = DataParallel([layers], Mesh(device=device), options=ZeroOptions(), bucket_bytes=25 << 20)
     optimizer = AdamW(data_parallel.runs, AdamWConfig(), weight_decay=0.01)
     with torch.no_grad():
         gradients = [torch.randn_like(run.master) for run in data_parallel.runs]
@@ -71,12 +71,12 @@ def training_state(megabytes: int, device: torch.device) -> TrainingState:
     )
 
 
-def config_of(directory: Path, *, async_save: bool) -> Config:
+def config_of(directory: Path, *, async_save: bool) -> ResolvedConfig:
     return Config(
         training=TrainingConfig(train_iters=1, output_dir=str(directory)),
         data=DataConfig(mock_data=True),
         checkpoint=CheckpointConfig(async_save=async_save),
-    )
+    ).resolve(1, vocab_size=1)
 
 
 def timed(act: Callable[[], object], device: torch.device) -> float:

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from benchmarks.workload import PlainGPT, Step, add_sizes, configuration, dataset, megacore_step, megacore_trainer
-from megacore.config import Config, ParallelConfig
+from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.parallel.mesh import Mesh
 
 
-def plain_step(config: Config) -> Step:
+def plain_step(config: ResolvedConfig) -> Step:
     """One training step of the plain model, gradients accumulated over the same microbatches."""
     training, o = config.training, config.optimizer
     assert training.global_batch_size is not None

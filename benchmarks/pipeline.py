@@ -42,15 +42,14 @@ from benchmarks.workload import (
     megacore_step,
     megacore_trainer,
 )
-from megacore.config import Config, ParallelConfig
+from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import replicated
 from megacore.pipeline.runtime import PipelineRuntime
-from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.stage import Stage
-from megacore.pipeline.transport import Transport
+from megacore.pipeline.transport import TensorSpec, Transport
 from megacore.train.ending import exit_with
 
 OURS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 1}  # schedule -> stages a rank
@@ -61,7 +60,7 @@ THEIRS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 2}
 class PlainStage(nn.Module):
     """Some consecutive blocks of a plain GPT-2, with the embedding or the head where it is the first or the last."""
 
-    def __init__(self, config: Config, blocks: int, *, first: bool, last: bool) -> None:
+    def __init__(self, config: ResolvedConfig, blocks: int, *, first: bool, last: bool) -> None:
         super().__init__()
         m = config.model
         assert m.vocab_size is not None
@@ -85,19 +84,19 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def blocks_of(config: Config, stage: range) -> int:
+def blocks_of(config: ResolvedConfig, stage: range) -> int:
     """How many of a stage's layers are blocks; layer 0 is the embedding and the last one the head."""
     return sum(0 < number <= config.model.num_layers for number in stage)
 
 
-def theirs(config: Config, mesh: Mesh, name: str, stages: list[range]) -> Step:
+def theirs(config: ResolvedConfig, mesh: Mesh, name: str, stages: list[range]) -> Step:
     """A step under torch's schedule of this name, the stages cut as ours are."""
     training, virtual, last = config.training, THEIRS[name], len(stages) - 1
     assert training.global_batch_size is not None
     own = []
-    for index in range(mesh.pp.rank, len(stages), mesh.pp.size):
+    for index in range(mesh.pipeline.rank, len(stages), mesh.pipeline.size):
         module = PlainStage(config, blocks_of(config, stages[index]), first=index == 0, last=index == last)
-        own.append(PipelineStage(module, index, len(stages), mesh.device, group=mesh.pp.handle))
+        own.append(PipelineStage(module, index, len(stages), mesh.device, group=mesh.pipeline.handle))
     count = training.global_batch_size // training.micro_batch_size
 
     kinds = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -120,15 +119,15 @@ def theirs(config: Config, mesh: Mesh, name: str, stages: list[range]) -> Step:
         position += batch
         tokens, labels = (torch.stack([torch.as_tensor(s[k]) for s in samples]) for k in ("tokens", "labels"))
         adamw.zero_grad()
-        inputs = (tokens,) if mesh.pp.is_first else ()
-        targets = {"target": labels, "losses": []} if mesh.pp.is_last else {}
+        inputs = (tokens,) if mesh.pipeline.is_first else ()
+        targets = {"target": labels, "losses": []} if mesh.pipeline.is_last else {}
         schedule.step(*inputs, **targets)
         adamw.step()
 
     return step
 
 
-def deepspeeds(config: Config, mesh: Mesh, stages: list[range]) -> Step:
+def deepspeeds(config: ResolvedConfig, mesh: Mesh, stages: list[range]) -> Step:
     """A step under DeepSpeed's PipelineModule (1F1B), the stages cut as ours are."""
     import deepspeed
     from deepspeed.pipe import LayerSpec as Layer
@@ -142,7 +141,7 @@ def deepspeeds(config: Config, mesh: Mesh, stages: list[range]) -> Step:
     ]
     deepspeed.init_distributed(dist_backend=dist.get_backend())
     engine, *_ = deepspeed.initialize(
-        model=PipelineModule(layers, num_stages=mesh.pp.size, loss_fn=cross_entropy, partition_method="uniform"),
+        model=PipelineModule(layers, num_stages=mesh.pipeline.size, loss_fn=cross_entropy, partition_method="uniform"),
         config={
             "train_batch_size": training.global_batch_size,
             "train_micro_batch_size_per_gpu": training.micro_batch_size,
@@ -163,7 +162,7 @@ def deepspeeds(config: Config, mesh: Mesh, stages: list[range]) -> Step:
     return lambda: engine.train_batch(data_iter=samples) and None
 
 
-def microbatches(config: Config) -> Iterator[tuple[Tensor, Tensor]]:
+def microbatches(config: ResolvedConfig) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and labels without end."""
     data, size, position = dataset(config), config.training.micro_batch_size, 0
     while True:
@@ -206,6 +205,32 @@ class _Microbatch:
     values = torch.ones(1)
 
 
+class _Sum:
+    loss_shape = evaluation_shape = ()
+
+    def __init__(self, streams: RandomStreams) -> None:
+        self.streams = streams
+
+    def first_input(self, microbatch: _Microbatch) -> Tensor:
+        return microbatch.values
+
+    def loss(self, output: Tensor, microbatch: _Microbatch) -> Tensor:
+        return output.sum()
+
+    evaluation_loss = loss
+
+    def stage_input_specs(self, microbatch: _Microbatch, stage: int) -> tuple[TensorSpec, ...]:
+        return ()  # there is one stage
+
+
+class _One:
+    def __init__(self) -> None:
+        self._value = torch.ones(())
+
+    def value(self) -> Tensor:
+        return self._value
+
+
 class _NoSink:
     def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None: ...
     def end_backward(self, chunk: int) -> None: ...
@@ -219,11 +244,8 @@ def overhead_microseconds(count: int = 200) -> float:
         [stage],
         ALONE,
         transport=Transport(ALONE, device),
-        forms=lambda _: [None],
-        schedule=lambda microbatches: build_schedule("1f1b", 1, microbatches),
-        streams=RandomStreams(0, device),
-        first_input=lambda microbatch: microbatch.values,
-        loss=lambda y, microbatch: y.sum(),
+        parallel=ParallelConfig(schedule="1f1b"),
+        task=_Sum(RandomStreams(0, device)),
     )
     batch = [_Microbatch()] * count
     one = torch.ones(())
@@ -240,7 +262,7 @@ def overhead_microseconds(count: int = 200) -> float:
             times.append(time.perf_counter() - start)
         return min(times)
 
-    return (best(lambda: runtime.train_step(batch, lambda: one, _NoSink())) - best(alone)) / (2 * count) * 1e6
+    return (best(lambda: runtime.train_step(batch, _One(), _NoSink())) - best(alone)) / (2 * count) * 1e6
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,15 +20,11 @@ from megacore.config import (
     OptimizerConfig,
     ParallelConfig,
     TrainingConfig,
-    resolve,
 )
 from megacore.data.gpt.mock import MockDataset
-from megacore.layers.context import BuildContext
-from megacore.models.gpt import GPTLoss, gpt_layers
+from megacore.models.initialize import InitialWeights
 from megacore.parallel.mesh import Mesh, world_size
-from megacore.parallel.random import RandomStreams
-from megacore.parallel.sharding import ShardedParameter
-from megacore.train.parallelize import Task
+from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 
 Step = Callable[[], None]
@@ -82,29 +78,18 @@ def configuration(
         adamw=AdamWConfig(adam_beta2=0.95),
         training=training,
     )
-    return resolve(config, world_size())
+    return config.resolve(world_size())
 
 
-def megacore_trainer(
-    config: Config, mesh: Mesh, *, initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
-) -> Trainer:
+def megacore_trainer(config: Config, mesh: Mesh, *, weights: InitialWeights | None = None) -> Trainer:
     """megacore's trainer on generated data.
 
     Args:
         config: resolved.
         mesh: this rank's place.
-        initialize: gives the parameters their values; None: as the configuration says.
+        weights: where initial values come from; None: drawn from the run's seed.
     """
-    streams = RandomStreams(1, mesh.device)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    task = Task(
-        layers=layers,
-        first_input=lambda batch: batch.tokens,
-        loss=GPTLoss(config, mesh.tp),
-        streams=streams,
-        initialize=initialize,
-    )
-    return Trainer(config, mesh, task, dataset(config), None)
+    return Trainer(config, mesh, GPTTask(config, mesh, weights=weights), dataset(config), None)
 
 
 def megacore_step(trainer: Trainer) -> Step:

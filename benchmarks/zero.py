@@ -39,14 +39,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workload import PlainGPT, Step, add_sizes, configuration, dataset, megacore_step, megacore_trainer
-from megacore.config import Config, ParallelConfig
+from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.parallel.mesh import Mesh, build_mesh, leave, world_size
 from megacore.train.ending import exit_with
 
 PEERS = {"stage 0": "DDP", "stage 1": "ZeroRedundancyOptimizer", "stage 2": "FSDP2, kept", "stage 3": "FSDP2"}
 
 
-def theirs(config: Config, mesh: Mesh, name: str) -> Step:
+def theirs(config: ResolvedConfig, mesh: Mesh, name: str) -> Step:
     """A step of the plain model under torch's own data parallelism, as its documentation writes it."""
     training = config.training
     assert training.global_batch_size is not None
@@ -71,15 +71,15 @@ def theirs(config: Config, mesh: Mesh, name: str) -> Step:
         else torch.optim.AdamW(parameters, **settings)  # type: ignore[arg-type]
     )
     data, size = dataset(config), training.micro_batch_size
-    pieces = training.global_batch_size // size // mesh.dp.size
-    position = mesh.dp.rank
+    pieces = training.global_batch_size // size // mesh.batch.size
+    position = mesh.batch.rank
 
     def step() -> None:
         nonlocal position
         optimizer.zero_grad()
         for piece in range(pieces):
             samples = [data[position * size + i] for i in range(size)]
-            position += mesh.dp.size
+            position += mesh.batch.size
             tokens, labels = (
                 torch.stack([torch.as_tensor(s[k]) for s in samples]).to(mesh.device) for k in ("tokens", "labels")
             )

@@ -52,25 +52,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
     parser = ToolParser(
         prog="draw_schedule.py",
-        description="Draw a pipeline schedule: a row a rank, a box a computation, numbered by microbatch. "
+        description="Draw a pipeline schedule: one row per rank, one box per computation, numbered by microbatch. "
         "Without -o it is drawn in the terminal.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", choices=SCHEDULES, help="a built-in schedule")
-    source.add_argument("--csv", type=Path, metavar="FILE", help="your own: a row a rank, cells as 0F0, 0B0, 0I0, 0W0")
-    source.add_argument("--from-trace", type=Path, metavar="FILE", help="the trace.json of a run with --trace")
-    parser.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks")
-    parser.add_argument("--microbatches", type=positive, metavar="M", help="microbatches of a step")
-    parser.add_argument("--virtual-stages", type=positive, metavar="V", help="stages of a rank, for interleaved")
+    source.add_argument("--schedule", choices=SCHEDULES, help="draw a built-in schedule")
+    source.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="draw your own schedule: one row per rank, one computation per cell, such as 0F0, 0B0, 0I0, 0W0",
+    )
+    source.add_argument(
+        "--from-trace", type=Path, metavar="FILE", help="draw what a run with --trace measured: its trace.json"
+    )
+    parser.add_argument("--pp", type=positive, metavar="P", help="number of pipeline ranks")
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="number of microbatches per step")
+    parser.add_argument(
+        "--virtual-stages",
+        type=positive,
+        metavar="V",
+        help="number of stages per rank; --schedule interleaved needs it",
+    )
     parser.add_argument(
         "--costs",
         type=_costs,
         metavar="F,B,W",
-        help="time of a rank's forward, input gradient and weight gradient; a whole backward takes B + W (1,1,1)",
+        help="times of the forward, the input gradient and the weight gradient on a rank; a backward takes B + W. "
+        "Default: 1,1,1.",
     )
-    parser.add_argument("--transfer", type=_transfer, metavar="T", help="time from one rank to another (0)")
-    parser.add_argument("--step", type=positive, metavar="N", help="step of the trace (the last)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="what to write: .svg, or .png (matplotlib)")
+    parser.add_argument(
+        "--transfer", type=_transfer, metavar="T", help="time of a transfer from one rank to another. Default: 0."
+    )
+    parser.add_argument(
+        "--step", type=positive, metavar="N", help="which step of the trace to draw. Default: the last one."
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="file to write: .svg, or .png (needs matplotlib). Default: draw in the terminal.",
+    )
     return run_tool(parser, argv, _draw)
 
 

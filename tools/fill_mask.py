@@ -16,8 +16,8 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
-from megacore.config import ModelConfig, TrainingConfig, known
-from megacore.config.bert import BertConfig, BertSection
+from megacore.config import ResolvedModel, TrainingConfig
+from megacore.config.bert import BertConfig, ResolvedBert, ResolvedBertConfig
 from megacore.data.bert.masking import special_tokens
 from megacore.data.command import ToolParser, positive, run_tool
 from megacore.errors import UserError
@@ -39,14 +39,14 @@ def _fill(args: Namespace) -> None:
     tokenizer = tokenizer_of(directory, args.tokenizer, model)
     special = special_tokens(tokenizer, args.tokenizer or str(directory))
     tokens = [special.cls, *tokenizer.encode(args.text), special.sep]
-    masks, room = tokens.count(special.mask), known(model.max_position_embeddings)
+    masks, room = tokens.count(special.mask), model.max_position_embeddings
     if not masks:
         raise UserError("the text has no [MASK]: put one where a token is to be predicted")
     if len(tokens) > room:
         raise UserError(f"the text has {len(tokens)} tokens with its ends, but the model {room} positions: shorten it")
     stage = model_of(directory, partial(bert_layers, config), select_device(args.device))
     spelled = [token for token in range(tokenizer.vocab_size) if tokenizer.piece(token)]  # the model may have more ids
-    sizes = {"vocab_size": known(model.vocab_size), "top_k": args.top_k}
+    sizes = {"vocab_size": model.vocab_size, "top_k": args.top_k}
     found = fill_mask(stage, tokens, mask=special.mask, allowed=spelled, **sizes)
     for number, predictions in enumerate(found, start=1):
         if masks > 1:
@@ -56,24 +56,29 @@ def _fill(args: Namespace) -> None:
             print(f"{probability:.4f}  {tokenizer.decode([token]).strip() or tokenizer.piece(token)}")
 
 
-def _config(directory: Path) -> BertConfig:
+def _config(directory: Path) -> ResolvedBertConfig:
     """What the checkpoint's model is."""
     manifest = read_manifest(directory)
-    model = section_of(manifest, directory, "model", ModelConfig)
+    model = section_of(manifest, directory, "model", ResolvedModel)
     if "bert" not in manifest.config:
         raise UserError(f"{directory} holds a GPT, which predicts the next token alone: use tools/generate.py")
-    bert = section_of(manifest, directory, "bert", BertSection)
-    return BertConfig(model=model, bert=bert, training=TrainingConfig(train_iters=1))
+    bert = section_of(manifest, directory, "bert", ResolvedBert)
+    return BertConfig(model=model, bert=bert, training=TrainingConfig(train_iters=1)).resolve(1)
 
 
 def _parser() -> ToolParser:
     parser = ToolParser(prog="fill_mask.py", description="Fill the masks of a text with a trained BERT.")
     add = parser.add_argument
-    add("text", metavar="TEXT", help="text with one [MASK] or more")
-    add("--checkpoint", required=True, metavar="DIR", help="a step_NNNNNNNN directory, or a run's (its newest)")
-    add("--tokenizer", metavar="PATH", help="tokenizer to use instead of the checkpoint's own")
-    add("--top-k", type=positive, default=5, metavar="K", help="predictions of each mask (5)")
-    add("--device", default="auto", help="where to compute: auto, cpu, cuda or another accelerator (auto)")
+    add("text", metavar="TEXT", help="text with one or more [MASK]")
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint",
+    )
+    add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
+    add("--top-k", type=positive, default=5, metavar="K", help="number of predictions per mask. Default: 5.")
+    add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")
     return parser
 
 

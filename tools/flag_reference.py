@@ -1,4 +1,4 @@
-"""Prints the reference of every flag as Markdown, from the fields themselves.
+"""Prints the reference of all flags as Markdown, from the fields themselves.
 
     python tools/flag_reference.py                              # print it
     python tools/flag_reference.py --write docs/configuration.md    # bring the document up to date
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from megacore.config import SECTIONS, Config, sections_of
 from megacore.config.bert import BertConfig
-from megacore.config.fields import FieldInfo, field_docs, field_infos, flag
-from megacore.config.flags import CONFIG_DOC, CONFIG_INFO
-from megacore.config.help import default_text
+from megacore.config.fields import FieldInfo, field_infos, flag
+from megacore.config.flags import CONFIG_INFO
+from megacore.config.help import HelpText, help_text_of
 from megacore.config.presets import PRESETS
 
 BEGIN = "<!-- flags: begin (written by tools/flag_reference.py) -->"
@@ -27,10 +27,10 @@ END = "<!-- flags: end -->"
 
 def main(argv: Sequence[str]) -> int:
     """Prints, writes or checks the reference; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Print the reference of every flag as Markdown.")
+    parser = argparse.ArgumentParser(description="Print the reference of all flags as Markdown.")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", type=Path, metavar="FILE", help="replace the reference in FILE")
-    action.add_argument("--check", type=Path, metavar="FILE", help="compare the reference in FILE, and change nothing")
+    action.add_argument("--check", type=Path, metavar="FILE", help="compare the reference in FILE without changing it")
     options = parser.parse_args(argv)
     if options.write:
         options.write.write_text(updated(options.write.read_text(encoding="utf-8")), encoding="utf-8")
@@ -54,35 +54,37 @@ def updated(document: str) -> str:
 
 
 def reference() -> str:
-    """Every flag by section, those of one entry point alone after those of all, and every preset."""
-    lines = [f"`{CONFIG_INFO.flag} {CONFIG_INFO.metavar}`: {CONFIG_DOC}", ""]
+    """All flags by section, then all presets."""
+    lines = [f"`{CONFIG_INFO.flag} {CONFIG_INFO.metavar}`: {help_text_of(CONFIG_INFO, Config).meaning}", ""]
     for name, section in sections_of(BertConfig).items():
-        whose = "" if name in SECTIONS else ", of pretrain_bert.py alone"
-        lines += [f"### [{name}]{whose}", "", str(section.__doc__), "", *_section_table(section), ""]
+        only = "" if name in SECTIONS else ", only pretrain_bert.py"
+        lines += [f"### [{name}]{only}", "", str(section.__doc__), "", *_section_table(name, section), ""]
     lines += ["### Presets", "", *_preset_table()]
     return "\n".join(lines) + "\n"
 
 
-def _section_table(section: type) -> Iterator[str]:
-    docs = field_docs(section)
+def _section_table(name: str, section: type) -> Iterator[str]:
     yield "| flag | value | default | meaning |"
     yield "|---|---|---|---|"
     for info in field_infos(section).values():
         names = f"`{info.flag}`" + "".join(f"<br>`{alias}`" for alias in info.aliases)
-        yield f"| {names} | {_value(info)} | {_default(info)} | {docs[info.name]}{_to_bert(info)} |"
+        bert = None if info.name in BertConfig.unsupported else help_text_of(info, BertConfig)
+        gpt = help_text_of(info, Config) if name in SECTIONS else bert
+        assert gpt is not None, "a section of pretrain_bert.py has only flags that it accepts"
+        yield f"| {names} | {_value(info)} | {_default(gpt, bert)} | {_meaning(gpt, bert)} |"
 
 
-def _default(info: FieldInfo) -> str:
-    """The default, and BERT's where it is another."""
-    gpts, berts = (default_text(info, kind).removeprefix("default: ") for kind in (Config, BertConfig))
-    return gpts if gpts == berts or info.name in BertConfig.foreign else f"{gpts}<br>BERT: {berts}"
+def _default(gpt: HelpText, bert: HelpText | None) -> str:
+    """The default and, where it differs, that of pretrain_bert.py."""
+    default = gpt.default or "required"
+    return default if bert is None or bert.default == gpt.default else f"{default}<br>BERT: {bert.default}"
 
 
-def _to_bert(info: FieldInfo) -> str:
-    """What the field means to pretrain_bert.py, where it is not the same."""
-    if info.name in BertConfig.foreign:
-        return " Not of pretrain_bert.py."
-    return f"<br>BERT: {BertConfig.meanings[info.name]}" if info.name in BertConfig.meanings else ""
+def _meaning(gpt: HelpText, bert: HelpText | None) -> str:
+    """The meaning and, where it differs, that for pretrain_bert.py."""
+    if bert is None:
+        return f"{gpt.meaning} Not for pretrain_bert.py."
+    return gpt.meaning if bert.meaning == gpt.meaning else f"{gpt.meaning}<br>BERT: {bert.meaning}"
 
 
 def _value(info: FieldInfo) -> str:

@@ -17,7 +17,7 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.config.fields import Range
 from megacore.config.sections import MAX_SEED
 from megacore.data.command import ToolParser, positive, run_tool
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(args: Namespace) -> None:
     directory = find_checkpoint(Path(args.checkpoint))
     manifest = read_manifest(directory)
-    config = section_of(manifest, directory, "model", ModelConfig)
+    config = section_of(manifest, directory, "model", ResolvedModel)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not continue a text: use tools/fill_mask.py")
     tokenizer = tokenizer_of(directory, args.tokenizer, config)
@@ -66,15 +66,44 @@ def _parser() -> ToolParser:
         prog="generate.py", description="Generate text from a checkpoint of any layout, in one process."
     )
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="a step_NNNNNNNN directory, or a run's (its newest)")
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="checkpoint: a step_NNNNNNNN directory, or the output directory of a run, for its newest checkpoint",
+    )
     add("--prompt", required=True, metavar="TEXT", help="text to continue")
-    add("--tokenizer", metavar="PATH", help="tokenizer to use instead of the checkpoint's own")
-    add("--max-new-tokens", type=positive, default=64, metavar="N", help="tokens to generate (64)")
-    add("--temperature", type=temperature, default=0.8, metavar="T", help="0 always takes the likeliest token (0.8)")
-    add("--top-k", type=top_k, default=0, metavar="K", help="keep the k likeliest tokens; 0 keeps all (0)")
-    add("--top-p", type=top_p, default=1.0, metavar="P", help="keep the likeliest tokens up to this probability (1)")
-    add("--seed", type=seed, default=1234, metavar="N", help="of the random draws (1234)")
-    add("--device", default="auto", help="where to compute: auto, cpu, cuda or another accelerator (auto)")
+    add("--tokenizer", metavar="PATH", help="tokenizer to use. Default: the one in the checkpoint.")
+    add(
+        "--max-new-tokens",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="largest number of tokens to generate. Default: 64.",
+    )
+    add(
+        "--temperature",
+        type=temperature,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0 always takes the most likely token. Default: 0.8.",
+    )
+    add(
+        "--top-k",
+        type=top_k,
+        default=0,
+        metavar="K",
+        help="sample only from the K most likely tokens; 0: from all. Default: 0.",
+    )
+    add(
+        "--top-p",
+        type=top_p,
+        default=1.0,
+        metavar="P",
+        help="sample only from the most likely tokens whose probabilities sum to P. Default: 1.",
+    )
+    add("--seed", type=seed, default=1234, metavar="N", help="seed of the sampling. Default: 1234.")
+    add("--device", default="auto", help="device to compute on: auto, cpu, cuda or another accelerator. Default: auto.")
     return parser
 
 

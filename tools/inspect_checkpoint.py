@@ -28,6 +28,7 @@ from megacore.checkpoint.directory import MANIFEST_NAME, pointed_to, published
 from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
 from megacore.checkpoint.state import MODEL
+from megacore.config.dimensions import describe_degrees
 from megacore.data.command import ToolParser, run_tool
 from megacore.errors import CheckpointError
 from megacore.parallel.mesh import ALONE
@@ -39,8 +40,10 @@ _MOST_SHOWN = 40  # tensors that differ
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 whole or equal, 1 damaged or different, 2 refused."""
     parser = ToolParser(prog="inspect_checkpoint.py", description="List, verify and compare checkpoints.")
-    parser.add_argument("checkpoint", nargs="?", metavar="DIR", help="a step's directory, or a run's")
-    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256 and XXH3")
+    parser.add_argument(
+        "checkpoint", nargs="?", metavar="DIR", help="a step_NNNNNNNN directory, or the output directory of a run"
+    )
+    parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256 and XXH3 checksums")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, tensor by tensor")
     found: list[str] = []
     status = run_tool(parser, argv, lambda args: found.extend(_inspect(parser, args)))
@@ -82,11 +85,9 @@ def _list(run: Path, *, verify: bool) -> list[str]:
         state = "whole" if verify else "not verified"
         mark = ", latest" if directory == pointed else ""
         size = sum(entry.bytes for entry in manifest.files.values())
-        layout = "x".join(str(manifest.topology.get(name, "?")) for name in ("tp", "pp", "dp"))
-        rows.append(
-            [directory.name, f"{manifest.step:,}", f"{manifest.serial}", f"{size / 1e6:,.1f}", layout, state + mark]
-        )
-    _table(["checkpoint", "step", "serial", "MB", "tp x pp x dp", "state"], rows)
+        numbers = [f"{manifest.step:,}", f"{manifest.serial}", f"{size / 1e6:,.1f}"]
+        rows.append([directory.name, *numbers, describe_degrees(manifest.topology), state + mark])
+    _table(["checkpoint", "step", "serial", "MB", "mesh", "state"], rows)
     for problem in problems:
         print(f"damaged: {problem}")
     return problems
@@ -102,9 +103,8 @@ def _problem(directory: Path, *, verify: bool) -> str | None:
 
 def _show(directory: Path, manifest: Manifest) -> None:
     training, model = manifest.config.get("training", {}), manifest.config.get("model", {})
-    layout = ", ".join(f"{name} {manifest.topology.get(name, '?')}" for name in ("tp", "pp", "dp"))
     print(f"{directory}: step {manifest.step:,}, {manifest.consumed_samples:,} samples, schema {manifest.schema}")
-    print(f"  written on  {layout}")
+    print(f"  written on  {describe_degrees(manifest.topology)}")
     print(f"  model       {model.get('num_layers')} blocks of {model.get('hidden_size')}, seed {training.get('seed')}")
     print(f"  counters    {', '.join(f'{name} {value:g}' for name, value in sorted(manifest.counters.items()))}")
     print(f"  tokenizer   {manifest.tokenizer or 'none'}")

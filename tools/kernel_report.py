@@ -213,10 +213,12 @@ def write(path: Path, compiled: Sequence[Compiled]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Compile all, or those whose name contains --only; exit status 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="compile the cases whose name contains this")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile (default: cores)")
+    parser.add_argument("--only", default="", help="compile only the cases whose name contains this text")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="number of processes that compile. Default: one per core."
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table into this Markdown page")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table into this Markdown page")
     options = parser.parse_args(argv)
     compiled = compile_all(options.only, options.jobs)
     problems = [problem for result in compiled for problem in result.problems()]

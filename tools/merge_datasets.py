@@ -24,8 +24,19 @@ from megacore.data.indexed.writer import merge
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 done, 2 refused."""
     parser = ToolParser(prog="merge_datasets.py", description="Concatenate .bin/.idx datasets, in the order given.")
-    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="paths without .bin/.idx")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path to write, without .bin/.idx")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PREFIX",
+        help="prefixes of the datasets to read: paths without .bin and .idx",
+    )
+    parser.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="prefix of the dataset to write: a path without .bin and .idx",
+    )
     return run_tool(parser, argv, _merge)
 
 

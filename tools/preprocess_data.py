@@ -38,21 +38,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> ToolParser:
     parser = ToolParser(prog="preprocess_data.py", description="Tokenize text files into a .bin/.idx dataset.")
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or plain text, each also .gz or .zst")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text files to read: .jsonl or plain text, optionally compressed (.gz, .zst)",
+    )
     add(
         "--tokenizer",
         "--tokenizer-model",
         required=True,
         metavar="PATH",
-        help="what train_tokenizer.py wrote, a tokenizer.json, a transformers directory or a *.model",
+        help="tokenizer: the output of train_tokenizer.py, a tokenizer.json, a transformers directory or a "
+        "SentencePiece .model",
     )
-    add("--output-prefix", required=True, metavar="P", help="writes P_text_document.bin, .idx and .json")
+    add(
+        "--output-prefix",
+        required=True,
+        metavar="P",
+        help="prefix of the files to write: P_text_document.bin, .idx and .json",
+    )
     add(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of .jsonl objects, each to its own output (text)",
+        help="keys of the .jsonl objects to read; each key has an output of its own. Default: text.",
     )
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add(
@@ -60,13 +72,18 @@ def _parser() -> ToolParser:
         action="store_true",
         help="make each sentence a sequence of its document, as BERT's sentence pairs need it: writes P_text_sentence",
     )
-    add("--text-unit", choices=get_args(TextUnit), default="line", help="what a document is in plain text (line)")
+    add(
+        "--text-unit",
+        choices=get_args(TextUnit),
+        default="line",
+        help="what is a document in plain text. Default: line.",
+    )
     add(
         "--workers",
         type=worker_count,
         default=available_cores(),
         metavar="N",
-        help="processes that tokenize (one a core)",
+        help="number of processes that tokenize. Default: one per core.",
     )
     add("--strict", action="store_true", help="refuse the input at its first bad line")
     return parser

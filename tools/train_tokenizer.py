@@ -45,20 +45,42 @@ def vocabulary_size(text: str) -> int:
 def _parser() -> ToolParser:
     parser = ToolParser(prog="train_tokenizer.py", description="Train a tokenizer on text files.")
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help=".jsonl or plain text, each also .gz or .zst")
-    add("--model", choices=get_args(TokenizerKind), default="bpe", help="bpe is byte-level (default)")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text files to read: .jsonl or plain text, optionally compressed (.gz, .zst)",
+    )
+    add(
+        "--model",
+        choices=get_args(TokenizerKind),
+        default="bpe",
+        help="kind of tokenizer; bpe is byte-level. Default: bpe.",
+    )
     add(
         "--vocab-size",
         type=vocabulary_size,
         required=True,
         metavar="N",
-        help="largest number of tokens, special ones included",
+        help="largest size of the vocabulary, including special tokens",
     )
-    add("--output", required=True, metavar="DIR", help="directory to write, made if missing")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of .jsonl objects to read (text)")
-    add("--text-unit", choices=get_args(TextUnit), default="line", help="what a document is in plain text (line)")
-    add("--lowercase", action="store_true", help="wordpiece only: ignore case and accents")
-    add("--overwrite", action="store_true", help="replace another tokenizer of the same kind in --output")
+    add("--output", required=True, metavar="DIR", help="directory to write; created if it does not exist")
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of the .jsonl objects to read. Default: text.",
+    )
+    add(
+        "--text-unit",
+        choices=get_args(TextUnit),
+        default="line",
+        help="what is a document in plain text. Default: line.",
+    )
+    add("--lowercase", action="store_true", help="ignore case and accents (only --model wordpiece)")
+    add("--overwrite", action="store_true", help="replace a tokenizer of the same kind in --output")
     return parser
 
 

@@ -30,7 +30,7 @@ from benchmarks.gpu_check.fitting import largest_fitting
 from benchmarks.gpu_check.profiling import heaviest
 from benchmarks.gpu_check.records import Records, one_line, read_records
 from benchmarks.workload import megacore_step, megacore_trainer
-from megacore.config import Config, known
+from megacore.config import Config
 from megacore.config.cli import flag_names, parse_config
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter
@@ -89,20 +89,23 @@ def compiles_by_flag() -> bool:
     return "--compile" in flag_names()
 
 
-@torch.no_grad()
-def draw_on_device(parameters: Iterable[ShardedParameter]) -> None:
+class DrawnOnDevice:
     """Initial values of the usual size, drawn where they are needed."""
-    for parameter in parameters:
-        if parameter.dim() > 1:
-            parameter.normal_(std=0.02)
-        else:
-            parameter.fill_(1.0 if parameter.spec.name.endswith("norm.weight") else 0.0)
+
+    @torch.no_grad()
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+        for parameter in parameters:
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02)
+            else:
+                parameter.fill_(1.0 if parameter.spec.name.endswith("norm.weight") else 0.0)
 
 
 @contextmanager
 def trainer_of(config: Config, device: torch.device, *, compiled: bool) -> Iterator[Trainer]:
     """A trainer, of which nothing is left on the device afterwards."""
-    trainer = megacore_trainer(config, Mesh(device=device), initialize=draw_on_device)
+    trainer = megacore_trainer(config, Mesh(device=device), weights=DrawnOnDevice())
     if compiled and not compiles_by_flag():
         backend = "inductor" if device.type == "cuda" else "aot_eager"
         for chunk in trainer.model.chunks:
@@ -270,9 +273,9 @@ def memory(trainer: Trainer) -> dict[str, Any]:
     """Bytes of state by formula and as counted, and the peak that activations and temporaries bring it to."""
     counted = measured_bytes(trainer.model.data_parallel, trainer.update.optimizer)
     peak, on_device = peak_memory_bytes(trainer.mesh.device), _without_host(counted, trainer)
-    tokens = known(trainer.config.training.global_batch_size) * trainer.config.data.seq_length
+    tokens = trainer.config.training.global_batch_size * trainer.config.data.seq_length
     return {
-        "state_bytes_predicted": {kind: round(size) for kind, size in trainer.memory_predicted.items()},
+        "state_bytes_predicted": {kind: round(size) for kind, size in trainer.metrics.predicted_memory.items()},
         "state_bytes_counted": counted,
         "peak_bytes": peak,
         # On a CPU the peak is the whole process's, and says nothing about activations.

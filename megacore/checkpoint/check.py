@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import verified_tokenizer, verify
 from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoint, read_manifest
-from megacore.config import Config, ModelConfig, known
-from megacore.config.checkpoint_section import AUTO
+from megacore.config import ModelConfig, ResolvedConfig
 from megacore.config.fields import Section, field_infos, flag
 from megacore.config.model import differing
+from megacore.config.schema import UNKNOWN_VOCAB_SIZE
+from megacore.config.sections import AUTO
 from megacore.data.gpt.build import tokenizer_of
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
@@ -29,7 +30,7 @@ _UNREPORTED = frozenset(("checkpoint", "logging"))
 _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
 
 
-def check_load(config: Config) -> None:
+def check_load(config: ResolvedConfig) -> None:
     """Check the checkpoint that the run continues from, if any.
 
     Of several that it may be, only the settings are looked at here: which of them are whole is seen at the start.
@@ -58,7 +59,7 @@ def check_load(config: Config) -> None:
         return
 
 
-def check_settings(config: Config, directory: Path, manifest: Manifest) -> None:
+def check_settings(config: ResolvedConfig, directory: Path, manifest: Manifest) -> None:
     """Refuse a checkpoint that this run cannot continue from: of another model, optimizer or tokenizer, or finished.
 
     Raises:
@@ -93,7 +94,7 @@ def check_settings(config: Config, directory: Path, manifest: Manifest) -> None:
         )
 
 
-def changed_settings(config: Config, manifest: Manifest) -> list[str]:
+def changed_settings(config: ResolvedConfig, manifest: Manifest) -> list[str]:
     """What is set otherwise than in the run that wrote a checkpoint, and changes what follows: a line for the log."""
     changes, there = [], manifest.settings
     for section, values in dataclasses.asdict(config).items():
@@ -132,22 +133,22 @@ def refuse_other_tokenizer(stored: Path | None, tokenizer: Tokenizer, path: str,
         )
 
 
-def samples_of_run(config: Config) -> int:
+def samples_of_run(config: ResolvedConfig) -> int:
     """Training samples from the first to the last that a run reads, those before its checkpoint included."""
-    batch, training, load = known(config.training.global_batch_size), config.training, config.checkpoint.load
+    batch, training, load = config.training.global_batch_size, config.training, config.checkpoint.load
     if load is None:
         return training.train_iters * batch
     manifest = read_manifest(find_checkpoint(Path(load)))
     return manifest.consumed_samples + (training.train_iters - manifest.step) * batch
 
 
-def _differences(manifest: Manifest, config: Config) -> Iterator[str]:
+def _differences(manifest: Manifest, config: ResolvedConfig) -> Iterator[str]:
     if ("bert" in manifest.config) != hasattr(config, "bert"):
         yield "a BERT there, a GPT here" if "bert" in manifest.config else "a GPT there, a BERT here"
         return
     model = _stored(ModelConfig, manifest.config["model"])
-    # None: the vocabulary of a tokenizer that cannot be read, which is reported by itself.
-    unknown = ("vocab_size",) if config.model.vocab_size is None else ()
+    # The vocabulary of a tokenizer that cannot be read, which is reported by itself.
+    unknown = ("vocab_size",) if config.model.vocab_size == UNKNOWN_VOCAB_SIZE else ()
     yield from _told(model, config.model, (name for name in differing(model, config.model) if name not in unknown))
     if isinstance(section := getattr(config, "bert", None), Section):
         bert = _stored(type(section), manifest.config["bert"])

@@ -14,8 +14,8 @@ from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, lost
 from megacore.checkpoint.files import refuse_unlisted
 from megacore.checkpoint.load import verified_together
 from megacore.checkpoint.manifest import checkpoints_of, read_manifest
-from megacore.config import Config
-from megacore.config.checkpoint_section import AUTO
+from megacore.config import ResolvedConfig
+from megacore.config.sections import AUTO
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group
@@ -34,7 +34,7 @@ class Choice:
     refused: tuple[str, ...] = ()
 
 
-def choose_checkpoint(config: Config, world: Group) -> Choice:
+def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
     """Find what `--load` means; all ranks call this together and get the same.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_manifest, verify
-from megacore.checkpoint.state import MODEL, Slices, TrainingState
+from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState
 from megacore.checkpoint.tensor_file import DTYPES, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.config.fields import field_infos
@@ -19,7 +19,7 @@ from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.sharding import ShardedParameter
+from megacore.parallel.sharding import ShardedParameter, Slices
 
 _HEADER_BYTES = 1 << 10  # that a tensor takes in the head of a file, with room for a long name
 _LARGEST_HEADER = 1 << 26  # of a file whose header has been checked
@@ -52,7 +52,11 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> M
             "its manifest is damaged: use an earlier step"
         )
     kinds = () if missing else state.optimizer.kinds
-    if problem := verified_together(directory, manifest, world, kinds=(MODEL, *(kind.name for kind in kinds))):
+    buffers = {name for name, buffer in state.buffers.items() if buffer.numel()}
+    if lacking := sorted(buffers - manifest.tensors.get(BUFFERS, {}).keys()):
+        raise CheckpointError(f"{directory} is of another model: buffer {lacking[0]} is missing")
+    names = [kind.name for kind in kinds]
+    if problem := verified_together(directory, manifest, world, kinds=(MODEL, *names, BUFFERS)):
         raise CheckpointError(problem)
     state.fill(Reader(directory, manifest).read, kinds, updates)
     return manifest
@@ -81,8 +85,8 @@ def verified_together(
     problem = None
     try:
         with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
-            own = by_size[world.rank :: world.size]
-            list(threads.map(lambda name: verify(directory / name, manifest.files[name], archived=archived), own))
+            share = by_size[world.rank :: world.size]
+            list(threads.map(lambda name: verify(directory / name, manifest.files[name], archived=archived), share))
         for name in sorted(used)[world.rank :: world.size]:
             check_header(directory / name, manifest)
     except CheckpointError as error:
@@ -103,9 +107,9 @@ def check_header(path: Path, manifest: Manifest) -> None:
                 if piece.file == path.name:
                     expected[name] = (getattr(torch, entry.dtype, None), _shape(piece))
     stored = read_header(path, largest=_HEADER_BYTES * (len(expected) + 1))
-    found = {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in stored.items()}
-    if found != expected:
-        name = next(name for name in (*expected, *found) if expected.get(name) != found.get(name))
+    actual = {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in stored.items()}
+    if actual != expected:
+        name = next(name for name in (*expected, *actual) if expected.get(name) != actual.get(name))
         raise CheckpointError(f"{path} does not hold {name} as its manifest says: the file is of another checkpoint")
 
 
@@ -121,7 +125,7 @@ def never_kept(manifest: Manifest) -> set[str]:
 
 @torch.no_grad()
 def load_parameters(path: Path, parameters: Iterable[ShardedParameter]) -> Manifest:
-    """Fill parameters alone, in place, for use without an optimizer (generation); otherwise as `load_checkpoint`."""
+    """Fill only parameters, in place, for use without an optimizer (generation); otherwise as `load_checkpoint`."""
     parameters = list(parameters)
     directory = find_checkpoint(path)
     manifest = read_manifest(directory)
@@ -131,7 +135,7 @@ def load_parameters(path: Path, parameters: Iterable[ShardedParameter]) -> Manif
     reader = Reader(directory, manifest)
     for parameter in parameters:
         parameter.zero_()
-        parameter.spec.own(parameter).copy_(reader.read(MODEL, parameter.spec.name, parameter.spec.slices))
+        parameter.spec.unpadded(parameter).copy_(reader.read(MODEL, parameter.spec.name, parameter.spec.slices))
     return manifest
 
 

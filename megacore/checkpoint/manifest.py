@@ -8,9 +8,11 @@ directory alone, and it is parsed only if its size is in proportion.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,7 +42,9 @@ __all__ = [
     "checkpoints_of",
     "describe",
     "find_checkpoint",
+    "is_tiled",
     "read_manifest",
+    "schema_of",
     "sealed",
     "section_of",
     "verify",
@@ -48,7 +52,9 @@ __all__ = [
 
 S = TypeVar("S", bound=Section)
 
-SCHEMA = 2
+SCHEMA = 2  # as written where no tensor is cut in several dimensions: older versions read it
+_SCHEMA_OF_BLOCKS = 3
+_MOST_CUT_DIMENSIONS = 8
 RANDOM = (
     "no generator has a state to keep: initial weights, dropout masks and the order of samples are functions of "
     "config.training.seed, of names and of positions in the run"
@@ -81,11 +87,11 @@ class Manifest:
 
     Attributes:
         serial: number of the checkpoint in its run's directory, in the order of their publication.
-        schema: version of this format.
+        schema: version of this format: 2, or 3 where a tensor is cut in several dimensions.
         step: updates done.
         consumed_samples: position in the data, all of it: every other property of the order stands in `config`.
         counters: further numbers of the trainer: updates done, loss scale, learning rate of the last step.
-        topology: tp, pp and dp of the run that wrote it; a reader's may differ.
+        topology: ranks along each dimension of the mesh that wrote it, by name; a reader's may differ.
         random: what there is to say of random numbers.
         tokenizer: fingerprint of the tokenizer, whose files are under `tokenizer/`; None where the run had none.
         config: the full resolved configuration, section by section.
@@ -144,13 +150,13 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / MANIFEST_NAME).is_file():
         return path
-    found = checkpoints_of(path)
-    if not found:
+    checkpoints = checkpoints_of(path)
+    if not checkpoints:
         lost = f" (its {MANIFEST_NAME} is missing)" if step_of(path) is not None else ""
         raise CheckpointError(
             f"{path} holds no checkpoint{lost}: give a step_NNNNNNNN directory or a run's output directory"
         )
-    return found[0]
+    return checkpoints[0]
 
 
 def checkpoints_of(run: Path) -> list[Path]:
@@ -178,9 +184,13 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         raw = json.loads(_unsealed(path))
         schema = _take(raw, "schema", int)
-        if schema != SCHEMA:
-            raise CheckpointError(f"{path}: schema {schema}, but this version reads schema {SCHEMA}")
+        if schema not in (SCHEMA, _SCHEMA_OF_BLOCKS):
+            raise CheckpointError(
+                f"{path}: schema {schema}, but this version reads schemas {SCHEMA} and {_SCHEMA_OF_BLOCKS}: "
+                "use the version of megacore that wrote it"
+            )
         manifest = Manifest(
+            schema=schema,
             serial=_count(raw, "serial"),
             random=_take(raw, "random", str),
             tokenizer=None if raw.get("tokenizer") is None else _take(raw, "tokenizer", str),
@@ -325,21 +335,44 @@ def _require_files(manifest: Manifest) -> None:
             for piece in entry.pieces:
                 if piece.file not in manifest.files or "/" in piece.file:
                     raise ValueError(f"tensors.{kind}.{name} is in {piece.file!r}, which is not among its files")
-            if not _tiled(entry):
+            if not is_tiled(entry):
                 raise ValueError(f"the pieces of tensors.{kind}.{name} do not tile it")
 
 
-def _tiled(entry: TensorEntry) -> bool:
-    """Whether the pieces, one after the other along at most one dimension, are the whole tensor and no more."""
-    pieces = sorted(entry.pieces, key=lambda piece: piece.start)
-    if not pieces:
-        return False
-    cut = [d for d, size in enumerate(entry.shape) if any((p.start[d], p.stop[d]) != (0, size) for p in pieces)]
+def is_tiled(entry: TensorEntry) -> bool:
+    """Whether the pieces cover the tensor exactly: without a gap and without an overlap, in any number of dimensions.
+
+    The indicator function of a box is given by its corners, each with the sign (-1)^(number of upper ends). The pieces
+    cover every element exactly once if and only if their corners add up to those of the tensor: no piece need be
+    compared with another.
+    """
+    if not all(0 <= a < b <= n for p in entry.pieces for a, b, n in zip(p.start, p.stop, entry.shape, strict=True)):
+        return len(entry.pieces) == 1 and _cut_dimensions(entry) == []  # a tensor without elements
+    cut = _cut_dimensions(entry)
     if not cut:
-        return len(pieces) == 1
-    edges = [0, *(piece.stop[cut[0]] for piece in pieces)]
-    follows = all(piece.start[cut[0]] == edge < piece.stop[cut[0]] for piece, edge in zip(pieces, edges, strict=False))
-    return len(cut) == 1 and follows and edges[-1] == entry.shape[cut[0]]
+        return len(entry.pieces) == 1
+    if len(cut) > _MOST_CUT_DIMENSIONS:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for upper in itertools.product((False, True), repeat=len(cut)):
+        sign = -1 if sum(upper) % 2 else 1
+        for piece in entry.pieces:
+            corner = tuple(piece.stop[d] if up else piece.start[d] for d, up in zip(cut, upper, strict=True))
+            corners[corner] += sign
+        corners[tuple(entry.shape[d] if up else 0 for d, up in zip(cut, upper, strict=True))] -= sign
+    return not any(corners.values())
+
+
+def schema_of(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> int:
+    """The oldest version of the format in which these tables can be read."""
+    several = any(len(_cut_dimensions(entry)) > 1 for table in tensors.values() for entry in table.values())
+    return _SCHEMA_OF_BLOCKS if several else SCHEMA
+
+
+def _cut_dimensions(entry: TensorEntry) -> list[int]:
+    """The dimensions in which a piece is not the complete tensor."""
+    sizes = enumerate(entry.shape)
+    return [d for d, size in sizes if any((piece.start[d], piece.stop[d]) != (0, size) for piece in entry.pieces)]
 
 
 def section_of(manifest: Manifest, directory: Path, name: str, kind: type[S]) -> S:

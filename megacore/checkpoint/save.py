@@ -20,7 +20,15 @@ from torch import Tensor
 
 from megacore.checkpoint import storage
 from megacore.checkpoint.directory import expired, free_name, next_serial, pointed_to, sweep, temporary_name
-from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY, FileEntry, Manifest, Piece, TensorEntry
+from megacore.checkpoint.manifest import (
+    MANIFEST_NAME,
+    TOKENIZER_DIRECTORY,
+    FileEntry,
+    Manifest,
+    Piece,
+    TensorEntry,
+    schema_of,
+)
 from megacore.checkpoint.state import MODEL, TrainingState
 from megacore.checkpoint.storage import (
     discard,
@@ -32,12 +40,12 @@ from megacore.checkpoint.storage import (
     write_text,
 )
 from megacore.checkpoint.work import Work, described
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.data.gpt.build import tokenizer_of
 from megacore.errors import StorageError
 from megacore.files import sync
 from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.mesh import Mesh
+from megacore.parallel.mesh import Mesh, ReplicaRole
 
 _Shards = dict[str, dict[str, Tensor]]  # file -> tensors by name
 _Tables = dict[str, dict[str, TensorEntry]]  # kind -> entries by name
@@ -76,11 +84,11 @@ class CheckpointSaver:
 
     Args:
         config: resolved; stored in every manifest.
-        mesh: this rank's place.
+        mesh: this rank's groups.
         loaded: the checkpoint that the run continues from, which is never deleted.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, *, loaded: Path | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, *, loaded: Path | None = None) -> None:
         self._run, self._config, self._mesh = Path(config.training.output_dir), config, mesh
         self._background = config.checkpoint.async_save
         self._tokenizer = tokenizer_of(config)  # the one that the run began with, whatever becomes of its file
@@ -101,7 +109,7 @@ class CheckpointSaver:
     def begin(self, state: TrainingState) -> None:
         """Start to save the state as it is now; `finish` or `advance` end it.
 
-        Replicated and tied tensors are written once, and what data-parallel ranks hold in common is divided among them.
+        Replicated and tied tensors are written once, and the ranks of a replica group divide the writing.
 
         Args:
             state: this rank's view of the run. With --async-save it may change once this returns.
@@ -197,24 +205,23 @@ class CheckpointSaver:
     def _stage(self, state: TrainingState) -> tuple[_Shards, _Tables]:
         """What this rank writes: tensors in host memory, which training does not change before they are written."""
         mesh, shards, tables = self._mesh, _Shards(), _Tables()
-        load = [0] * mesh.dp.size  # elements that each data-parallel rank writes
+        loads: dict[ReplicaRole, list[int]] = {}  # elements that each rank of a replica group writes
         problem: Exception | None = None
         for kind, spec, tensor in state.entries():
-            held_elsewhere = spec.name in state.tied_copies or (spec.dim is None and not mesh.tp.is_first)
-            if held_elsewhere or tensor.numel() == 0:
+            if tensor.numel() == 0 or not spec.is_counted_by(mesh):
                 continue
+            replicas = mesh.replica_group(spec.replica_role)
+            load = loads.setdefault(spec.replica_role, [0] * replicas.size)
             writer = load.index(min(load))
             load[writer] += tensor.numel()
-            if writer != mesh.dp.rank or problem is not None:
+            if writer != replicas.rank or problem is not None:
                 continue
-            replica = f"-dp{writer}" if writer else ""
-            file = f"{kind}-pp{mesh.pp.rank}-tp{mesh.tp.rank}{replica}.safetensors"
-            starts, stops = zip(*spec.slices, strict=True) if spec.slices else ((), ())
-            piece = Piece(file=file, start=list(starts), stop=list(stops))
+            file = f"{kind}-{mesh.file_label}.safetensors"
+            piece = Piece(file=file, start=[start for start, _ in spec.slices], stop=[stop for _, stop in spec.slices])
             entry = TensorEntry(shape=list(spec.shape), dtype=str(tensor.dtype).removeprefix("torch."), pieces=[piece])
             try:
                 shards.setdefault(file, {})[spec.name] = self._kept(kind, spec.name, tensor.detach())
-            except Exception as error:  # the other data-parallel ranks still need this one to gather the rest
+            except Exception as error:  # the other replicas still need this rank to gather the rest
                 problem = error
                 shards.clear()
             tables.setdefault(kind, {})[spec.name] = entry
@@ -227,9 +234,9 @@ class CheckpointSaver:
         """The tensor in host memory; in the background a copy, in memory that is taken from the system once."""
         if not self._background:
             on_host = tensor.cpu()
-            # A slice of a gathered bucket would keep the whole bucket in memory until it is written.
+            # A slice of a gathered bucket would keep all of the bucket in memory until it is written.
             is_slice = on_host.untyped_storage().nbytes() > 2 * on_host.nbytes
-            return on_host.clone() if is_slice and self._mesh.dp.size > 1 else on_host
+            return on_host.clone() if is_slice and self._mesh.replicas.size > 1 else on_host
         buffer = self._staging.get((kind, name))
         if buffer is None or buffer.shape != tensor.shape:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
@@ -237,12 +244,11 @@ class CheckpointSaver:
         return buffer.copy_(tensor)
 
     def _draft(self, state: TrainingState) -> Manifest:
-        parallel = self._config.parallel
         return Manifest(
             step=state.step,
             consumed_samples=state.consumed_samples,
             counters=state.counters,
-            topology={"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1},
+            topology=dict(self._mesh.degrees),
             config=dataclasses.asdict(self._config),
         )
 
@@ -254,11 +260,16 @@ class CheckpointSaver:
         if self._tokenizer is not None:
             self._tokenizer.save(temporary / TOKENIZER_DIRECTORY)
             fingerprint = self._tokenizer.fingerprint
-            own = sorted(path for path in (temporary / TOKENIZER_DIRECTORY).iterdir() if path.is_file())
-            files |= {f"{TOKENIZER_DIRECTORY}/{path.name}": seal(path) for path in own}
+            paths = sorted(path for path in (temporary / TOKENIZER_DIRECTORY).iterdir() if path.is_file())
+            files |= {f"{TOKENIZER_DIRECTORY}/{path.name}": seal(path) for path in paths}
             sync(temporary / TOKENIZER_DIRECTORY)
         manifest = dataclasses.replace(
-            job.draft, serial=next_serial(run), files=files, tensors=tensors, tokenizer=fingerprint
+            job.draft,
+            schema=schema_of(tensors),
+            serial=next_serial(run),
+            files=files,
+            tensors=tensors,
+            tokenizer=fingerprint,
         )
         write_text(temporary / MANIFEST_NAME, manifest.to_json())
         storage.passing("manifest written")
@@ -287,10 +298,10 @@ def _write(temporary: Path, shards: _Shards, tables: _Tables) -> tuple[dict[str,
 def _merged(contributions: list[tuple[dict[str, FileEntry], _Tables]]) -> tuple[dict[str, FileEntry], _Tables]:
     files: dict[str, FileEntry] = {}
     tensors: _Tables = {MODEL: {}}
-    for own_files, own_tables in contributions:
-        files |= own_files
-        for kind, table in own_tables.items():
+    for files_of_rank, tables in contributions:
+        files |= files_of_rank
+        for kind, table in tables.items():
             for name, entry in table.items():
-                known = tensors.setdefault(kind, {}).setdefault(name, dataclasses.replace(entry, pieces=[]))
-                known.pieces.extend(entry.pieces)
+                merged = tensors.setdefault(kind, {}).setdefault(name, dataclasses.replace(entry, pieces=[]))
+                merged.pieces.extend(entry.pieces)
     return files, tensors

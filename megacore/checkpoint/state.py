@@ -1,9 +1,9 @@
 """What a checkpoint holds of a rank: tensors by (kind, global name), each with the slice of the global tensor that
 it is.
 
-Kinds are `model` for the fp32 weights and the names that the optimizer gives to its state (`exp_avg`, for example). How
-data-parallel ranks divide them is undone here, and vocabulary padding is left out, so that nothing written depends on
-the layout.
+Kinds are `model` for the fp32 weights and the names that the optimizer gives to its state (`exp_avg`, for example).
+What ZeRO divides over replicas is gathered here, and padding is left out, so that nothing written depends on the
+layout.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from megacore.config.optimizers import StateKind
 from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_or_none
-from megacore.parallel.sharding import ShardSpec
+from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.zero.bucket import Bucket
 from megacore.zero.data_parallel import DataParallel, OwnedSegment
 from megacore.zero.flat import Segment
 
 MODEL = "model"
+BUFFERS = "buffers"  # what belongs to a layer and is no weight: BatchNorm's running averages, frozen parameters
 _WEIGHTS = StateKind(name=MODEL)
-Slices = tuple[tuple[int, int], ...]  # [start, stop) of every dimension
 Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
 
 
@@ -39,43 +39,45 @@ class TrainingState:
         consumed_samples: the data loader's whole state.
         data_parallel: holds the weights.
         optimizer: holds the state of what this rank updates.
-        tied_copies: names of parameters that another stage holds and saves.
         counters: further numbers, the same on every rank (updates done, loss scale).
+        buffers: by global name; replicas may have different ones, of which those of one replica are kept.
     """
 
     step: int
     consumed_samples: int
     data_parallel: DataParallel
     optimizer: Optimizer[Any]
-    tied_copies: frozenset[str] = frozenset()
     counters: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def entries(self) -> Iterator[tuple[str, ShardSpec, Tensor]]:
-        """(kind, slice, fp32 tensor without padding) of the stage; all data-parallel ranks go through them together.
+        """(kind, slice, fp32 tensor without padding) of the stage; the ranks of a replica group iterate together.
 
-        A tensor may be the live one: who keeps it while training goes on must copy it.
+        A tensor may be the live one: copy it to keep it while training continues.
 
         Raises:
-            PeerFailed: another data-parallel rank could not prepare what is gathered next.
+            PeerFailed: another rank of the replica group could not prepare what is gathered next.
         """
         for bucket in self.data_parallel.buckets:
             specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
             for kind in (_WEIGHTS, *self.optimizer.kinds):
-                if self.data_parallel.options.stage == 0:  # every rank has the whole
-                    whole = self._live(bucket, kind)
+                if bucket.options.stage == 0:  # this rank has all of every parameter
+                    tensors = self._live(bucket, kind)
                 else:
                     with all_or_none(bucket.group, bucket.parameters[0].device):
                         shard = bucket.master if kind is _WEIGHTS else self._optimizer_shard(bucket, kind)
-                    whole = bucket.whole(shard)
-                for name, tensor in whole.items():
+                    tensors = bucket.gather(shard)
+                for name, tensor in tensors.items():
                     if kind.exists(whole=name in bucket.uncut):
                         spec = _spec_of_state(kind, specs[name])
-                        yield kind.name, spec, spec.own(_leading(tensor, spec.shape, kind))
+                        yield kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind))
+        for name, buffer in self.buffers.items():
+            yield BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer
 
     def fill(self, read: Read, kinds: Sequence[StateKind], updates: int) -> None:
         """Set everything that this rank updates, and publish the weights.
 
-        One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank owns.
+        One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank updates.
 
         Args:
             read: gives a part of a global tensor, where it was told to or anew.
@@ -105,6 +107,9 @@ class TrainingState:
         if kinds:
             self.optimizer.resume(updates)
         self.data_parallel.publish()
+        for name, buffer in self.buffers.items():
+            if buffer.numel():  # nothing is stored of an empty one
+                buffer.copy_(read(BUFFERS, name, tuple((0, size) for size in buffer.shape), None))
 
     @torch.no_grad()
     def _fill_segment(self, owned: OwnedSegment, kind: StateKind, values: Tensor) -> None:
@@ -166,9 +171,9 @@ def _read_part(part: Tensor, read: Read, kind: str, name: str, wanted: Slices | 
 
 
 def _wanted(spec: ShardSpec, rows: range) -> Slices | None:
-    """What some rows of the local tensor are of the global one; None where they are padding alone."""
+    """The slice of the global tensor that some rows of the local one hold; None where they hold only padding."""
     slices = list(spec.slices)
     if slices:
-        first = spec.start if spec.dim == 0 else 0
-        slices[0] = (first + rows.start, min(first + rows.stop, slices[0][1]))
+        first, last = slices[0]
+        slices[0] = (first + rows.start, min(first + rows.stop, last))
     return None if any(start >= stop for start, stop in slices) else tuple(slices)

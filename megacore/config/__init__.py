@@ -1,22 +1,25 @@
-"""The configuration of a run: sections, validation, presets, the command line, TOML files."""
+"""The configuration of a run: sections, validation, presets, the command line, TOML files.
 
+schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizers.py and bert.py its sections,
+validation.py what must hold between them. cli.py turns a command line into a configuration.
+"""
+
+from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
-from megacore.config.schema import (
-    SECTIONS,
+from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
+from megacore.config.sections import (
     CheckpointConfig,
-    Config,
     DataConfig,
     LoggingConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    ResolvedOptimizer,
+    ResolvedParallel,
+    ResolvedTraining,
     TrainingConfig,
-    known,
-    resolve,
-    sections_of,
-    validate,
 )
+from megacore.config.validation import validate
 
 __all__ = [
     "SECTIONS",
@@ -30,10 +33,13 @@ __all__ = [
     "OptimizerSettings",
     "ParallelConfig",
     "PrecisionConfig",
+    "ResolvedConfig",
+    "ResolvedModel",
+    "ResolvedOptimizer",
+    "ResolvedParallel",
+    "ResolvedTraining",
     "SGDConfig",
     "TrainingConfig",
-    "known",
-    "resolve",
     "sections_of",
     "validate",
 ]

@@ -1,24 +1,22 @@
-"""What pretrain_bert.py's configuration has beyond every run's: the model's style, and what is predicted.
+"""The configuration of pretrain_bert.py: one more section, and the constraints of BERT's two styles.
 
-As in sections.py: a field's name is its flag, its annotation what is allowed, its docstring the help. The classic style
-is BERT's (Devlin et al., arXiv 1810.04805), the modern one ModernBERT's (Warner et al., arXiv 2412.13663); fields whose
-default depends on the style are filled by `filled`.
+The classic style is BERT (Devlin et al., arXiv 1810.04805), the modern one ModernBERT (Warner et al., arXiv
+2412.13663). Fields whose default depends on the style are filled in by `BertSection.resolve`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from megacore.config import Config
-from megacore.config.bert_presets import BERT_PRESETS, Shape
 from megacore.config.fields import Flag, Range, Section
+from megacore.config.presets import BERT_PRESETS, Shape
+from megacore.config.schema import Config, ResolvedConfig
 
 _MASK_PROB = {"classic": 0.15, "modern": 0.30}
 _SENTENCE_TASK: dict[str, Literal["nsp", "none"]] = {"classic": "nsp", "modern": "none"}
-# What the layers are made of, by style: defaults of [model] in the place of GPT-2's.
+# Defaults of [model] by style, instead of GPT-2's.
 _LAYERS: dict[str, dict[str, Any]] = {
     "classic": {"activation": "gelu-exact", "norm_epsilon": 1e-12},
     "modern": {
@@ -36,43 +34,43 @@ _LAYERS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class BertSection(Section):
-    """BERT's style, and what it learns to predict."""
+    """BERT's style, its prediction tasks and its masking."""
 
     bert_style: Literal["classic", "modern"] = "classic"
-    """classic: BERT as it was, with learned positions, token types, norms after each sum, and samples of sentence
-    pairs. modern: ModernBERT's choices, with rotary positions, GeGLU, local and global attention, and packed
+    """Architecture. classic: the original BERT, with learned positions, token types, norms after each residual sum, and
+    samples of sentence pairs. modern: ModernBERT, with rotary positions, GeGLU, local and global attention, and packed
     documents."""
     sentence_task: Literal["auto", "nsp", "sop", "none"] = "auto"
-    """What is predicted of a pair of segments. nsp: whether the second follows the first, or is another document's.
-    sop: whether the two are in order, or swapped. none: there is no pair, and nothing is predicted of one. auto: nsp,
-    or none with --bert-style modern."""
+    """Task on a pair of segments. nsp: does the second segment follow the first, or come from another document? sop:
+    are the two segments in order, or swapped? none: no pairs. auto: nsp with --bert-style classic, none with
+    modern."""
     mask_prob: Annotated[float | None, Range(above=0, below=1)] = None
-    """Share of the tokens that are predicted: 80% of them are masked, 10% replaced and 10% kept. None: 0.15, or 0.3
-    with --bert-style modern."""
+    """Share of the tokens to predict. Of these, 80% are masked, 10% replaced by a random token and 10% kept. Default:
+    0.15 with --bert-style classic, 0.3 with modern."""
     short_seq_prob: Annotated[float, Range(0, 1), Flag()] = 0.1
     """Share of the samples that are cut to a random length. Packed samples are never cut."""
     whole_word_masking: bool = False
-    """Masks all tokens of a word or none, as the tokenizer marks its words."""
+    """Masks either all tokens of a word or none. The tokenizer marks the words."""
     max_ngram: Annotated[int, Range(1, 64)] = 1
-    """Most tokens in a row, or words with --whole-word-masking, that are chosen together; n of them with a weight of
-    1/n. 1: each by itself."""
+    """Largest number of consecutive tokens (words with --whole-word-masking) to mask together. n of them are chosen
+    with weight 1/n. 1: each token by itself."""
     global_attention_interval: Annotated[int, Range(1, 10_000), Flag(("--global-attn-every-n-layers",))] = 3
-    """With --bert-style modern: one block in so many, the first of them, attends to the whole document, and the others
-    to positions up to half of --window-size away."""
+    """Every Nth block, starting with the first, attends to the whole document, with --bert-style modern. The other
+    blocks attend to tokens at most half of --window-size away."""
     local_rotary_base: Annotated[float, Range(above=1)] = 10_000.0
-    """Base of the rotary frequencies in those other blocks; --rotary-base is that of the first."""
+    """Base of the rotary frequencies in the blocks with local attention. --rotary-base is that of the other blocks."""
 
-    def filled(self) -> Self:
-        """This section with the style's defaults."""
-        return dataclasses.replace(
-            self,
+    def resolve(self) -> ResolvedBert:
+        """This section with the defaults of its style."""
+        return self.resolved_as(
+            ResolvedBert,
             sentence_task=_SENTENCE_TASK[self.bert_style] if self.sentence_task == "auto" else self.sentence_task,
             mask_prob=_MASK_PROB[self.bert_style] if self.mask_prob is None else self.mask_prob,
         )
 
     @property
     def packed(self) -> bool:
-        """Whether a sample is filled with documents one after the other."""
+        """Whether a sample is several documents one after the other."""
         return self.bert_style == "modern"
 
     @property
@@ -96,88 +94,119 @@ class BertSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResolvedBert(BertSection):
+    """The BERT section with the defaults of its style filled in."""
+
+    sentence_task: Literal["nsp", "sop", "none"] = field()
+    mask_prob: float = field()
+
+
+@dataclass(frozen=True, kw_only=True)
 class BertConfig(Config):
     """Everything that defines a run of pretrain_bert.py."""
 
     bert: BertSection = field(default_factory=BertSection)
     presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
-    foreign: ClassVar[Mapping[str, str]] = {
-        "embedding_layernorm": "is BLOOM's, and BERT always has a norm after the embedding: leave it out",
-        "parallel_residual": "is of GPT-NeoX's blocks, not of BERT's: leave it out",
+    unsupported: ClassVar[Mapping[str, str]] = {
+        "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
+        "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
         "eod_mask_loss": (
             "is for a model that predicts the next token, which BERT does not: leave it out "
             "(BERT never predicts a special token)"
         ),
         "init_from_hf": (
-            "is for pretrain_gpt.py: convert the directory with tools/convert_checkpoint.py, and give --load"
+            "is for pretrain_gpt.py: convert the directory with tools/convert_checkpoint.py, and use --load"
         ),
     }
 
-    meanings: ClassVar[Mapping[str, str]] = {
+    help_texts: ClassVar[Mapping[str, str]] = {
         "preset": (
-            f"A named model: {', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. "
-            "It replaces the defaults of the shape, of --seq-length and, without a tokenizer, of --vocab-size; a "
-            "configuration file and flags are stronger."
+            "Uses the shape of a named model, such as bert-base. Presets: "
+            f"{', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. A preset "
+            "replaces the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size. A "
+            "configuration file and flags override it. Default: no preset."
         ),
         "position_embedding_type": (
-            "How positions enter. learned: a table added to the embedding, with --bert-style classic. rope: queries "
-            "and keys are rotated, with --bert-style modern. The styles have no other."
+            "How the model encodes positions. learned: a table that is added to the embedding, with --bert-style "
+            "classic. rope: rotated queries and keys, with --bert-style modern. A style accepts no other value."
         ),
         "rotary_base": (
-            "With --bert-style modern: base of the rotary frequencies in the blocks that attend to the whole document; "
-            "--local-rotary-base is that of the others."
+            "Base of the rotary frequencies in the blocks that attend to the whole document, with --bert-style modern. "
+            "--local-rotary-base is that of the other blocks."
         ),
         "window_size": (
-            "With --bert-style modern: where a block does not attend to the whole document (see "
-            "--global-attention-interval), a position sees those up to half as many away, on either side. None: every "
-            "block attends to the whole document."
+            "Local attention: each token attends only to tokens at most N / 2 away, on either side, with --bert-style "
+            "modern, in the blocks that --global-attention-interval does not select. Without a window every block "
+            "attends to the whole document. Default: no window with --bert-style classic, 128 with modern."
         ),
         "tokenizer": (
-            "A tokenizer.json, a directory that holds one (also a transformers directory), or a SentencePiece .model, "
-            "with [MASK], [CLS], [SEP] and [PAD] or their like; --data-path needs it."
+            "Path of the tokenizer. It is a tokenizer.json, a directory that contains one (such as a transformers "
+            "directory), or a SentencePiece .model file. It must have the tokens [MASK], [CLS], [SEP] and [PAD] or "
+            "their equivalents. --data-path requires it. Default: no tokenizer; --vocab-size must be given."
+        ),
+    }
+
+    examples: ClassVar[Mapping[str, str]] = {
+        "a tiny model on generated tokens, in one process": (
+            "python pretrain_bert.py --preset bert-tiny --mock-data --train-iters 20"
+        ),
+        "BERT base on 8 processes: 2 x 2 x 2": (
+            "torchrun --nproc-per-node 8 pretrain_bert.py --tp 2 --pp 2 --dp 2 \\\n"
+            "    --preset bert-base --tokenizer data/tokenizer \\\n"
+            "    --data-path data/corpus_text_sentence --global-batch-size 256 \\\n"
+            "    --train-iters 1000 --save-interval 100 --output-dir runs/b"
+        ),
+        "the same run again, from its newest checkpoint": (
+            "torchrun --nproc-per-node 8 pretrain_bert.py \\\n    --config runs/b/config.toml --load auto"
         ),
     }
 
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The layers of the style that is given, or of the classic one."""
+        """The defaults of the given style, or of the classic one."""
         return dict(_LAYERS.get(given.get("bert_style", "classic"), {}))
 
     @classmethod
     def all_defaults(cls) -> dict[str, dict[str, Any]]:
         return {f"--bert-style {style}": dict(layers) for style, layers in _LAYERS.items()}
 
+    def resolve(self, world_size: int, *, vocab_size: int | None = None) -> ResolvedBertConfig:
+        return ResolvedBertConfig(**self.resolved_sections(world_size, vocab_size))
+
+    def resolved_sections(self, world_size: int, vocab_size: int | None) -> dict[str, Any]:
+        return super().resolved_sections(world_size, vocab_size) | {"bert": self.bert.resolve()}
+
     def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
-        found = super().wrong_fields(wrong)
+        messages = super().wrong_fields(wrong)
         if not wrong & {"data_path", "mock_data", "tokenizer"} and self.data.data_path and self.data.tokenizer is None:
-            found["tokenizer"] = (
-                "--data-path needs the tokenizer that made it, whose [MASK] and other special tokens pretrain_bert.py "
-                "puts in: give --tokenizer PATH"
+            messages["tokenizer"] = (
+                "--data-path needs the tokenizer that made it, because pretrain_bert.py inserts [MASK] and other "
+                "special tokens: use --tokenizer PATH"
             )
-        return found
+        return messages
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if self.bert.whole_word_masking and self.data.mock_data and not wrong & {"whole_word_masking", "mock_data"}:
             yield "--whole-word-masking has no effect with --mock-data, which has no words: leave it out"
         if not wrong & {"seq_length", "sentence_task", "bert_style"}:
-            yield from self._room()
+            yield from self._shortest_sample()
         if "bert_style" not in wrong:
             yield from self._layers(wrong)
 
     def _layers(self, wrong: frozenset[str]) -> Iterator[str]:
-        """What the style's blocks do not have."""
+        """Settings of layers that the style does not have."""
         model, style = self.model, f"--bert-style {self.bert.bert_style}"
         positions = "rope" if self.bert.packed else "learned"
         if model.position_embedding_type != positions and "position_embedding_type" not in wrong:
             yield (
-                f"--position-embedding-type {model.position_embedding_type} is not that of {style}: use {positions}, "
-                "or leave it out"
+                f"--position-embedding-type {model.position_embedding_type} is not available with {style}: "
+                f"use {positions}, or leave it out"
             )
         if not self.bert.packed:
             yield from model.without_effect(("window_size",), wrong, style, "--bert-style modern")
 
-    def _room(self) -> Iterator[str]:
-        task, length = self.bert.filled().sentence_task, self.data.seq_length
+    def _shortest_sample(self) -> Iterator[str]:
+        task, length = self.bert.resolve().sentence_task, self.data.seq_length
         smallest = 3 if task == "none" else 5
         if length < smallest:
             layout = "[CLS] A [SEP]" if task == "none" else "[CLS] A [SEP] B [SEP]"
@@ -185,3 +214,10 @@ class BertConfig(Config):
                 f"--seq-length {length} leaves no room for text in {layout} (--sentence-task {task}): "
                 f"use {smallest} or more"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedBertConfig(ResolvedConfig, BertConfig):
+    """The configuration of a run of pretrain_bert.py whose number of processes and vocabulary are known."""
+
+    bert: ResolvedBert = field()

@@ -1,8 +1,8 @@
-"""From a command line to a checked configuration: defaults < preset < `--config` file < flags.
+"""From a command line to a checked and resolved configuration: defaults < preset < `--config` file < flags.
 
-Every rank of a run calls `parse_config` with the same words and comes to the same result, before torch is imported. A
-configuration that cannot run is refused by every rank with exit status 2, and one message, from rank 0, names all that
-is wrong with it. What depends on a machine's own disk is reported by the first rank of that machine.
+Every rank of a run calls `parse_config` with the same arguments and gets the same result, before torch is imported. An
+invalid configuration is refused by every rank with exit status 2, and one message, from rank 0, names everything that
+is wrong with it. What is wrong with the files of a machine is reported by the first rank of that machine.
 """
 
 from __future__ import annotations
@@ -16,49 +16,38 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar, overload
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
-from megacore.config import Config, ModelConfig, resolve, sections_of, validate
+import megacore
 from megacore.config.fields import field_infos
 from megacore.config.flags import Given, all_fields, flag_names, read_flags, translate_foreign
-from megacore.config.help import print_help
+from megacore.config.help import help_text, help_topic
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
+from megacore.config.model import ModelConfig
+from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of
 from megacore.config.toml import read_toml, save_toml
+from megacore.config.validation import validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 
 __all__ = ["flag_names", "leave_for_launcher", "load_toml", "parse_config", "save_toml"]
 
-# A launcher ends all ranks as soon as one exits, so that a rank with nothing to say must not be faster than the one
-# that reports. It waits this long for the launcher to end it.
+# A launcher ends all ranks as soon as one exits. A rank with nothing to report must therefore not exit before the one
+# that reports: it waits this long for the launcher to end it.
 GRACE_SECONDS = 5.0
 
 C = TypeVar("C", bound=Config)
+T = TypeVar("T")
+R = TypeVar("R", bound=ResolvedConfig)
+R_co = TypeVar("R_co", bound=ResolvedConfig, covariant=True)
+
+Shape = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
-@overload
-def parse_config(
-    argv: Sequence[str],
-    *,
-    prog: str,
-    description: str,
-    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-    complete: Callable[[Config], Config] | None = None,
-    checks: Sequence[Callable[[Config], object]] = (),
-) -> Config: ...
+class ConfigKind(Protocol[R_co]):
+    """An entry point's kind of configuration, `Config` or a subclass, by what it resolves to."""
 
-
-@overload
-def parse_config(
-    argv: Sequence[str],
-    *,
-    prog: str,
-    description: str,
-    kind: type[C],
-    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-    complete: Callable[[C], C] | None = None,
-    checks: Sequence[Callable[[C], object]] = (),
-) -> C: ...
+    def resolve(self, world_size: int, *, vocab_size: int | None = None) -> R_co: ...
 
 
 def parse_config(
@@ -66,60 +55,62 @@ def parse_config(
     *,
     prog: str,
     description: str,
-    kind: type[C] = Config,  # type: ignore[assignment]
-    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-    complete: Callable[[C], C] | None = None,
-    checks: Sequence[Callable[[C], object]] = (),
-) -> C:
+    kind: type[ConfigKind[R]],
+    shape: Shape | None = None,
+    vocabulary: Callable[[Config], int] | None = None,
+    checks: Sequence[Callable[[R], object]] = (),
+) -> R:
     """Reads, checks and resolves the configuration of a run, or refuses it and exits.
 
     Args:
         argv: the command line without the program's name.
         prog: the program's name, for the help text.
-        description: the help text's first paragraph.
-        shape: further defaults that follow from given values, such as a model's shape from a file that is named. Every
-            rank calls it; what it refuses is reported with the rest.
-        kind: the entry point's kind of configuration, whose sections have its flags.
-        complete: fills what only the input files know (the vocabulary's size). Every rank calls it: it must be cheap.
-        checks: look at the input files as closely as they like, even where `complete` or one another failed, so that
-            all problems come together. Only the first rank of each machine calls them: where one refuses, that rank
-            exits and the launcher ends the others, which wait for it at the rendezvous.
+        description: the first paragraph of the help text.
+        kind: the entry point's kind of configuration. The fields of its sections are the flags.
+        shape: maps the given values to further defaults, such as the shape of a model from a file they name. Every rank
+            calls it. What it refuses is reported with the other problems.
+        vocabulary: returns the size of the vocabulary, which only the tokenizer may know. Every rank calls it, so it
+            must be cheap. Without it `--vocab-size` must be given.
+        checks: look at the input files as closely as they like. Only the first rank of each machine calls them: where
+            one refuses, that rank exits and the launcher ends the other ranks, which wait at the rendezvous. They run
+            even if `vocabulary` or another check fails, so that all problems are reported together; the vocabulary is
+            then `UNKNOWN_VOCAB_SIZE`.
 
     Raises:
-        SystemExit: with status 2 where the configuration or an input is refused, with 0 after `--help`.
+        SystemExit: with status 2 if the configuration or an input is refused, with 0 after `--help` and `--version`.
     """
+    config_class = cast(type[Config], kind)
     process = _Process.of_environment()
-    if "--help" in argv or "-h" in argv:
-        if process.rank == 0:
-            print_help(prog, description, kind)
-        raise SystemExit(0)
-    reading = _read(argv, process, kind, shape)
-    if reading.shared or reading.here:
+    _answer_question(argv, prog, description, config_class, process)
+    reading = _read(argv, process, config_class, shape)
+    if reading.problems or reading.local_problems:
         _refuse(prog, process, reading)
-    config = resolve(reading.config, process.world_size)
-    completed = _ask(complete, config, reading)
+    vocab_size = _call(vocabulary, reading.config, reading)
+    if reading.local_problems and reading.config.model.vocab_size is None:
+        vocab_size = UNKNOWN_VOCAB_SIZE
+    config = cast(ConfigKind[R], reading.config).resolve(process.world_size, vocab_size=vocab_size)
     for check in checks if process.local_rank == 0 else ():
-        _ask(check, config if completed is None else completed, reading)
-    if reading.here:
+        _call(check, config, reading)
+    if reading.local_problems:
         _refuse(prog, process, reading)
     if process.rank == 0:
         for note in reading.notes:
             print(f"megacore: note: {note}", file=sys.stderr)
-    return config if completed is None else completed
+    return config
 
 
 def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[assignment]
-    """Reads a configuration from a TOML file alone, as `save_toml` wrote it.
+    """Reads a configuration from a TOML file, as `save_toml` wrote it.
 
     Raises:
-        ConfigError: everything in the file that cannot be read, or is impossible whatever the number of processes.
+        ConfigError: everything in the file that cannot be read, or is invalid for any number of processes.
     """
     given = read_toml(path, kind)
     config = _build(kind, _with_defaults(kind, given.values))
-    own = [problem for name in sections_of(kind) for problem in getattr(config, name).problems()]
-    own += config.wrong_fields(frozenset()).values()
-    if given.problems or own:
-        raise ConfigError(given.problems or [f"{path}: {problem}" for problem in own])
+    problems = [problem for name in sections_of(kind) for problem in getattr(config, name).problems()]
+    problems += config.wrong_fields(frozenset()).values()
+    if given.problems or problems:
+        raise ConfigError(given.problems or [f"{path}: {problem}" for problem in problems])
     return config
 
 
@@ -128,7 +119,7 @@ def load_toml(path: str | Path, kind: type[C] = Config) -> C:  # type: ignore[as
 
 @dataclass(frozen=True)
 class _Process:
-    """This process's place in the run, from the variables that every launcher sets; alone where there are none."""
+    """This process's ranks, from the variables that every launcher sets. Without them it is the only process."""
 
     rank: int
     local_rank: int
@@ -163,46 +154,47 @@ class _Process:
 
 @dataclass(frozen=True)
 class _Reading(Generic[C]):
-    """What the sources give together, and what is wrong: the same on every rank, or with this machine's files."""
+    """The configuration that the sources give together, and what is wrong with it.
+
+    Attributes:
+        config: the configuration, which may be invalid.
+        problems: what every rank finds wrong.
+        local_problems: what is wrong with the files and the environment of this machine.
+        notes: what to tell the user although nothing is wrong.
+        source: path of the configuration file.
+    """
 
     config: C
-    shared: list[str]
-    here: list[str]
+    problems: list[str]
+    local_problems: list[str]
     notes: list[str]
-    source: str | None  # the configuration file
+    source: str | None
 
 
-def _read(
-    argv: Sequence[str],
-    process: _Process,
-    kind: type[C],
-    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-) -> _Reading[C]:
+def _read(argv: Sequence[str], process: _Process, kind: type[C], shape: Shape | None = None) -> _Reading[C]:
     flags = read_flags(argv, kind)
     path = flags.values.pop("config", None)
     file = Given() if path is None else read_toml(path, kind)
     given = {**file.values, **flags.values}
-    shaped, unshaped = _shaped(shape, given)
-    config = _build(kind, _with_defaults(kind, {**shaped, **given}))
+    shape_values, shape_problems = _shape_values(shape, given)
+    config = _build(kind, _with_defaults(kind, {**shape_values, **given}))
     if flags.foreign:
         translate_foreign(flags, given, config)
         given = {**file.values, **flags.values}
-        config = _build(kind, _with_defaults(kind, {**shaped, **given}))
+        config = _build(kind, _with_defaults(kind, {**shape_values, **given}))
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
-    shared = flags.problems
+    problems = flags.problems
     if not process.problems:
-        shared = shared + validate(config, process.world_size, unread=unread)
-    # The first rank of a machine looks at the disk for all of them.
+        problems = problems + validate(config, process.world_size, unread=unread)
+    # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config) if process.local_rank == 0 else []
-    here = [*process.problems, *file.problems, *on_disk, *unshaped]
-    return _Reading(config, shared, here, _overridden_preset(kind, flags, file, path), path)
+    local_problems = [*process.problems, *file.problems, *on_disk, *shape_problems]
+    return _Reading(config, problems, local_problems, _overridden_preset(kind, flags, file, path), path)
 
 
-def _shaped(
-    shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None, given: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], list[str]]:
-    """What `shape` makes of the given values, and why it does not."""
+def _shape_values(shape: Shape | None, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """The defaults that `shape` returns, and why it refuses the given values."""
     try:
         return ({} if shape is None else shape(given)), []
     except UserError as error:
@@ -210,29 +202,32 @@ def _shaped(
 
 
 def _with_defaults(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, over what the preset says, over the entry point's own defaults; of these two without what has no
-    effect beside what is given, which would read as given itself."""
+    """The given values over the preset over the entry point's defaults.
+
+    A preset or default that has no effect beside the given values is left out, because `Section.without_effect` would
+    take it for a given one.
+    """
     preset: dict[str, Any] = dict(kind.presets.get(given.get("preset") or "", {}))
     if given.get("tokenizer") is not None:
         preset.pop("vocab_size", None)
-    assumed = {**kind.defaults({**preset, **given}), **preset}
-    model = {k: v for k, v in {**assumed, **given}.items() if k in field_infos(ModelConfig)}
+    defaults = {**kind.defaults({**preset, **given}), **preset}
+    model = {k: v for k, v in {**defaults, **given}.items() if k in field_infos(ModelConfig)}
     idle = ModelConfig(**model).idle_fields
-    return {**{k: v for k, v in assumed.items() if k not in idle}, **given}
+    return {**{k: v for k, v in defaults.items() if k not in idle}, **given}
 
 
 def _overridden_preset(kind: type[Config], flags: Given, file: Given, path: str | None) -> list[str]:
-    """A preset that is asked for by flag, and of which the file leaves only a part, is worth a word."""
+    """A note where the file overrides parts of a preset that a flag asks for."""
     preset = kind.presets.get(flags.values.get("preset") or "", {})
     changed = [f"{k} {file.values[k]} (preset: {v})" for k, v in preset.items() if file.values.get(k, v) != v]
     changed = [text for text in changed if text.split()[0] not in flags.values]
     if not changed:
         return []
-    return [f"--config {path} is stronger than --preset {flags.values['preset']}: {', '.join(changed)}"]
+    return [f"--config {path} overrides --preset {flags.values['preset']}: {', '.join(changed)}"]
 
 
 def _build(kind: type[C], values: Mapping[str, Any]) -> C:
-    """A configuration from values by field. A required field without one becomes None, which `validate` reports."""
+    """A configuration from values by field. A required field without a value is None, which `validate` reports."""
     sections = {
         name: section(**{k: values.get(k) for k, info in field_infos(section).items() if k in values or info.required})
         for name, section in sections_of(kind).items()
@@ -240,32 +235,54 @@ def _build(kind: type[C], values: Mapping[str, Any]) -> C:
     return kind(**sections)  # type: ignore[arg-type]
 
 
-def _ask(hook: Callable[[C], Any] | None, config: C, reading: _Reading[C]) -> Any:
-    """What a hook makes of the configuration; what it refuses is noted, each problem once."""
+def _call(hook: Callable[[Any], T] | None, config: Config, reading: _Reading[Any]) -> T | None:
+    """What a hook returns for the configuration. The problems that it raises are noted, each once."""
     if hook is None:
         return None
     try:
         return hook(config)
     except UserError as error:
-        found = getattr(error, "problems", (str(error),))
-        reading.here.extend(problem for problem in found if problem not in reading.here)
+        problems = getattr(error, "problems", (str(error),))
+        reading.local_problems.extend(problem for problem in problems if problem not in reading.local_problems)
         return None
+
+
+# ---- help ------------------------------------------------------------------------------------------------------------
+
+
+def _answer_question(argv: Sequence[str], prog: str, description: str, kind: type[Config], process: _Process) -> None:
+    """Prints the help or the version if the command line asks for it, on rank 0, and exits."""
+    topic = help_topic(argv)
+    if topic is None and "--version" not in argv:
+        return
+    text, status = f"megacore {megacore.__version__}", 0
+    if topic is not None:
+        try:
+            text = help_text(topic, kind, prog=prog, description=description)
+        except UserError as error:
+            text, status = f"megacore: {error}", EXIT_REFUSED
+    if process.rank == 0:
+        try:
+            print(text, file=sys.stderr if status else sys.stdout, flush=True)
+        except BrokenPipeError:  # `--help all | head`; the interpreter flushes stdout once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(status)
 
 
 # ---- refusing --------------------------------------------------------------------------------------------------------
 
 
-def _refuse(prog: str, process: _Process, reading: _Reading[C]) -> NoReturn:
-    """Says once what is wrong, and ends this rank."""
+def _refuse(prog: str, process: _Process, reading: _Reading[Any]) -> NoReturn:
+    """Reports once what is wrong, and ends this rank."""
     if process.local_rank != 0:
         time.sleep(GRACE_SECONDS)
         raise SystemExit(EXIT_REFUSED)
-    everything = _message(prog, reading.shared + reading.here, reading.source)
-    leave_for_launcher(everything)
+    message = _message(prog, reading.problems + reading.local_problems, reading.source)
+    leave_for_launcher(message)
     if process.rank == 0:
-        print(everything, file=sys.stderr, flush=True)
-    elif reading.here:
-        print(_message(prog, reading.here, None, host=socket.gethostname()), file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
+    elif reading.local_problems:
+        print(_message(prog, reading.local_problems, None, host=socket.gethostname()), file=sys.stderr, flush=True)
     else:
         time.sleep(GRACE_SECONDS)
     raise SystemExit(EXIT_REFUSED)
@@ -276,8 +293,8 @@ def _message(prog: str, problems: Sequence[str], source: str | None, *, host: st
     lines = [f"megacore: refused{where}: {counted(len(problems), 'problem')}"]
     lines += ["  - " + _printable(problem).replace("\n", "\n    ") for problem in problems]
     if source:
-        lines.append(f"Keys of {source} go by their flags here: num_layers is --num-layers.")
-    lines.append(f"All flags and their defaults: {prog} --help")
+        lines.append(f"Keys of {source} are shown as their flags: num_layers is --num-layers.")
+    lines.append(f"Flags and their defaults: {prog} --help")
     return "\n".join(lines)
 
 

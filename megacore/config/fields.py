@@ -1,8 +1,11 @@
-"""What a configuration field can declare about itself: its flag's other names, its range, and how a violation reads.
+"""What a configuration field declares about itself (aliases, range, help text), and the base class of sections.
 
-A section of the configuration is a frozen dataclass that derives from `Section`. Each field states its range in its
-annotation (`tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1`), so that the help text, the
-reference in docs/configuration.md and the check at launch come from one place.
+A section of the configuration is a frozen dataclass that derives from `Section`. Each field states its range and its
+aliases in its annotation (`tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1`), so that the
+help text, the reference in docs/configuration.md and the check at launch come from one place.
+
+A resolved section (`ResolvedModel`) is a subclass that narrows the types of fields which are known after resolution:
+`vocab_size: int` instead of `int | None`. Range, aliases and help text are those of the section it narrows.
 """
 
 from __future__ import annotations
@@ -14,19 +17,20 @@ import inspect
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megacore.config.messages import did_you_mean, number, one_of
 
-# Larger whole numbers are slips of the finger, and would overflow the 64-bit products that the data layer computes.
+# Larger integers are typing errors, and would overflow the 64-bit products that the data layer computes.
 LARGEST_INT = 2**31 - 1
-_FINITE = sys.float_info.max
+_LARGEST_FLOAT = sys.float_info.max
+
+R = TypeVar("R", bound="Section")
 
 
 @dataclass(frozen=True)
 class Flag:
-    """Further names of a field's flag (Megatron-LM's, where the meaning is the same), and how the help shows its
-    value."""
+    """Aliases of a field's flag (Megatron-LM's names, where the meaning is the same), and the metavar of its value."""
 
     aliases: tuple[str, ...] = ()
     metavar: str | None = None
@@ -97,8 +101,8 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def as_given(name: str, value: Any) -> str:
-    """A field as a user gives it: `--num-layers 12`, `--mock-data`, `--no-mock-data`."""
+def flag_and_value(name: str, value: Any) -> str:
+    """A field as it stands on a command line: `--num-layers 12`, `--mock-data`, `--no-mock-data`."""
     if isinstance(value, bool):
         return flag(name) if value else flag(f"no_{name}")
     return f"{flag(name)} {value if isinstance(value, str) else number(value)}"
@@ -111,34 +115,46 @@ def field_infos(section: type) -> dict[str, FieldInfo]:
 
 @functools.cache  # evaluating annotations takes milliseconds
 def _field_infos(section: type) -> dict[str, FieldInfo]:
-    hints = get_type_hints(section, include_extras=True)
-    return {f.name: _describe(f, hints[f.name]) for f in dataclasses.fields(section)}
+    declared = get_type_hints(_declaring_class(section), include_extras=True)
+    narrowed = get_type_hints(section)
+    return {f.name: _describe(f, declared[f.name], narrowed[f.name]) for f in dataclasses.fields(section)}
 
 
-def _describe(field: dataclasses.Field[Any], hint: Any) -> FieldInfo:
-    hint, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    optional = type(None) in get_args(hint)
-    if optional:
+def _declaring_class(section: type) -> type:
+    """The section itself or, for a resolved section, the one that it narrows."""
+    return next(base for base in reversed(section.__mro__) if dataclasses.is_dataclass(base))
+
+
+def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any) -> FieldInfo:
+    """Describes one field.
+
+    Args:
+        field: the dataclass field.
+        declared: its annotation where it was first declared.
+        narrowed: its type in the class itself, which may exclude None.
+    """
+    hint, *extras = get_args(declared) if get_origin(declared) is Annotated else (declared,)
+    if type(None) in get_args(hint):
         hint = next(a for a in get_args(hint) if a is not type(None))
     choices: Collection[str] = get_args(hint) if get_origin(hint) is Literal else ()
     choices = next((e.names for e in extras if isinstance(e, Choices)), choices)
     kind = str if choices else (get_origin(hint) or hint)
-    named = next((e for e in extras if isinstance(e, Flag)), Flag())
+    names = next((e for e in extras if isinstance(e, Flag)), Flag())
     return FieldInfo(
         name=field.name,
         kind=kind,
-        optional=optional,
+        optional=type(None) in get_args(narrowed),
         registered=choices,
         range=next((e for e in extras if isinstance(e, Range)), None),
-        aliases=named.aliases,
-        metavar=named.metavar or (f"{{{','.join(choices)}}}" if choices else kind.__name__.upper()),
+        aliases=names.aliases,
+        metavar=names.metavar or (f"{{{','.join(choices)}}}" if choices else kind.__name__.upper()),
         default=field.default,
     )
 
 
 def field_docs(section: type) -> dict[str, str]:
-    """The string that stands under each field, which Python itself throws away: its help text."""
-    body = ast.parse(inspect.getsource(section)).body[0]
+    """The help text of each field: the string under it in the source, which Python itself does not keep."""
+    body = ast.parse(inspect.getsource(_declaring_class(section))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
@@ -150,52 +166,56 @@ def field_docs(section: type) -> dict[str, str]:
 
 
 class Section:
-    """A part of the configuration that checks itself."""
+    """A part of the configuration that validates itself."""
 
     earlier_table: ClassVar[str | None] = None
     """The table that had these fields in files of an earlier version; they are read from there too."""
 
     def wrong_fields(self) -> dict[str, str]:
-        """The fields whose value is impossible on its own, each with the message that says so."""
-        found = {name: _value_problem(info, getattr(self, name)) for name, info in field_infos(type(self)).items()}
-        return {name: message for name, message in found.items() if message}
+        """The fields whose value is invalid whatever the other fields are, each with its message."""
+        messages = {name: _value_problem(info, getattr(self, name)) for name, info in field_infos(type(self)).items()}
+        return {name: message for name, message in messages.items() if message}
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
-        """Yields what is wrong between fields of this section, leaving aside the fields that are `wrong` on their
-        own."""
+        """Yields a message for each violated constraint between fields of this section.
+
+        Args:
+            wrong: fields whose value is already refused. Constraints on them are not checked.
+        """
         yield from ()
 
-    def without_effect(self, names: tuple[str, ...], wrong: frozenset[str], beside: str, needs: str) -> Iterator[str]:
-        """Yields a line for each of the fields that was given where it changes nothing.
+    def without_effect(self, names: tuple[str, ...], wrong: frozenset[str], given: str, needs: str) -> Iterator[str]:
+        """Yields a message for each of the fields that is set although it has no effect.
 
-        That a field differs from its default is all that tells a given value from none; presets and styles therefore
-        fill no field that is idle.
+        A field counts as set if its value is not the default. Presets and styles therefore set no field that has no
+        effect.
 
         Args:
             names: the fields.
-            wrong: fields to leave aside.
-            beside: the flag with its value that makes them idle.
-            needs: the one that they need.
+            wrong: fields to skip.
+            given: the flag and value that disable them.
+            needs: the flag and value that they need.
         """
         infos = field_infos(type(self))
         for name in names:
             value = getattr(self, name)
             if name not in wrong and value != infos[name].default:
-                yield f"{as_given(name, value)} has no effect with {beside}: leave it out, or use {needs}"
-
-    def filled(self) -> Self:
-        """This section with the fields that follow from others of it."""
-        return self
+                yield f"{flag_and_value(name, value)} has no effect with {given}: leave it out, or use {needs}"
 
     def problems(self) -> list[str]:
-        """Every violated constraint that this section can see by itself."""
+        """Every violated constraint of this section."""
         wrong = self.wrong_fields()
         return [*wrong.values(), *self.constraints(frozenset(wrong))]
+
+    def resolved_as(self, kind: type[R], **values: Any) -> R:
+        """This section as its resolved class, with the values of the fields that were derived."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return kind(**{**fields, **values})
 
 
 def _value_problem(info: FieldInfo, value: Any) -> str | None:
     if value is None:
-        return None if info.optional else f"{info.flag} is missing, and has no default: give {info.flag} {info.metavar}"
+        return None if info.optional else f"{info.flag} is missing and has no default: use {info.flag} {info.metavar}"
     if info.choices:
         near = did_you_mean(str(value), info.choices)
         return None if value in info.choices else f"{info.flag} {value} is not known: use {one_of(info.choices)}{near}"
@@ -208,21 +228,21 @@ def _value_problem(info: FieldInfo, value: Any) -> str | None:
 
 def _text_problem(info: FieldInfo, texts: tuple[str, ...]) -> str | None:
     if not all(text.strip() for text in texts):
-        return f"{info.flag} is empty: give a value, or leave the flag out"
+        return f"{info.flag} is empty: give it a value, or leave the flag out"
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:
-        return f"{info.flag} {texts!a} is not valid UTF-8, so that it could not be saved: use another name"
+        return f"{info.flag} {texts!a} is not valid UTF-8 and cannot be saved: use another name"
     return None
 
 
 def _number_problem(info: FieldInfo, value: float) -> str | None:
-    if not -_FINITE <= value <= _FINITE:  # a whole number may be larger than any float; NaN is neither
+    if not -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:  # an integer may exceed every float; NaN compares false
         return f"{info.flag} {_short(value)} is not a finite number: {_way_out(info, value)}"
     if info.range is not None and value not in info.range:
         return f"{info.flag} {number(value)} must be {info.range}: {_way_out(info, value)}"
     if info.kind is int and value > LARGEST_INT and (info.range is None or info.range.high is None):
-        return f"{info.flag} {value} is beyond the largest accepted value: use {LARGEST_INT} or less"
+        return f"{info.flag} {value} is above the largest accepted value: use {LARGEST_INT} or less"
     return None
 
 
@@ -232,9 +252,9 @@ def _short(value: float) -> str:
 
 
 def _way_out(info: FieldInfo, value: float) -> str:
-    """The nearest value that is in range where there is one, else the default."""
+    """The nearest value in the range if there is one, else the default."""
     bounds = info.range or Range()
-    if -_FINITE <= value <= _FINITE:
+    if -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
         if bounds.low is not None and value < bounds.low:
             return f"use {number(bounds.low)} or more" + (", or leave the flag out" if info.optional else "")
         if bounds.high is not None and value > bounds.high:

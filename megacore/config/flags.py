@@ -1,8 +1,8 @@
-"""From command-line words to values of fields, with every problem found on the way.
+"""From the words of a command line to values of fields, and every problem with them.
 
-tyro and argparse stop at the first word they cannot read, and take the last value of a flag that is given twice. Here
-each word is accounted for: unknown flags, values that belong to no flag, contradictions and unreadable values are all
-collected, so that one message can name them together. Underscores count as dashes, and aliases as the flag itself.
+argparse stops at the first word that it cannot read, and takes the last value of a flag that is given twice. Here
+unknown flags, values that belong to no flag, contradictions and unreadable values are all collected, so that one
+message can name them together. Underscores count as dashes, and aliases as the flag itself.
 """
 
 from __future__ import annotations
@@ -11,25 +11,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacore.config import Config, megatron_flags, sections_of
-from megacore.config.fields import FieldInfo, as_given, field_infos
+from megacore.config import megatron_flags
+from megacore.config.fields import FieldInfo, field_infos, flag_and_value
 from megacore.config.megatron_values import FOREIGN, Shape, translate
 from megacore.config.messages import nearest_name
+from megacore.config.schema import Config, sections_of
 
 
 @dataclass
 class Given:
-    """What one source, the command line or a file, gives: values by field, and what is wrong with the source."""
+    """What one source, the command line or a file, sets.
+
+    Attributes:
+        values: values by field.
+        problems: what is wrong with the source.
+        unread: fields that the source sets to a value which could not be read.
+        foreign: flags of Megatron-LM with their values, which `translate_foreign` makes fields of.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    unread: set[str] = field(default_factory=set)  # fields that were meant, but whose value could not be read
-    foreign: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)  # Megatron-LM's flags, to be translated
+    unread: set[str] = field(default_factory=set)
+    foreign: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
 
 
 @dataclass
 class _Word:
-    """A flag as it stands on the command line, with the words that follow it up to the next flag."""
+    """A flag on the command line, with the words that follow it up to the next flag."""
 
     flag: str
     values: list[str]
@@ -51,59 +59,59 @@ CONFIG_INFO = FieldInfo(
     default=None,
 )
 CONFIG_DOC = (
-    "A TOML file of settings, in tables [model], [parallel], ... as in OUTPUT_DIR/config.toml; flags are stronger."
+    "Reads settings from a TOML file with the tables [model], [parallel], ..., such as the OUTPUT_DIR/config.toml of a "
+    "run. Flags override it. Default: no file."
 )
 
 
 def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
-    """Reads command-line words, without the program's name; the `--config` file is among the values as `config`."""
-    fields = {**all_fields(kind), "config": CONFIG_INFO}
-    known = {name: info for info in fields.values() for name in info.flags}
+    """Reads a command line without the program's name. The path of `--config` is among the values as `config`."""
+    flags = flags_by_name(kind)
     given = Given()
-    texts: dict[str, _Word] = {}
+    words: dict[str, _Word] = {}
     for word in _words(argv, given):
-        info = known.get(word.flag) or known.get(_positive(word.flag))
+        info = flags.get(word.flag)
         if word.flag in FOREIGN:
             if (foreign := (word.flag, tuple(word.values))) not in given.foreign:
                 given.foreign.append(foreign)
-        elif info is None or (word.flag not in known and info.kind is not bool):
-            _refuse_unknown(word, info, known, given)
-        elif info.name in texts:
-            _refuse_contradiction(texts[info.name], word, info, given)
+        elif info is None:
+            _refuse_unknown(word, flags, given)
+        elif info.name in words:
+            _refuse_contradiction(words[info.name], word, info, given)
         else:
-            texts[info.name] = word
+            words[info.name] = word
             _read_value(word, info, given)
     return given
 
 
 def translate_foreign(given: Given, values: Mapping[str, Any], config: Config) -> None:
-    """Make fields of Megatron-LM's flags, where they have the same meaning in another form.
+    """Translates flags of Megatron-LM that have the same meaning in another form.
 
     Args:
-        given: the command line's; gets the fields, and what is wrong with the flags.
-        values: what all sources give, by field; a flag that contradicts them is refused.
-        config: of these values, from which the model's layers and the pipeline's degree are read.
+        given: what the command line sets. It receives the fields, and what is wrong with the flags.
+        values: the values by field that all sources set. A flag that contradicts them is refused.
+        config: the configuration of these values, for its number of layers and pipeline degree.
     """
     shape = Shape(_positive_number(config.model.num_layers), _positive_number(config.parallel.pp))
-    said = {name: as_given(name, value) for name, value in values.items()}
+    sources = {name: flag_and_value(name, value) for name, value in values.items()}
     for flag, words in given.foreign:
+        source = " ".join([flag, *words])
         try:
-            found = translate(flag, words, shape)
+            translation = translate(flag, words, shape)
         except ValueError as error:
             given.problems.append(str(error))
             given.unread.update(FOREIGN[flag].fields)
             continue
-        for name, value in found.values.items():
-            if name in said and {**values, **given.values}[name] != value:
-                own = " ".join([flag, *words])
+        for name, value in translation.values.items():
+            if name in sources and {**values, **given.values}[name] != value:
                 given.problems.append(
-                    f"{own} is {as_given(name, value)}, and {said[name]} is given as well: keep one of them"
+                    f"{source} is {flag_and_value(name, value)}, and {sources[name]} is given as well: keep one of them"
                 )
                 given.unread.add(name)
                 continue
-            given.values[name], said[name] = value, " ".join([flag, *words])
+            given.values[name], sources[name] = value, source
         if "schedule_csv" not in values:
-            given.values.update({k: v for k, v in found.implied.items() if k not in values})
+            given.values.update({k: v for k, v in translation.implied.items() if k not in values})
 
 
 def _positive_number(value: Any) -> int | None:
@@ -143,8 +151,9 @@ def _value(word: _Word, info: FieldInfo) -> Any:
     values = word.values
     if info.kind is bool:
         if values:
-            off = _negative(info.flag)
-            raise ValueError(f"{word.flag} {values[0]}: a switch takes no value: use {info.flag} or {off}")
+            raise ValueError(
+                f"{word.flag} {values[0]}: a switch takes no value: use {info.flag} or {_negative(info.flag)}"
+            )
         return word.flag in info.flags
     if not values:
         raise ValueError(f"{word.flag} needs a value: {word.flag} {info.metavar}")
@@ -158,35 +167,34 @@ def _value(word: _Word, info: FieldInfo) -> Any:
     if info.optional and values[0] == "None":
         return None
     try:
-        return info.kind(values[0])  # whether it is in range, or among the choices, is for `validate`
+        return info.kind(values[0])  # `validate` checks the range and the choices
     except ValueError:
         expected = "whole number" if info.kind is int else "number"
-        message = f"{word.flag} '{values[0]}' is not a {expected}: {_example(values[0], info)}"
-    raise ValueError(message)
+        raise ValueError(f"{word.flag} '{values[0]}' is not a {expected}: {_example(values[0], info)}") from None
 
 
 def _example(text: str, info: FieldInfo) -> str:
     if info.kind is int and _is_number(text) and float(text).is_integer():
         return f"use {int(float(text))}"
-    return f"use, for example, {info.default}" if info.default else f"give {info.metavar}, in digits"
+    return f"use, for example, {info.default}" if info.default else f"write {info.metavar} in digits"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_unknown(word: _Word, info: FieldInfo | None, known: dict[str, FieldInfo], given: Given) -> None:
-    if info is not None:  # --no-lr
+def _refuse_unknown(word: _Word, flags: dict[str, FieldInfo], given: Given) -> None:
+    if info := flags.get("--" + word.flag.removeprefix("--no-")):  # --no-lr
         given.problems.append(f"{word.flag}: only a switch can be turned off: use {info.flag} {info.metavar}")
         return
     if text := megatron_flags.advice(word.flag):
         given.problems.append(f"{word.flag} {text} (docs/coming-from-megatron.md)")
         return
-    near = nearest_name(word.flag, [*known, *_switched_off(known)])
+    near = nearest_name(word.flag, flags)
     if near is None:
-        given.problems.append(f"{word.flag} is not a flag: --help lists all of them")
+        given.problems.append(f"{word.flag} is not a flag: --help all lists them")
         return
     given.problems.append(f"{word.flag} is not a flag: did you mean {near}?")
-    given.unread.add((known.get(near) or known[_positive(near)]).name)
+    given.unread.add(flags[near].name)
 
 
 def _refuse_contradiction(first: _Word, second: _Word, info: FieldInfo, given: Given) -> None:
@@ -209,6 +217,13 @@ def _meaning(word: _Word, info: FieldInfo) -> Any:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
+def flags_by_name(kind: type[Config] = Config) -> dict[str, FieldInfo]:
+    """The field of each flag, alias, and `--no-` form of a switch."""
+    fields = (*all_fields(kind).values(), CONFIG_INFO)
+    positive = {name: info for info in fields for name in info.flags}
+    return positive | {_negative(name): info for name, info in positive.items() if info.kind is bool}
+
+
 def flag_names(kind: type[Config] = Config) -> dict[str, tuple[str, ...]]:
     """Each flag with its aliases and, for a switch, the form that turns it off."""
     return {
@@ -217,16 +232,8 @@ def flag_names(kind: type[Config] = Config) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _switched_off(known: dict[str, FieldInfo]) -> list[str]:
-    return [_negative(name) for name, info in known.items() if info.kind is bool]
-
-
 def _negative(flag: str) -> str:
     return "--no-" + flag.removeprefix("--")
-
-
-def _positive(flag: str) -> str:
-    return "--" + flag.removeprefix("--no-") if flag.startswith("--no-") else ""
 
 
 def _is_number(text: str) -> bool:

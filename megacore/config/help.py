@@ -1,66 +1,256 @@
-"""The `--help` of every entry point, drawn by tyro from the fields: each flag with its aliases, meaning and default."""
+"""`--help`: a short page with the usual flags, a page per section, a page per flag, and everything.
+
+The texts come from the fields (`Section` classes) themselves. A field's text may end with "Default: ...", which says
+what the field is when nobody sets it; otherwise the default is the field's value.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from typing import Annotated, Any, get_type_hints
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from megacore.config import Config, sections_of
+from megacore.config import megatron_flags
 from megacore.config.fields import FieldInfo, field_docs, field_infos
-from megacore.config.flags import CONFIG_DOC, CONFIG_INFO
-from megacore.config.messages import number
+from megacore.config.flags import CONFIG_DOC, CONFIG_INFO, all_fields, flags_by_name
+from megacore.config.megatron_values import FOREIGN
+from megacore.config.messages import did_you_mean, number, one_of
+from megacore.config.schema import Config, sections_of
+from megacore.errors import UserError
+
+# The flags of the short page. An entry point shows those that it has.
+_USUAL = {
+    "Model": ("preset", "bert_style", "num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+    "Data": ("data_path", "tokenizer", "mock_data"),
+    "Training": ("train_iters", "micro_batch_size", "global_batch_size", "lr", "lr_warmup_iters", "precision"),
+    "Parallelism": ("tp", "pp", "dp", "zero_stage"),
+    "Output": ("output_dir", "save_interval", "load", "config"),
+}
+_ALL = "all"
+_SHORT = ""
+_WIDEST = 120
+_COLUMN = 26  # where the texts of the short page begin
 
 
-def print_help(prog: str, description: str, kind: type[Config]) -> None:
-    """Prints the help text to stdout, as wide as the terminal."""
-    # Only the help needs tyro: loading it on every rank of every launch would cost each 0.2 s.
-    import tyro
+class HelpText(NamedTuple):
+    """The help of one flag, in two parts.
 
-    def shown(info: FieldInfo, doc: str) -> Any:
-        # tyro sorts a flag's own name last; naming the last alias as the flag brings the field's own name to the front.
-        *others, last = info.flags
-        metavar = None if info.kind is bool else info.metavar
-        return tyro.conf.arg(
-            name=last.removeprefix("--"),
-            aliases=others,
-            metavar=metavar,
-            help=doc,
-            help_behavior_hint=f"({default_text(info, kind)})",
-        )
+    Attributes:
+        meaning: what the flag does.
+        default: its value when nobody sets it, without a full stop; empty if the flag is required.
+    """
 
-    def section_class(name: str, section: type) -> type:
-        hints, docs = get_type_hints(section), {**field_docs(section), **kind.meanings}
-        fields = [
-            (key, Annotated[hints[key], shown(info, docs[key])], dataclasses.field(default=info.default))
-            for key, info in field_infos(section).items()
-            if key not in kind.foreign
-        ]
-        return dataclasses.make_dataclass(name, fields, kw_only=True, namespace={"__doc__": section.__doc__})
-
-    flags = [
-        ("config", Annotated[str | None, shown(CONFIG_INFO, CONFIG_DOC)], dataclasses.field(default=None)),
-        *((name, section_class(name, section), dataclasses.field()) for name, section in sections_of(kind).items()),
-    ]
-    tree = dataclasses.make_dataclass("Flags", flags, kw_only=True)
-    with contextlib.suppress(SystemExit):
-        tyro.cli(tree, prog=prog, description=description, args=["--help"], config=(tyro.conf.OmitArgPrefixes,))
+    meaning: str
+    default: str
 
 
-def default_text(info: FieldInfo, kind: type[Config]) -> str:
-    """`default: 12`, or that there is none; where it depends on a flag, as a style's do, each with that flag."""
+def help_topic(argv: Sequence[str]) -> str | None:
+    """What the command line asks about: None for no help, empty for the short page, else the word after `--help`."""
+    for number_of_word, word in enumerate(argv):
+        name, _, topic = word.partition("=")
+        if name in ("--help", "-h"):
+            following = argv[number_of_word + 1 :]
+            if topic or not following:
+                return topic
+            is_topic = len(following) == 1 or not following[0].startswith("-")
+            return following[0] if is_topic else _SHORT
+    return None
+
+
+def help_text(topic: str, kind: type[Config], *, prog: str, description: str) -> str:
+    """The help about a topic, as wide as the terminal.
+
+    Args:
+        topic: empty for the short page, the name of a section, a flag with or without its dashes, or `all`.
+        kind: the entry point's kind of configuration.
+        prog: the program's name.
+        description: what the program does, for the short page.
+
+    Raises:
+        UserError: there is no such topic. The message names those that exist.
+    """
+    page = _Page(kind)
+    name = topic.strip().replace("_", "-")
+    if topic == _SHORT:
+        lines = page.short(prog, description)
+    elif name == _ALL:
+        lines = page.everything(prog)
+    elif name in sections_of(kind):
+        lines = page.section(name)
+    else:
+        lines = page.flag(_field_of(name, kind))
+    return "\n".join(lines)
+
+
+def help_text_of(info: FieldInfo, kind: type[Config]) -> HelpText:
+    """The help text of a field, as the entry point means it."""
+    if info.name == CONFIG_INFO.name:
+        doc = CONFIG_DOC
+    else:
+        section = sections_of(kind)[_section_of(info.name, kind)]
+        doc = kind.help_texts.get(info.name, field_docs(section)[info.name])
+    meaning, _, default = doc.partition(" Default: ")
+    return HelpText(meaning, default.removesuffix(".") or _default_value(info, kind))
+
+
+def _default_value(info: FieldInfo, kind: type[Config]) -> str:
+    """`12`, or nothing if the field is required; for defaults that depend on a flag, each with that flag."""
     if info.required:
-        return "required"
-    variants = kind.all_defaults().items()
-    (_, first), *others = [
-        (beside, _value_text(info, values.get(info.name, info.default))) for beside, values in variants
-    ]
-    return "; ".join([f"default: {first}", *(f"{text} with {beside}" for beside, text in others if text != first)])
+        return ""
+    values = [(given, _shown(info, defaults.get(info.name, info.default))) for given, defaults in _variants(kind)]
+    (_, first), *others = values
+    return "; ".join([first, *(f"{value} with {given}" for given, value in others if value != first)])
 
 
-def _value_text(info: FieldInfo, value: Any) -> str:
+def _variants(kind: type[Config]) -> Iterable[tuple[str, dict[str, object]]]:
+    return kind.all_defaults().items()
+
+
+def _shown(info: FieldInfo, value: object) -> str:
     if info.kind is bool:
         return "on" if value else "off"
-    if info.kind in (int, float) and value is not None:
+    if isinstance(value, int | float):
         return number(value)
-    return "none" if value == () else str(value)
+    return "none" if value in (None, ()) else str(value)
+
+
+def _section_of(name: str, kind: type[Config]) -> str:
+    return next(section for section, fields in sections_of(kind).items() if name in field_infos(fields))
+
+
+def _field_of(topic: str, kind: type[Config]) -> FieldInfo:
+    """The field whose flag, alias or `--no-` form a topic is.
+
+    Raises:
+        UserError: there is none, or the entry point does not accept it.
+    """
+    flags = flags_by_name(kind)
+    name = topic if topic.startswith("-") else f"--{topic}"
+    info = flags.get(name)
+    if info is not None and info.name not in kind.unsupported:
+        return info
+    if info is not None:
+        raise UserError(f"{info.flag} {kind.unsupported[info.name]}")
+    if name in FOREIGN:
+        raise UserError(f"{name} is Megatron-LM's, and becomes {FOREIGN[name].becomes} (docs/coming-from-megatron.md)")
+    if advice := megatron_flags.advice(name):
+        raise UserError(f"{name} {advice} (docs/coming-from-megatron.md)")
+    sections = list(sections_of(kind))
+    known = [*sections, *(flag for flag, field in flags.items() if field.name not in kind.unsupported)]
+    raise UserError(
+        f"--help {topic}: there is no such section or flag: use {one_of([*sections, _ALL])}, or the name of a flag"
+        f"{did_you_mean(topic, known)}"
+    )
+
+
+class _Page:
+    """Writes help as lines of text for one entry point and one terminal."""
+
+    def __init__(self, kind: type[Config]) -> None:
+        self.kind = kind
+        self.width = min(shutil.get_terminal_size().columns, _WIDEST) - 1
+        self.styled = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+    def short(self, prog: str, description: str) -> Iterator[str]:
+        """Usage, the usual flags in a line or two each, examples, and where the rest is."""
+        yield f"Usage: python {prog} FLAGS"
+        yield f"       torchrun --nproc-per-node N {prog} FLAGS"
+        yield ""
+        yield from self._wrapped(description, indent=0)
+        fields = {CONFIG_INFO.name: CONFIG_INFO, **all_fields(self.kind)}
+        for group, names in _USUAL.items():
+            yield from self._heading(group)
+            for name in names:
+                if name in fields and name not in self.kind.unsupported:
+                    yield from self._summary(fields[name])
+        yield from self._heading("Examples")
+        for purpose, command in self.kind.examples.items():
+            yield f"  # {purpose}"
+            yield from textwrap.indent(command, "  ").splitlines()
+        yield from self._heading("More help")
+        yield from self._columns("--help SECTION", "All flags of one section:")
+        for name, section in sections_of(self.kind).items():
+            yield from self._columns(f"  {name}", str(section.__doc__))
+        yield from self._columns("--help FLAG", "One flag, for example --help lr.")
+        yield from self._columns("--help all", "Every flag.")
+        yield from self._columns("--version", "The version of megacore.")
+
+    def everything(self, prog: str) -> Iterator[str]:
+        """Every flag, by section."""
+        yield f"All flags of {prog}"
+        yield ""
+        yield from self._entry(CONFIG_INFO)
+        for name in sections_of(self.kind):
+            yield ""
+            yield from self.section(name)
+
+    def section(self, name: str) -> Iterator[str]:
+        """Every flag of a section."""
+        section = sections_of(self.kind)[name]
+        yield self._bold(f"[{name}]")
+        yield from self._wrapped(str(section.__doc__), indent=0)
+        for info in field_infos(section).values():
+            if info.name not in self.kind.unsupported:
+                yield ""
+                yield from self._entry(info)
+
+    def flag(self, info: FieldInfo) -> Iterator[str]:
+        """One flag: its text, its range, and its key in a configuration file."""
+        yield from self._entry(info)
+        if info.range is not None:
+            yield from self._wrapped(f"Range: {info.range}.", indent=6)
+        if info.name != CONFIG_INFO.name:
+            yield from self._wrapped(f"In a file: {info.name} under [{_section_of(info.name, self.kind)}].", indent=6)
+
+    def _entry(self, info: FieldInfo) -> Iterator[str]:
+        """A flag with its aliases, its whole text and its default."""
+        text = help_text_of(info, self.kind)
+        if info.kind is bool:
+            names = f"{info.flag}, --no-{info.flag.removeprefix('--')}"
+        else:
+            names = f"{', '.join(info.flags)} {info.metavar}"
+        for number_of_line, line in enumerate(textwrap.wrap(names, self.width - 2, subsequent_indent="    ")):
+            yield "  " + self._bold(line) if number_of_line == 0 else "  " + line
+        default = f"Default: {text.default}." if text.default else "Required."
+        yield from self._wrapped(f"{text.meaning} {default}", indent=6)
+
+    def _summary(self, info: FieldInfo) -> Iterator[str]:
+        """A flag with the first sentence of its text and its default."""
+        text = help_text_of(info, self.kind)
+        first_sentence = re.split(r"(?<=\.)\s", text.meaning)[0]
+        default = f"Default: {text.default}." if text.default else "Required."
+        names = info.flag if info.kind is bool else f"{info.flag} {info.metavar}"
+        yield from self._columns(names, f"{first_sentence} {default}")
+
+    def _columns(self, left: str, right: str) -> Iterator[str]:
+        """Two columns; the right one begins on a line of its own where the left one is too wide."""
+        lines = self._wrapped(right, indent=_COLUMN)
+        if len(left) + 4 <= _COLUMN:
+            first = next(lines)
+            yield f"  {self._bold(left)}{' ' * (_COLUMN - 2 - len(left))}{first.lstrip()}"
+        else:
+            yield f"  {self._bold(left)}"
+        yield from lines
+
+    def _heading(self, title: str) -> Iterator[str]:
+        yield ""
+        yield self._bold(f"{title}:")
+
+    def _wrapped(self, text: str, *, indent: int) -> Iterator[str]:
+        """The text in lines as wide as the page. Flags and numbers are never broken."""
+        space = " " * indent
+        yield from textwrap.wrap(
+            text,
+            self.width,
+            initial_indent=space,
+            subsequent_indent=space,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+
+    def _bold(self, text: str) -> str:
+        return f"\x1b[1m{text}\x1b[0m" if self.styled else text

@@ -1,8 +1,8 @@
-"""What became of the Megatron-LM flags that megacore does not take: plain data, for users whose scripts carry them.
+"""Megatron-LM flags that megacore does not accept, and what to use instead.
 
-A script that comes from Megatron-LM is refused with these lines instead of a guess at a similar name, and
-docs/coming-from-megatron.md lists the same. Flags with the same meaning are accepted under Megatron-LM's name and are
-not here: they are the fields' own names and aliases.
+A script that comes from Megatron-LM is refused with these lines instead of a guess at a similar name.
+docs/coming-from-megatron.md lists the same. Megatron-LM flags with the same meaning are accepted and not listed here:
+they are names and aliases of fields. megatron_values.py translates those with the same meaning in another form.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 REPLACED = {
     "--accumulate-allreduce-grads-in-fp32": "leave it out: gradients are accumulated and reduced in fp32",
     "--apply-query-key-layer-scaling": "leave it out: attention's softmax is computed in fp32",
-    "--attention-softmax-in-fp32": "leave it out: it always is",
+    "--attention-softmax-in-fp32": "leave it out: attention's softmax is always computed in fp32",
     "--bert-no-binary-head": "use pretrain_bert.py --sentence-task none",
     "--bf16": "use --precision bf16",
     "--bias-dropout-fusion": "leave it out: the implementation of each operation is chosen and reported",
@@ -29,7 +29,7 @@ REPLACED = {
     "--exit-signal-handler": "leave it out: SIGTERM and SIGINT always save and end the run",
     "--embed-layernorm": "use --embedding-layernorm",
     "--fp16": "use --precision fp16",
-    "--group-query-attention": "leave it out: --num-query-groups alone says so",
+    "--group-query-attention": "leave it out: --num-query-groups turns it on",
     "--log-memory-to-tensorboard": "leave it out: memory is always in metrics.jsonl",
     "--log-throughput": "leave it out: throughput is always logged",
     "--lr-decay-samples": "use --lr-decay-iters, which counts steps",
@@ -65,7 +65,7 @@ REPLACED = {
     "--use-rotary-position-embeddings": "use --position-embedding-type rope",
     "--vocab-file": "use --tokenizer PATH (a tokenizer.json, a directory that holds one, or a SentencePiece model)",
 }
-"""Flags that have another name here, or that nothing needs."""
+"""Flags that have another name here, or that megacore does not need."""
 
 _NOT_YET = """
     --apply-layernorm-1p --check-for-large-grads --check-for-spiky-loss --context-parallel-size --end-weight-decay
@@ -82,7 +82,7 @@ NOT_YET = frozenset(_NOT_YET.split())
 
 
 def advice(flag: str) -> str | None:
-    """What to do about a flag of Megatron-LM that is not taken; None for any other flag."""
+    """What to use instead of a flag of Megatron-LM that is not accepted; None for any other flag."""
     if flag in REPLACED:
         return f"is Megatron-LM's: {REPLACED[flag]}"
     if flag in NOT_YET:

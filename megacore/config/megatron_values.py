@@ -1,7 +1,7 @@
-"""Flags of Megatron-LM whose meaning megacore has under another form: each is translated exactly, or refused by name.
+"""Translates flags of Megatron-LM that mean the same in another form, exactly or not at all.
 
-Unlike an alias, such a flag says the same thing in other units or in another notation: layers of a virtual stage
-instead of the number of stages, or the same layout of a pipeline written with other letters.
+Unlike an alias, such a flag has other units or another notation: layers per virtual stage instead of the number of
+stages, or the layout of a pipeline in other letters.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _LONGEST_LAYOUT = 100_000
 
 @dataclass(frozen=True)
 class Translation:
-    """What a flag sets, by field.
+    """The fields that a flag sets.
 
     Attributes:
-        values: what it says.
-        implied: what follows, unless it is given.
+        values: what the flag says, by field.
+        implied: values that follow from it, by field, where nothing else sets them.
     """
 
     values: Mapping[str, Any]
@@ -31,7 +31,7 @@ class Translation:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a translation may depend on; None: impossible, which is reported elsewhere."""
+    """What a translation may depend on. None: an invalid value, which `validate` reports."""
 
     num_layers: int | None
     pp: int | None
@@ -48,15 +48,15 @@ class ForeignFlag:
 
 
 def translate(flag: str, words: Sequence[str], shape: Shape) -> Translation:
-    """What a flag of `FOREIGN` with its values means.
+    """Translates a flag of `FOREIGN` with its values.
 
     Args:
         flag: the flag.
-        words: its values, as they stand on the command line.
+        words: its values on the command line.
         shape: of the run.
 
     Raises:
-        ValueError: it has too few or too many values, or one that megacore cannot follow; with the way out.
+        ValueError: it has too few or too many values, or one that has no translation; the message names the way out.
     """
     foreign = FOREIGN[flag]
     if foreign.is_switch:
@@ -172,4 +172,4 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         is_switch=True,
     ),
 }
-"""Flags that are taken and translated."""
+"""The flags that are accepted and translated."""

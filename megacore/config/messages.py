@@ -1,7 +1,6 @@
-"""How a refusal says what would do instead.
+"""The parts of a message that name the way out: valid values, nearest multiples, the name that was probably meant.
 
-Lists of values, divisors, nearest multiples and the name that was probably meant, so that every message of config.py
-and cli.py reads alike: `--tp 3 must divide --num-attention-heads 16: use 1, 2, 4, 8 or 16`.
+All messages are built of them and read alike: `--tp 3 must divide --num-attention-heads 16: use 1, 2, 4, 8 or 16`.
 """
 
 from __future__ import annotations
@@ -23,33 +22,39 @@ def one_of(values: Sequence[object]) -> str:
 
 
 def divisors(n: int, *, near: int | None = None, most: int = 10) -> list[int]:
-    """The divisors of n in order; the `most` nearest ones where there are too many to read."""
+    """The divisors of n in order.
+
+    Args:
+        n: a positive number.
+        near: where there are too many divisors, those nearest to this are returned; None: nearest to n.
+        most: how many to return at most.
+    """
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    found = sorted({*small, *(n // d for d in small)})
-    if len(found) <= most:
-        return found
-    return sorted(sorted(found, key=lambda d: abs(d - (n if near is None else near)))[:most])
+    divisors = sorted({*small, *(n // d for d in small)})
+    if len(divisors) <= most:
+        return divisors
+    return sorted(sorted(divisors, key=lambda d: abs(d - (n if near is None else near)))[:most])
 
 
 def nearest_multiples(value: int, of: int) -> list[int]:
-    """The positive multiples of `of` just below and just above a value that is not one itself."""
+    """The positive multiples of `of` just below and just above a value that is not a multiple itself."""
     below = value // of * of
     return [m for m in (below, below + of) if m > 0]
 
 
-def nearest_name(given: str, known: Iterable[str]) -> str | None:
-    """The known name that `given` was probably meant to be, None where none is near."""
-    bare = {name.lower().lstrip("-"): name for name in known}  # dashes in front would count as likeness
-    asked = given.lower().lstrip("-")
-    near = difflib.get_close_matches(asked, bare, n=1, cutoff=0.6)
-    if not near and len(asked) >= 3:
-        near = sorted((name for name in bare if asked in name), key=len)
+def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
+    """The accepted name that `name` was probably meant to be, or None."""
+    bare = {candidate.lower().lstrip("-"): candidate for candidate in accepted}  # leading dashes would look similar
+    wanted = name.lower().lstrip("-")
+    near = difflib.get_close_matches(wanted, bare, n=1, cutoff=0.6)
+    if not near and len(wanted) >= 3:
+        near = sorted((candidate for candidate in bare if wanted in candidate), key=len)
     return bare[near[0]] if near else None
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """` (did you mean NAME?)`, empty where no known name is near."""
-    near = nearest_name(given, known)
+def did_you_mean(name: str, accepted: Iterable[str]) -> str:
+    """` (did you mean NAME?)`, or nothing if no accepted name is near."""
+    near = nearest_name(name, accepted)
     return f" (did you mean {near}?)" if near else ""
 
 

@@ -1,4 +1,4 @@
-"""What a configuration names on the disk and the disk does not have: asked on each machine, before torch is loaded."""
+"""The files and directories that a configuration names: asked on each machine, before torch is loaded."""
 
 from __future__ import annotations
 
@@ -7,51 +7,49 @@ import tempfile
 from pathlib import Path
 from typing import TypeGuard
 
-from megacore.config import Config
-from megacore.config.checkpoint_section import AUTO
 from megacore.config.messages import one_of
-from megacore.config.toml import unsuitable
+from megacore.config.schema import Config
+from megacore.config.sections import AUTO
+from megacore.config.toml import unreadable
 
-# What a run writes into its output directory beside the checkpoints' own directories.
+# What a run writes into its output directory beside the checkpoints' directories.
 _OUTPUT_FILES = ("config.toml", "metrics.jsonl", "trace.json", "latest", "writer.lock")
-_ROOM_FOR_FILES = (
-    100  # bytes of a path below it: step_00000100.2.tmp-0123abcd/momentum_buffer-pp100-tp100-dp100.safetensors
-)
+# Bytes of a path below the output directory, such as
+# step_00000100.2.tmp-0123abcd/momentum_buffer-pp100-tp100-dp100.safetensors.
+_ROOM_FOR_FILES = 100
 
 
 def missing_files(config: Config) -> list[str]:
-    """Names the input files that do not exist on this machine, and an output directory that cannot be one."""
+    """Names the input files that do not exist on this machine, and an output directory that cannot be written."""
     # os.path, because pathlib raises for a name that is too long.
     data = config.data
-    found = []
-    if _given(data.tokenizer) and not (os.path.isfile(data.tokenizer) or os.path.isdir(data.tokenizer)):
-        wrong = "is no file or directory" if os.path.exists(data.tokenizer) else "does not exist"
-        found.append(
-            f"--tokenizer {data.tokenizer} {wrong}: give a tokenizer.json, a directory that holds one, "
+    problems = []
+    if _is_set(data.tokenizer) and not (os.path.isfile(data.tokenizer) or os.path.isdir(data.tokenizer)):
+        state = "is no file or directory" if os.path.exists(data.tokenizer) else "does not exist"
+        problems.append(
+            f"--tokenizer {data.tokenizer} {state}: use a tokenizer.json, a directory that contains one, "
             "or a SentencePiece .model"
         )
     load, init = config.checkpoint.load, config.checkpoint.init_from_hf
-    if _given(load) and load != AUTO and not os.path.isdir(load):
-        found.append(f"--load {load} is not a directory: give a checkpoint directory, or leave --load out")
-    if _given(init) and "init_from_hf" not in config.foreign and not os.path.isdir(init):
-        found.append(f"--init-from-hf {init} is not a directory: give one with config.json and safetensors")
-    own = config.parallel.schedule_csv
-    if _given(own) and not os.path.isfile(own):
-        found.append(
-            f"--schedule-csv {own} is not a file: give a CSV with a row of computations for each pipeline rank"
-        )
-    elif _given(own) and (problem := unsuitable(own)):
-        found.append(f"--schedule-csv {own} {problem}: give a schedule with fewer microbatches")
+    if _is_set(load) and load != AUTO and not os.path.isdir(load):
+        problems.append(f"--load {load} is not a directory: use a checkpoint's directory, or leave --load out")
+    if _is_set(init) and "init_from_hf" not in config.unsupported and not os.path.isdir(init):
+        problems.append(f"--init-from-hf {init} is not a directory: use one with config.json and safetensors files")
+    schedule = config.parallel.schedule_csv
+    if _is_set(schedule) and not os.path.isfile(schedule):
+        problems.append(f"--schedule-csv {schedule} is not a file: use a CSV file with one row per pipeline rank")
+    elif _is_set(schedule) and (reason := unreadable(schedule)):
+        problems.append(f"--schedule-csv {schedule} {reason}: use a schedule with fewer microbatches")
     try:
         prefixes = data.blend()[0]
     except ValueError:  # validate reports it
         prefixes = ()
-    found += [problem for prefix in prefixes if _given(prefix) and (problem := _missing_dataset(prefix))]
-    return found + _output_problem(Path(config.training.output_dir))
+    problems += [problem for prefix in prefixes if _is_set(prefix) and (problem := _missing_dataset(prefix))]
+    return problems + _output_problem(Path(config.training.output_dir))
 
 
-def _given(path: str | None) -> TypeGuard[str]:
-    """Whether there is a path; that it is empty, `validate` reports."""
+def _is_set(path: str | None) -> TypeGuard[str]:
+    """Whether there is a path. `validate` reports an empty one."""
     return path is not None and bool(path.strip())
 
 
@@ -61,24 +59,28 @@ def _missing_dataset(prefix: str) -> str | None:
         return None
     stem, ext = os.path.splitext(prefix)
     if ext in (".bin", ".idx"):
-        return f"--data-path {prefix} must be a prefix, without the ending: use {stem}"
-    written = [f"{prefix}_text_{kind}" for kind in ("document", "sentence")]  # the names that preprocess_data gives
-    there = [name for name in written if os.path.isfile(name + ".idx")]
-    if there:
-        return f"--data-path {prefix} has no .bin and .idx: use {one_of(there)}"
+        return f"--data-path {prefix} must be a prefix without the suffix {ext}: use {stem}"
+    written = [f"{prefix}_text_{kind}" for kind in ("document", "sentence")]  # what preprocess_data.py names them
+    existing = [name for name in written if os.path.isfile(name + ".idx")]
+    if existing:
+        return f"--data-path {prefix} has no .bin and .idx: use {one_of(existing)}"
     names = " and ".join(prefix + ext for ext in missing)
-    return f"--data-path {prefix}: {names} not found: give the PREFIX of files that tools/preprocess_data.py wrote"
+    return f"--data-path {prefix}: {names} not found: use the PREFIX that tools/preprocess_data.py wrote"
 
 
 def _name_problem(directory: Path, existing: Path) -> str | None:
-    """Why no directory of this name can be made there, nor the files of a checkpoint in it."""
+    """Why the directory, or the files of a checkpoint in it, would have too long a name; None if not.
+
+    Args:
+        directory: the output directory.
+        existing: its nearest parent that exists, or itself.
+    """
     absolute = directory.absolute()
-    most = os.pathconf(existing, "PC_NAME_MAX")
+    longest_name = os.pathconf(existing, "PC_NAME_MAX")
     for name in absolute.relative_to(existing).parts:
-        if len(os.fsencode(name)) > most:
-            return f"{name[:20]}... has {len(os.fsencode(name))} bytes, and a name has at most {most} there"
-    longest = os.pathconf(existing, "PC_PATH_MAX") - _ROOM_FOR_FILES
-    if len(os.fsencode(absolute)) > longest:
+        if len(os.fsencode(name)) > longest_name:
+            return f"{name[:20]}... has {len(os.fsencode(name))} bytes, and a name may have at most {longest_name}"
+    if len(os.fsencode(absolute)) > os.pathconf(existing, "PC_PATH_MAX") - _ROOM_FOR_FILES:
         return f"its path has {len(os.fsencode(absolute))} bytes, which leaves no room for the files in it"
     return None
 
@@ -86,16 +88,16 @@ def _name_problem(directory: Path, existing: Path) -> str | None:
 def _output_problem(directory: Path) -> list[str]:
     existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.exists(p))
     if not existing.is_dir():
-        return [f"--output-dir {directory} cannot be made: {existing} is not a directory: choose another name"]
+        return [f"--output-dir {directory} cannot be created: {existing} is not a directory: choose another name"]
     if problem := _name_problem(directory, existing):
-        return [f"--output-dir {directory} cannot be made: {problem}: choose a shorter name"]
+        return [f"--output-dir {directory} cannot be created: {problem}: choose a shorter name"]
     try:
-        # Asked by doing: permission bits say nothing of root, of a read-only mount or of /proc.
+        # Only writing tells: permission bits say nothing about root, a read-only mount or /proc.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         return [
-            f"--output-dir {directory} cannot be written: {existing}: {error.strerror}: choose another place, "
+            f"--output-dir {directory} cannot be written: {existing}: {error.strerror}: choose another directory, "
             "or make this one writable"
         ]
     return [

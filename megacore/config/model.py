@@ -1,101 +1,104 @@
-"""The model's section of the configuration: its shape, and what its layers are made of.
+"""The model section: the shape of the transformer and what its layers are made of.
 
-The defaults are GPT-2. Every other family is a handful of changes (docs/models.md has them as a table, presets.py as
-data). A field is a flag, as in sections.py. What would be ignored is refused: a rotary base where positions are learned
-is a slip, and training for weeks without it is not what was meant.
+The defaults are GPT-2. Every other family is a few changes (docs/models.md has them as a table, presets.py as data). A
+flag that would have no effect is refused: a rotary base with learned positions is a mistake that would otherwise cost
+weeks of training.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from megacore.config.fields import Flag, Range, Section, flag
 from megacore.config.messages import divisors, nearest_multiples, one_of
 
-_LLAMA3 = ("rope_low_freq_factor", "rope_high_freq_factor")
-_SCALES = ("rope_scaling_factor", "rope_original_max_positions", *_LLAMA3)
+_LLAMA3_FIELDS = ("rope_low_freq_factor", "rope_high_freq_factor")
+_SCALING_FIELDS = ("rope_scaling_factor", "rope_original_max_positions", *_LLAMA3_FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """The transformer's shape, layers, initialisation and dropout."""
+    """The shape of the transformer, its layers, initialisation and dropout."""
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
-    """A named model: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl, llama-3.2-1b, llama-3-8b, qwen3-0.6b, mistral-7b,
-    pythia-160m, bloom-176b; gpt2-tiny for tests. It replaces the defaults of the shape, of --seq-length and, without
-    a tokenizer, of --vocab-size; a configuration file and flags are stronger."""
+    """Uses the shape of a named model, such as gpt2-small. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
+    llama-3.2-1b, llama-3-8b, qwen3-0.6b, mistral-7b, pythia-160m, bloom-176b; gpt2-tiny for tests. A preset replaces
+    the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size. A configuration file and flags
+    override it. Default: no preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
-    """Transformer blocks in the whole model. --pp need not divide it."""
+    """Number of transformer blocks in the whole model. It need not be a multiple of --pp."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
-    """Width of the residual stream; a multiple of --num-attention-heads, unless --kv-channels is given."""
+    """Width of the residual stream. A multiple of --num-attention-heads, unless --kv-channels is given."""
     num_attention_heads: Annotated[int, Range(1, 1_000_000)] = 12
-    """Attention heads of each block; a multiple of --tp."""
+    """Number of attention heads per block. A multiple of --tp."""
     num_query_groups: Annotated[int | None, Range(1, 1_000_000)] = None
-    """Key and value heads of each block, each shared by as many query heads (grouped-query attention); divides
-    --num-attention-heads, and divides or is a multiple of --tp. None: --num-attention-heads."""
+    """Grouped-query attention: number of key and value heads per block, each shared by several query heads. Divides
+    --num-attention-heads; divides --tp or is a multiple of it. Default: --num-attention-heads."""
     kv_channels: Annotated[int | None, Range(1, 1_000_000)] = None
-    """Size of an attention head. None: --hidden-size / --num-attention-heads."""
+    """Number of dimensions of an attention head. Default: --hidden-size / --num-attention-heads."""
     ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None
-    """Inner width of the feed-forward layer; a multiple of --tp. None: 4 x --hidden-size."""
+    """Inner width of the feed-forward layer. A multiple of --tp. Default: 4 x --hidden-size."""
     max_position_embeddings: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Longest context in tokens, and rows of the position table where positions are learned; at least --seq-length.
-    None: --seq-length."""
+    """Longest context in tokens. With learned positions it is the number of rows of the position table. At least
+    --seq-length. Default: --seq-length."""
     vocab_size: Annotated[int | None, Range(1, 100_000_000)] = None
-    """True size of the vocabulary, without padding; at least the tokenizer's. None: the tokenizer's."""
+    """Number of tokens in the vocabulary, without padding. At least the tokenizer's. Default: the tokenizer's."""
     make_vocab_size_divisible_by: Annotated[int, Range(1, 1_000_000)] = 128
-    """The vocabulary is padded in memory to a multiple of this times --tp; neither the loss nor a checkpoint sees
-    padding."""
+    """Pads the vocabulary in memory to a multiple of this times --tp. Padding never enters the loss or a
+    checkpoint."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    """Kind of the model's norms."""
+    """Type of the norms in every block."""
     norm_epsilon: Annotated[float, Range(above=0), Flag(("--layernorm-epsilon",))] = 1e-5
-    """Added to the variance in LayerNorm, and to the mean square in RMSNorm."""
+    """Epsilon: the term added to the variance in LayerNorm and to the mean square in RMSNorm."""
     norm_bias: bool = True
     """Gives LayerNorm a bias."""
     qk_layernorm: bool = False
-    """Normalises each head's query and key, with weights that all heads share."""
+    """Normalises the query and the key of each head. All heads share the norm's weights."""
     embedding_layernorm: bool = False
-    """A norm after the token embedding, as in BLOOM."""
+    """Adds a norm after the token embedding, as in BLOOM."""
     activation: Literal["gelu", "gelu-exact", "relu", "swiglu", "geglu", "geglu-exact"] = "gelu"
-    """Between the feed-forward layer's products. gelu is its tanh form, as in GPT-2; swiglu and geglu gate with
-    SiLU and GELU, and need a third matrix."""
+    """Activation of the feed-forward layer. gelu: the tanh approximation, as in GPT-2. gelu-exact: the erf form.
+    swiglu, geglu and geglu-exact: gated with SiLU, gelu or gelu-exact, which adds a third matrix."""
     disable_bias_linear: bool = False
-    """Linear layers without biases."""
+    """Removes the biases of linear layers."""
     add_qkv_bias: bool = False
-    """With --disable-bias-linear: the query, key and value projection keeps its bias, as in Qwen2."""
+    """Keeps the bias of the query, key and value projection with --disable-bias-linear, as in Qwen2."""
     parallel_residual: bool = False
-    """Attention and feed-forward layer both read the block's input and are added together, as in GPT-NeoX."""
+    """Computes attention and feed-forward layer from the same input and adds both to the residual, as in GPT-NeoX."""
     position_embedding_type: Literal["learned", "rope", "alibi", "none"] = "learned"
-    """How positions enter. learned: a table added to the embedding. rope: queries and keys are rotated. alibi: scores
-    fall with distance. none: not at all."""
+    """How the model encodes positions. learned: a table that is added to the embedding. rope: rotated queries and keys.
+    alibi: attention scores decrease with distance. none: no positions."""
     rotary_base: Annotated[float, Range(above=1)] = 10_000.0
     """Base of the rotary frequencies."""
     rotary_percent: Annotated[float, Range(above=0, high=1)] = 1.0
-    """Share of a head's dimensions that is rotated."""
+    """Share of a head's dimensions that is rotated, from 0 to 1."""
     rope_scaling: Literal["none", "linear", "dynamic", "llama3"] = "none"
-    """How rotary frequencies are stretched over longer contexts. linear: all by --rope-scaling-factor. dynamic: by the
-    length of the sequence beyond --rope-original-max-positions (NTK). llama3: the low ones alone."""
+    """Scaling of the rotary frequencies to contexts longer than the model was trained on. linear: divides all
+    frequencies by --rope-scaling-factor. dynamic: depends on the length of the sequence beyond
+    --rope-original-max-positions (NTK). llama3: scales only low frequencies."""
     rope_scaling_factor: Annotated[float, Range(1)] = 8.0
-    """How many times longer the context becomes."""
+    """Ratio of the scaled context to the original one."""
     rope_original_max_positions: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Context in tokens before it was stretched; --rope-scaling dynamic and llama3 need it."""
+    """Context in tokens before scaling. Default: none; --rope-scaling dynamic and llama3 require it."""
     rope_low_freq_factor: Annotated[float, Range(above=0)] = 1.0
-    """--rope-scaling llama3 stretches frequencies that turn fewer times than this over the original context."""
+    """--rope-scaling llama3 fully scales the frequencies that make fewer turns than this over the original context."""
     rope_high_freq_factor: Annotated[float, Range(above=0)] = 4.0
-    """--rope-scaling llama3 leaves frequencies that turn more times than this over the original context."""
+    """--rope-scaling llama3 does not scale the frequencies that make more turns than this over the original context."""
     window_size: Annotated[int | None, Range(1, 100_000_000)] = None
-    """A position sees its last so many positions alone, itself included. None: all before it."""
+    """Sliding window: each token attends only to the last N tokens, including itself. Default: no window; each token
+    attends to all tokens before it and to itself."""
     init_method_std: Annotated[float, Range(above=0)] = 0.02
-    """Standard deviation of the normal distribution that weights are drawn from; layers that write to the residual
-    stream divide it by sqrt(2 x --num-layers)."""
+    """Standard deviation of the normal distribution of the initial weights. Layers that write to the residual stream
+    divide it by sqrt(2 x --num-layers)."""
     hidden_dropout: Annotated[float, Range(0, below=1)] = 0.1
     """Dropout probability after the embedding and after each layer that writes to the residual stream. 0: off."""
     attention_dropout: Annotated[float, Range(0, below=1)] = 0.1
-    """Dropout probability of attention weights. 0: off."""
+    """Dropout probability of the attention weights. 0: off."""
     untie_embeddings_and_output_weights: bool = False
-    """Gives the output layer its own weights instead of the token embedding's."""
+    """Gives the output layer its own weights. Otherwise it shares those of the token embedding."""
 
     @property
     def head_size(self) -> int:
@@ -127,14 +130,26 @@ class ModelConfig(Section):
         """Whether the query, key and value projection has a bias."""
         return self.add_qkv_bias or not self.disable_bias_linear
 
-    def with_sizes(self, seq_length: int) -> ModelConfig:
-        """With every size that follows from others."""
-        return dataclasses.replace(
-            self,
+    def resolve(self, *, seq_length: int, vocab_size: int | None = None) -> ResolvedModel:
+        """This model with every size filled in.
+
+        Args:
+            seq_length: the longest context where `max_position_embeddings` is not given.
+            vocab_size: the size of the vocabulary where the field is not given.
+
+        Raises:
+            ValueError: the size of the vocabulary is known from neither.
+        """
+        vocab_size = vocab_size if self.vocab_size is None else self.vocab_size
+        if vocab_size is None:
+            raise ValueError("a model without a vocabulary size cannot be resolved")
+        return self.resolved_as(
+            ResolvedModel,
             num_query_groups=self.query_groups,
             kv_channels=self.head_size,
             ffn_hidden_size=self.inner_size,
             max_position_embeddings=self.max_position_embeddings or seq_length,
+            vocab_size=vocab_size,
         )
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
@@ -143,8 +158,8 @@ class ModelConfig(Section):
         yield from self._positions(wrong)
         if self.add_qkv_bias and not self.disable_bias_linear and not wrong & {"add_qkv_bias", "disable_bias_linear"}:
             yield (
-                "--add-qkv-bias has no effect without --disable-bias-linear, as every linear layer has a bias then: "
-                "leave it out, or give --disable-bias-linear"
+                "--add-qkv-bias has no effect without --disable-bias-linear, because every linear layer has a bias: "
+                "leave it out, or use --disable-bias-linear"
             )
 
     def _heads(self, wrong: frozenset[str]) -> Iterator[str]:
@@ -167,21 +182,21 @@ class ModelConfig(Section):
 
     @property
     def idle_fields(self) -> dict[str, str]:
-        """Fields that change nothing, each with the one that makes it so; asked of any values, possible or not."""
-        found = {"norm_bias": "normalization"} if self.normalization == "RMSNorm" else {}
+        """Fields that have no effect, each with the field that disables it. The values need not be valid."""
+        idle = {"norm_bias": "normalization"} if self.normalization == "RMSNorm" else {}
         if self.position_embedding_type != "rope":
-            names = ("rotary_base", "rotary_percent", "rope_scaling", *_SCALES)
-            return found | dict.fromkeys(names, "position_embedding_type")
-        idle = {"none": _SCALES, "linear": _SCALES[1:], "dynamic": _LLAMA3}.get(self.rope_scaling, ())
-        return found | dict.fromkeys(idle, "rope_scaling")
+            names = ("rotary_base", "rotary_percent", "rope_scaling", *_SCALING_FIELDS)
+            return idle | dict.fromkeys(names, "position_embedding_type")
+        unused = {"none": _SCALING_FIELDS, "linear": _SCALING_FIELDS[1:], "dynamic": _LLAMA3_FIELDS}
+        return idle | dict.fromkeys(unused.get(self.rope_scaling, ()), "rope_scaling")
 
     def _idle(self, wrong: frozenset[str]) -> Iterator[str]:
-        more = "llama3" if self.rope_scaling != "none" else "linear, dynamic or llama3"
-        needed = {"normalization": "LayerNorm", "position_embedding_type": "rope", "rope_scaling": more}
+        scalings = "llama3" if self.rope_scaling != "none" else "linear, dynamic or llama3"
+        needed = {"normalization": "LayerNorm", "position_embedding_type": "rope", "rope_scaling": scalings}
         for name, cause in self.idle_fields.items():
             if cause not in wrong:
-                beside, needs = f"{flag(cause)} {getattr(self, cause)}", f"{flag(cause)} {needed[cause]}"
-                yield from self.without_effect((name,), wrong, beside, needs)
+                given, needs = f"{flag(cause)} {getattr(self, cause)}", f"{flag(cause)} {needed[cause]}"
+                yield from self.without_effect((name,), wrong, given, needs)
 
     def _positions(self, wrong: frozenset[str]) -> Iterator[str]:
         scaling = self.rope_scaling
@@ -189,13 +204,14 @@ class ModelConfig(Section):
             return
         if scaling in ("dynamic", "llama3") and self.rope_original_max_positions is None:
             yield (
-                f"--rope-scaling {scaling} needs --rope-original-max-positions: give the context, in tokens, that the "
-                "model had before it was stretched"
+                f"--rope-scaling {scaling} needs --rope-original-max-positions: set it to the context in tokens "
+                "before scaling"
             )
-        if scaling == "llama3" and not wrong & {*_LLAMA3} and self.rope_low_freq_factor >= self.rope_high_freq_factor:
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if scaling == "llama3" and not wrong & {*_LLAMA3_FIELDS} and low >= high:
             yield (
-                f"--rope-low-freq-factor {self.rope_low_freq_factor:g} must be below --rope-high-freq-factor "
-                f"{self.rope_high_freq_factor:g}: use, for example, 1 and 4 (the defaults)"
+                f"--rope-low-freq-factor {low:g} must be below --rope-high-freq-factor {high:g}: "
+                "use, for example, 1 and 4 (the defaults)"
             )
         if not wrong & {"hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"}:
             yield from self._rotated()
@@ -213,17 +229,28 @@ class ModelConfig(Section):
         )
 
 
-# Fields that say how a model begins, is trained or held in memory, not what it computes.
-_NOT_THE_MODEL = frozenset(
+@dataclass(frozen=True, kw_only=True)
+class ResolvedModel(ModelConfig):
+    """A model whose sizes are all known: what `ModelConfig.resolve` returns."""
+
+    num_query_groups: int = field()
+    kv_channels: int = field()
+    ffn_hidden_size: int = field()
+    max_position_embeddings: int = field()
+    vocab_size: int = field()
+
+
+# Fields that say how a model is initialised, trained or held in memory, not what it computes.
+_NOT_ARCHITECTURE = frozenset(
     ("preset", "init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by")
 )
 
 
 def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
-    """Fields in which two resolved configurations are different models."""
-    names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _NOT_THE_MODEL]
+    """The fields in which two models with all sizes filled in compute different functions."""
+    names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _NOT_ARCHITECTURE]
     if "learned" not in (one.position_embedding_type, other.position_embedding_type):
-        names.remove("max_position_embeddings")  # a limit of use, not a size of a table
+        names.remove("max_position_embeddings")  # a limit of use, not the size of a table
     return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 

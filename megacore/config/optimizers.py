@@ -84,11 +84,11 @@ class AdamWConfig(OptimizerSettings):
     """Settings of --optimizer adamw."""
 
     adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
-    """Decay of AdamW's running mean of gradients."""
+    """Decay rate of AdamW's running mean of the gradients."""
     adam_beta2: Annotated[float, Range(0, below=1)] = 0.999
-    """Decay of AdamW's running mean of squared gradients."""
+    """Decay rate of AdamW's running mean of the squared gradients."""
     adam_eps: Annotated[float, Range(above=0)] = 1e-8
-    """Added to AdamW's denominator."""
+    """Epsilon: the term added to AdamW's denominator."""
 
     @property
     def state(self) -> tuple[StateKind, ...]:
@@ -100,7 +100,7 @@ class SGDConfig(OptimizerSettings):
     """Settings of --optimizer sgd."""
 
     sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
-    """Momentum of --optimizer sgd. 0: plain SGD."""
+    """Momentum of --optimizer sgd. 0: no momentum."""
 
     @property
     def state(self) -> tuple[StateKind, ...]:

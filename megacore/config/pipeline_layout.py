@@ -1,7 +1,7 @@
-"""A pipeline written out by hand: `E,10*t|11*t|9*t,H` says which layers each stage holds.
+"""Reads `--pipeline-layout`: `E,10*t|11*t|9*t,H` says which layers each stage holds.
 
-Stages are separated by `|` and their layers by commas: `E` the embedding, `t` a transformer block, `H` the head, each
-with a number and `*` in front for several. Parsed without torch: a mistake is refused before anything is loaded.
+Stages are separated by `|` and their layers by commas. `E` is the embedding, `t` a transformer block, `H` the head;
+`10*t` is ten blocks. No torch: a mistake is refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ _LAYERS = re.compile(r"(?:([0-9]{1,18})\*)?([EtH])")
 
 
 def parse_layout(text: str, *, stages: int, blocks: int) -> list[range]:
-    """Layer numbers of each stage, the embedding being 0 and the head the last.
+    """The layers of each stage by number: the embedding is layer 0, the head the last.
 
     Args:
         text: the layout.
-        stages: how many stages there must be.
-        blocks: how many blocks the model has.
+        stages: the number of stages of the pipeline.
+        blocks: the number of transformer blocks of the model.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: the layout is not valid; the message says why.
     """
     kinds: list[list[str]] = []
     for number, stage in enumerate(text.split("|")):
@@ -30,7 +30,7 @@ def parse_layout(text: str, *, stages: int, blocks: int) -> list[range]:
             if match is None:
                 raise ValueError(
                     f"stage {number}: {part.strip()!r} is not E, t or H, or a number of them: "
-                    "write, for example, E,2*t|2*t,H"
+                    "use, for example, E,2*t|2*t,H"
                 )
             count = int(match[1] or 1)
             if count > blocks + 2:  # embedding and head
@@ -41,14 +41,15 @@ def parse_layout(text: str, *, stages: int, blocks: int) -> list[range]:
         if not kinds[-1]:
             raise ValueError(f"stage {number} holds no layer")
     if len(kinds) != stages:
-        raise ValueError(f"it has {len(kinds)} stages, but there must be {stages} (--pp x --virtual-stages)")
+        raise ValueError(f"it has {len(kinds)} stages, but --pp x --virtual-stages is {stages}: write {stages} stages")
     order = [kind for stage in kinds for kind in stage]
     if order != ["E", *["t"] * (len(order) - 2), "H"]:
-        raise ValueError("the layers must be one E, then every t, then one H")
+        raise ValueError("the layers are not in order: write one E, then every t, then one H")
     if order.count("t") != blocks:
-        held = order.count("t")
+        written = order.count("t")
         raise ValueError(
-            f"it has {held} blocks, but --num-layers is {blocks}: use --num-layers {held}, or write {blocks} in all"
+            f"it has {written} blocks, but --num-layers is {blocks}: use --num-layers {written}, or write {blocks} "
+            "blocks"
         )
     ends = [sum(map(len, kinds[: number + 1])) for number in range(len(kinds))]
     return [range(end - len(stage), end) for end, stage in zip(ends, kinds, strict=True)]

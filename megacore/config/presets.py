@@ -1,20 +1,23 @@
-"""Named model shapes, as plain data: small differences from the defaults of ModelConfig.
+"""Named model shapes, as plain data: small differences from the defaults of ModelConfig and, for BERT, of --bert-style.
 
-`--preset NAME` fills the fields below; a configuration file and flags are stronger. `vocab_size` is taken only where no
-tokenizer is given, because a tokenizer knows its own. Sizes are those of the released weights; where these know longer
-contexts than they were mostly trained on, `seq_length` is the shorter.
+`--preset NAME` sets the fields below; a configuration file and flags override it. `vocab_size` applies only without a
+tokenizer, which has its own. Sizes are those of the released weights. Where these accept longer contexts than they were
+mostly trained on, `seq_length` is the shorter one.
 
 The GPT-2 family follows Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2; BLOOM Le
 Scao et al. 2022 (arXiv 2211.05100), Pythia Biderman et al. 2023 (arXiv 2304.01373), Mistral Jiang et al. 2023 (arXiv
 2310.06825), Llama 3 its team's report of 2024 (arXiv 2407.21783), Qwen3 its team's of 2025 (arXiv 2505.09388).
+bert-base and bert-large follow Devlin et al. (arXiv 1810.04805, section 3) with the released uncased vocabulary,
+modernbert-base Warner et al. (arXiv 2412.13663, table 4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megacore.config.bert_presets import BERT_PRESETS, Shape
 from megacore.config.messages import did_you_mean, one_of
+
+Shape = dict[str, int | float | bool | str]
 
 
 def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int) -> Shape:
@@ -121,12 +124,46 @@ GPT_PRESETS: dict[str, Shape] = {
     },
 }
 
+
+def _classic(num_layers: int, hidden_size: int, num_attention_heads: int) -> Shape:
+    return {
+        "bert_style": "classic",
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_attention_heads,
+        "seq_length": 512,
+        "max_position_embeddings": 512,
+        "vocab_size": 30522,
+    }
+
+
+BERT_PRESETS: dict[str, Shape] = {
+    "bert-tiny": {
+        **_classic(2, 64, 4),
+        "seq_length": 64,
+        "max_position_embeddings": 64,
+        "vocab_size": 512,
+    },  # for tests
+    "bert-base": _classic(12, 768, 12),  # 110M
+    "bert-large": _classic(24, 1024, 16),  # 335M
+    "modernbert-base": {  # 149M
+        "bert_style": "modern",
+        "num_layers": 22,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "ffn_hidden_size": 1152,
+        "seq_length": 1024,
+        "max_position_embeddings": 8192,
+        "vocab_size": 50368,
+    },
+}
+
 PRESETS = {**GPT_PRESETS, **BERT_PRESETS}
 
 
-def preset_problem(name: str, known: Mapping[str, Shape]) -> str:
-    """What is wrong with a name that is not among an entry point's presets."""
+def preset_problem(name: str, accepted: Mapping[str, Shape]) -> str:
+    """The message for a name that is not among the presets that an entry point accepts."""
     if name in PRESETS:
-        whose, program = ("GPT's", "pretrain_gpt.py") if name in GPT_PRESETS else ("BERT's", "pretrain_bert.py")
-        return f"--preset {name} is {whose}: use {one_of(list(known))}, or start {program} instead"
-    return f"--preset {name} is not known: use {one_of(list(known))}{did_you_mean(name, known)}"
+        owner, program = ("GPT's", "pretrain_gpt.py") if name in GPT_PRESETS else ("BERT's", "pretrain_bert.py")
+        return f"--preset {name} is {owner}: use {one_of(list(accepted))}, or start {program} instead"
+    return f"--preset {name} is not known: use {one_of(list(accepted))}{did_you_mean(name, accepted)}"

@@ -1,71 +1,87 @@
-"""The sections of a run's configuration: parallel, data, training and logging; model_section.py, update_sections.py and
-checkpoint_section.py have the rest.
+"""The sections of every run except the model: parallel, precision, data, optimizer, training, checkpoint, logging.
 
-A field is a flag (`num_layers` is `--num-layers`), the string under it is its help text, and its annotation holds its
-range and its other names. Each section checks itself in `constraints()`; what must hold between sections stands in
-config.py, which is also where the rest of the package imports these classes from. A size's upper bound is far beyond
-any use: a slip of the finger is refused, instead of making lists or tensors until the machine stands still.
+One frozen dataclass per section. A field is a flag (`num_workers` is `--num-workers`), the string under it is its help
+text, and its annotation holds its range and its aliases. Each section checks its own fields in `constraints()`;
+validation.py checks what must hold between sections. Upper bounds of sizes are far beyond any use: they refuse a typing
+error before it becomes a list or a tensor of that size.
+
+Help texts say first what the flag does. Where a default depends on other flags, the text ends with "Default: ...".
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Literal
 
-from megacore.config.fields import Flag, Range, Section
+from megacore.config.dimensions import degrees_of
+from megacore.config.fields import Choices, Flag, Range, Section
+from megacore.config.messages import number
+from megacore.config.optimizers import OPTIMIZERS
 
 MAX_SEED = 2**63 - 1
+AUTO = "auto"
+"""The value of `--load` that selects the newest checkpoint of the output directory, or a fresh start without one."""
+
+# Backward starts from the loss scale in fp32, where it must be neither 0 nor infinite.
+_LOSS_SCALES = Range(1e-37, 1e38)
+_FORMER_INITIAL_SCALE = 65536.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """How the processes share the work: --tp x --pp x --dp is the number of processes."""
+    """How the --tp x --pp x --dp processes share the work."""
 
     tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1
-    """Tensor-parallel degree: the ranks, neighbours of each other, that share each layer's weights."""
+    """Tensor-parallel degree: number of ranks that share the weights of each layer. They are neighbouring ranks."""
     pp: Annotated[int, Range(1), Flag(("--pipeline-model-parallel-size",))] = 1
-    """Pipeline-parallel degree: the stages that the layers are dealt out to; at most --num-layers."""
+    """Pipeline-parallel degree: number of ranks that the layers are divided over. At most --num-layers."""
     dp: Annotated[int | None, Range(1), Flag(("--data-parallel-size",))] = None
-    """Data-parallel degree: the replicas that share the batch. None: the number of processes / (--tp x --pp)."""
+    """Data-parallel degree: number of model replicas that share the batch. Default: the number of processes divided by
+    --tp x --pp."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
-    """Order of the pipeline's work. gpipe: all forwards first. interleaved: --virtual-stages thin stages a rank, and a
-    bubble that many times smaller. zero-bubble: weight gradients fill the bubble down to a third (ZB-H1)."""
+    """Pipeline schedule. gpipe: all forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b
+    over --virtual-stages smaller stages per rank, which divides the bubble by that number. zero-bubble: weight
+    gradients fill the bubble, which shrinks to about a third (ZB-H1)."""
     virtual_stages: Annotated[int, Range(1, 10_000)] = 1
-    """Stages that each pipeline rank holds; --schedule interleaved needs 2 or more."""
+    """Number of stages on each pipeline rank. --schedule interleaved needs 2 or more."""
     schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
-    """A schedule of your own instead of --schedule: a row a rank, a computation a cell (0F0,0F1,0B0,0B1)."""
+    """Reads the pipeline schedule from a CSV file instead of --schedule. The file has one row per rank and one
+    computation per cell (0F0,0F1,0B0,0B1). Default: no file."""
     pipeline_balance: Literal["parameters", "flops", "uniform"] = "parameters"
-    """What counts when layers are dealt out to stages: parameters, operations, or their number."""
+    """What the division of layers into stages balances: parameters, floating-point operations, or the number of
+    layers (uniform)."""
     pipeline_layout: Annotated[str | None, Flag(metavar="E,3*t|4*t,H")] = None
-    """Layers of each stage by hand: stages separated by |, their layers by commas, E the embedding, t a block, H the
-    head. None: balanced."""
+    """Layers of each stage, written out. Stages are separated by |, layers by commas: E is the embedding, t a
+    transformer block, H the head. Default: balanced as --pipeline-balance says."""
     zero_stage: Annotated[int, Range(0, 3)] = 0
-    """What the --dp ranks divide among themselves. 0: nothing. 1: optimizer state and master weights. 2: gradients too.
-    3: parameters too. No stage changes a result."""
+    """ZeRO stage: what the --dp ranks shard instead of replicating. 0: nothing. 1: optimizer state and master weights.
+    2: gradients too. 3: parameters too. The results are the same for every stage."""
     sequence_parallel: bool = False
-    """Splits norms, dropout and residuals along the sequence over --tp, which must divide --seq-length."""
+    """Sequence parallelism: norms, dropout and residuals are split along the sequence over the --tp ranks. --tp must
+    divide --seq-length."""
     offload_optimizer: bool = False
-    """Keeps master weights and moments in host memory and updates them there (ZeRO-Offload), while the device keeps
+    """ZeRO-Offload: master weights and optimizer moments stay in host memory and are updated there. The device keeps
     parameters and gradients."""
     bucket_size_mb: Annotated[float, Range(above=0, high=65536)] = 25.0
-    """Size of the buckets in which gradients are reduced and parameters gathered over --dp, in MiB; at most a quarter
-    of a stage. With more ranks than 16 they grow, so that each rank's share keeps 1 MiB, or 1/16 of this size if that
-    is less."""
+    """Size in MiB of the buckets in which gradients are reduced and parameters gathered over --dp. A bucket is never
+    larger than a quarter of a stage. With more than 16 ranks buckets grow, so that each rank's share keeps 1 MiB, or
+    1/16 of this size if that is less."""
     overlap_grad_reduce: bool = True
-    """Reduces gradients over --dp while backward goes on."""
+    """Reduces gradients over --dp during backward."""
     overlap_param_gather: bool = True
-    """Gathers updated parameters (--zero-stage 1, 2) while the next forward begins."""
+    """Gathers updated parameters during the next forward, with --zero-stage 1 or 2."""
     device: str = "auto"
-    """Where to compute: auto, cpu, cuda, or another accelerator by torch's name for it. auto: cuda where there is one,
-    else cpu. Communication is NCCL on cuda and gloo on cpu."""
+    """Device to compute on: auto, cpu, cuda, or torch's name of another accelerator. auto: cuda if available, else cpu.
+    The backend is NCCL on cuda and gloo on cpu."""
     distributed_timeout_minutes: Annotated[float, Range(0.05, 10080)] = 10.0
-    """Minutes that a collective waits for a missing rank before the run fails; at most a week."""
+    """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
 
     @property
     def may_split_backward(self) -> bool:
-        """Whether the schedule may ask for the gradients of inputs and weights apart."""
+        """Whether the schedule may compute the gradients of inputs and of weights separately."""
         return self.schedule == "zero-bubble" or self.schedule_csv is not None
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
@@ -76,13 +92,16 @@ class ParallelConfig(Section):
             layout = f"--pipeline-layout {self.pipeline_layout}"
             yield from self.without_effect(("pipeline_balance",), wrong, layout, "it without a layout")
         if not wrong & {"pp", "schedule", "virtual_stages", "schedule_csv"}:
-            yield from self._schedule()
+            yield from self._virtual_stages()
 
-    def _schedule(self) -> Iterator[str]:
-        schedule, virtual, own = self.schedule, self.virtual_stages, self.schedule_csv is not None
-        if schedule == "interleaved" and virtual == 1 and not own:
-            yield "--schedule interleaved needs several stages a rank: give --virtual-stages 2 or more, or use 1f1b"
-        if schedule != "interleaved" and virtual > 1 and not own:
+    def _virtual_stages(self) -> Iterator[str]:
+        schedule, virtual, from_file = self.schedule, self.virtual_stages, self.schedule_csv is not None
+        if schedule == "interleaved" and virtual == 1 and not from_file:
+            yield (
+                "--schedule interleaved needs several stages per rank: use --virtual-stages 2 or more, "
+                "or --schedule 1f1b"
+            )
+        if schedule != "interleaved" and virtual > 1 and not from_file:
             yield (
                 f"--virtual-stages {virtual} has no effect with --schedule {schedule}: "
                 "leave it out, or use --schedule interleaved"
@@ -92,29 +111,105 @@ class ParallelConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResolvedParallel(ParallelConfig):
+    """The parallel section of a run whose number of processes is known."""
+
+    dp: int = field()
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The number of ranks along each dimension of the mesh, by name, outermost first."""
+        return degrees_of(partial(getattr, self))
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return math.prod(self.degrees.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig(Section):
+    """Number formats, and the loss scale of fp16."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of parameters and activations. Master weights and optimizer moments are always fp32. Gradients are
+    accumulated in --grad-reduce-dtype."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format in which gradients are accumulated and reduced."""
+    loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
+    """Fixed loss scale for --precision fp16. Default: a dynamic loss scale."""
+    initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
+    """First value of the dynamic loss scale of --precision fp16. Default: 65536 times the number of microbatches in a
+    global batch, rounded up to a power of two, so that the mean loss of each microbatch is scaled by 65536 or more."""
+    min_loss_scale: Annotated[float, _LOSS_SCALES] = 1.0
+    """Smallest value of the dynamic loss scale. The run stops at an overflow that would halve it further."""
+    loss_scale_window: Annotated[int, Range(1)] = 1000
+    """Number of consecutive steps without overflow after which the loss scale doubles."""
+    hysteresis: Annotated[int, Range(1)] = 2
+    """Number of overflows after which the loss scale halves. Every further overflow halves it again, until it has
+    doubled once."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if "precision" in wrong:
+            return
+        if self.precision != "fp16":
+            scale = ("loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", *self._initial_scale_if_set())
+            yield from self.without_effect(scale, wrong, f"--precision {self.precision}", "--precision fp16")
+        elif self.loss_scale is not None and "loss_scale" not in wrong:
+            dynamic = ("min_loss_scale", "loss_scale_window", "hysteresis", *self._initial_scale_if_set())
+            fixed = f"--loss-scale {number(self.loss_scale)}, which is fixed"
+            yield from self.without_effect(dynamic, wrong, fixed, "a dynamic loss scale, without --loss-scale")
+            return
+        if self.initial_loss_scale is not None and self.initial_loss_scale < self.min_loss_scale:
+            yield (
+                f"--initial-loss-scale {number(self.initial_loss_scale)} must be at least --min-loss-scale "
+                f"{number(self.min_loss_scale)}: use --initial-loss-scale {number(self.min_loss_scale)} or more"
+            )
+
+    def _initial_scale_if_set(self) -> tuple[str, ...]:
+        """The field of the first loss scale, unless it is the former default, which every config.toml of 0.1.0 has."""
+        return () if self.initial_loss_scale == _FORMER_INITIAL_SCALE else ("initial_loss_scale",)
+
+    def with_initial_scale(self, microbatches: int) -> PrecisionConfig:
+        """This section with the first value of a dynamic loss scale; other loss scales have none.
+
+        The loss is the mean over the global batch. The gradients of one microbatch are therefore smaller than those of
+        its own mean loss by the number of microbatches. The usual 2^16 is meant for the mean of one microbatch.
+
+        Args:
+            microbatches: the number of microbatches in a global batch, over all replicas.
+        """
+        if self.precision != "fp16" or self.loss_scale is not None or self.initial_loss_scale is not None:
+            return self
+        scale = 65536.0 * (1 << (microbatches - 1).bit_length())
+        return replace(self, initial_loss_scale=max(scale, self.min_loss_scale))
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """What the model reads."""
+    """The training data, its split, and how it is loaded."""
 
     data_path: Annotated[tuple[str, ...], Flag(metavar="PREFIX...")] = ()
-    """Prefix of the preprocessed dataset (PREFIX.bin and PREFIX.idx); several for a blend in proportion to their
-    tokens, or WEIGHT PREFIX WEIGHT PREFIX ... for a weighted one."""
+    """Prefix of the preprocessed dataset, which is PREFIX.bin and PREFIX.idx. Several prefixes are blended in
+    proportion to their numbers of tokens; WEIGHT PREFIX WEIGHT PREFIX ... sets the weights."""
     split: Annotated[str, Flag(metavar="A,B,C")] = "949,50,1"
-    """Shares of the documents for training, validation and test, in any unit; missing ones are 0."""
+    """Shares of the documents for training, validation and test. Any unit; a missing share is 0."""
     tokenizer: Annotated[str | None, Flag(("--tokenizer-model",), metavar="PATH")] = None
-    """A tokenizer.json, a directory that holds one (also a transformers directory), or a SentencePiece .model."""
+    """Path of the tokenizer. It is a tokenizer.json, a directory that contains one (such as a transformers directory),
+    or a SentencePiece .model file. Default: no tokenizer; --vocab-size must be given."""
     seq_length: Annotated[int, Range(1, 100_000_000)] = 1024
-    """Tokens of one sample."""
+    """Number of tokens in a sample."""
     mock_data: bool = False
-    """Trains on generated tokens instead of a dataset; needs --vocab-size or --tokenizer."""
+    """Trains on generated tokens instead of a dataset. Needs --vocab-size or --tokenizer."""
     num_workers: Annotated[int, Range(0, 64)] = 0
-    """Processes a rank that prepare batches ahead. 0: in the training process itself."""
+    """Number of processes per rank that prepare batches in advance. 0: the training process prepares them itself."""
     data_cache_path: Annotated[str | None, Flag(metavar="DIR")] = None
-    """Directory of the sample index files. None: a cache directory beside each dataset."""
+    """Directory for the cached sample indices. Default: a directory named cache beside each dataset."""
     eod_mask_loss: bool = False
-    """Leaves the end-of-document tokens of the input out of the loss; needs --tokenizer."""
+    """Excludes the loss at end-of-document tokens of the input. Needs --tokenizer."""
 
     def blend(self) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-        """The prefixes of --data-path and their weights, None where none are given.
+        """The prefixes of --data-path, and their weights or None.
 
         Raises:
             ValueError: weights and prefixes do not alternate, or a weight is not a positive number.
@@ -128,32 +223,32 @@ class DataConfig(Section):
                 f"--data-path {' '.join(path)} mixes weights and prefixes: "
                 "use WEIGHT PREFIX WEIGHT PREFIX ..., or prefixes only"
             )
-        good = tuple(w for w in weights if w is not None and math.isfinite(w) and w > 0)
-        if len(good) < len(weights):
+        positive = tuple(w for w in weights if w is not None and math.isfinite(w) and w > 0)
+        if len(positive) < len(weights):
             raise ValueError(
                 f"--data-path {' '.join(path)} has a weight that is not above 0: "
                 "leave that dataset out, or give it a positive weight"
             )
-        return path[1::2], good
+        return path[1::2], positive
 
     def split_shares(self) -> tuple[float, float, float]:
         """The shares of training, validation and test, which sum to 1.
 
         Raises:
-            ValueError: --split is not one to three non-negative numbers, of which the first is positive.
+            ValueError: --split is not one to three non-negative numbers, or its first number is 0.
         """
-        shares = [_as_number(part) for part in self.split.split(",")]
-        good = [s for s in shares if s is not None and math.isfinite(s) and s >= 0]
-        if len(good) != len(shares) or len(good) > 3:
+        numbers = [_as_number(part) for part in self.split.split(",")]
+        shares = [s for s in numbers if s is not None and math.isfinite(s) and s >= 0]
+        if len(shares) != len(numbers) or len(shares) > 3:
             raise ValueError(
                 f"--split {self.split} must be one to three numbers of 0 or more, separated by commas: "
                 "use, for example, 949,50,1"
             )
-        if good[0] <= 0:
+        if shares[0] <= 0:
             raise ValueError(
                 f"--split {self.split} leaves nothing to train on: make the first number positive, for example 949,50,1"
             )
-        train, valid, test = (s / sum(good) for s in [*good, 0.0, 0.0][:3])
+        train, valid, test = (s / sum(shares) for s in [*shares, 0.0, 0.0][:3])
         return train, valid, test
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
@@ -166,55 +261,110 @@ class DataConfig(Section):
         if self.mock_data and self.data_path:
             yield f"--mock-data and --data-path {' '.join(self.data_path)} exclude each other: leave one of them out"
         if not self.mock_data and not self.data_path and not wrong & {"data_path", "mock_data"}:
-            yield "--data-path is missing: give the PREFIX that tools/preprocess_data.py wrote, or --mock-data"
+            yield "--data-path is missing: use the PREFIX that tools/preprocess_data.py wrote, or --mock-data"
         if self.eod_mask_loss and self.tokenizer is None and not wrong & {"eod_mask_loss", "tokenizer"}:
-            yield "--eod-mask-loss needs the end-of-document token: give --tokenizer, or leave --eod-mask-loss out"
+            yield "--eod-mask-loss needs the end-of-document token: use --tokenizer PATH, or leave --eod-mask-loss out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """The optimizer, its learning-rate schedule, weight decay and clipping."""
+
+    optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
+    """Optimizer; each has a section of settings. adamw: Adam with decoupled weight decay. sgd: stochastic gradient
+    descent with --sgd-momentum."""
+    lr: Annotated[float, Range(above=0)] = 3e-4
+    """Peak learning rate, reached at the end of the warm-up."""
+    min_lr: Annotated[float, Range(0)] = 0.0
+    """Learning rate at the end of the decay. At most --lr."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """Shape of the learning rate's decay from --lr to --min-lr. WSD: constant, then a decay over the last
+    --lr-wsd-decay-iters steps."""
+    lr_decay_iters: Annotated[int | None, Range(1)] = None
+    """Step at which the decay ends, counted from the start of the warm-up. Default: --train-iters."""
+    lr_warmup_iters: Annotated[int, Range(0)] = 0
+    """Number of steps over which the learning rate rises linearly from 0 to --lr. 0: no warm-up."""
+    lr_wsd_decay_iters: Annotated[int | None, Range(1)] = None
+    """Number of steps of the final decay of --lr-decay-style WSD. Default: none; WSD requires it."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    """Shape of the final decay of --lr-decay-style WSD."""
+    weight_decay: Annotated[float, Range(0)] = 0.01
+    """Weight decay of matrices. Biases and norm weights are not decayed. 0: off."""
+    clip_grad: Annotated[float, Range(0)] = 1.0
+    """Gradient clipping: gradients are scaled down so that their global 2-norm is at most this. 0: no clipping."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        lr, min_lr = number(self.lr), number(self.min_lr)
+        if not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
+            yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
+        if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
+            return
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
+            yield (
+                "--lr-decay-style WSD needs the length of its final decay: "
+                "use --lr-wsd-decay-iters, for example with a tenth of --train-iters"
+            )
+        if self.lr_decay_style != "WSD" and self.lr_wsd_decay_iters is not None:
+            yield (
+                f"--lr-wsd-decay-iters {self.lr_wsd_decay_iters} has no effect with --lr-decay-style "
+                f"{self.lr_decay_style}: leave it out, or use --lr-decay-style WSD"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedOptimizer(OptimizerConfig):
+    """The optimizer section of a run whose length is known."""
+
+    lr_decay_iters: int = field()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
-    """The training loop: batches, length, evaluation, and where results go."""
+    """Batch sizes, number of steps, evaluation, recomputation, loss, and the output directory."""
 
     micro_batch_size: Annotated[int, Range(1, 1_000_000)] = 1
-    """Samples of one forward pass on one data-parallel replica."""
+    """Number of samples in a microbatch: one forward pass of one replica."""
     global_batch_size: Annotated[int | None, Range(1, 1_000_000)] = None
-    """Samples of one step over all replicas; a multiple of --micro-batch-size x --dp. None: one microbatch a
-    replica."""
+    """Number of samples per step over all replicas. A multiple of --micro-batch-size x --dp. Default:
+    --micro-batch-size x --dp, one microbatch per replica."""
     train_iters: Annotated[int, Range(1)]
-    """Steps to train, counted from the start of the run."""
+    """Number of training steps, counted from the start of the run, before any resume."""
     seed: Annotated[int, Range(0, MAX_SEED)] = 1234
-    """Seed of initial weights, dropout and data order. Two runs with the same seed and layout are bitwise equal on
-    CPUs; on cuda with --reproducible only."""
+    """Seed of the initial weights, dropout and data order. Two runs with the same seed and layout are bitwise equal on
+    CPUs; on cuda only with --reproducible."""
     reproducible: bool = False
-    """Makes losses and weights bitwise the same for every --pp, --dp, --zero-stage and schedule, with the same
-    --micro-batch-size and --tp. Slower, and gradients take 8 bytes while they are added up."""
+    """Makes losses and weights bitwise equal for every --pp, --dp, --zero-stage and schedule, with the same
+    --micro-batch-size and --tp. Slower; a gradient takes 8 bytes while it is summed."""
     eval_interval: Annotated[int, Range(0)] = 1000
-    """Steps between evaluations on the validation split. 0: no evaluation."""
+    """Number of steps between evaluations on the validation split. 0: no evaluation."""
     eval_iters: Annotated[int, Range(1)] = 100
-    """Global batches of one evaluation. To turn evaluation off, use --eval-interval 0."""
+    """Number of global batches per evaluation. --eval-interval 0 turns evaluation off."""
     output_dir: Annotated[str, Flag(("--save",), metavar="DIR")] = "output"
-    """Directory for checkpoints, metrics.jsonl and the resolved config.toml; made where it does not exist."""
+    """Output directory for checkpoints, metrics.jsonl and the resolved config.toml. Created if it does not exist."""
     max_bad_steps: Annotated[int, Range(1)] = 10
-    """Steps in a row with a loss or gradient that is not finite after which the run stops. Each of them leaves the
-    weights as they were. Where the loss scale is dynamic only the loss counts."""
+    """Stops the run after this many consecutive bad steps. A step is bad if its loss or gradient is not finite; it
+    leaves the weights unchanged. With a dynamic loss scale only the loss counts."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What is computed again in backward instead of kept. selective: attention between its projections. full: whole
-    blocks, of which only the input is kept. No choice changes a bit of the result."""
+    """Activation recomputation: what backward computes again instead of keeping it in memory. selective: attention
+    between its projections. full: whole transformer blocks, of which only the input is kept. The results are bitwise
+    the same."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
-    """Blocks of each pipeline stage, from its first, that --recompute full applies to. None: all."""
+    """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
+    of them."""
     attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
-    """How attention is computed. sdpa: torch's fused operator. fused-softmax: scores, softmax and mix one after the
-    other, which keeps the weights in memory. auto: sdpa."""
+    """Implementation of attention. sdpa: torch's fused operator. fused-softmax: separate score, softmax and value
+    products, which keep the attention weights in memory. auto: sdpa."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """Implementation of norms, activations, softmax and cross-entropy. auto: Triton on cuda where it is installed, else
-    plain torch."""
+    """Implementation of norms, activations, softmax and cross-entropy. auto: triton on cuda if it is installed, else
+    torch."""
     label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
-    """Share of the target probability that is spread evenly over the vocabulary. 0: off. Evaluations leave it
-    out."""
+    """Label smoothing: share of the target probability that is spread evenly over the vocabulary. 0: off. Evaluations
+    do not use it."""
     z_loss: Annotated[float, Range(0)] = 0.0
-    """Weight of the squared log-normaliser of the softmax in the loss. 0: off. Evaluations leave it out."""
+    """Weight of the z-loss, the square of the softmax's log-normaliser, in the training loss. 0: off. Evaluations do
+    not use it."""
     memory_check: bool = True
-    """Refuses, before anything is allocated, a run that by formula needs more memory than there is, and says what would
+    """Refuses a run that by formula needs more memory than there is, before anything is allocated, and says what would
     fit (docs/memory.md)."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
@@ -226,22 +376,68 @@ class TrainingConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResolvedTraining(TrainingConfig):
+    """The training section of a run whose number of processes is known."""
+
+    global_batch_size: int = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """What a run starts from, when it saves and ends, and which checkpoints it keeps."""
+
+    load: Annotated[str | None, Flag(metavar="DIR|auto")] = None
+    """Resumes from a checkpoint. DIR: the directory of a checkpoint, or the output directory of a run, for its newest
+    intact checkpoint. auto: the newest intact checkpoint in --output-dir, or a fresh start if there is none. Default: a
+    fresh start."""
+    init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Starts from the weights of a Hugging Face transformers directory. Its config.json sets the shape of the model; a
+    flag that contradicts it is refused. Default: weights drawn from --seed."""
+    save_interval: Annotated[int | None, Range(1)] = None
+    """Number of steps between checkpoints. Default: only at the end of the run."""
+    keep_last: Annotated[int | None, Range(1)] = None
+    """Number of newest checkpoints to keep. Older ones are deleted after a newer one is published. Default: keep
+    all."""
+    keep_every: Annotated[int | None, Range(1)] = None
+    """Keeps every checkpoint whose step is a multiple of this, in addition to --keep-last, which it needs. Default:
+    keep only those of --keep-last."""
+    async_save: bool = False
+    """Saves in the background. Training waits only while the state is copied to host memory."""
+    on_save_error: Literal["stop", "warn"] = "stop"
+    """What to do when a checkpoint or a line of metrics.jsonl cannot be written. stop: all ranks stop. warn: log a
+    warning and continue, except for the last checkpoint of the run."""
+    exit_interval: Annotated[int | None, Range(1)] = None
+    """Saves and ends the run at the first step that is a multiple of this. Default: end at --train-iters."""
+    exit_duration_minutes: Annotated[float | None, Range(above=0), Flag(("--exit-duration-in-mins",))] = None
+    """Saves and ends the run after the first step that finishes this many minutes after its start. Default: no
+    limit."""
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.keep_every is not None and self.keep_last is None and not wrong & {"keep_every", "keep_last"}:
+            yield (
+                f"--keep-every {self.keep_every} has no effect without --keep-last, because every checkpoint is kept: "
+                "leave it out, or use --keep-last"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section):
-    """What is reported while training."""
+    """What is logged during training, and how often."""
 
     log_interval: Annotated[int, Range(1)] = 10
-    """Steps between log lines and between lines of metrics.jsonl."""
+    """Number of steps between log lines, and between lines of metrics.jsonl."""
     trace: bool = False
-    """Write OUTPUT_DIR/trace.json: what every rank did in the steps after the first, for Perfetto and draw_schedule."""
+    """Writes OUTPUT_DIR/trace.json, a timeline of what every rank does in the steps after the first. Perfetto and
+    tools/draw_schedule.py read it."""
     trace_steps: Annotated[int | None, Range(1)] = None
-    """Steps that --trace takes. None: 3."""
+    """Number of steps that --trace records. Default: 3."""
     peak_tflops: Annotated[float | None, Range(above=0)] = None
-    """Peak of one device in TFLOP/s, dense and in the format of --precision, of which the reported MFU is a share.
-    None: the data sheet's, where the device is a known one."""
+    """Peak speed of one device in TFLOP/s, dense and in the format of --precision. The reported MFU is a share of it.
+    Default: that of the data sheet, for a known device."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"trace", "trace_steps"} and self.trace_steps is not None and not self.trace:
-            yield f"--trace-steps {self.trace_steps} has no effect without --trace: leave it out, or give --trace"
+            yield f"--trace-steps {self.trace_steps} has no effect without --trace: leave it out, or use --trace"
 
 
 def _as_number(text: str) -> float | None:

@@ -1,8 +1,8 @@
-"""The TOML form of a configuration: one table a section ([model], [parallel], ...), keys as fields.
+"""The TOML form of a configuration: one table per section ([model], [parallel], ...), keys named as the fields.
 
-Reading collects every problem with its place in the file; writing is atomic, and what is written reads back equal. A
-key has one name and one table: dashes, aliases and keys outside their table are refused with the right spelling, so
-that two files that mean the same look the same.
+Reading collects every problem with its line in the file. Writing is atomic, and what is written reads back equal. A key
+has one name and one table: dashes, aliases and keys outside their table are refused with the right spelling, so that
+two files with the same meaning look the same.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 import tomli_w
 
 import megacore
-from megacore.config import Config, sections_of
 from megacore.config.fields import FieldInfo, field_infos
 from megacore.config.flags import Given, all_fields
 from megacore.config.messages import did_you_mean, nearest_name, one_of
+from megacore.config.schema import Config, sections_of
 
 _HEADER = """\
 # megacore {version}: the resolved configuration of a run. Give it back with --config, and override it with flags.
@@ -41,7 +41,7 @@ _EXPECTED = {
 
 
 def save_toml(config: Config, path: str | Path) -> None:
-    """Writes a configuration so that `--config PATH` gives an equal one. The file appears whole or not at all."""
+    """Writes a configuration so that `--config PATH` reads an equal one. The file is replaced atomically."""
     path = Path(path)
     tables = {
         name: {key: value for key, value in dataclasses.asdict(getattr(config, name)).items() if value is not None}
@@ -57,7 +57,7 @@ def save_toml(config: Config, path: str | Path) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # a full disk is met without a name
+        if error.errno is not None and error.filename is None:  # the error of a full disk names no file
             error.filename = str(path)
         raise
     finally:
@@ -65,62 +65,68 @@ def save_toml(config: Config, path: str | Path) -> None:
 
 
 def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:
-    """Reads the values of a TOML file of a kind of configuration by field, with every problem in it."""
-    given = Given(unread=set(all_fields(kind)))  # until the file is read, nobody knows what it meant to give
+    """Reads the values of a TOML file by field, and every problem in it.
+
+    Args:
+        path: the file.
+        kind: the kind of configuration that it holds.
+    """
+    given = Given(unread=set(all_fields(kind)))  # until the file is read, it may set any of them
     try:
-        if problem := unsuitable(path):
-            given.problems.append(f"--config {path} {problem}: give an existing TOML file")
+        if problem := unreadable(path):
+            given.problems.append(f"--config {path} {problem}: use an existing TOML file")
             return given
         text = Path(path).read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         tables = tomllib.loads(text)
     except OSError as error:
-        given.problems.append(f"--config {path} cannot be read: {error.strerror}: give an existing TOML file")
+        given.problems.append(f"--config {path} cannot be read: {error.strerror}: use an existing TOML file")
         return given
     except (ValueError, RecursionError) as error:
         given.problems.append(f"--config {path} is not valid TOML: {error}")
         return given
     given.unread = set()
     for name, table in tables.items():
+        where = partial(_where, path, text)
         if name not in sections_of(kind):
-            given.problems.append(f"{_place(path, text, None, name)}: {_unknown_table(kind, name, table)}")
-            given.unread |= (
-                {_meant(kind, name)} if not isinstance(table, dict) else set(all_fields(kind)) & table.keys()
-            )
+            given.problems.append(f"{where(None, name)}: {_unknown_table(kind, name, table)}")
+            fields = set(all_fields(kind)) & table.keys() if isinstance(table, dict) else {_nearest_field(kind, name)}
+            given.unread |= fields
         elif not isinstance(table, dict):
-            given.problems.append(
-                f"{_place(path, text, None, name)}: {name} is a table: write [{name}] on its own line"
-            )
+            given.problems.append(f"{where(None, name)}: {name} is a table: write [{name}] on a line of its own")
         else:
             for key, value in table.items():
-                _read_key(given, kind, partial(_place, path, text, name, key), (name, key), value)
+                _read_key(given, kind, partial(where, name, key), (name, key), value)
     return given
 
 
-def unsuitable(path: str | Path) -> str | None:
-    """Why a path is no small file, whose reading would not end or take all memory; None where it is one.
+def unreadable(path: str | Path) -> str | None:
+    """Why a path must not be read: it is not a regular file, or so large that it would fill the memory.
+
+    Returns:
+        The reason, or None for a small regular file.
 
     Raises:
-        OSError: there is nothing of that name, or it cannot be asked.
+        OSError: the path does not exist, or its status cannot be read.
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         return "is a directory" if stat.S_ISDIR(status.st_mode) else "is not a regular file"
     if status.st_size > _LARGEST_BYTES:
-        return f"has {status.st_size:,} bytes, more than the {_LARGEST_BYTES:,} that are read"
+        return f"has {status.st_size:,} bytes, more than the limit of {_LARGEST_BYTES:,}"
     return None
 
 
-def _read_key(given: Given, kind: type[Config], place: Callable[[], str], name: tuple[str, str], value: Any) -> None:
+def _read_key(given: Given, kind: type[Config], where: Callable[[], str], name: tuple[str, str], value: Any) -> None:
     table, key = name
     info = _field(kind, table, key)
     if info is None:
-        given.problems.append(f"{place()}: [{table}] {_unknown_key(kind, key)}")
-        given.unread.add(_meant(kind, key))
+        given.problems.append(f"{where()}: [{table}] {_unknown_key(kind, key)}")
+        given.unread.add(_nearest_field(kind, key))
         return
     try:
         given.values[key] = _converted(value, info)
     except (TypeError, OverflowError):
-        given.problems.append(f"{place()}: [{table}] {key} = {_shown(value)} must be {_EXPECTED[info.kind]}")
+        given.problems.append(f"{where()}: [{table}] {key} = {_shown(value)} must be {_EXPECTED[info.kind]}")
         given.unread.add(key)
 
 
@@ -132,7 +138,7 @@ def _field(kind: type[Config], table: str, key: str) -> FieldInfo | None:
 
 
 def _converted(value: Any, info: FieldInfo) -> Any:
-    """The value in its field's type; only a whole number for a number, and an array for a tuple, are converted.
+    """The value in its field's type. Only an integer to a float and an array to a tuple are converted.
 
     Raises:
         TypeError: the value has another type.
@@ -157,16 +163,16 @@ def _unknown_table(kind: type[Config], name: str, value: Any) -> str:
 
 
 def _unknown_key(kind: type[Config], key: str) -> str:
-    meant = _meant(kind, key)
-    if meant not in all_fields(kind):
+    name = _nearest_field(kind, key)
+    if name not in all_fields(kind):
         return f"{key} is not a key: docs/configuration.md lists them"
-    if meant == key:
+    if name == key:
         return f"{key} belongs under [{_table_of(kind, key)}]"
-    return f"{key} is not a key: did you mean {meant}, under [{_table_of(kind, meant)}]?"
+    return f"{key} is not a key: did you mean {name}, under [{_table_of(kind, name)}]?"
 
 
-def _meant(kind: type[Config], key: str) -> str:
-    """The field that a key with dashes, an alias or a misspelt key stands for; the key itself where none is near."""
+def _nearest_field(kind: type[Config], key: str) -> str:
+    """The field that a key with dashes, an alias or a misspelt key probably means; the key itself if none is near."""
     spellings = {
         name.removeprefix("--").replace("-", "_"): i.name for i in all_fields(kind).values() for name in i.flags
     }
@@ -179,16 +185,16 @@ def _table_of(kind: type[Config], key: str) -> str:
     return next(name for name, section in sections_of(kind).items() if key in field_infos(section))
 
 
-def _place(path: str | Path, text: str, table: str | None, key: str) -> str:
-    """`FILE line 7`, or only the file where the line is written in an unusual way."""
+def _where(path: str | Path, text: str, table: str | None, key: str) -> str:
+    """`FILE line 7`, or only the file if the line is written in an unusual way."""
     current = None
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[+\s*\"?([^\]\"]+?)\"?\s*\]", line):
             current = header[1]
-            found = table is None and current == key
+            is_key = table is None and current == key
         else:
-            found = current == table and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line) is not None
-        if found:
+            is_key = current == table and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line) is not None
+        if is_key:
             return f"{path} line {number}"
     return str(path)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from megacore.checkpoint.tensor_file import read_tensor
-from megacore.config import ModelConfig, known
+from megacore.config import ResolvedModel
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import HFModel, open_model
 from megacore.convert.hf_directory import carried_tokenizer
@@ -97,7 +97,7 @@ def compare(hf: Path, checkpoint: Path, tokens: Tensor, *, rounded: torch.dtype 
     )
 
 
-def check_tokens(config: ModelConfig, tokenizer: Path | None, file: Path | None) -> Tensor:
+def check_tokens(config: ResolvedModel, tokenizer: Path | None, file: Path | None) -> Tensor:
     """Token ids to compare on, [1, s].
 
     Args:
@@ -114,7 +114,7 @@ def check_tokens(config: ModelConfig, tokenizer: Path | None, file: Path | None)
             text = file.read_bytes()[: 64 * _MOST_TOKENS].decode("utf-8", "ignore")
         except OSError as error:
             raise DataError(f"--check-tokens {file} cannot be read: {error.strerror}") from None
-    vocabulary, most = known(config.vocab_size), _most_tokens(config)
+    vocabulary, most = config.vocab_size, _most_tokens(config)
     found = carried_tokenizer(tokenizer)
     ids = list(text.encode()) if found is None else found.encode(text)
     if file is None and len(ids) < _FEWEST_TOKENS:  # to this tokenizer the text is hardly more than one unknown word
@@ -127,24 +127,24 @@ def check_tokens(config: ModelConfig, tokenizer: Path | None, file: Path | None)
     return torch.tensor([ids])
 
 
-def _limit(config: ModelConfig) -> int:
+def _limit(config: ResolvedModel) -> int:
     """The distance at which the model computes something else: a window's, or where positions are stretched."""
     stretched = config.rope_original_max_positions if config.rope_scaling == "dynamic" else None
     return max(config.window_size or 0, stretched or 0)
 
 
-def _most_tokens(config: ModelConfig) -> int:
+def _most_tokens(config: ResolvedModel) -> int:
     """Tokens to compare on: enough to cross the model's limit, where their attention and logits are small enough."""
-    context, limit = known(config.max_position_embeddings), _limit(config)
+    context, limit = config.max_position_embeddings, _limit(config)
     most, beyond = min(_MOST_TOKENS, context), limit + _FEWEST_TOKENS
     if limit and config.position_embedding_type != "learned" and beyond > most:
-        held = 3 * beyond * (config.num_attention_heads * beyond + known(config.vocab_size))  # scores, and logits
+        held = 3 * beyond * (config.num_attention_heads * beyond + config.vocab_size)  # scores, and logits
         if held * torch.float32.itemsize <= _MOST_BYTES:
             return beyond
     return most
 
 
-def not_crossed(config: ModelConfig, tokens: Tensor) -> str | None:
+def not_crossed(config: ResolvedModel, tokens: Tensor) -> str | None:
     """What a comparison on these tokens says nothing about."""
     if _limit(config) < tokens.shape[1]:
         return None
@@ -180,7 +180,7 @@ def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype
     _stream(stage, read)
     found = stage(tokens if tensors.bert is None else (tokens, _segments(tokens), torch.ones_like(tokens)))
     logits, *sentence = found if isinstance(found, tuple) else (found,)
-    return [logits[0, :, : known(config.vocab_size)], *(one[0] for one in sentence)]
+    return [logits[0, :, : config.vocab_size], *(one[0] for one in sentence)]
 
 
 def _segments(tokens: Tensor) -> Tensor:

@@ -24,8 +24,9 @@ from megacore.checkpoint.manifest import (
 from megacore.checkpoint.state import MODEL
 from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_tensor
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
-from megacore.config import Config, ModelConfig
-from megacore.config.bert import BertSection
+from megacore.config import Config, ResolvedModel
+from megacore.config.bert import ResolvedBert
+from megacore.config.dimensions import DIMENSIONS
 from megacore.errors import CheckpointError
 
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
@@ -52,7 +53,7 @@ class CheckpointTensors:
         self.manifest = read_manifest(self.directory)
         self.config = _model_of(self.manifest, self.directory)
         paired = "bert" in self.manifest.config
-        self.bert = section_of(self.manifest, self.directory, "bert", BertSection).filled() if paired else None
+        self.bert = section_of(self.manifest, self.directory, "bert", ResolvedBert) if paired else None
         self._entries = self.manifest.tensors.get(MODEL, {})
         files = {piece.file for entry in self._entries.values() for piece in entry.pieces}
         self._stored: dict[str, dict[str, StoredTensor]] = {}
@@ -99,11 +100,8 @@ class CheckpointTensors:
             yield piece, stored
 
 
-def _model_of(manifest: Manifest, directory: Path) -> ModelConfig:
-    config = section_of(manifest, directory, "model", ModelConfig)
-    if config.vocab_size is None or config.max_position_embeddings is None:
-        raise CheckpointError(f"{directory}: its manifest does not say the sizes of vocabulary and context")
-    return config
+def _model_of(manifest: Manifest, directory: Path) -> ResolvedModel:
+    return section_of(manifest, directory, "model", ResolvedModel)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -182,7 +180,7 @@ def weights_manifest(
         step=0,
         consumed_samples=0,
         counters={"updates": 0},
-        topology={"tp": 1, "pp": 1, "dp": 1},
+        topology=dict.fromkeys((dimension.name for dimension in DIMENSIONS), 1),
         tokenizer=tokenizer,
         config=sections,
         files=files,

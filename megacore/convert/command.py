@@ -31,16 +31,44 @@ def parser() -> ToolParser:
         description="Convert checkpoints between Hugging Face transformers and megacore, and from Megatron-LM.",
     )
     add = made.add_argument
-    add("--from", dest="source", required=True, choices=("hf", "megacore", "megatron"), help="what the input is")
-    add("--to", dest="target", required=True, choices=("hf", "megacore"), help="what the output becomes")
+    add("--from", dest="source", required=True, choices=("hf", "megacore", "megatron"), help="format of the input")
+    add("--to", dest="target", required=True, choices=("hf", "megacore"), help="format of the output")
     add("--input", required=True, type=Path, metavar="DIR", help="the directory to read")
-    add("--output", required=True, type=Path, metavar="DIR", help="the directory to make; it must not exist")
-    add("--max-shard-size", type=size, default=size("5GB"), metavar="SIZE", help="of a weight file, as 500MB (5GB)")
-    add("--dtype", choices=("keep", *DTYPES), default="keep", help="of the exported weights (keep: as stored)")
-    add("--vocab-size", type=positive, metavar="N", help="true vocabulary of --from megatron (its own word, or padded)")
+    add("--output", required=True, type=Path, metavar="DIR", help="the directory to create; it must not exist")
+    add(
+        "--max-shard-size",
+        type=size,
+        default=size("5GB"),
+        metavar="SIZE",
+        help="largest size of a weight file, such as 500MB. Default: 5GB.",
+    )
+    add(
+        "--dtype",
+        choices=("keep", *DTYPES),
+        default="keep",
+        help="number format of the exported weights; keep: as stored. Default: keep.",
+    )
+    add(
+        "--vocab-size",
+        type=positive,
+        metavar="N",
+        help="size of the vocabulary without padding, for --from megatron. Default: the size in the checkpoint's args, "
+        "else the padded size.",
+    )
     add("--like", type=Path, metavar="DIR", help="export with the config.json and tokenizer of this directory")
-    add("--check-tokens", type=Path, metavar="FILE", help="text to compare the two models on (a built-in one)")
-    add("--tolerance", type=tolerance, default=1e-4, metavar="X", help="of logits, relative to the largest (1e-4)")
+    add(
+        "--check-tokens",
+        type=Path,
+        metavar="FILE",
+        help="text on which the two models are compared. Default: a built-in text.",
+    )
+    add(
+        "--tolerance",
+        type=tolerance,
+        default=1e-4,
+        metavar="X",
+        help="largest difference of logits, relative to the largest logit. Default: 1e-4.",
+    )
     return made
 
 

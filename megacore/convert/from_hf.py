@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megacore.checkpoint.manifest import MANIFEST_NAME, TOKENIZER_DIRECTORY
 from megacore.checkpoint.tensor_file import DTYPES, read_tensor
-from megacore.config import ModelConfig
-from megacore.config.bert import BertSection
+from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBert
 from megacore.convert.checkpoint_tensors import weights_manifest, write_shards
 from megacore.convert.hf_directory import (
     CONFIG,
@@ -50,8 +50,8 @@ class HFModel:
 
     directory: HFDirectory
     family: Family
-    config: ModelConfig
-    bert: BertSection | None
+    config: ResolvedModel
+    bert: ResolvedBert | None
     plan: list[Step]
     found: Found
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacore.checkpoint.manifest import MANIFEST_NAME
-from megacore.config import ModelConfig, known
+from megacore.config import ResolvedModel
 from megacore.convert.checkpoint_tensors import CheckpointTensors, weights_manifest, write_shards
 from megacore.convert.megatron_config import model_of
 from megacore.convert.megatron_files import RankFile, open_ranks
@@ -79,7 +79,7 @@ class MegatronModel:
     """
 
     path: Path
-    config: ModelConfig
+    config: ResolvedModel
     version: float
     ranks: int
     stages: int
@@ -235,7 +235,7 @@ def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> No
 
 def describe(model: MegatronModel) -> str:
     """A line about it."""
-    layers, vocabulary = model.config.num_layers, known(model.config.vocab_size)
+    layers, vocabulary = model.config.num_layers, model.config.vocab_size
     cut = model.padded - vocabulary
     rest = f": {cut} of {model.padded} rows are cut off as padding (--vocab-size says otherwise)" if cut else ""
     return (

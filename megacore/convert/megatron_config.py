@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, ResolvedModel
 from megacore.config.fields import field_infos
 from megacore.errors import CheckpointError
 
@@ -76,7 +76,7 @@ _WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
 
 
-def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> ModelConfig:
+def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> ResolvedModel:
     """The model of a checkpoint, resolved.
 
     Args:
@@ -111,7 +111,7 @@ def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where
         config = ModelConfig(**fields)
         problems = config.problems()
         if not problems and config.max_position_embeddings is not None:
-            return config.with_sizes(config.max_position_embeddings)
+            return config.resolve(seq_length=config.max_position_embeddings)
     listed = "".join(f"\n  - {problem}" for problem in problems or ["max_position_embeddings is missing"])
     raise CheckpointError(f"{where}: its args describe a model that megacore cannot represent exactly:{listed}")
 

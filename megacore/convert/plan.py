@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megacore.checkpoint.tensor_file import read_rows, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor
-from megacore.config import Config, ModelConfig, TrainingConfig
-from megacore.config.bert import BertConfig, BertSection
+from megacore.config import Config, ResolvedModel, TrainingConfig
+from megacore.config.bert import BertConfig, ResolvedBert, ResolvedBertConfig
 from megacore.errors import CheckpointError
 from megacore.layers.context import BuildContext
 from megacore.models.bert import bert_layers
@@ -124,7 +124,7 @@ def _block(tensor: StoredTensor, rows: tuple[int, int], columns: tuple[int, int]
     return read_slice(tensor, [rows, columns])
 
 
-def make_plan(family: Family, config: ModelConfig, bert: BertSection | None = None) -> list[Step]:
+def make_plan(family: Family, config: ResolvedModel, bert: ResolvedBert | None = None) -> list[Step]:
     """Every tensor of a model, in the order in which the model uses them.
 
     Raises:
@@ -141,7 +141,7 @@ def make_plan(family: Family, config: ModelConfig, bert: BertSection | None = No
     return steps
 
 
-def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ModelConfig, *, number: str) -> Step:
+def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ResolvedModel, *, number: str) -> Step:
     layout = rule.layout or Layout(lambda _: shape[:1], lambda _: iter([Run(source=0, start=0, stop=shape[0])]))
     names = rule.untied if rule.untied and config.untie_embeddings_and_output_weights else rule.theirs
     return Step(
@@ -164,24 +164,22 @@ def their_shapes(plan: list[Step]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def whole_config(config: ModelConfig, bert: BertSection | None) -> Config:
+def whole_config(config: ResolvedModel, bert: ResolvedBert | None) -> Config:
     """The configuration of a run that has the model, GPT or BERT, and is otherwise the default one."""
     training = TrainingConfig(train_iters=1)
-    return (
-        Config(model=config, training=training)
-        if bert is None
-        else BertConfig(model=config, bert=bert, training=training)
-    )
+    if bert is None:
+        return Config(model=config, training=training)
+    return BertConfig(model=config, bert=bert, training=training)
 
 
-def model_layers(config: ModelConfig, device: torch.device, bert: BertSection | None = None) -> list[LayerSpec]:
+def model_layers(config: ResolvedModel, device: torch.device, bert: ResolvedBert | None = None) -> list[LayerSpec]:
     """The layers of a model on one rank, its vocabulary without padding."""
-    whole = whole_config(dataclasses.replace(config, make_vocab_size_divisible_by=1), bert)
+    whole = whole_config(dataclasses.replace(config, make_vocab_size_divisible_by=1), bert).resolve(1)
     context = BuildContext(device=device, streams=RandomStreams(0, torch.device("cpu")))
-    return bert_layers(whole, context) if isinstance(whole, BertConfig) else gpt_layers(whole.model, context)
+    return bert_layers(whole, context) if isinstance(whole, ResolvedBertConfig) else gpt_layers(whole.model, context)
 
 
-def model_shapes(config: ModelConfig, bert: BertSection | None = None) -> dict[str, tuple[int, ...]]:
+def model_shapes(config: ResolvedModel, bert: ResolvedBert | None = None) -> dict[str, tuple[int, ...]]:
     """Global name -> global shape of every parameter; nothing is allocated, and no more than two blocks are built: the
     others have the second one's parameters."""
     layers = min(config.num_layers, 2)
@@ -196,7 +194,7 @@ def model_shapes(config: ModelConfig, bert: BertSection | None = None) -> dict[s
     return shapes
 
 
-def require_enough(family: Family, config: ModelConfig, bert: BertSection | None, count: int, where: str) -> None:
+def require_enough(family: Family, config: ResolvedModel, bert: ResolvedBert | None, count: int, where: str) -> None:
     """Refuse a model of far more tensors than there are, before lists of that length are made.
 
     Args:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.config.fields import flag
 from megacore.config.model import differing
 from megacore.convert.hf_directory import CONFIG, open_directory, read_config
@@ -47,7 +47,7 @@ def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(config).items() if value is not None and name != "preset"}
 
 
-def check_init_from_hf(config: Config) -> None:
+def check_init_from_hf(config: ResolvedConfig) -> None:
     """Compare the flags with config.json, and look at the headers of the weight files.
 
     Raises:
@@ -68,21 +68,25 @@ def check_init_from_hf(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def weights_from_hf(path: Path) -> Callable[[Iterable[ShardedParameter]], None]:
-    """What gives a rank's parameters their values: see `Task.initialize`.
+class WeightsFromHF:
+    """Initial weights from a directory of transformers (`megacore.models.initialize.InitialWeights`).
+
+    Args:
+        path: the directory.
 
     Raises:
         CheckpointError: the directory does not hold what its config.json describes.
     """
-    from megacore.convert.from_hf import open_model
 
-    model = open_model(path)
-    steps = {step.ours: step for step in model.plan}
+    def __init__(self, path: Path) -> None:
+        from megacore.convert.from_hf import open_model
 
-    def fill(parameters: Iterable[ShardedParameter]) -> None:
+        self._model = open_model(path)
+        self._steps = {step.ours: step for step in self._model.plan}
+
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
         for parameter in parameters:
-            values = steps[parameter.spec.name].slice(parameter.spec, model.found.tensors)
+            values = self._steps[parameter.spec.name].slice(parameter.spec, self._model.found.tensors)
             parameter.data.zero_()
-            parameter.spec.own(parameter.data).copy_(values)
-
-    return fill
+            parameter.spec.unpadded(parameter.data).copy_(values)

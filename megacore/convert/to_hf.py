@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megacore.checkpoint.manifest import verify
 from megacore.checkpoint.small_json import read_object
-from megacore.config import known
 from megacore.config.model import differing
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
 from megacore.convert.export_tokenizer import ExportTokenizer, export_tokenizer
@@ -99,9 +98,7 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
         values = None if problem else values
     if values is None:
         family, config = describe_model(model, tensors.bert)
-        config |= special_ids(
-            carried_tokenizer(tokenizer.directory), known(model.vocab_size), bert=tensors.bert is not None
-        )
+        config |= special_ids(carried_tokenizer(tokenizer.directory), model.vocab_size, bert=tensors.bert is not None)
         kept = None
     else:
         kept, config = source, None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.config import ModelConfig, known
+from megacore.config import ResolvedModel
 from megacore.errors import CheckpointError
 from megacore.models.gpt import next_token_logits
 from megacore.pipeline.stage import Stage
@@ -34,7 +34,7 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    stage: Stage, config: ModelConfig, prompt: list[int], *, max_new_tokens: int, sampling: Sampling
+    stage: Stage, config: ResolvedModel, prompt: list[int], *, max_new_tokens: int, sampling: Sampling
 ) -> Iterator[int]:
     """Continue a prompt, one token at a time.
 
@@ -54,7 +54,7 @@ def generate(
     stage.eval()
     generator = torch.Generator().manual_seed(sampling.seed)
     device = next(stage.parameters()).device
-    tokens, positions, vocabulary = list(prompt), known(config.max_position_embeddings), known(config.vocab_size)
+    tokens, positions, vocabulary = list(prompt), config.max_position_embeddings, config.vocab_size
     for _ in range(max_new_tokens):
         context = torch.tensor([tokens[-positions:]], device=device)
         logits = next_token_logits(stage(context), vocabulary)[0].cpu()

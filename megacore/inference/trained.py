@@ -12,7 +12,7 @@ from megacore.checkpoint.check import refuse_other_tokenizer
 from megacore.checkpoint.files import verified_tokenizer
 from megacore.checkpoint.load import load_parameters
 from megacore.checkpoint.manifest import read_manifest
-from megacore.config import ModelConfig, known
+from megacore.config import ResolvedModel
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError, UserError
 from megacore.layers.context import BuildContext
@@ -21,7 +21,7 @@ from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
 
 
-def tokenizer_of(directory: Path, path: str | None, model: ModelConfig) -> Tokenizer:
+def tokenizer_of(directory: Path, path: str | None, model: ResolvedModel) -> Tokenizer:
     """The tokenizer to use with a checkpoint.
 
     Args:
@@ -39,7 +39,7 @@ def tokenizer_of(directory: Path, path: str | None, model: ModelConfig) -> Token
     tokenizer = load_tokenizer(path or str(stored))
     if path is not None:
         refuse_other_tokenizer(stored, tokenizer, path, way_out="leave --tokenizer out")
-    if tokenizer.vocab_size > known(model.vocab_size):
+    if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
             f"the tokenizer {path or stored} has a vocabulary of {tokenizer.vocab_size}, but the model of {directory} "
             f"only {model.vocab_size}: give the tokenizer that it was trained with"

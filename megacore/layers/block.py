@@ -7,7 +7,7 @@ from typing import overload
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.layers.attention import SelfAttention
 from megacore.layers.context import BuildContext
 from megacore.layers.mlp import MLP
@@ -33,7 +33,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ResolvedModel,
         context: BuildContext,
         name: str,
         *,

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import torch
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.ops import Attention
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import TORCH, Products
@@ -39,7 +39,7 @@ class BuildContext:
     """Handed down from the entry point to every layer.
 
     Attributes:
-        tp: the tensor-parallel group.
+        layer_group: ranks that split the same matrices.
         device: where parameters live.
         streams: where dropout masks come from.
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
@@ -49,7 +49,7 @@ class BuildContext:
         products: computes the matrix products of every linear layer, the output layer's included.
     """
 
-    tp: Group = ALONE
+    layer_group: Group = ALONE
     device: torch.device
     streams: RandomStreams
     sequence_parallel: bool = False
@@ -59,10 +59,12 @@ class BuildContext:
     products: Products = TORCH
 
     @classmethod
-    def of(cls, config: Config, *, tp: Group, device: torch.device, streams: RandomStreams) -> BuildContext:
+    def of(
+        cls, config: ResolvedConfig, *, layer_group: Group, device: torch.device, streams: RandomStreams
+    ) -> BuildContext:
         """The context of a configured run."""
         return cls(
-            tp=tp,
+            layer_group=layer_group,
             device=device,
             streams=streams,
             sequence_parallel=config.parallel.sequence_parallel,
@@ -74,7 +76,7 @@ class BuildContext:
     @property
     def parallel_arguments(self) -> ParallelArguments:
         """Arguments of every parallel layer."""
-        return {"group": self.tp, "sequence_parallel": self.sequence_parallel, "device": self.device}
+        return {"group": self.layer_group, "sequence_parallel": self.sequence_parallel, "device": self.device}
 
     @property
     def linear_arguments(self) -> LinearArguments:
@@ -89,4 +91,4 @@ class BuildContext:
     @property
     def residual_shard(self) -> int:
         """Which slice of the residual stream this rank holds: 0 where all ranks hold all of it, and draw one mask."""
-        return self.tp.rank if self.sequence_parallel else 0
+        return self.layer_group.rank if self.sequence_parallel else 0

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.layers.context import BuildContext
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
 
@@ -36,7 +36,7 @@ class MLP(nn.Module):
         context: where the layer stands.
     """
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         h, inner, bias = config.hidden_size, config.inner_size, not config.disable_bias_linear
         self.activation = config.activation

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megacore import ops
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.parallel.collectives import copy_to_group
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
@@ -64,7 +64,7 @@ class RMSNorm(ShardedModule):
 
 
 def build_norm(
-    config: ModelConfig, *, device: torch.device | None, size: int | None = None, group: Group = ALONE
+    config: ResolvedModel, *, device: torch.device | None, size: int | None = None, group: Group = ALONE
 ) -> LayerNorm | RMSNorm:
     """The norm that the configuration asks for.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.layers.attention import SelfAttention
 from megacore.layers.context import BuildContext
 from megacore.layers.mlp import MLP
@@ -22,7 +22,7 @@ class PostNormBlock(nn.Module):
         name: the block's global name, `blocks.17`.
     """
 
-    def __init__(self, config: ModelConfig, context: BuildContext, name: str) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext, name: str) -> None:
         super().__init__()
         drop, shard = config.hidden_dropout, context.residual_shard
         self.attention = SelfAttention(config, context, f"{name}.attention", causal=False)

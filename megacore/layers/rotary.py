@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megacore import ops
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Rotary:
         self._length, self._tables = 0, (torch.empty(0), torch.empty(0))
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Rotary | None:
+    def of(cls, config: ResolvedModel) -> Rotary | None:
         """The one that a configuration asks for, if any."""
         if config.position_embedding_type != "rope":
             return None

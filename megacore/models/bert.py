@@ -18,15 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore import ops
-from megacore.config import ModelConfig, known
-from megacore.config.bert import BertConfig
+from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBertConfig
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
 from megacore.layers.norm import build_norm
 from megacore.layers.post_norm import PostNormBlock
 from megacore.layers.rotary import Rotary
-from megacore.models.bert_loss import MaskedBatch, Output
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
@@ -43,25 +42,27 @@ from megacore.plan.flops import block_flops, head_flops
 from megacore.plan.model_size import SEGMENTS
 from megacore.plan.outline import bert_block, bert_outline
 
+Output = Tensor | tuple[Tensor, Tensor]  # logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]
+
 
 class BertEmbedding(ShardedModule):
     """Token embedding, in the classic style plus position and segment embedding; then norm and dropout."""
 
-    def __init__(self, config: BertConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedBertConfig, context: BuildContext) -> None:
         super().__init__()
         model, device = config.model, context.device
         h = model.hidden_size
         self.tokens = VocabParallelEmbedding(
-            known(model.vocab_size), h, multiple=model.make_vocab_size_divisible_by, **context.parallel_arguments
+            model.vocab_size, h, multiple=model.make_vocab_size_divisible_by, **context.parallel_arguments
         )
         self.positions: ShardedParameter | None = None
         self.segments: ShardedParameter | None = None
         if not config.bert.packed:
-            self.positions = replicated(known(model.max_position_embeddings), h, device=device)
+            self.positions = replicated(model.max_position_embeddings, h, device=device)
             self.segments = replicated(SEGMENTS, h, device=device)
         self.norm = build_norm(model, device=device)
         self.dropout = Dropout(model.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard)
-        self.split = context.tp if context.sequence_parallel else ALONE
+        self.split = context.layer_group if context.sequence_parallel else ALONE
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Tokens, segments and document numbers, [b, s] int64 each -> hidden states [b, s, h] (or, sequence parallel,
@@ -77,19 +78,19 @@ class BertEmbedding(ShardedModule):
 class BertHead(ShardedModule):
     """The output layer over every position, its rows those of the embedding, and the sentence task's over the first."""
 
-    def __init__(self, config: BertConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedBertConfig, context: BuildContext) -> None:
         super().__init__()
         model, device = config.model, context.device
-        h, vocabulary, multiple = model.hidden_size, known(model.vocab_size), model.make_vocab_size_divisible_by
-        self.group, self.sequence_parallel = context.tp, context.sequence_parallel
+        h, vocabulary, multiple = model.hidden_size, model.vocab_size, model.make_vocab_size_divisible_by
+        self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward, self.products = context.split_backward, context.products
         self.norm = build_norm(model, device=device) if config.bert.packed else nn.Identity()  # after pre-norm blocks
         self.transform = ReplicatedLinear(
             h, h, bias=not model.disable_bias_linear, products=context.products, device=device
         )
         self.transform_norm = build_norm(model, device=device)
-        self.weight = vocab_parallel_weight(vocabulary, h, group=context.tp, multiple=multiple, device=device)
-        self.bias = vocab_parallel_bias(vocabulary, group=context.tp, multiple=multiple, device=device)
+        self.weight = vocab_parallel_weight(vocabulary, h, group=context.layer_group, multiple=multiple, device=device)
+        self.bias = vocab_parallel_bias(vocabulary, group=context.layer_group, multiple=multiple, device=device)
         self.sentence = SentenceHead(model, context) if config.bert.has_sentence_head else None
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Output:
@@ -110,10 +111,10 @@ class BertHead(ShardedModule):
 class SentenceHead(nn.Module):
     """Two logits for a pair of segments from the hidden state of the first position: next or in order, or not."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         h = config.hidden_size
-        self.split = context.tp if context.sequence_parallel else ALONE
+        self.split = context.layer_group if context.sequence_parallel else ALONE
         self.pooler = ReplicatedLinear(h, h, products=context.products, device=context.device)
         self.classifier = ReplicatedLinear(h, 2, products=context.products, device=context.device)
 
@@ -125,7 +126,7 @@ class SentenceHead(nn.Module):
         return reduce_from_group(logits * float(self.split.is_first), self.split) if self.split.size > 1 else logits
 
 
-def bert_layers(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
+def bert_layers(config: ResolvedBertConfig, context: BuildContext) -> list[LayerSpec]:
     """The whole model as layer descriptions; nothing is allocated.
 
     Args:
@@ -140,7 +141,7 @@ def bert_layers(config: BertConfig, context: BuildContext) -> list[LayerSpec]:
     ]
 
 
-def _builds(config: BertConfig, context: BuildContext) -> list[Callable[[], nn.Module]]:
+def _builds(config: ResolvedBertConfig, context: BuildContext) -> list[Callable[[], nn.Module]]:
     """What makes each block."""
     model, modern = config.model, config.bert.packed
     bases = (model.rotary_base, config.bert.local_rotary_base) if modern else ()
@@ -165,13 +166,8 @@ def _builds(config: BertConfig, context: BuildContext) -> list[Callable[[], nn.M
     return found
 
 
-def bert_flops(config: BertConfig) -> float:
+def bert_flops(config: ResolvedBertConfig) -> float:
     """Forward and backward operations of one sequence, as `flops_per_sequence` counts them for GPT."""
     model, length = config.model, config.data.seq_length
     blocks = sum(block_flops(bert_block(config, i), length) for i in range(model.num_layers))
     return 3.0 * length * (blocks + head_flops(model) + 2.0 * model.hidden_size**2)
-
-
-def bert_input(batch: MaskedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """What the first layer takes of a microbatch."""
-    return batch.tokens, batch.token_types, batch.documents

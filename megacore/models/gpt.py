@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from megacore.config import Config, ModelConfig, known
+from megacore.config import ResolvedModel
 from megacore.layers.attention import own_alibi
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import Rotary
-from megacore.models.spec import LayerSpec, TokenBatch
-from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
-from megacore.parallel.mesh import ALONE, Group
+from megacore.models.spec import LayerSpec
+from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import Dropout
 from megacore.parallel.sequence import own_positions
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
@@ -32,10 +30,10 @@ from megacore.plan.outline import gpt_outline
 class GPTEmbedding(ShardedModule):
     """Token embedding, with a norm or a position table where the model has them, then dropout."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         self.tokens = VocabParallelEmbedding(
-            known(config.vocab_size),
+            config.vocab_size,
             config.hidden_size,
             multiple=config.make_vocab_size_divisible_by,
             **context.parallel_arguments,
@@ -43,12 +41,12 @@ class GPTEmbedding(ShardedModule):
         self.norm = build_norm(config, device=context.device) if config.embedding_layernorm else None
         self.positions: ShardedParameter | None = None
         if config.position_embedding_type == "learned":
-            rows = known(config.max_position_embeddings)
+            rows = config.max_position_embeddings
             self.positions = replicated(rows, config.hidden_size, device=context.device)
         self.dropout = Dropout(
             config.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard
         )
-        self.split = context.tp if context.sequence_parallel else ALONE
+        self.split = context.layer_group if context.sequence_parallel else ALONE
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] int64 -> [b, s, h] (or, sequence parallel, [b, s/t, h])"""
@@ -64,15 +62,15 @@ class GPTEmbedding(ShardedModule):
 class GPTHead(ShardedModule):
     """Final norm and output layer; the output rows are split like the embedding's, and may be the embedding's."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = context.tp, context.sequence_parallel
+        self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward, self.products = context.split_backward, context.products
         self.norm = build_norm(config, device=context.device)
         self.weight = vocab_parallel_weight(
-            known(config.vocab_size),
+            config.vocab_size,
             config.hidden_size,
-            group=context.tp,
+            group=context.layer_group,
             multiple=config.make_vocab_size_divisible_by,
             device=context.device,
         )
@@ -90,7 +88,7 @@ class GPTHead(ShardedModule):
         )
 
 
-def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
+def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
     """The whole model as layer descriptions; nothing is allocated.
 
     Args:
@@ -105,40 +103,12 @@ def gpt_layers(config: ModelConfig, context: BuildContext) -> list[LayerSpec]:
         rotary=Rotary.of(config),
         alibi=own_alibi(config, context),
     )
-    first, *blocks, last = gpt_outline(config, context.tp.size)
+    first, *blocks, last = gpt_outline(config, context.layer_group.size)
     return [
         LayerSpec.of(first, partial(GPTEmbedding, config, context)),
         *(LayerSpec.of(size, partial(block, size.name)) for size in blocks),
         LayerSpec.of(last, partial(GPTHead, config, context)),
     ]
-
-
-class GPTLoss:
-    """Summed next-token cross-entropy of a microbatch.
-
-    The sum, not the mean: the trainer divides by the tokens of the whole global batch, so that microbatches and
-    ranks with different token counts weigh what they should.
-    """
-
-    def __init__(self, config: Config, tp: Group) -> None:
-        self.vocab_size, self.tp = known(config.model.vocab_size), tp
-        self.options = CrossEntropyOptions(
-            label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
-        )
-
-    def __call__(self, logits: Tensor, batch: TokenBatch) -> Tensor:
-        """logits [b, s, padded V/t], labels [b, s] -> scalar fp32"""
-        return self._sum(logits, batch, self.options)
-
-    def plain(self, logits: Tensor, batch: TokenBatch) -> Tensor:
-        """The negative log-likelihood alone, without label smoothing and z-loss: what evaluations report."""
-        return self._sum(logits, batch, None)
-
-    def _sum(self, logits: Tensor, batch: TokenBatch, options: CrossEntropyOptions | None) -> Tensor:
-        per_token = vocab_parallel_cross_entropy(
-            logits, batch.labels, vocab_size=self.vocab_size, group=self.tp, options=options
-        )
-        return torch.sum(per_token * batch.loss_mask)
 
 
 def next_token_logits(logits: Tensor, vocab_size: int) -> Tensor:

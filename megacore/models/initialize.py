@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.parallel.random import normal_slice
 from megacore.parallel.sharding import ShardedParameter
 
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
 
+class InitialWeights(Protocol):
+    """Where a new model's parameters get their values from."""
+
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+
+
+class RandomWeights:
+    """Initial values drawn from a seed (see `initialize`).
+
+    Args:
+        config: for the standard deviation and the number of layers.
+        seed: the run's seed.
+    """
+
+    def __init__(self, config: ResolvedModel, *, seed: int) -> None:
+        self._config, self._seed = config, seed
+
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+        initialize(parameters, self._config, seed=self._seed)
+
+
 @torch.no_grad()
-def initialize(parameters: Iterable[ShardedParameter], config: ModelConfig, *, seed: int) -> None:
+def initialize(parameters: Iterable[ShardedParameter], config: ResolvedModel, *, seed: int) -> None:
     """Fill parameters in place; the same global tensor comes out on every layout, bit for bit.
 
     | parameter | value | why |
@@ -38,5 +62,5 @@ def initialize(parameters: Iterable[ShardedParameter], config: ModelConfig, *, s
             parameter.fill_(1.0)
         elif not name.endswith("bias"):
             scale = 1 / math.sqrt(2 * config.num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
-            own = parameter.spec.own(parameter)
-            normal_slice(parameter.spec, seed=seed, std=config.init_method_std * scale, out=own)
+            values = parameter.spec.unpadded(parameter)
+            normal_slice(parameter.spec, seed=seed, std=config.init_method_std * scale, out=values)

@@ -20,10 +20,11 @@ from torch.nn.parameter import UninitializedParameter
 from megacore.config.messages import did_you_mean, one_of
 from megacore.errors import ConfigError, UserError
 from megacore.models.spec import LayerSpec
-from megacore.parallel.random import RandomStreams, seeded, stable_hash
+from megacore.parallel.random import RandomStreams, normal_slice, seeded, stable_hash
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 
 _SEEDS = 2**63 - 1
+_STD = 0.02  # of the matrices of megacore's own layers
 
 
 class Layer:
@@ -62,8 +63,8 @@ class Layer:
         with seeded(stable_hash(seed, self.name)), torch.device("cpu"):
             return self._checked(self._make())
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters that learn, by local name; nothing is allocated.
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that learn, by local name, without values; nothing is allocated.
 
         Raises:
             UserError: a parameter has no shape before the first input, or is not fp32.
@@ -80,7 +81,7 @@ class Layer:
                 raise UserError(f"{full} gets its shape from its first input: use the layer's other form, with a size")
             if parameter.dtype != torch.float32:
                 raise UserError(f"{full} is {parameter.dtype}: parameters must be torch.float32 when they are made")
-        return {name: tuple(parameter.shape) for name, parameter in learning.items()}
+        return learning
 
     def _checked(self, made: Any) -> nn.Module:
         if not isinstance(made, nn.Module):
@@ -89,7 +90,12 @@ class Layer:
 
 
 def describe_layers(
-    layers: Sequence[Layer], *, seed: int, device: torch.device, streams: RandomStreams
+    layers: Sequence[Layer],
+    *,
+    seed: int,
+    device: torch.device,
+    streams: RandomStreams,
+    dtype: torch.dtype = torch.float32,
 ) -> list[LayerSpec]:
     """The layers as the rest of megacore knows them; nothing is allocated.
 
@@ -98,6 +104,7 @@ def describe_layers(
         seed: of initial values.
         device: where a built layer is put.
         streams: where dropout masks come from.
+        dtype: of buffers that hold real numbers; parameters are built in fp32.
 
     Raises:
         ConfigError: everything that is wrong with names and ties.
@@ -105,13 +112,14 @@ def describe_layers(
     problems = list(_wrong_names([layer.name for layer in layers]))
     if problems:
         raise ConfigError(problems)
-    of_layer = {layer.name: layer.shapes() for layer in layers}
-    everything = {f"{name}.{local}" for name, shapes in of_layer.items() for local in shapes}
+    of_layer = {layer.name: layer.parameters() for layer in layers}
+    everything = {f"{name}.{local}" for name, parameters in of_layer.items() for local in parameters}
     known: dict[str, tuple[int, ...]] = {}  # of all layers so far
     root: dict[str, str] = {}  # a tied parameter's name -> that of its first use
     specs = []
     for layer in layers:
-        shapes = of_layer[layer.name]
+        parameters = of_layer[layer.name]
+        shapes = {local: tuple(parameter.shape) for local, parameter in parameters.items()}
         ties = _spelled_out(layer, shapes)
         problems += _wrong_ties(layer.name, ties, shapes, known, everything)
         tied = {local: root.get(name, name) for local, name in ties.items()}
@@ -120,8 +128,9 @@ def describe_layers(
         specs.append(
             LayerSpec(
                 name=layer.name,
-                build=partial(_build, layer, seed, device, streams),
-                parameters=sum(map(math.prod, shapes.values())),
+                build=partial(_build, layer, seed=seed, device=device, dtype=dtype, streams=streams),
+                parameters=sum(map(_global_size, parameters.values())),
+                held=sum(map(math.prod, shapes.values())),
                 is_block=True,
                 tied=tied,
                 shared=sum(math.prod(shapes[local]) for local in tied if local in shapes),
@@ -174,23 +183,55 @@ def _wrong_ties(
             )
 
 
-def _build(layer: Layer, seed: int, device: torch.device, streams: RandomStreams) -> nn.Module:
+def is_split(layers: Sequence[Layer]) -> bool:
+    """Whether a layer has a parameter of which each tensor-parallel rank holds a part."""
+    return any(
+        parameter.numel() != _global_size(parameter) for layer in layers for parameter in layer.parameters().values()
+    )
+
+
+def _global_size(parameter: nn.Parameter) -> int:
+    """Elements of the whole parameter, of all tensor-parallel ranks together, without padding."""
+    return math.prod(parameter.spec.shape) if isinstance(parameter, ShardedParameter) else parameter.numel()
+
+
+def _build(layer: Layer, *, seed: int, device: torch.device, dtype: torch.dtype, streams: RandomStreams) -> nn.Module:
     """The layer as megacore trains it, on its device."""
     module = layer.build(seed)
     for owner in module.modules():
         if getattr(owner, "inplace", False) is True:  # the input of a stage may not be written into
             owner.inplace = False  # type: ignore[assignment]
+    _initialize_sharded(module, layer.name, seed)
     module.to(device)
     _declare_parameters(module)
+    for owner in module.modules():
+        for local, buffer in owner.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(owner, local, buffer.to(dtype))
     _draw_from(streams, module, layer.name, device)
     return module
 
 
+@torch.no_grad()
+def _initialize_sharded(module: nn.Module, name: str, seed: int) -> None:
+    """Give the parameters of megacore's own layers, which come without values, theirs: N(0, 0.02) for matrices, 0 for
+    biases, 1 for the other vectors; functions of the seed and the global name, on every layout alike."""
+    for local, parameter in module.named_parameters():
+        if isinstance(parameter, ShardedParameter):
+            parameter.named(f"{name}.{local}")
+            parameter.fill_(0.0 if local.endswith("bias") or parameter.dim() > 1 else 1.0)
+            if parameter.dim() > 1:
+                normal_slice(parameter.spec, seed=seed, std=_STD, out=parameter.spec.unpadded(parameter))
+
+
 def _declare_parameters(module: nn.Module) -> None:
-    """Say of each parameter that it is a whole tensor; one that does not learn becomes a buffer."""
+    """Say of each parameter of torch's own layers that it is a whole tensor; one that does not learn becomes a
+    buffer."""
     made: dict[int, ShardedParameter] = {}
     for owner in list(module.modules()):
         for local, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if isinstance(parameter, ShardedParameter):
+                continue
             if parameter.requires_grad:
                 spec = ShardSpec(shape=tuple(parameter.shape))
                 setattr(owner, local, made.setdefault(id(parameter), ShardedParameter(parameter.detach(), spec)))

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.plan.outline import LayerOutline
 
 
@@ -41,7 +39,7 @@ class LayerSpec:
     tied: Mapping[str, str] = field(default_factory=dict)
     held: int | None = None
     shared: int = 0
-    block: ModelConfig | None = None
+    block: ResolvedModel | None = None
 
     @classmethod
     def of(cls, outline: LayerOutline, build: Callable[[], nn.Module]) -> LayerSpec:
@@ -57,54 +55,3 @@ class LayerSpec:
             shared=outline.shared,
             block=outline.block,
         )
-
-
-class TokenBatch(Protocol):
-    """What a language-model loss reads from a microbatch; b sequences of s tokens."""
-
-    @property
-    def tokens(self) -> Tensor: ...  # [b, s] int64
-    @property
-    def labels(self) -> Tensor: ...  # [b, s] int64
-    @property
-    def loss_mask(self) -> Tensor: ...  # [b, s] fp32
-
-
-def counted_tokens(batch: TokenBatch) -> Tensor:
-    """How many tokens of a microbatch a loss is summed over; an fp64 scalar."""
-    return batch.loss_mask.sum(dtype=torch.float64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """What a loss or an evaluation returns of a microbatch: sums, each of which has a count of its own.
-
-    A sum is divided by its count over the whole global batch, wherever its microbatches are computed. What is trained
-    is the sum of the means: a mean over masked tokens plus one over sentence pairs, however the two are spread over
-    microbatches and ranks.
-
-    Attributes:
-        names: of the sums, under which their means are reported; none where there is one sum, a scalar.
-        counts: microbatch -> how many of what every sum is over, fp64, of the sums' shape.
-    """
-
-    names: tuple[str, ...] = ()
-    counts: Callable[[Any], Tensor] = counted_tokens
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the sums and of the counts."""
-        return (len(self.names),) if self.names else ()
-
-    def figures(self, means: Tensor, counts: Tensor, *, losses: int | None = None) -> dict[str, float | None]:
-        """What is reported of a global batch: `loss`, and every mean by its name; None where nothing was counted.
-
-        Args:
-            means: of the sums, 0 where there is nothing to count.
-            counts: of the whole global batch.
-            losses: how many of the means, from the first, add up to the loss; None: all.
-        """
-        pairs = zip(means.reshape(-1).tolist(), counts.reshape(-1).tolist(), strict=True)
-        found = [mean if count else None for mean, count in pairs]
-        counted = [mean for mean in found[:losses] if mean is not None]
-        return {"loss": sum(counted) if counted else None, **dict(zip(self.names, found, strict=False))}

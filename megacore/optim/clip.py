@@ -1,8 +1,8 @@
 """What a step's ranks must agree on, in one look: the global gradient norm, the loss, and what ranks vote on; and
 clipping by the norm.
 
-All are sums over ranks, and a parallel layout holds some parameters more than once: those that every tensor-parallel
-rank holds whole are counted on the first of them, and a tied one on the stage of its first use.
+All are sums over ranks, and a parallel layout holds some elements more than once. Each is counted once: a parameter
+says whether this rank is among those that count it (`ShardSpec.is_counted_by`), and replicas divide the counting.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ def totals(
     segments: Iterable[OwnedSegment],
     mesh: Mesh,
     *,
-    sharded: bool,
-    tied_copies: Iterable[str] = (),
     loss: Tensor | float = 0.0,
     overflow: Tensor | float = 0.0,
     votes: Sequence[int] = (),
@@ -58,23 +56,19 @@ def totals(
     """Sum what the ranks hold.
 
     Args:
-        segments: what this rank owns of its stage, gradients already summed over data-parallel ranks.
-        mesh: whose tp and pp groups together hold the model.
-        sharded: whether data-parallel ranks own different segments.
-        tied_copies: global names of parameters that are counted on another stage.
-        loss: this rank's share of the summed loss, or of several sums, the same on its tensor-parallel ranks.
+        segments: what this rank updates, gradients already summed over replicas.
+        mesh: this rank's groups.
+        loss: this rank's share of the summed loss, or of several sums, the same on the ranks of its layer group.
         overflow: not finite if this rank knows of a gradient that is not.
         votes: this rank's answers to questions that all ranks decide together; as many on every rank.
         exact: sum so that the bits depend neither on the order nor on the layout.
     """
-    gradients = _counted_here(segments, mesh, frozenset(tied_copies))
-    if not sharded:  # each data-parallel rank sums up its part of what all of them hold
-        gradients = (gradient.tensor_split(mesh.dp.size)[mesh.dp.rank] for gradient in gradients)
+    gradients = _counted_gradients(segments, mesh)
     shares = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device)
     sums = torch.zeros(2 + shares.numel() + len(votes), dtype=torch.float64, device=mesh.device)
     squares, overflows, losses, ballot = sums.split([1, 1, shares.numel(), len(votes)])
     overflows += overflow  # 0, or not finite
-    if mesh.tp.is_first:
+    if mesh.layer.is_first and mesh.copies.is_first:
         losses.copy_(shares.flatten())
     for number, vote in enumerate(votes):
         if vote:  # `ballot[number] = vote` would copy from the host, for which an accelerator is waited for
@@ -91,18 +85,18 @@ def totals(
     return Totals(norm=square.sqrt() + poison, loss=losses.view_as(shares), votes=ballot)
 
 
-def _counted_here(segments: Iterable[OwnedSegment], mesh: Mesh, elsewhere: frozenset[str]) -> Iterator[Tensor]:
-    counted = (
-        owned
-        for owned in segments
-        if (owned.spec.dim is not None or mesh.tp.is_first) and owned.spec.name not in elsewhere
-    )
+def _counted_gradients(segments: Iterable[OwnedSegment], mesh: Mesh) -> Iterator[Tensor]:
+    """The gradients whose squares this rank adds up, flat; those of all ranks are the model's, each entry once."""
+    counted = (owned for owned in segments if owned.spec.is_counted_by(mesh))
     for bucket, members in groupby(counted, key=lambda owned: owned.bucket):
-        yield from bucket.gradients([owned.segment for owned in members])
+        gradients = bucket.gradients([owned.segment for owned in members])
+        if bucket.options.stage == 0:  # every replica has all of them: each adds up its part
+            gradients = [gradient.tensor_split(bucket.group.size)[bucket.group.rank] for gradient in gradients]
+        yield from gradients
 
 
 def _sum_over_all(sums: Tensor, mesh: Mesh) -> None:
-    for group in (mesh.dp, mesh.tp, mesh.pp):
+    for group in (mesh.replicas, *mesh.model, mesh.copies):
         all_reduce_(sums, group)
 
 
@@ -113,9 +107,9 @@ def square_sum(tensor: Tensor) -> Tensor:
     this one by about 1e-8, so that neither size nor order of summation shows.
     """
     flat = tensor.reshape(-1).float()
-    whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-    return rows.double().square().sum() + flat[whole:].double().square().sum()
+    full = flat.numel() // _ROW * _ROW  # elements of complete rows
+    rows = torch.linalg.vector_norm(flat[:full].view(-1, _ROW), dim=1)
+    return rows.double().square().sum() + flat[full:].double().square().sum()
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

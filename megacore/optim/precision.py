@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megacore.config import PrecisionConfig, known
+from megacore.config import PrecisionConfig
 from megacore.errors import TrainingStopped
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,8 +32,10 @@ class LossScaler:
     def __init__(self, config: PrecisionConfig) -> None:
         self._config = config
         self.dynamic = config.precision == "fp16" and config.loss_scale is None
-        fixed = config.loss_scale if config.loss_scale is not None else 1.0
-        self.scale = known(config.initial_loss_scale) if self.dynamic else fixed
+        self.scale = config.loss_scale if config.loss_scale is not None else 1.0
+        if self.dynamic:
+            assert config.initial_loss_scale is not None, "resolve() fills it in"
+            self.scale = config.initial_loss_scale
         self._good_steps, self._allowance = 0, config.hysteresis
 
     def good_step(self) -> None:

@@ -7,13 +7,13 @@ loss or a gradient that is not finite anywhere has found its way.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import TrainingStopped
 from megacore.optim.clip import clip_factor, totals
 from megacore.optim.offload import step_on_host
@@ -42,24 +42,22 @@ class Outcome:
 
 
 class WeightUpdate:
-    """The optimizer over what this rank owns, and what guards it.
+    """The optimizer over the shards that this rank updates, and what guards it.
 
     Args:
         data_parallel: holds gradients and master weights.
-        mesh: this rank's place.
+        mesh: this rank's groups.
         config: resolved.
         shared: global names of tied parameters, and the ranks over which their gradients are summed.
-        tied_copies: those of them that are counted on another rank.
     """
 
     def __init__(
         self,
         data_parallel: DataParallel,
         mesh: Mesh,
-        config: Config,
+        config: ResolvedConfig,
         *,
         shared: Mapping[str, Holders],
-        tied_copies: Iterable[str],
     ) -> None:
         self.data_parallel, self.mesh = data_parallel, mesh
         self.optimizer = build_optimizer(data_parallel.runs, config)
@@ -70,9 +68,9 @@ class WeightUpdate:
         self._fp16 = config.precision.precision == "fp16"
         self._sequence_parallel = config.parallel.sequence_parallel
         self._clip = config.optimizer.clip_grad
-        self._shared, self._tied_copies = dict(sorted(shared.items())), frozenset(tied_copies)
-        whole = {owned.spec.name for owned in data_parallel.segments if owned.spec.dim is None}
-        self._added_to = {*shared, *(whole if self._sequence_parallel else ())}  # by ranks other than replicas
+        self._shared = dict(sorted(shared.items()))
+        replicated = {owned.spec.name for owned in data_parallel.segments if owned.spec.is_replicated}
+        self._added_to = {*shared, *(replicated if self._sequence_parallel else ())}  # by ranks other than replicas
 
     @torch.no_grad()
     def apply(self, loss: Tensor, lr: float, *, votes: Sequence[int] = ()) -> Outcome:
@@ -102,8 +100,6 @@ class WeightUpdate:
         total = totals(
             data_parallel.segments,
             self.mesh,
-            sharded=data_parallel.options.stage > 0,
-            tied_copies=self._tied_copies,
             loss=loss,
             overflow=data_parallel.overflow(),
             votes=votes,
@@ -141,11 +137,11 @@ class WeightUpdate:
         self.scaler.load_state(counters)
 
     def _sum_over_positions(self) -> None:
-        """Parameters that tensor-parallel ranks hold whole saw only their own positions: sum, in one message."""
-        whole = (owned for owned in self.data_parallel.segments if owned.spec.dim is None)
-        gradients = [gradient for owned in whole if (gradient := owned.gradient) is not None]
+        """Parameters that are replicated over the layer group saw only this rank's positions: sum, in one message."""
+        replicated = (owned for owned in self.data_parallel.segments if owned.spec.is_replicated)
+        gradients = [gradient for owned in replicated if (gradient := owned.gradient) is not None]
         if gradients:
-            flat = all_reduce_(torch.cat(gradients), self.mesh.tp)
+            flat = all_reduce_(torch.cat(gradients), self.mesh.layer)
             torch._foreach_copy_(gradients, list(flat.split([gradient.numel() for gradient in gradients])))
 
     def _sum_copies(self, name: str, holders: Holders) -> None:
@@ -187,9 +183,9 @@ class WeightUpdate:
             sound: whether the loss is finite.
         """
         mine, options = self.data_parallel.offender(), self.data_parallel.options
-        stage = 0 if mine is None else mine.chunk * self.mesh.pp.size + self.mesh.pp.rank
-        own = None if mine is None else (stage, mine.place, mine.name)
-        found, largest = zip(*all_gather_objects((own, self._largest()), self.mesh.world), strict=True)
+        stage = 0 if mine is None else mine.chunk * self.mesh.pipeline.size + self.mesh.pipeline.rank
+        offender = None if mine is None else (stage, mine.position, mine.name)
+        found, largest = zip(*all_gather_objects((offender, self._largest()), self.mesh.world), strict=True)
         value, name = max(largest)
         if sound and not options.exact_terms and math.isfinite(value):  # each gradient is, though its norm may not be
             scaled = " with the loss scale" if self.scaler.scale != 1.0 else ""

@@ -1,28 +1,33 @@
-"""The mesh: every rank's place in the tensor x data x pipeline grid, and the only choice of device and backend.
+"""The mesh: this rank's coordinates, its groups by role, and the only choice of device and backend.
 
-Ranks are numbered with tp innermost (neighbouring ranks, the fastest links), then dp, and pp outermost, the layout of
-Narayanan et al. 2021 (arXiv 2104.04473, section 3.3). Nothing here is global: `build_mesh` returns a `Mesh`, which
-is passed down, and layers get the one `Group` they need. A group of size 1 has no process group behind it and never
-communicates.
+The table of dimensions (`megacore.config.dimensions`) says how ranks are numbered and what each dimension divides. The
+groups follow from it, and the rest of megacore asks for them by role (who splits this layer, whose losses add up) and
+not by the name of a dimension. Nothing here is global: `build_mesh` returns a `Mesh`, which is passed down, and layers
+get the one `Group` they need. A group of size 1 has no process group behind it and never communicates.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from megacore.config import ParallelConfig, known
+from megacore.config import ParallelConfig, ResolvedParallel
+from megacore.config.dimensions import DIMENSIONS, Dimension, Divides, coordinates_of, degrees_of, describe_rank
 from megacore.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks along one dimension of the mesh, and this rank's place among them.
+    """Ranks that communicate with each other, and this rank's position among them.
 
     Attributes:
         ranks: global ranks of the members, in group order.
@@ -63,37 +68,79 @@ class Holders:
 ALONE = Group()
 _STORE_PATIENCE = timedelta(seconds=2)
 
+# What the ranks of a group divide among themselves, by the group's role; in the order in which groups are made.
+_ROLES: Mapping[str, frozenset[Divides]] = {
+    "pipeline": frozenset({"stages"}),
+    "batch": frozenset({"samples"}),
+    "layer": frozenset({"matrices"}),
+    "loss": frozenset({"samples", "tokens"}),
+    "replicas": frozenset({"samples", "tokens"}),
+    "copies": frozenset({"nothing"}),
+}
+
+ReplicaRole = Literal["replicas"]
+"""The roles of groups that hold copies of a parameter and sum its gradients."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """This rank's device and groups.
+    """This rank's device, coordinates and groups by role.
 
     Attributes:
         device: where this rank's tensors live.
+        dimensions: the table, outermost first.
+        degrees: the number of ranks along each dimension, by name, outermost first.
         world: all ranks.
-        tp: ranks that split the same layers (tensor parallel).
-        dp: ranks that hold the same parameters and different data (data parallel).
-        pp: ranks that hold consecutive stages of the same model replica (pipeline parallel).
+        layer: ranks that split the same matrices.
+        pipeline: ranks that hold consecutive stages of the model.
+        batch: ranks that take different samples.
+        loss: ranks whose partial losses and token counts add up to those of the global batch.
+        replicas: ranks that hold the same parameters and sum their gradients; ZeRO divides state over them.
+        copies: ranks that repeat each other's work on the same samples; the first of them counts and saves.
     """
 
     device: torch.device
+    dimensions: Sequence[Dimension] = DIMENSIONS
+    degrees: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys((d.name for d in DIMENSIONS), 1))
     world: Group = ALONE
-    tp: Group = ALONE
-    dp: Group = ALONE
-    pp: Group = ALONE
+    layer: Group = ALONE
+    pipeline: Group = ALONE
+    batch: Group = ALONE
+    loss: Group = ALONE
+    replicas: Group = ALONE
+    copies: Group = ALONE
 
     @property
     def backend(self) -> str:
         return "none (one process)" if self.world.size == 1 else dist.get_backend()
 
-    def coordinates(self, rank: int) -> str:
-        """The place of a global rank in words: `pp 1, dp 0, tp 3`."""
-        return coordinates(rank, tp=self.tp.size, dp=self.dp.size)
+    @property
+    def model(self) -> tuple[Group, ...]:
+        """Groups of ranks that hold different parameters of one replica: a sum over each in turn is one over the
+        model."""
+        return self.layer, self.pipeline
 
+    def replica_group(self, role: ReplicaRole) -> Group:
+        """The group of a role that a parameter names as the holders of its copies."""
+        group: Group = getattr(self, role)
+        return group
 
-def coordinates(rank: int, *, tp: int, dp: int) -> str:
-    """The place of a global rank in a grid of these degrees, in words: `pp 1, dp 0, tp 3`."""
-    return f"pp {rank // (tp * dp)}, dp {rank // tp % dp}, tp {rank % tp}"
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a global rank stands along each dimension, by name."""
+        return coordinates_of(rank, self.degrees)
+
+    def describe(self, rank: int) -> str:
+        """A global rank's coordinates in words: `pp 1, dp 0, tp 3`."""
+        return describe_rank(rank, self.degrees)
+
+    @property
+    def file_label(self) -> str:
+        """This rank's coordinates for the names of files with parameters: `pp0-tp3` for the first replica of a slice,
+        `pp0-tp3-dp1` for another one."""
+        coordinates = self.coordinates(self.world.rank)
+        model = [d.name for d in self.dimensions if d.divides in ("stages", "matrices")]
+        others = [name for name, number in coordinates.items() if name not in model and number]
+        return "-".join(f"{name}{coordinates[name]}" for name in (*model, *others))
 
 
 def world_size() -> int:
@@ -119,9 +166,9 @@ def select_device(wanted: str) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != wanted:
-        found = accelerator.type if accelerator else "none"
+        available = accelerator.type if accelerator else "none"
         raise ConfigError(
-            [f"--device {wanted}: torch finds no such device here (accelerator: {found}); use --device cpu or auto"]
+            [f"--device {wanted}: torch finds no such device here (accelerator: {available}); use --device cpu or auto"]
         )
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
     if local_rank >= count > 1:
@@ -178,39 +225,61 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
 
 
-def build_mesh(config: ParallelConfig) -> Mesh:
-    """Join the job and find this rank's place.
+def build_mesh(config: ResolvedParallel, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
+    """Join the job and make the groups of this rank.
 
     Args:
-        config: a resolved configuration, so that tp x pp x dp is the world size.
+        config: resolved; the product of its degrees is the world size.
+        dimensions: the table, outermost first.
 
     Raises:
         ConfigError: the device that is asked for is not here, or another rank has it too.
     """
     device, world = join_job(config)
+    degrees = degrees_of(partial(getattr, config), dimensions)
+    assert math.prod(degrees.values()) == world.size, f"{degrees} for {world.size} ranks"
     if world.size == 1:
-        return Mesh(device=device)
-    grid = torch.arange(world.size).view(config.pp, known(config.dp), config.tp)
-    pp, dp, tp = (_along(grid, dim, device, _timeout(config)) for dim in range(3))
-    return Mesh(device=device, world=world, tp=tp, dp=dp, pp=pp)
+        return Mesh(device=device, dimensions=dimensions, degrees=degrees)
+    made: dict[tuple[tuple[int, ...], ...], Group] = {}
+    for role in _ROLES:
+        groups = groups_of_role(role, dimensions, degrees)
+        if groups not in made:
+            made[groups] = _join(groups, world, device, _timeout(config))
+    roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in _ROLES}
+    return Mesh(device=device, dimensions=dimensions, degrees=degrees, world=world, **roles)
+
+
+def groups_of_role(
+    role: str, dimensions: Sequence[Dimension], degrees: Mapping[str, int]
+) -> tuple[tuple[int, ...], ...]:
+    """The global ranks of all groups of a role; a group over several dimensions is flattened, outermost first.
+
+    Args:
+        role: an attribute of `Mesh`.
+        dimensions: the table, outermost first.
+        degrees: ranks along each of them, by name.
+    """
+    sizes = [degrees[dimension.name] for dimension in dimensions]
+    axes = [axis for axis, dimension in enumerate(dimensions) if dimension.divides in _ROLES[role]]
+    ranks = torch.arange(math.prod(sizes)).view(sizes).movedim(axes, tuple(range(-len(axes), 0)))
+    return tuple(map(tuple, ranks.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()))
 
 
 def _timeout(config: ParallelConfig) -> timedelta:
     return timedelta(minutes=config.distributed_timeout_minutes)
 
 
-def _along(grid: torch.Tensor, dim: int, device: torch.device, timeout: timedelta) -> Group:
-    """This rank's group along a dimension of the grid of ranks; every rank makes the groups of all, in one order."""
-    rank, size = dist.get_rank(), grid.shape[dim]
-    groups: list[list[int]] = grid.movedim(dim, -1).reshape(-1, size).tolist()
-    ranks = next(group for group in groups if rank in group)
-    if size == 1 or size == grid.numel():
-        return _group(dist.group.WORLD, rank, tuple(ranks))
+def _join(groups: Sequence[tuple[int, ...]], world: Group, device: torch.device, timeout: timedelta) -> Group:
+    """Make all these groups, on every rank in the same order, and return this rank's."""
+    ranks = next(group for group in groups if world.rank in group)
+    if len(ranks) in (1, world.size):
+        return _group(world.handle, world.rank, ranks)
+    split = [list(group) for group in groups]
     if _splits(device):  # a single call for all of them
-        handle = dist.split_group(split_ranks=groups, timeout=timeout)
+        handle = dist.split_group(split_ranks=split, timeout=timeout)
     else:
-        handle, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
-    return _group(handle, rank, tuple(ranks))
+        handle, _ = dist.new_subgroups_by_enumeration(split, timeout=timeout)
+    return _group(handle, world.rank, ranks)
 
 
 def _splits(device: torch.device) -> bool:
@@ -240,12 +309,12 @@ def refuse_shared_devices(store: dist.Store, rank: int, world_size: int, identit
     Raises:
         ConfigError: two ranks have the same device; on every rank.
     """
-    own = "" if identity is None else f"{identity} on {socket.gethostname()}"
-    store.set(f"device/{rank}", own)
+    name = "" if identity is None else f"{identity} on {socket.gethostname()}"
+    store.set(f"device/{rank}", name)
     devices = [value.decode() for value in store.multi_get([f"device/{other}" for other in range(world_size)])]
     problems = []
     for device in sorted(set(devices) - {""}):
-        ranks = [str(other) for other, found in enumerate(devices) if found == device]
+        ranks = [str(other) for other, name in enumerate(devices) if name == device]
         if len(ranks) > 1:
             problems.append(f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} have the same device, {device}")
     if problems:

@@ -10,6 +10,7 @@ rank's history.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ def normal_slice(spec: ShardSpec, *, seed: int, std: float, out: Tensor | None =
     """This rank's slice of a normally distributed global tensor, bit-identical for every way of slicing it.
 
     Args:
-        spec: a one- or two-dimensional tensor's name, shape and slice.
+        spec: a tensor's name, shape and slice; one or more dimensions.
         seed: the run's seed.
         std: standard deviation; the mean is 0.
         out: fp32 of the slice's shape, on any device: is filled block by block; None: a new tensor on the CPU.
@@ -41,18 +42,17 @@ def normal_slice(spec: ShardSpec, *, seed: int, std: float, out: Tensor | None =
     Returns:
         `out`, or the new tensor.
     """
-    rows, columns = spec.shape[0], int(np.prod(spec.shape[1:], dtype=np.int64))
-    (first, last), (left, right) = (spec.slices[0], spec.slices[1] if len(spec.shape) > 1 else (0, 1))
-    result = torch.empty([b - a for a, b in spec.slices]) if out is None else out
-    local = result.view(last - first, right - left)
-    height = max(1, _BLOCK_ELEMENTS // columns)
+    rows, *inner = spec.shape
+    (first, last), *rest = spec.slices
+    result = torch.empty(spec.local_shape) if out is None else out
+    height = max(1, _BLOCK_ELEMENTS // math.prod(inner))
     for top in range(first - first % height, last, height):
         bottom = min(top + height, rows)
         generator = np.random.Generator(np.random.Philox(key=stable_hash(seed, spec.name, top)))
-        block = generator.standard_normal((bottom - top, columns), dtype=np.float32)
+        block = generator.standard_normal((bottom - top, *inner), dtype=np.float32)
         begin, end = max(top, first), min(bottom, last)
-        values = block[begin - top : end - top, left:right] * np.float32(std)
-        local[begin - first : end - first] = torch.from_numpy(values)
+        values = block[(slice(begin - top, end - top), *(slice(*bounds) for bounds in rest))] * np.float32(std)
+        result[begin - first : end - first] = torch.from_numpy(values)
     return result
 
 

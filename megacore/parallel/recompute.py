@@ -8,14 +8,18 @@ for bit the first; no generator state is saved.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from megacore.parallel.random import RandomStreams
 
+T = TypeVar("T")
 
-def recompute(function: Callable[..., Tensor], *inputs: Tensor, streams: RandomStreams) -> Tensor:
+
+def recompute(function: Callable[..., T], *inputs: Tensor, streams: RandomStreams) -> T:
     """function(*inputs), without keeping what it computes on the way.
 
     Args:
@@ -25,21 +29,39 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor, streams: RandomS
     """
     index = streams.index
 
-    def again(*tensors: Tensor) -> Tensor:
+    def again(*tensors: Tensor) -> T:
         with streams.microbatch(index):
             return function(*tensors)
 
-    output: Tensor = checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
+    output: T = checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output
 
 
 class Recomputed(nn.Module):
-    """A layer of which only the input is kept."""
+    """A layer of which only the input is kept.
+
+    What the layer writes into its buffers, such as BatchNorm's running averages, it writes once: the second pass works
+    on copies.
+    """
 
     def __init__(self, layer: nn.Module, streams: RandomStreams) -> None:
         super().__init__()
         self.layer, self.streams = layer, streams
 
-    def forward(self, x: Tensor) -> Tensor:
-        """What the layer gives."""
-        return recompute(self.layer, x, streams=self.streams)
+    def forward(self, x: Any) -> Any:
+        """What the layer gives for a tensor or a tuple of tensors."""
+        inputs = x if isinstance(x, tuple) else (x,)
+        return recompute(_Call(self.layer, is_tuple=isinstance(x, tuple)), *inputs, streams=self.streams)
+
+
+class _Call:
+    """One call of a layer, which is repeated in backward."""
+
+    def __init__(self, layer: nn.Module, *, is_tuple: bool) -> None:
+        self._layer, self._is_tuple, self._is_first = layer, is_tuple, True
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        x = inputs if self._is_tuple else inputs[0]
+        buffers = {} if self._is_first else {name: value.clone() for name, value in self._layer.named_buffers()}
+        self._is_first = False
+        return functional_call(self._layer, buffers, (x,)) if buffers else self._layer(x)

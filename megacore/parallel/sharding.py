@@ -1,51 +1,83 @@
 """Which slice of which global tensor a parameter is.
 
-Every parameter of a model is a `ShardedParameter` whose `ShardSpec` states the global tensor's name and true shape
-and the one contiguous slice held here. Initialisation, checkpoints, norm counting and the parity tests all read it,
-so that none of them needs to know how a layer is split.
+Every parameter of a model is a `ShardedParameter` whose `ShardSpec` states the global tensor's name and true shape, the
+slice of it on this rank, [start, stop) in each dimension, and which ranks hold copies of that slice. Initialisation,
+checkpoints, norm counting and the parity tests all read it, so that none of them needs to know how a layer is split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from megacore.parallel.mesh import Mesh, ReplicaRole
+
+Slices = tuple[tuple[int, int], ...]  # [start, stop) of every dimension
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
-    """The part of a global tensor that one rank holds.
+    """The part of a global tensor that one rank holds. The local tensor may be larger: padding follows the slice at the
+    end of any dimension.
 
     Attributes:
         name: global name, the same on every layout (`blocks.17.attention.qkv.weight`); empty until the stage is
             assembled.
         shape: true shape of the global tensor, without padding.
-        dim: the split dimension; None when every tensor-parallel rank holds the whole tensor.
-        start: first global index held along `dim`.
-        stop: one past the last global index held along `dim`.
+        slices: [start, stop) of every dimension in global indices; by default the complete tensor.
+        is_replicated: every rank of the layer group holds this slice. One of them counts and saves it; with sequence
+            parallelism each of them sees other positions, and their gradients are summed.
+        replica_role: role of the group that holds copies of the slice and sums their gradients.
+        is_tied_copy: the parameter is tied to one on another stage, where it is counted and saved.
     """
 
     name: str = ""
     shape: tuple[int, ...]
-    dim: int | None = None
-    start: int = 0
-    stop: int = 0
+    slices: Slices = ()
+    is_replicated: bool = True
+    replica_role: ReplicaRole = "replicas"
+    is_tied_copy: bool = False
+
+    def __post_init__(self) -> None:
+        slices = self.slices or tuple((0, size) for size in self.shape)
+        assert len(slices) == len(self.shape), "a slice has a range for every dimension"
+        object.__setattr__(self, "slices", slices)
+
+    @classmethod
+    def split(cls, shape: tuple[int, ...], ranges: Mapping[int, tuple[int, int]]) -> ShardSpec:
+        """A tensor that the ranks of the layer group split.
+
+        Args:
+            shape: of the global tensor.
+            ranges: dimension -> [start, stop) of this rank; other dimensions are not split.
+        """
+        slices = tuple(ranges.get(dimension, (0, size)) for dimension, size in enumerate(shape))
+        return cls(shape=shape, slices=slices, is_replicated=False)
 
     @property
-    def slices(self) -> tuple[tuple[int, int], ...]:
-        """[start, stop) of every dimension in global indices."""
-        return tuple((self.start, self.stop) if d == self.dim else (0, n) for d, n in enumerate(self.shape))
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the slice, without padding."""
+        return tuple(stop - start for start, stop in self.slices)
 
-    def take(self, full: Tensor) -> Tensor:
+    def take(self, tensor: Tensor) -> Tensor:
         """This rank's slice (a view) of the global tensor."""
-        return full if self.dim is None else full.narrow(self.dim, self.start, self.stop - self.start)
+        return tensor[tuple(slice(start, stop) for start, stop in self.slices)]
 
-    def own(self, local: Tensor) -> Tensor:
-        """The rows of the local tensor (a view) that exist globally: all but the padding at the end of `dim`."""
-        return local if self.dim is None else local.narrow(self.dim, 0, self.stop - self.start)
+    def unpadded(self, local: Tensor) -> Tensor:
+        """The part of the local tensor (a view) that exists globally: all but the padding."""
+        return local[tuple(slice(size) for size in self.local_shape)]
+
+    def is_counted_by(self, mesh: Mesh) -> bool:
+        """Whether this rank, with the replicas of its slice, counts the slice in sums over the model and saves it.
+
+        Of the ranks of a mesh that hold an element, the counting ones are exactly one replica group.
+        """
+        first = not self.is_replicated or mesh.layer.is_first
+        return first and mesh.copies.is_first and not self.is_tied_copy
 
 
 class ShardedParameter(nn.Parameter):
@@ -72,11 +104,15 @@ class ShardedParameter(nn.Parameter):
         if not self.spec.name:
             self.spec = replace(self.spec, name=name)
 
+    def tied_to(self, name: str) -> None:
+        """Make the parameter a copy of one on another stage, with that one's global name."""
+        self.spec = replace(self.spec, name=name, is_tied_copy=True)
+
 
 class ShardedModule(nn.Module):
     """A module with `ShardedParameter`s of its own, which stay so when it moves.
 
-    Where a tensor cannot take its parameter's place (`to_empty` of a module on the meta device, `to` another device),
+    Where a tensor cannot stand in for its parameter (`to_empty` of a module on the meta device, `to` another device),
     torch makes a plain parameter of it.
     """
 
@@ -93,7 +129,7 @@ class ShardedModule(nn.Module):
 
 
 def replicated(*shape: int, device: torch.device | None = None) -> ShardedParameter:
-    """An uninitialised parameter that every tensor-parallel rank holds whole."""
+    """An uninitialised parameter that is not split: every rank of the layer group holds it."""
     return ShardedParameter(torch.empty(shape, device=device), ShardSpec(shape=shape))
 
 
@@ -108,9 +144,9 @@ def sharded_parameters(module: nn.Module) -> list[ShardedParameter]:
     Raises:
         TypeError: a parameter was made without a ShardSpec.
     """
-    found = []
+    parameters = []
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, ShardedParameter):
             raise TypeError(f"parameter {name} has no ShardSpec: make it with ShardedParameter")
-        found.append(parameter)
-    return found
+        parameters.append(parameter)
+    return parameters

@@ -91,11 +91,11 @@ class ColumnParallelLinear(ShardedModule):
         start, stop = split_evenly(out_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(stop - start, in_features, device=device),
-            ShardSpec(shape=(out_features, in_features), dim=0, start=start, stop=stop),
+            ShardSpec.split((out_features, in_features), {0: (start, stop)}),
         )
         self.bias: ShardedParameter | None = None
         if bias:
-            spec = ShardSpec(shape=(out_features,), dim=0, start=start, stop=stop)
+            spec = ShardSpec.split((out_features,), {0: (start, stop)})
             self.bias = ShardedParameter(torch.empty(stop - start, device=device), spec)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class RowParallelLinear(ShardedModule):
         start, stop = split_evenly(in_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(out_features, stop - start, device=device),
-            ShardSpec(shape=(out_features, in_features), dim=1, start=start, stop=stop),
+            ShardSpec.split((out_features, in_features), {1: (start, stop)}),
         )
         self.bias: ShardedParameter | None = None
         if bias:
@@ -193,9 +193,9 @@ class VocabParallelEmbedding(ShardedModule):
         """[b, s] token ids in [0, V) -> [b, s, h] (or [b, s/t, h])"""
         if self.group.size == 1:
             return F.embedding(tokens, self.weight)
-        spec = self.weight.spec
-        local = tokens - spec.start
-        outside = (local < 0) | (local >= spec.stop - spec.start)
+        start, stop = self.weight.spec.slices[0]
+        local = tokens - start
+        outside = (local < 0) | (local >= stop - start)
         rows = F.embedding(local.masked_fill(outside, 0), self.weight)
         leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
         return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
@@ -286,7 +286,7 @@ def vocab_parallel_weight(
     """This rank's uninitialised rows of a [V, h] table, padded at the end."""
     start, stop = split_evenly(vocab_size, group.rank, group.size)
     rows = padded_rows(vocab_size, group.size, multiple)
-    spec = ShardSpec(shape=(vocab_size, hidden_size), dim=0, start=start, stop=stop)
+    spec = ShardSpec.split((vocab_size, hidden_size), {0: (start, stop)})
     return ShardedParameter(torch.empty(rows, hidden_size, device=device), spec)
 
 
@@ -296,7 +296,7 @@ def vocab_parallel_bias(
     """This rank's uninitialised share of one number for each of V tokens, padded at the end like the weight's rows."""
     start, stop = split_evenly(vocab_size, group.rank, group.size)
     rows = padded_rows(vocab_size, group.size, multiple)
-    spec = ShardSpec(shape=(vocab_size,), dim=0, start=start, stop=stop)
+    spec = ShardSpec.split((vocab_size,), {0: (start, stop)})
     return ShardedParameter(torch.empty(rows, device=device), spec)
 
 

@@ -8,28 +8,64 @@ proven (proof.py) is executed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megacore.config import ParallelConfig
 from megacore.errors import UserError
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.actions import Action, Op, Schedule, peer_stage
 from megacore.pipeline.backward import WeightHalf, input_half
 from megacore.pipeline.schedule import build_schedule
+from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import Stage, tensors_of
 from megacore.pipeline.timing import ActionTimer
-from megacore.pipeline.transport import Arrival, Receive, Send, TensorForm, Transfer, Transport
+from megacore.pipeline.transport import Arrival, Receive, Send, TensorSpec, Transfer, Transport
 from megacore.pipeline.validation import prove
 
-Place = tuple[int, int]  # stage, microbatch
-Loss = Callable[[Any, Any], Tensor]
-Forms = Sequence[tuple[TensorForm, ...] | None]  # of each stage's input
+StageMicrobatch = tuple[int, int]  # number of a stage, number of a microbatch in the step
+
+
+class PipelineTask(Protocol):
+    """What the runtime asks of a task about a microbatch; `megacore.train.task.Task` is the whole of it."""
+
+    @property
+    def streams(self) -> RandomStreams:
+        """The source of dropout masks, which the runtime tells which microbatch is computed."""
+
+    @property
+    def loss_shape(self) -> tuple[int, ...]:
+        """Shape of what `loss` returns; () is a scalar."""
+
+    @property
+    def evaluation_shape(self) -> tuple[int, ...]:
+        """Shape of what `evaluation_loss` returns."""
+
+    def first_input(self, microbatch: Any) -> Any:
+        """The input of the model's first layer: a tensor or a tuple of tensors."""
+
+    def loss(self, output: Any, microbatch: Any) -> Tensor:
+        """The summed loss of the last layer's output, or several sums."""
+
+    def evaluation_loss(self, output: Any, microbatch: Any) -> Tensor:
+        """The same for an evaluation."""
+
+    def stage_input_specs(self, microbatch: Any, stage: int) -> tuple[TensorSpec, ...]:
+        """What stage number `stage`, which is not the first, receives; the same on every rank of the pipeline."""
+
+
+class LossWeight(Protocol):
+    """What scales the summed loss before backward."""
+
+    def value(self) -> Tensor:
+        """One over the global batch's count of each loss term, times the fp16 loss scale; fp32, of the shape of the
+        loss or a scalar. Asked for as late as possible, so that the reduction of the counts overlaps with the first
+        forward."""
 
 
 class GradientSink(Protocol):
@@ -50,15 +86,11 @@ class PipelineRuntime:
         chunks: the stages of this rank, each stage s = chunk number x p + rank.
         group: the pipeline group.
         transport: how tensors reach the other stages.
-        forms: microbatch -> what every stage receives from the one before, for each stage of the model; None for the
-            first. The same on every rank of the pipeline.
-        schedule: number of microbatches -> what all ranks do.
-        streams: told which microbatch is being computed.
-        first_input: microbatch -> input of the model's first layer.
-        loss: (output of the last layer, microbatch) -> summed loss of the microbatch, or several sums.
-        loss_shape: of what `loss` returns; () is a scalar.
-        eval_loss: the same for `evaluate`; None: `loss`.
-        eval_shape: of what `eval_loss` returns.
+        parallel: names the training schedule.
+        task: the model's input and loss, and the shapes that stages exchange.
+
+    Attributes:
+        timer: when each computation of a step ran.
     """
 
     def __init__(
@@ -67,40 +99,25 @@ class PipelineRuntime:
         group: Group,
         *,
         transport: Transport,
-        forms: Callable[[Any], Forms],
-        schedule: Callable[[int], Schedule],
-        streams: RandomStreams,
-        first_input: Callable[[Any], Any],
-        loss: Loss,
-        loss_shape: tuple[int, ...] = (),
-        eval_loss: Loss | None = None,
-        eval_shape: tuple[int, ...] = (),
+        parallel: ParallelConfig,
+        task: PipelineTask,
     ) -> None:
-        self.chunks, self.group, self.transport, self.streams = list(chunks), group, transport, streams
-        self.forms, self.last_stage = forms, len(chunks) * group.size - 1
-        self.first_input, self.loss, self.eval_loss = first_input, loss, eval_loss or loss
-        self.loss_shape, self.eval_shape = loss_shape, eval_shape
+        self.chunks, self.group, self.transport, self.task = list(chunks), group, transport, task
+        self.last_stage = len(chunks) * group.size - 1
         self.timer = ActionTimer(transport.device)
-        self.training_schedule = cache(lambda microbatches: _proven(schedule(microbatches)))
-        self.evaluation_schedule = cache(
-            lambda microbatches: _proven(
-                build_schedule("forward-only", group.size, microbatches, len(chunks)), trains=False
-            )
-        )
+        self._parallel = parallel
+        self._proven: dict[tuple[bool, int], Schedule] = {}  # by whether it trains, and its microbatches
 
-    def train_step(
-        self, microbatches: Sequence[Any], loss_scale: Callable[[], Tensor | float], gradients: GradientSink
-    ) -> Tensor:
+    def train_step(self, microbatches: Sequence[Any], loss_weight: LossWeight, gradients: GradientSink) -> Tensor:
         """Forward and backward of all microbatches; gradients accumulate in the parameters.
 
         Args:
             microbatches: this data-parallel rank's share of the global batch; each has a global `index`.
-            loss_scale: factor of the summed loss before backward (one over the global batch's tokens), or of each of
-                its sums; asked for as late as possible, so that its reduction overlaps with the first forward.
+            loss_weight: factor of the summed loss, or of each of its sums, before backward.
             gradients: told when a microbatch's backward begins and ends.
 
         Returns:
-            The summed loss of the microbatches, unscaled, on the last stage; 0 elsewhere.
+            The summed loss of the microbatches, without its weight, on the last stage; 0 elsewhere.
 
         Raises:
             UserError: a stage returns other shapes or types than the next one expects, or a backward that is to be
@@ -108,21 +125,28 @@ class PipelineRuntime:
         """
         for chunk in self.chunks:
             chunk.train()
-        schedule = self.training_schedule(len(microbatches))
+        schedule = self.schedule(len(microbatches), trains=True)
         with self.timer.measure_step():
-            return _Run(self, schedule, microbatches, loss_scale, gradients).execute()
+            return _Run(self, schedule, microbatches, loss_weight, gradients).execute()
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
-        """The summed `eval_loss` of the microbatches on the last stage; 0 elsewhere. Dropout is off."""
+        """The summed `evaluation_loss` of the microbatches on the last stage; 0 elsewhere. Dropout is off."""
         for chunk in self.chunks:
             chunk.eval()
-        return _Run(self, self.evaluation_schedule(len(microbatches)), microbatches).execute()
+        return _Run(self, self.schedule(len(microbatches), trains=False), microbatches).execute()
 
-
-def _proven(schedule: Schedule, *, trains: bool = True) -> Schedule:
-    prove(schedule, trains=trains)
-    return schedule
+    def schedule(self, microbatches: int, *, trains: bool) -> Schedule:
+        """What all ranks of the pipeline do in a step, or in an evaluation, of so many microbatches; proven."""
+        if (trains, microbatches) not in self._proven:
+            schedule = (
+                training_schedule(self._parallel, microbatches)
+                if trains
+                else build_schedule("forward-only", self.group.size, microbatches, len(self.chunks))
+            )
+            prove(schedule, trains=trains)
+            self._proven[trains, microbatches] = schedule
+        return self._proven[trains, microbatches]
 
 
 class _Run:
@@ -133,81 +157,90 @@ class _Run:
         runtime: PipelineRuntime,
         schedule: Schedule,
         microbatches: Sequence[Any],
-        loss_scale: Callable[[], Tensor | float] | None = None,
+        loss_weight: LossWeight | None = None,
         sink: GradientSink | None = None,
     ) -> None:
         self.runtime, self.schedule, self.microbatches = runtime, schedule, microbatches
-        self.loss_scale, self.sink = loss_scale, sink
+        self.loss_weight, self.sink = loss_weight, sink
         self.arrivals: dict[tuple[Op, int, int], Arrival] = {}
-        self.inputs: dict[Place, tuple[Tensor, ...]] = {}  # leaves, whose gradients go to the stage before
-        self.outputs: dict[Place, tuple[GradientEdge | None, ...]] = {}  # graphs alone: tensors are freed once sent
-        self.anchors: dict[Place, tuple[GradientEdge, ...]] = {}
-        self.halves: dict[Place, WeightHalf] = {}
+        self.inputs: dict[StageMicrobatch, tuple[Tensor, ...]] = {}  # leaves, whose gradients go to the stage before
+        self.outputs: dict[
+            StageMicrobatch, tuple[GradientEdge | None, ...]
+        ] = {}  # graphs alone: tensors are freed once sent
+        self.anchors: dict[StageMicrobatch, tuple[GradientEdge, ...]] = {}
+        self.halves: dict[StageMicrobatch, WeightHalf] = {}
         self.to_send: dict[tuple[Op, int, int], tuple[Tensor, ...]] = {}
         mine = schedule.computations(runtime.group.rank)
         self.weight_gradients_left = Counter(a.stage for a in mine if a.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
-        shape = runtime.eval_shape if loss_scale is None else runtime.loss_shape
+        shape = runtime.task.evaluation_shape if loss_weight is None else runtime.task.loss_shape
         self.total_loss = torch.zeros(shape, dtype=torch.float64, device=runtime.transport.device)
 
     def execute(self) -> Tensor:
-        does = {
-            Op.FORWARD: self.forward,
-            Op.BACKWARD: self.backward,
-            Op.INPUT_GRAD: self.input_grad,
-            Op.WEIGHT_GRAD: self.weight_grad,
-        }
         for is_transfer, run in self.schedule.batches(self.runtime.group.rank):
             if is_transfer:
                 self.transfer(run)
                 continue
             for action in run:
-                does[action.op](action)
+                self.compute(action)
         with self.runtime.timer.waiting():
             self.runtime.transport.drain()
         return self.total_loss
 
     # ---- computations
 
+    def compute(self, action: Action) -> None:
+        match action.op:
+            case Op.FORWARD:
+                self.forward(action)
+            case Op.BACKWARD:
+                self.backward(action)
+            case Op.INPUT_GRAD:
+                self.input_grad(action)
+            case Op.WEIGHT_GRAD:
+                self.weight_grad(action)
+            case _:
+                raise AssertionError(f"{action} is a transfer")
+
     def forward(self, action: Action) -> None:
-        runtime, place = self.runtime, (action.stage, action.microbatch)
+        runtime, task, key = self.runtime, self.runtime.task, (action.stage, action.microbatch)
         microbatch, stage = self.microbatches[action.microbatch], runtime.chunks[self.chunk(action)]
         x = self.stage_input(action)
-        with runtime.timer.measure(action), runtime.streams.microbatch(microbatch.index):
+        with runtime.timer.measure(action), task.streams.microbatch(microbatch.index):
             y = stage(x)
             if action.stage == runtime.last_stage:
-                y = (runtime.eval_loss if self.loss_scale is None else runtime.loss)(y, microbatch)
+                y = task.evaluation_loss(y, microbatch) if self.loss_weight is None else task.loss(y, microbatch)
                 # A multiple of 2^-24: fp64 sums of several hundred million of them are exact, on every layout alike.
                 self.total_loss += y.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
         outputs = tensors_of(y)
         if action.stage < runtime.last_stage:
-            self.require_forms(action, outputs)
-            self.to_send[Op.SEND_OUTPUT, *place] = tuple(tensor.detach() for tensor in outputs)
-        if self.loss_scale is not None:
-            self.outputs[place] = tuple(
+            self.require_specs(action, outputs)
+            self.to_send[Op.SEND_OUTPUT, *key] = tuple(tensor.detach() for tensor in outputs)
+        if self.loss_weight is not None:
+            self.outputs[key] = tuple(
                 get_gradient_edge(tensor) if tensor.requires_grad else None
                 for tensor in outputs
-                if TensorForm.of(tensor).has_gradient
+                if TensorSpec.of(tensor).has_gradient
             )
-            self.anchors[place] = tuple(map(get_gradient_edge, self.inputs.get(place, ()))) or stage.first_outputs
+            self.anchors[key] = tuple(map(get_gradient_edge, self.inputs.get(key, ()))) or stage.first_outputs
 
     def backward(self, action: Action) -> None:
-        place = action.stage, action.microbatch
+        key = action.stage, action.microbatch
         outputs, gradients = self.outputs_and_gradients(action)
         with self.runtime.timer.measure(action):
             self.begin_weight_gradients(action)
             if outputs:
                 torch.autograd.backward(outputs, gradients)
             self.end_weight_gradients(action)
-        self.anchors.pop(place)
-        self.keep_input_gradients(action, [x.grad for x in self.inputs.pop(place, ())])
+        self.anchors.pop(key)
+        self.keep_input_gradients(action, [x.grad for x in self.inputs.pop(key, ())])
 
     def input_grad(self, action: Action) -> None:
-        place = action.stage, action.microbatch
+        key = action.stage, action.microbatch
         outputs, gradients = self.outputs_and_gradients(action)
         with self.runtime.timer.measure(action):
-            found, self.halves[place] = input_half(outputs, gradients, self.anchors.pop(place))
+            grads, self.halves[key] = input_half(outputs, gradients, self.anchors.pop(key))
             self.end_weight_gradients(action)
-        self.keep_input_gradients(action, found[: len(self.inputs.pop(place, ()))])
+        self.keep_input_gradients(action, grads[: len(self.inputs.pop(key, ()))])
 
     def weight_grad(self, action: Action) -> None:
         with self.runtime.timer.measure(action):
@@ -222,11 +255,11 @@ class _Run:
 
     def stage_input(self, action: Action) -> Any:
         if action.stage == 0:
-            return self.runtime.first_input(self.microbatches[action.microbatch])
+            return self.runtime.task.first_input(self.microbatches[action.microbatch])
         tensors = self.arrived(Action(Op.RECV_INPUT, action.microbatch, action.stage))
-        if self.loss_scale is not None:
+        if self.loss_weight is not None:
             for tensor in tensors:
-                tensor.requires_grad_(TensorForm.of(tensor).has_gradient)
+                tensor.requires_grad_(TensorSpec.of(tensor).has_gradient)
             self.inputs[action.stage, action.microbatch] = tuple(t for t in tensors if t.requires_grad)
         return tensors[0] if len(tensors) == 1 else tensors
 
@@ -234,9 +267,8 @@ class _Run:
         """Where a backward begins, and with what."""
         outputs = self.outputs.pop((action.stage, action.microbatch))
         if action.stage == self.runtime.last_stage:
-            assert self.loss_scale is not None
-            scale = torch.as_tensor(self.loss_scale(), dtype=torch.float32, device=self.total_loss.device)
-            gradients: tuple[Tensor, ...] = (scale.expand(self.runtime.loss_shape),)
+            assert self.loss_weight is not None
+            gradients: tuple[Tensor, ...] = (self.loss_weight.value().expand(self.runtime.task.loss_shape),)
         else:
             gradients = self.arrived(Action(Op.RECV_GRAD, action.microbatch, action.stage))
         pairs = [(edge, grad) for edge, grad in zip(outputs, gradients, strict=True) if edge is not None]
@@ -245,8 +277,8 @@ class _Run:
     def keep_input_gradients(self, action: Action, gradients: Sequence[Tensor | None]) -> None:
         if action.stage > 0:
             self.to_send[Op.SEND_GRAD, action.stage, action.microbatch] = tuple(
-                self.total_loss.new_zeros(form.shape, dtype=form.dtype) if gradient is None else gradient
-                for gradient, form in zip(gradients, self.gradient_forms(action, action.stage), strict=True)
+                self.total_loss.new_zeros(spec.shape, dtype=spec.dtype) if gradient is None else gradient
+                for gradient, spec in zip(gradients, self.gradient_specs(action, action.stage), strict=True)
             )
 
     def begin_weight_gradients(self, action: Action) -> None:
@@ -281,29 +313,30 @@ class _Run:
     def as_transfer(self, action: Action) -> Transfer:
         peer = peer_stage(action) % self.schedule.ranks
         if action.op is Op.RECV_INPUT:
-            return Receive(peer, self.input_forms(action, action.stage))
+            return Receive(peer, self.input_specs(action, action.stage))
         if action.op is Op.RECV_GRAD:
-            return Receive(peer, self.gradient_forms(action, action.stage + 1))
+            return Receive(peer, self.gradient_specs(action, action.stage + 1))
         return Send(peer, self.to_send.pop((action.op, action.stage, action.microbatch)))
 
-    def require_forms(self, action: Action, outputs: Sequence[Tensor]) -> None:
+    def require_specs(self, action: Action, outputs: Sequence[Tensor]) -> None:
         """Refuse what the next stage does not expect, before it is read there as something else."""
-        found, expected = tuple(map(TensorForm.of, outputs)), self.input_forms(action, action.stage + 1)
-        if found != expected:
+        returned, expected = tuple(map(TensorSpec.of, outputs)), self.input_specs(action, action.stage + 1)
+        if returned != expected:
             names = self.runtime.chunks[self.chunk(action)].names
             returns = (
                 f"layer {names[0]!r} returns" if len(names) == 1 else f"layers {', '.join(map(repr, names))} return"
             )
-            mode = "evaluation" if self.loss_scale is None else "training"
+            mode = "evaluation" if self.loss_weight is None else "training"
             raise UserError(
-                f"{returns} ({', '.join(map(str, found))}) in {mode}, but returned ({', '.join(map(str, expected))}) "
-                "when tried in evaluation mode on an input of this form: shapes and types of what a stage hands on "
-                "must depend on those of its input alone"
+                f"{returns} ({', '.join(map(str, returned))}) in {mode}, but returned "
+                f"({', '.join(map(str, expected))}) when tried in evaluation mode on an input of this shape: shapes "
+                "and types of what a stage passes on must depend on those of its input and on nothing else"
             )
 
-    def input_forms(self, action: Action, stage: int) -> tuple[TensorForm, ...]:
-        return self.runtime.forms(self.microbatches[action.microbatch])[stage] or ()
+    def input_specs(self, action: Action, stage: int) -> tuple[TensorSpec, ...]:
+        """What a stage after the first receives of the action's microbatch."""
+        return self.runtime.task.stage_input_specs(self.microbatches[action.microbatch], stage)
 
-    def gradient_forms(self, action: Action, stage: int) -> tuple[TensorForm, ...]:
+    def gradient_specs(self, action: Action, stage: int) -> tuple[TensorSpec, ...]:
         """What the gradients of a stage's input look like."""
-        return tuple(form for form in self.input_forms(action, stage) if form.has_gradient)
+        return tuple(spec for spec in self.input_specs(action, stage) if spec.has_gradient)

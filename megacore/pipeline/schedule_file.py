@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import csv
 import re
+from functools import lru_cache
 from pathlib import Path
 
-from megacore.config import Config, known
+from megacore.config import ParallelConfig, ResolvedConfig
 from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
+from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.transfers import with_transfers
 from megacore.pipeline.validation import prove
 
@@ -54,7 +56,7 @@ def load_schedule(path: Path) -> Schedule:
     return schedule
 
 
-def check_schedule(config: Config) -> None:
+def check_schedule(config: ResolvedConfig) -> None:
     """Compare the schedule of `--schedule-csv`, if any, with the run that it is to serve.
 
     Raises:
@@ -64,7 +66,7 @@ def check_schedule(config: Config) -> None:
         return
     schedule = load_schedule(Path(config.parallel.schedule_csv))
     parallel, training = config.parallel, config.training
-    microbatches = known(training.global_batch_size) // (training.micro_batch_size * known(parallel.dp))
+    microbatches = training.global_batch_size // (training.micro_batch_size * parallel.dp)
     there = (schedule.ranks, schedule.virtual_stages, schedule.microbatches)
     here = (parallel.pp, parallel.virtual_stages, microbatches)
     if there != here:
@@ -73,6 +75,21 @@ def check_schedule(config: Config) -> None:
             f"{there[2]} microbatches a replica, but the run has --pp {here[0]}, --virtual-stages {here[1]} "
             f"and {here[2]}"
         )
+
+
+_built_schedule = lru_cache(maxsize=4)(build_schedule)  # the launch summary asks for it, and then the runtime
+
+
+def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
+    """What all ranks of a pipeline do in a training step, as configured.
+
+    Args:
+        parallel: names the schedule, or its file, and gives the pipeline's size.
+        microbatches: of a replica in a step.
+    """
+    if parallel.schedule_csv is not None:
+        return load_schedule(Path(parallel.schedule_csv))
+    return _built_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
 
 
 def _action(cell: str, path: Path, rank: int) -> Action:

@@ -1,7 +1,7 @@
-"""Which tensors stages hand to each other, found by trying: one forward of a microbatch, stage by stage.
+"""The shapes of the tensors that stages exchange, from a trial: one forward of a microbatch, stage by stage.
 
-Every rank of the pipeline tries its own stages in turn, in evaluation mode and without gradients, and tells the others
-the forms of what came out; the next stage tries zeros of these forms. A layer that cannot be used is refused on all
+Every rank of the pipeline tries its stages in turn, in evaluation mode and without gradients, and tells the others the
+shapes and types of what came out; the next stage tries zeros of these. A layer that cannot be used is refused on all
 ranks alike.
 """
 
@@ -14,74 +14,72 @@ import torch
 
 from megacore.errors import UserError
 from megacore.parallel.collectives import all_gather_objects
-from megacore.pipeline.runtime import Forms
 from megacore.pipeline.stage import Stage, tensors_of
-from megacore.pipeline.transport import TensorForm, Transport
+from megacore.pipeline.transport import TensorSpec, Transport
 
-Key = tuple[TensorForm, ...]
+Specs = tuple[TensorSpec, ...]
 
 
-class StageForms:
-    """The forms that every stage receives, by those of the model's input.
+class StageShapes:
+    """The shapes and types of what every stage receives, by those of the model's input.
 
     Args:
         chunks: the stages of this rank.
-        names: of each of their layers, for messages.
         transport: of the pipeline.
     """
 
-    def __init__(self, chunks: Sequence[Stage], names: Sequence[Sequence[str]], transport: Transport) -> None:
-        self._chunks, self._names, self._transport = chunks, names, transport
-        self._found: dict[Key, Forms] = {}
+    def __init__(self, chunks: Sequence[Stage], transport: Transport) -> None:
+        self._chunks, self._transport = chunks, transport
+        self._known: dict[Specs, list[Specs]] = {}
         self._cause: Exception | None = None
 
-    def of(self, inputs: Any) -> Forms:
-        """What every stage receives for these inputs of the model, whose forms have been tried."""
-        return self._found[_key(inputs)]
+    def of(self, inputs: Any, stage: int) -> Specs:
+        """What a stage after the first receives for these inputs of the model, whose shapes have been tried."""
+        return self._known[_specs_of(inputs)][stage - 1]
 
     def unknown(self, inputs: Iterable[Any]) -> list[Any]:
-        """One of each of the forms that have not been tried."""
-        return list({key: one for one in inputs if (key := _key(one)) not in self._found}.values())
+        """One of each of the shapes that have not been tried."""
+        return list({key: one for one in inputs if (key := _specs_of(one)) not in self._known}.values())
 
     @torch.no_grad()
-    def find(self, inputs: Any) -> None:
+    def learn(self, inputs: Any, first: Any) -> None:
         """Try a microbatch; all ranks of the pipeline call this together.
 
         Args:
-            inputs: of the model's first layer, on the device where this rank holds that layer.
+            inputs: of the model, by which the shapes are known from here on.
+            first: what the first layer is given of them, on the device where this rank holds that layer.
 
         Raises:
-            UserError: a layer fails, or returns what cannot be handed on; with the same message on every rank.
+            UserError: a layer fails, or returns what cannot be passed on; with the same message on every rank.
         """
         group = self._transport.group
-        forms: list[Key | None] = [None]
+        outputs: list[Specs] = []
         for stage in range(len(self._chunks) * group.size):
-            answer: Key | str = ""
+            answer: Specs | str = ""
             if stage % group.size == group.rank:
-                before = forms[-1]
-                answer = self._try(stage // group.size, inputs if before is None else self._zeros(before))
+                answer = self._try(stage // group.size, self._zeros(outputs[-1]) if outputs else first)
             answer = all_gather_objects(answer, group)[stage % group.size]
             if isinstance(answer, str):
                 raise UserError(answer) from self._cause
-            forms.append(answer)
-        self._found[_key(inputs)] = forms[:-1]
+            outputs.append(answer)
+        self._known[_specs_of(inputs)] = outputs[:-1]
 
-    def _try(self, chunk: int, x: Any) -> Key | str:
-        """The forms of a stage's outputs, or what is wrong."""
+    def _try(self, chunk: int, x: Any) -> Specs | str:
+        """The shapes and types of a stage's outputs, or what is wrong."""
         stage = self._chunks[chunk].eval()
-        for index, (layer, name) in enumerate(zip(stage.layers, self._names[chunk], strict=True)):
-            given = ", ".join(map(str, _key(x)))
+        for index, name in enumerate(stage.names):
+            given = ", ".join(map(str, _specs_of(x)))
             try:
-                x = stage.run_layer(index, layer, x)
+                x = stage.run_layer(index, x)
             except Exception as error:
                 self._cause = error
                 return f"layer {name!r} fails on its input ({given}): {type(error).__name__}: {error}"
             if wrong := _wrong_output(x):
                 return f"layer {name!r} returns {wrong}: it must return a tensor, or a tuple of two tensors or more"
-        return _key(x)
+        return _specs_of(x)
 
-    def _zeros(self, forms: Key) -> Any:
-        tensors = tuple(torch.zeros(form.shape, dtype=form.dtype, device=self._transport.device) for form in forms)
+    def _zeros(self, specs: Specs) -> Any:
+        tensors = tuple(torch.zeros(spec.shape, dtype=spec.dtype, device=self._transport.device) for spec in specs)
         return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -94,5 +92,5 @@ def _wrong_output(value: Any) -> str | None:
     return f"a tuple of {count}" if isinstance(value, tuple) and count < 2 else None
 
 
-def _key(value: Any) -> Key:
-    return tuple(TensorForm.of(tensor) for tensor in tensors_of(value))
+def _specs_of(value: Any) -> Specs:
+    return tuple(TensorSpec.of(tensor) for tensor in tensors_of(value))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megacore.models.spec import LayerSpec
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 
-RunLayer = Callable[[int, nn.Module, Any], Any]
+
+class LayerRunner(Protocol):
+    """Applies a stage's layers in place of a plain call: data parallelism, which brings their parameters along."""
+
+    def run_layer(self, chunk: int, index: int, layer: nn.Module, x: Any, /) -> Any:
+        """layer(x), where `layer` is number `index` of the rank's stage number `chunk`."""
 
 
 class Stage(nn.Module):
@@ -25,12 +30,14 @@ class Stage(nn.Module):
     Args:
         layers: the layers to build, in order.
         earlier: parameters of earlier stages on this rank, by global name: a tied one is one of them.
+        number: of this stage among those of its rank.
         build: whether to build all layers at once; otherwise `build_layers` builds them one by one.
 
     Attributes:
         specs: of the layers, built or to be built.
         names: of the layers, for messages.
-        run_layer: how layer number i is applied to its input; data parallelism puts itself in here.
+        number: of this stage among those of its rank.
+        runner: applies the layers; None: they are called.
         first_outputs: where the output of the first layer with something to learn enters the graph of the last forward.
         tied_copies: parameters whose first use lies on another stage, by global name.
     """
@@ -40,13 +47,15 @@ class Stage(nn.Module):
         layers: Sequence[LayerSpec],
         earlier: Mapping[str, ShardedParameter] | None = None,
         *,
+        number: int = 0,
         build: bool = True,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
         self.specs, self._earlier = list(layers), {} if earlier is None else earlier
         self.names = [spec.name for spec in layers]
-        self.run_layer: RunLayer = _run_plainly
+        self.number = number
+        self.runner: LayerRunner | None = None
         self.first_outputs: tuple[GradientEdge, ...] = ()
         self.tied_copies: dict[str, ShardedParameter] = {}
         for _ in self.build_layers() if build else ():
@@ -70,13 +79,18 @@ class Stage(nn.Module):
     def forward(self, x: Any) -> Any:
         """The output of the last layer for the input of the first; a tensor or a tuple of tensors each."""
         self.first_outputs = ()
-        for index, layer in enumerate(self.layers):
-            x = self.run_layer(index, layer, x)
+        for index in range(len(self.layers)):
+            x = self.run_layer(index, x)
             if not self.first_outputs and torch.is_grad_enabled():
                 self.first_outputs = tuple(
                     get_gradient_edge(tensor) for tensor in tensors_of(x) if tensor.requires_grad
                 )
         return x
+
+    def run_layer(self, index: int, x: Any) -> Any:
+        """The output of layer number `index` for its input x."""
+        layer = self.layers[index]
+        return layer(x) if self.runner is None else self.runner.run_layer(self.number, index, layer, x)
 
     def by_name(self) -> dict[str, ShardedParameter]:
         """Every parameter of the stage once, by global name."""
@@ -90,7 +104,7 @@ class Stage(nn.Module):
             else:
                 copy = layer.get_parameter(local_name)
                 assert isinstance(copy, ShardedParameter)
-                copy.named(global_name)
+                copy.tied_to(global_name)
                 self.tied_copies[global_name] = copy
 
 
@@ -104,7 +118,3 @@ def tensors_of(value: Any) -> tuple[Tensor, ...]:
     if not isinstance(found, tuple) or not all(isinstance(tensor, Tensor) for tensor in found):
         raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")
     return found
-
-
-def _run_plainly(index: int, layer: nn.Module, x: Any) -> Any:
-    return layer(x)

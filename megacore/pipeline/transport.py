@@ -19,19 +19,19 @@ from megacore.parallel.mesh import Group
 
 
 @dataclass(frozen=True)
-class TensorForm:
+class TensorSpec:
     """What must be known of a tensor before it can be received."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
+    def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype)
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient of this form travels back: real and complex numbers have one, integers do not."""
+        """Whether a gradient of this shape travels back: real and complex numbers have one, integers do not."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def __str__(self) -> str:
@@ -48,13 +48,23 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Receive tensors of these forms, of which there may be none, from pipeline rank `peer`."""
+    """Receive tensors of these shapes, of which there may be none, from pipeline rank `peer`."""
 
     peer: int
-    forms: tuple[TensorForm, ...]
+    specs: tuple[TensorSpec, ...]
 
 
 Transfer = Send | Receive
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A transfer under way: which of the posted operations it consists of, and its tensors."""
+
+    first: int
+    stop: int
+    tensors: tuple[Tensor, ...]
+    is_receive: bool
 
 
 class Arrival:
@@ -90,28 +100,28 @@ class Transport:
             What will arrive, in the order of the receiving transfers.
         """
         operations: list[dist.P2POp] = []
-        places: list[tuple[int, int, tuple[Tensor, ...], bool]] = []  # its operations, its tensors, whether received
+        posted: list[_Posted] = []
         for transfer in transfers:
             receives = isinstance(transfer, Receive)
             tensors = (
-                tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in transfer.forms)
+                tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in transfer.specs)
                 if isinstance(transfer, Receive)
                 else tuple(tensor.resolve_conj().resolve_neg().contiguous() for tensor in transfer.tensors)
             )
             call, peer = dist.irecv if receives else dist.isend, self.group.ranks[transfer.peer]
             first = len(operations)
             operations += [dist.P2POp(call, _as_real(tensor), peer, group=self.group.handle) for tensor in tensors]
-            places.append((first, len(operations), tensors, receives))
+            posted.append(_Posted(first, len(operations), tensors, receives))
         works = dist.batch_isend_irecv(operations) if operations else []
         coalesced = len(works) < len(operations)  # NCCL makes one piece of work of a batch
         arrivals = []
-        for first, stop, tensors, receives in places:
-            own = works if coalesced else works[first:stop]
-            if receives:
-                arrivals.append(Arrival(tensors, own))
+        for item in posted:
+            awaited = works if coalesced else works[item.first : item.stop]
+            if item.is_receive:
+                arrivals.append(Arrival(item.tensors, awaited))
             else:
-                self._sending.append((own, tensors))
-        self._let_go()
+                self._sending.append((awaited, item.tensors))
+        self._drop_sent()
         return arrivals
 
     def drain(self) -> None:
@@ -120,7 +130,7 @@ class Transport:
             for work in self._sending.popleft()[0]:
                 work.wait()
 
-    def _let_go(self) -> None:
+    def _drop_sent(self) -> None:
         """Drop sent tensors whose transfers are done."""
         while self._sending and all(work.is_completed() for work in self._sending[0][0]):
             for work in self._sending.popleft()[0]:

@@ -9,20 +9,20 @@ MLP, V vocabulary, t tensor-parallel ranks, e bytes of an element.
 
 from __future__ import annotations
 
-from megacore.config import Config, ModelConfig
+from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.plan.model_size import vocabulary_rows
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def residual_bytes(config: Config) -> float:
+def residual_bytes(config: ResolvedConfig) -> float:
     """One tensor [b, s, h] of the residual stream: all that `--recompute full` keeps of a block."""
     split = config.parallel.tp if config.parallel.sequence_parallel else 1
     return _element(config) * _tokens(config) * config.model.hidden_size / split
 
 
-def block_bytes(config: Config, block: ModelConfig, *, on_cpu: bool, recompute: str) -> float:
+def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
     """What one block keeps.
 
     Args:
@@ -47,13 +47,13 @@ def block_bytes(config: Config, block: ModelConfig, *, on_cpu: bool, recompute: 
     return stream + norms + within + _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)
 
 
-def attention_core_bytes(config: Config, block: ModelConfig, *, on_cpu: bool) -> float:
+def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """What `--recompute selective` drops of a block, and what exists once more while the block is recomputed."""
     whole = _attention_bytes(config, block, on_cpu=on_cpu, recompute="none")
     return max(whole - _attention_bytes(config, block, on_cpu=on_cpu, recompute="selective"), 0.0)
 
 
-def _attention_bytes(config: Config, block: ModelConfig, *, on_cpu: bool, recompute: str) -> float:
+def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
     """Queries, keys and values, and what mixing them keeps; with norms of queries and keys also what these keep."""
     e, t, s, tokens = _element(config), config.parallel.tp, config.data.seq_length, _tokens(config)
     n, g, d = block.num_attention_heads, block.query_groups, block.head_size
@@ -79,7 +79,7 @@ def _attention_bytes(config: Config, block: ModelConfig, *, on_cpu: bool, recomp
     return normed + taken + logarithms + (e * tokens * s if _has_documents(config) else 0.0)
 
 
-def _norm_bytes(config: Config, block: ModelConfig, size: int, *, on_cpu: bool) -> float:
+def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_cpu: bool) -> float:
     """What a norm keeps for each row besides its input and output."""
     e = _element(config)
     if block.normalization == "LayerNorm":
@@ -89,7 +89,7 @@ def _norm_bytes(config: Config, block: ModelConfig, size: int, *, on_cpu: bool) 
     return e + size * (e + (4 if e < 4 else 0))  # plain torch: the normalised row, and the input in fp32
 
 
-def shared_bytes(config: Config) -> float:
+def shared_bytes(config: ResolvedConfig) -> float:
     """What all blocks of a rank share: ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias."""
     e, s, model = _element(config), config.data.seq_length, config.model
     if config.training.attention == "fused-softmax" or _has_documents(config):
@@ -99,19 +99,19 @@ def shared_bytes(config: Config) -> float:
     return (1 + e) * s * s if model.window_size is not None and model.window_size < s else 0.0
 
 
-def logits_bytes(config: Config) -> float:
+def logits_bytes(config: ResolvedConfig) -> float:
     """The logits [b, s, padded V/t], over which the loss writes their gradient."""
     return _element(config) * _tokens(config) * vocabulary_rows(config.model, config.parallel.tp)
 
 
-def _has_documents(config: Config) -> bool:
+def _has_documents(config: ResolvedConfig) -> bool:
     """Whether every position carries the number of its document, as BERT's do."""
     return isinstance(config, BertConfig)
 
 
-def _tokens(config: Config) -> int:
+def _tokens(config: ResolvedConfig) -> int:
     return config.training.micro_batch_size * config.data.seq_length
 
 
-def _element(config: Config) -> int:
+def _element(config: ResolvedConfig) -> int:
     return ELEMENT_BYTES[config.precision.precision]

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megacore.config import Config, ModelConfig, known, resolve, validate
+from megacore.config import ModelConfig, ResolvedConfig, validate
+from megacore.config.dimensions import coordinates_of, pipeline_dimension
 from megacore.config.fields import field_infos
 from megacore.config.messages import counted
 from megacore.errors import ConfigError
@@ -26,14 +27,14 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _MOST_RANKS = 4096
 _TRY_ANYWAY = "--no-memory-check starts the run all the same"
 
-Ask = Callable[[Config], float]  # bytes that a configuration's fullest share of one room is expected to take
+Ask = Callable[[ResolvedConfig], float]  # bytes that a configuration's fullest share of one room is expected to take
 
 
 @dataclass(frozen=True)
 class Change:
     """Another configuration, and the flags that make it of the given one."""
 
-    config: Config
+    config: ResolvedConfig
     flags: tuple[str, ...] = ()
 
     def and_(self, section: str, flag: str, **values: Any) -> Change:
@@ -45,7 +46,7 @@ class Change:
 # ---- the check -------------------------------------------------------------------------------------------------------
 
 
-def check_memory(config: Config) -> None:
+def check_memory(config: ResolvedConfig) -> None:
     """Refuse a run on a machine without an accelerator whose host memory it cannot fit into; before torch is loaded.
 
     Where there may be an accelerator, `megacore.train.memory_check` asks it later.
@@ -60,7 +61,7 @@ def check_memory(config: Config) -> None:
         raise ConfigError([problem])
 
 
-def host_problem(config: Config, layers: Sequence[PlannedLayer], *, room: Room | None = None) -> str | None:
+def host_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], *, room: Room | None = None) -> str | None:
     """Why the ranks of this machine, which compute on its CPU, do not fit into its memory; None where they do.
 
     Args:
@@ -78,7 +79,7 @@ def host_problem(config: Config, layers: Sequence[PlannedLayer], *, room: Room |
     return _message(config, layers, [ranks[place] for place in places], room, on_cpu=True)
 
 
-def device_problem(config: Config, layers: Sequence[PlannedLayer], place: int, room: Room) -> str | None:
+def device_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], place: int, room: Room) -> str | None:
     """Why a rank does not fit into its accelerator's memory; None where it does.
 
     Args:
@@ -91,7 +92,7 @@ def device_problem(config: Config, layers: Sequence[PlannedLayer], place: int, r
     return None if rank.certain <= room.available else _message(config, layers, [rank], room, on_cpu=False)
 
 
-def offload_problem(config: Config, layers: Sequence[PlannedLayer], room: Room | None = None) -> str | None:
+def offload_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], room: Room | None = None) -> str | None:
     """Why what `--offload-optimizer` keeps in host memory does not fit there; None where it does."""
     room = room or host_room()
     ranks = plan_memory(config, layers, on_cpu=False)
@@ -105,13 +106,13 @@ def offload_problem(config: Config, layers: Sequence[PlannedLayer], room: Room |
     )
 
 
-def places_here(config: Config) -> list[int]:
+def places_here(config: ResolvedConfig) -> list[int]:
     """The place in the pipeline of each rank that shares this process's machine, as the launcher numbers them."""
-    world = config.parallel.tp * known(config.parallel.dp) * config.parallel.pp
+    world, degrees, pipeline = config.parallel.ranks, config.parallel.degrees, pipeline_dimension()
     rank, local = _variable("RANK", 0), _variable("LOCAL_RANK", 0)
     here = min(max(_variable("LOCAL_WORLD_SIZE", 1), 1), world)
     first = min(max(rank - local, 0), world - here)
-    return [number // (world // config.parallel.pp) for number in range(first, first + here)]
+    return [coordinates_of(rank, degrees)[pipeline] for rank in range(first, first + here)]
 
 
 def _variable(name: str, default: int) -> int:
@@ -123,7 +124,7 @@ def _variable(name: str, default: int) -> int:
 
 
 def _message(
-    config: Config, layers: Sequence[PlannedLayer], ranks: Sequence[RankMemory], room: Room, *, on_cpu: bool
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], ranks: Sequence[RankMemory], room: Room, *, on_cpu: bool
 ) -> str:
     def total(part: Callable[[RankMemory], float]) -> float:
         return sum(map(part, ranks))
@@ -153,15 +154,15 @@ def _message(
     return "\n".join([*lines, _TRY_ANYWAY])
 
 
-def _describes(config: Config, layers: Sequence[PlannedLayer]) -> bool:
+def _describes(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> bool:
     """Whether the layers are those of the configuration, so that it is known what other flags would make of them."""
     names = [layer.name for layer in layers]
     return config.model.vocab_size is not None and names == [layer.name for layer in outline(config)]
 
 
-def whole_parameters(config: Config, layers: Sequence[PlannedLayer]) -> int:
+def whole_parameters(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> int:
     """Of the whole model, a tied one counted once."""
-    tables = known(config.model.vocab_size) * config.model.hidden_size if config.model.vocab_size else 0
+    tables = config.model.vocab_size * config.model.hidden_size if config.model.vocab_size else 0
     tied = (tables if layer.held is not None else layer.shared for layer in layers if layer.tied)
     return sum(layer.parameters for layer in layers) - sum(tied)
 
@@ -173,7 +174,7 @@ def _gib(size: float) -> str:
 # ---- what would fit --------------------------------------------------------------------------------------------------
 
 
-def ways_out(config: Config, room: Room, *, on_cpu: bool, sharing: int) -> Iterator[str]:
+def ways_out(config: ResolvedConfig, room: Room, *, on_cpu: bool, sharing: int) -> Iterator[str]:
     """Other flags, more ranks, and a smaller model that fit into as much memory, each as a line to read.
 
     Args:
@@ -183,13 +184,12 @@ def ways_out(config: Config, room: Room, *, on_cpu: bool, sharing: int) -> Itera
         sharing: how many ranks share the room.
     """
 
-    def asked(candidate: Config) -> float:
+    def asked(candidate: ResolvedConfig) -> float:
         return sharing * max(rank.expected for rank in plan_memory(candidate, outline(candidate), on_cpu=on_cpu))
 
     def first(candidates: Iterator[Change]) -> tuple[Change, float] | None:
         for change in candidates:
-            parallel = change.config.parallel
-            world = parallel.tp * parallel.pp * known(parallel.dp)
+            world = change.config.parallel.ranks
             if not validate(change.config, world) and (size := asked(change.config)) <= room.available:
                 return change, size / sharing
         return None
@@ -199,8 +199,7 @@ def ways_out(config: Config, room: Room, *, on_cpu: bool, sharing: int) -> Itera
     for family in (_more_replicas, _more_stages):
         if found := first(family(config, sharing)):
             change, size = found
-            parallel = change.config.parallel
-            world = parallel.tp * parallel.pp * known(parallel.dp)
+            world = change.config.parallel.ranks
             machines = f"{counted(world // sharing, 'machine')} with as much memory" if on_cpu else f"{world} devices"
             yield f"{' '.join(change.flags)}, on {machines}: {_gib(size)} a rank"
     if found := first(_smaller_models(config, on_cpu=on_cpu)):
@@ -209,9 +208,9 @@ def ways_out(config: Config, room: Room, *, on_cpu: bool, sharing: int) -> Itera
 
 def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
     """The same ranks and model with flags that save memory, the fewest and gentlest first."""
-    training, parallel, dp = start.config.training, start.config.parallel, known(start.config.parallel.dp)
+    training, parallel, dp = start.config.training, start.config.parallel, start.config.parallel.dp
     kinds = ("none", "selective", "full")
-    batch = known(training.global_batch_size) // dp
+    batch = training.global_batch_size // dp
     smaller = [m for m in (training.micro_batch_size // n for n in (2, 4, 8)) if m] + [1]
     groups: list[list[tuple[str, str, dict[str, Any]]]] = [
         [
@@ -255,9 +254,9 @@ def _thrifty(change: Change) -> Iterator[Change]:
         yield change.and_("training", "--micro-batch-size 1", micro_batch_size=1)
 
 
-def _more_replicas(config: Config, sharing: int) -> Iterator[Change]:
+def _more_replicas(config: ResolvedConfig, sharing: int) -> Iterator[Change]:
     """ZeRO stage 3 over more and more data-parallel ranks."""
-    parallel, dp = config.parallel, known(config.parallel.dp)
+    parallel, dp = config.parallel, config.parallel.dp
     while (dp := dp * 2) * parallel.tp * parallel.pp <= _MOST_RANKS:
         if dp * parallel.tp * parallel.pp % sharing == 0:
             for start in _thrifty(Change(config)):
@@ -265,7 +264,7 @@ def _more_replicas(config: Config, sharing: int) -> Iterator[Change]:
                 yield change.and_("parallel", f"--dp {dp} --zero-stage 3", dp=dp, zero_stage=3)
 
 
-def _more_stages(config: Config, sharing: int) -> Iterator[Change]:
+def _more_stages(config: ResolvedConfig, sharing: int) -> Iterator[Change]:
     """The layers split over more and more ranks, by tp up to eight neighbours, and beyond by pp."""
     parallel = config.parallel
     if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
@@ -275,7 +274,7 @@ def _more_stages(config: Config, sharing: int) -> Iterator[Change]:
             for tp in (t for t in (8, 4, 2, 1) if ranks % t == 0):
                 pp = ranks // tp
                 grown = tp >= parallel.tp and pp >= parallel.pp and tp * pp > parallel.tp * parallel.pp
-                if grown and tp * pp * known(parallel.dp) % sharing == 0:
+                if grown and tp * pp * parallel.dp % sharing == 0:
                     degrees = [f"--{name} {degree}" for name, degree in (("tp", tp), ("pp", pp)) if degree > 1]
                     yield start.and_("parallel", " ".join(degrees), tp=tp, pp=pp)
 
@@ -284,12 +283,12 @@ def _with_batch(change: Change, dp: int) -> Change:
     """A global batch that so many replicas can share: the given one, or one microbatch for each."""
     training = change.config.training
     batch = training.micro_batch_size * dp
-    if known(training.global_batch_size) % batch == 0:
+    if training.global_batch_size % batch == 0:
         return change
     return change.and_("training", f"--global-batch-size {batch}", global_batch_size=batch)
 
 
-def _smaller_models(config: Config, *, on_cpu: bool) -> Iterator[Change]:
+def _smaller_models(config: ResolvedConfig, *, on_cpu: bool) -> Iterator[Change]:
     """The larger presets before the smaller ones; without a preset, fewer layers."""
     name = config.model.preset
     if name is None:
@@ -309,7 +308,7 @@ def _smaller_models(config: Config, *, on_cpu: bool) -> Iterator[Change]:
             yield from _thrifty(change)
 
 
-def _as_preset(config: Config, name: str) -> Change | None:
+def _as_preset(config: ResolvedConfig, name: str) -> Change | None:
     """The run with another preset; None where that is of another kind of model."""
     shape = dict(config.presets[name])
     bert = getattr(config, "bert", None)
@@ -320,13 +319,11 @@ def _as_preset(config: Config, name: str) -> Change | None:
         values["vocab_size"] = config.model.vocab_size
     model = ModelConfig(preset=name, **{k: v for k, v in values.items() if k in field_infos(ModelConfig)})
     data = dataclasses.replace(config.data, seq_length=values.get("seq_length", config.data.seq_length))
-    parallel = config.parallel
-    world = parallel.tp * parallel.pp * known(parallel.dp)
-    other = resolve(dataclasses.replace(config, model=model, data=data), world)
-    return Change(other, (f"--preset {name}",))
+    resolved = model.resolve(seq_length=data.seq_length, vocab_size=config.model.vocab_size)
+    return Change(dataclasses.replace(config, model=resolved, data=data), (f"--preset {name}",))
 
 
-def _is_as_named(config: Config, name: str) -> bool:
+def _is_as_named(config: ResolvedConfig, name: str) -> bool:
     """Whether no flag changes the preset's shape."""
     change = _as_preset(config, name)
     return change is not None and (change.config.model, change.config.data) == (config.model, config.data)

@@ -6,12 +6,12 @@ Their formula (arXiv 2104.04473, appendix), without recomputation and for an MLP
 
 from __future__ import annotations
 
-from megacore.config import ModelConfig, known
+from megacore.config import ResolvedModel
 
 CONVENTION = "model FLOPs, full attention"
 
 
-def flops_per_sequence(config: ModelConfig, seq_length: int) -> float:
+def flops_per_sequence(config: ResolvedModel, seq_length: int) -> float:
     """Forward and backward operations of one sequence; backward counts twice forward.
 
     Args:
@@ -22,7 +22,7 @@ def flops_per_sequence(config: ModelConfig, seq_length: int) -> float:
     return 3.0 * seq_length * forward
 
 
-def block_flops(config: ModelConfig, seq_length: int) -> float:
+def block_flops(config: ResolvedModel, seq_length: int) -> float:
     """Operations of one block's forward for one token: its products, q k^T and the mix of v.
 
     With a window no more keys than it holds are counted.
@@ -33,6 +33,6 @@ def block_flops(config: ModelConfig, seq_length: int) -> float:
     return projections + mixing + 2.0 * (3 if config.gated else 2) * h * config.inner_size
 
 
-def head_flops(config: ModelConfig) -> float:
+def head_flops(config: ResolvedModel) -> float:
     """Operations of the output layer's forward for one token."""
-    return 2.0 * config.hidden_size * known(config.vocab_size)
+    return 2.0 * config.hidden_size * config.vocab_size

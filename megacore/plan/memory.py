@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megacore.config import Config, ModelConfig, ParallelConfig, known
+from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
 from megacore.pipeline.actions import Action, Op
 from megacore.pipeline.partition import LayerCost, stage_ranges
 from megacore.pipeline.schedule import rank_order
@@ -49,7 +49,7 @@ class PlannedLayer(LayerCost, Protocol):
     @property
     def shared(self) -> int: ...
     @property
-    def block(self) -> ModelConfig | None: ...
+    def block(self) -> ResolvedModel | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +97,14 @@ class RankMemory:
         return max(self.building, training) * (1 + _FRAGMENTATION) + self.overhead[1]
 
 
-def state_bytes(parameters: int, config: Config) -> dict[str, float]:
+def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer, and of gradients on their way to host memory (`buffers`).
 
     Args:
         parameters: of a rank's slice of its pipeline stages.
         config: a resolved configuration.
     """
-    compute, ranks = ELEMENT_BYTES[config.precision.precision], known(config.parallel.dp)
+    compute, ranks = ELEMENT_BYTES[config.precision.precision], config.parallel.dp
     summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
     reduce = 8 if config.training.reproducible else summed
     offload = config.parallel.offload_optimizer
@@ -119,7 +119,7 @@ def state_bytes(parameters: int, config: Config) -> dict[str, float]:
     }
 
 
-def plan_memory(config: Config, layers: Sequence[PlannedLayer], *, on_cpu: bool) -> list[RankMemory]:
+def plan_memory(config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool) -> list[RankMemory]:
     """What the ranks take, one for each place in the pipeline; tensor- and data-parallel ranks take the same.
 
     Args:
@@ -138,14 +138,14 @@ def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:
     return {kind: max(state[kind] for state in states) for kind in states[0]}
 
 
-def num_microbatches(config: Config) -> int:
+def num_microbatches(config: ResolvedConfig) -> int:
     """Of a replica in a step."""
     training = config.training
-    return known(training.global_batch_size) // (training.micro_batch_size * known(config.parallel.dp))
+    return training.global_batch_size // (training.micro_batch_size * config.parallel.dp)
 
 
 def _rank_memory(
-    config: Config, layers: Sequence[PlannedLayer], stages: Sequence[range], rank: int, *, on_cpu: bool
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], stages: Sequence[range], rank: int, *, on_cpu: bool
 ) -> RankMemory:
     own = stages[rank :: config.parallel.pp]
     parameters = held_parameters(layers, own)
@@ -233,7 +233,7 @@ def _peak(order: Iterable[Action], ranks: int, virtual_stages: int, until: Op) -
     return peak
 
 
-def _kept_by_stage(layers: Sequence[PlannedLayer], config: Config, *, on_cpu: bool) -> float:
+def _kept_by_stage(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> float:
     """Activations of one microbatch in the blocks of a stage."""
     recompute, first = config.training.recompute, config.training.recompute_num_layers
     blocks = [layer.block for layer in layers if layer.block is not None]
@@ -245,19 +245,19 @@ def _kept_by_stage(layers: Sequence[PlannedLayer], config: Config, *, on_cpu: bo
     )
 
 
-def _distinct(blocks: Iterable[ModelConfig]) -> list[tuple[ModelConfig, int]]:
+def _distinct(blocks: Iterable[ResolvedModel]) -> list[tuple[ResolvedModel, int]]:
     """The blocks that are not one and the same, and how many of each there are."""
     counts = Counter(map(id, blocks := list(blocks)))
     return [(block, counts[number]) for number, block in {id(block): block for block in blocks}.items()]
 
 
-def _largest_block(config: Config, blocks: Iterable[ModelConfig], *, on_cpu: bool) -> float:
+def _largest_block(config: ResolvedConfig, blocks: Iterable[ResolvedModel], *, on_cpu: bool) -> float:
     """What a block keeps of a microbatch where nothing is computed again; 0 where there is none."""
     kept = (block_bytes(config, block, on_cpu=on_cpu, recompute="none") for block, _ in _distinct(blocks))
     return max(kept, default=0.0)
 
 
-def _computed_again(config: Config, blocks: Sequence[ModelConfig], *, on_cpu: bool) -> float:
+def _computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, on_cpu: bool) -> float:
     """What the block that is computed again keeps besides its input."""
     if config.training.recompute == "selective":
         cores = (attention_core_bytes(config, block, on_cpu=on_cpu) for block, _ in _distinct(blocks))
@@ -267,9 +267,9 @@ def _computed_again(config: Config, blocks: Sequence[ModelConfig], *, on_cpu: bo
     return 0.0
 
 
-def _building_bytes(config: Config, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
+def _building_bytes(config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
     """What exists when the last layer has been made: parameters and master weights, and on stage 3 that layer whole."""
-    dp, kept = known(config.parallel.dp), config.optimizer_settings.bytes_per_parameter
+    dp, kept = config.parallel.dp, config.optimizer_settings.bytes_per_parameter
     master = 0.0
     if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
         master = state["optimizer"] * 4 / (kept + 4)
@@ -282,9 +282,9 @@ def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
     return max((layer.parameters if layer.held is None else layer.held for layer in layers), default=0)
 
 
-def _forgets_gradients(config: Config) -> bool:
+def _forgets_gradients(config: ResolvedConfig) -> bool:
     """Whether no buffer of gradients outlives a step."""
-    dp = known(config.parallel.dp)
+    dp = config.parallel.dp
     if dp == 1:
         return config.precision.precision == "fp32" == config.precision.grad_reduce_dtype and (
             not config.training.reproducible
@@ -293,13 +293,13 @@ def _forgets_gradients(config: Config) -> bool:
 
 
 def _passing_bytes(
-    config: Config, layers: Sequence[PlannedLayer], blocks: Sequence[ModelConfig], *, on_cpu: bool
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], blocks: Sequence[ResolvedModel], *, on_cpu: bool
 ) -> float:
     """What exists for a moment: the gradients of a layer before they are added up, those of the activations of a block,
     buckets of ZeRO's stages 2 and 3, and on stage 3 the parameters of two layers."""
     e = ELEMENT_BYTES[config.precision.precision]
     largest = _largest_layer(layers)
-    stage = config.parallel.zero_stage if known(config.parallel.dp) > 1 else 0
+    stage = config.parallel.zero_stage if config.parallel.dp > 1 else 0
     moment = e * largest + _largest_block(config, blocks, on_cpu=on_cpu) / 2
     if stage == 2:
         moment += 2 * min(config.parallel.bucket_size_mb * 2**20, 4.0 * sum(layer.parameters for layer in layers) / 4)

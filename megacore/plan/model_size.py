@@ -9,14 +9,14 @@ tensor-parallel ranks.
 
 from __future__ import annotations
 
-from megacore.config import ModelConfig, known
-from megacore.config.bert import BertConfig
+from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBertConfig
 from megacore.config.model import padded_rows
 
 SEGMENTS = 2  # BERT's token types: the first of a pair, and the second
 
 
-def embedding_parameters(config: ModelConfig, tp: int | None = None) -> int:
+def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
     """Token table V h, a norm, a position table.
 
     Args:
@@ -26,11 +26,11 @@ def embedding_parameters(config: ModelConfig, tp: int | None = None) -> int:
     """
     norm = norm_parameters(config) if config.embedding_layernorm else 0
     learned = config.position_embedding_type == "learned"
-    positions = known(config.max_position_embeddings) * config.hidden_size if learned else 0
+    positions = config.max_position_embeddings * config.hidden_size if learned else 0
     return vocabulary_rows(config, tp) * config.hidden_size + norm + positions
 
 
-def block_parameters(config: ModelConfig, tp: int | None = None) -> int:
+def block_parameters(config: ResolvedModel, tp: int | None = None) -> int:
     """Attention h d (2 n + 2 g), MLP 2 h f or, gated, 3 h f; biases; two norms. `tp` as for `embedding_parameters`.
 
     Every rank holds the norms and the biases of the two layers that write to the residual stream.
@@ -45,19 +45,19 @@ def block_parameters(config: ModelConfig, tp: int | None = None) -> int:
     return (weights + split_biases) // t + whole_biases + head_norms + 2 * norm_parameters(config)
 
 
-def head_parameters(config: ModelConfig, tp: int | None = None) -> int:
+def head_parameters(config: ResolvedModel, tp: int | None = None) -> int:
     """Final norm and output layer, which a tied model shares with the embedding. `tp` as for `embedding_parameters`."""
     return vocabulary_rows(config, tp) * config.hidden_size + norm_parameters(config)
 
 
-def bert_embedding_parameters(config: BertConfig, tp: int | None = None) -> int:
+def bert_embedding_parameters(config: ResolvedBertConfig, tp: int | None = None) -> int:
     """Token table, norm, and in the classic style position and segment tables. `tp` as for `embedding_parameters`."""
     model = config.model
-    tables = 0 if config.bert.packed else known(model.max_position_embeddings) + SEGMENTS
+    tables = 0 if config.bert.packed else model.max_position_embeddings + SEGMENTS
     return (vocabulary_rows(model, tp) + tables) * model.hidden_size + norm_parameters(model)
 
 
-def bert_head_parameters(config: BertConfig, tp: int | None = None) -> int:
+def bert_head_parameters(config: ResolvedBertConfig, tp: int | None = None) -> int:
     """Transform h^2, norms, output layer with a bias, and the sentence task's pooler and classifier. `tp` as for
     `embedding_parameters`."""
     model, h = config.model, config.model.hidden_size
@@ -67,14 +67,14 @@ def bert_head_parameters(config: BertConfig, tp: int | None = None) -> int:
     return norms + transform + vocabulary_rows(model, tp) * (h + 1) + sentence
 
 
-def vocabulary_rows(config: ModelConfig, tp: int | None = None) -> int:
+def vocabulary_rows(config: ResolvedModel, tp: int | None = None) -> int:
     """Rows of the token table: V, or with padding those that one of `tp` ranks holds."""
     if tp is None:
-        return known(config.vocab_size)
-    return padded_rows(known(config.vocab_size), tp, config.make_vocab_size_divisible_by)
+        return config.vocab_size
+    return padded_rows(config.vocab_size, tp, config.make_vocab_size_divisible_by)
 
 
-def norm_parameters(config: ModelConfig, size: int | None = None) -> int:
+def norm_parameters(config: ResolvedModel, size: int | None = None) -> int:
     """A weight for each dimension, and a bias where LayerNorm has one."""
     has_bias = config.normalization == "LayerNorm" and config.norm_bias
     return (size or config.hidden_size) * (2 if has_bias else 1)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from megacore.config import Config, ModelConfig, known
-from megacore.config.bert import BertConfig
+from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.bert import ResolvedBertConfig
 from megacore.plan.flops import block_flops, head_flops
 from megacore.plan.model_size import (
     bert_embedding_parameters,
@@ -48,17 +48,17 @@ class LayerOutline:
     is_block: bool = False
     tied: Mapping[str, str] = field(default_factory=dict)
     shared: int = 0
-    block: ModelConfig | None = None
+    block: ResolvedModel | None = None
 
 
-def outline(config: Config) -> list[LayerOutline]:
+def outline(config: ResolvedConfig) -> list[LayerOutline]:
     """The layers of a GPT's or a BERT's resolved configuration, from the embedding to the head."""
-    if isinstance(config, BertConfig):
+    if isinstance(config, ResolvedBertConfig):
         return bert_outline(config)
     return gpt_outline(config.model, config.parallel.tp)
 
 
-def gpt_outline(config: ModelConfig, tp: int) -> list[LayerOutline]:
+def gpt_outline(config: ResolvedModel, tp: int) -> list[LayerOutline]:
     """The layers of a causal language model.
 
     Args:
@@ -69,7 +69,7 @@ def gpt_outline(config: ModelConfig, tp: int) -> list[LayerOutline]:
         name="",
         parameters=block_parameters(config),
         held=block_parameters(config, tp),
-        flops=block_flops(config, known(config.max_position_embeddings)),
+        flops=block_flops(config, config.max_position_embeddings),
         is_block=True,
         block=config,
     )
@@ -91,7 +91,7 @@ def gpt_outline(config: ModelConfig, tp: int) -> list[LayerOutline]:
     ]
 
 
-def bert_outline(config: BertConfig) -> list[LayerOutline]:
+def bert_outline(config: ResolvedBertConfig) -> list[LayerOutline]:
     """The layers of a BERT."""
     model, tp = config.model, config.parallel.tp
     blocks = []
@@ -104,7 +104,7 @@ def bert_outline(config: BertConfig) -> list[LayerOutline]:
                 name=f"blocks.{i}",
                 parameters=block_parameters(own) - missing,
                 held=block_parameters(own, tp) - missing,
-                flops=block_flops(own, known(model.max_position_embeddings)),
+                flops=block_flops(own, model.max_position_embeddings),
                 is_block=True,
                 block=own,
             )
@@ -127,14 +127,14 @@ def bert_outline(config: BertConfig) -> list[LayerOutline]:
     ]
 
 
-def bert_block(config: BertConfig, number: int) -> ModelConfig:
+def bert_block(config: ResolvedBertConfig, number: int) -> ResolvedModel:
     """The configuration with the window of a block: None where it sees the whole document."""
     is_local = config.bert.packed and number % config.bert.global_attention_interval > 0
     return config.model if is_local or config.model.window_size is None else _without_window(config.model)
 
 
 @functools.lru_cache(maxsize=16)  # one object for all blocks that are alike
-def _without_window(config: ModelConfig) -> ModelConfig:
+def _without_window(config: ResolvedModel) -> ResolvedModel:
     return dataclasses.replace(config, window_size=None)
 
 
@@ -143,7 +143,7 @@ class _Tie(TypedDict, total=False):
     shared: int
 
 
-def _tied(config: ModelConfig, tp: int) -> _Tie:
+def _tied(config: ResolvedModel, tp: int) -> _Tie:
     """What the head has of the embedding."""
     if config.untie_embeddings_and_output_weights:
         return {}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from megacore.config.dimensions import pipeline_dimension
 from megacore.errors import UserError
 from megacore.files import replace_bytes
 from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError, requirements, result
@@ -55,11 +56,11 @@ class RankTrace:
     """What a rank did.
 
     Attributes:
-        place: its coordinates: pp, dp, tp.
+        coordinates: along each dimension of the mesh, by name.
         steps: its passes.
     """
 
-    place: dict[str, int]
+    coordinates: dict[str, int]
     steps: tuple[TracedStep, ...]
 
 
@@ -83,8 +84,8 @@ def write_trace(path: Path, ranks: Sequence[RankTrace], schedule: Schedule) -> N
 
 
 def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]]:
-    name = f"rank {pid}: " + ", ".join(f"{dimension} {number}" for dimension, number in rank.place.items())
-    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name, **rank.place}}
+    name = f"rank {pid}: " + ", ".join(f"{dimension} {number}" for dimension, number in rank.coordinates.items())
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name, **rank.coordinates}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     for tid, row in ((_PASSES, "passes"), (_ACTIONS, "actions")):
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}}
@@ -151,7 +152,7 @@ class MeasuredPass:
 
 
 def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
-    """The pipeline of the first data- and tensor-parallel ranks in one step of a trace.
+    """The pipeline whose ranks are first along every other dimension of the mesh, in one step of a trace.
 
     Args:
         path: of a file that `write_trace` wrote.
@@ -166,8 +167,13 @@ def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
         name, virtual, microbatches = about["schedule"], _count(about["virtual_stages"]), _count(about["microbatches"])
         if not isinstance(name, str):
             raise TypeError(name)
-        places = [(e["pid"], e["args"]) for e in content["traceEvents"] if e["name"] == "process_name"]
-        rank_of = {pid: _count(place["pp"] + 1) - 1 for pid, place in places if place["dp"] == place["tp"] == 0}
+        processes = [(e["pid"], e["args"]) for e in content["traceEvents"] if e["name"] == "process_name"]
+        pipeline = pipeline_dimension()
+        rank_of = {
+            pid: _count(arguments[pipeline] + 1) - 1
+            for pid, arguments in processes
+            if all(number == 0 for name, number in arguments.items() if name not in ("name", pipeline))
+        }
         computed = [e for e in content["traceEvents"] if e.get("cat") == "compute" and e["pid"] in rank_of]
         found = [(_count(e["args"]["step"]), rank_of[e["pid"]], _span(e)) for e in computed]
         steps = sorted({step for step, _, _ in found})

@@ -25,6 +25,10 @@ class StepClock:
     def __init__(self, device: torch.device, step: int) -> None:
         self._device, self._step, self._start = device, step, time.perf_counter()
 
+    def restart(self, step: int) -> None:
+        """Count from now on; `step` steps are done."""
+        self._step, self._start = step, time.perf_counter()
+
     def per_step(self, step: int) -> float:
         """Seconds of each of the steps since the last look, the last of which is number `step`."""
         synchronize(self._device)

@@ -4,20 +4,22 @@
     engine = PipelineEngine(layers, loss=F.cross_entropy, parallel=ParallelConfig(pp=2, dp=2), train_iters=100)
     loss = engine.train_batch(engine.split(images, labels))
 
-The engine is what `Trainer` is for GPT, without its files and its data: the same recipe (parallelize.py), runtime and
-update. In the spirit of DeepSpeed's PipelineModule; docs/any-model.md is its manual.
+The engine is what `Trainer` is for GPT, without its loop, its data and its log: the train step (step.py) is the same.
+In the spirit of DeepSpeed's PipelineModule; docs/any-model.md is its manual.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.save import CheckpointSaver
 from megacore.config import (
     Config,
     DataConfig,
@@ -25,29 +27,31 @@ from megacore.config import (
     OptimizerConfig,
     OptimizerSettings,
     ParallelConfig,
+    PrecisionConfig,
+    ResolvedConfig,
     TrainingConfig,
-    resolve,
     validate,
 )
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
-from megacore.models.plain import Layer, describe_layers
-from megacore.optim.lr_schedules import learning_rate
-from megacore.optim.update import WeightUpdate
-from megacore.parallel.collectives import all_gather_objects, all_reduce_, start_all_reduce_
+from megacore.models.plain import Layer, describe_layers, is_split
+from megacore.optim.precision import DTYPES
+from megacore.parallel.collectives import all_gather_objects, all_reduce_
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
 from megacore.parallel.random import RandomStreams
+from megacore.parallel.recompute import Recomputed
+from megacore.parallel.sharding import ShardSpec
 from megacore.pipeline.schedule_file import check_schedule
-from megacore.pipeline.shapes import StageForms
-from megacore.train.batches import Pair, PlainMicrobatch, cut, moved, samples_of
+from megacore.pipeline.shapes import StageShapes
 from megacore.train.memory_check import check_memory_of_ranks
-from megacore.train.parallelize import Task, parallelize
+from megacore.train.plain_task import LossFunction, Pair, PlainMicrobatch, PlainTask, cut, moved, samples_of
+from megacore.train.step import TrainStep
 
 __all__ = ["Layer", "PipelineEngine"]
 
 
 class PipelineEngine:
-    """Trains a model, given as a list of layers, on this rank's place of the mesh.
+    """Trains a model, given as a list of layers, on this rank of the mesh.
 
     Args:
         layers: the whole model, the same on every rank; a rank builds its own layers only.
@@ -58,18 +62,20 @@ class PipelineEngine:
             the inputs.
         train_iters: steps of the run, over which the learning rate decays.
         num_microbatches: of one step, on each data-parallel replica.
-        parallel: pp, dp, schedule, ZeRO stage and so on; tp is 1, and pipeline_layout is GPT's.
+        parallel: tp, pp, dp, schedule, ZeRO stage and so on. tp is for layers that are split, such as
+            ColumnParallelLinear; pipeline_layout and sequence_parallel are GPT's.
         optimizer: which one, its learning-rate schedule and the clipping of gradients.
         optimizer_settings: of that optimizer, such as `AdamWConfig(adam_beta2=0.95)`; None: its defaults.
+        precision: format of parameters and activations; None: fp32.
+        recompute: "full" keeps only the input of each layer, and computes the layer again in backward.
         seed: of initial weights and dropout.
         reproducible: makes losses and weights bitwise the same for every pp, dp, ZeRO stage and schedule.
-        mesh: this rank's place; None: it is found.
+        mesh: this rank's groups and device; None: made from `parallel`.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
 
     Attributes:
-        step: steps taken.
-        rate: learning rate of the last step.
-        norm: global gradient norm of the last step before clipping, an fp64 scalar.
+        lr: learning rate of the last step.
+        grad_norm: global gradient norm of the last step before clipping, an fp64 scalar.
         stages: numbers of the layers of every pipeline stage.
 
     Raises:
@@ -82,7 +88,7 @@ class PipelineEngine:
         self,
         layers: Sequence[Layer],
         *,
-        loss: Callable[[Any, Any], Tensor],
+        loss: LossFunction,
         train_iters: int,
         reduction: Literal["mean", "sum"] = "mean",
         count: Callable[[Any], Tensor | float] | None = None,
@@ -90,6 +96,8 @@ class PipelineEngine:
         parallel: ParallelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         optimizer_settings: OptimizerSettings | None = None,
+        precision: PrecisionConfig | None = None,
+        recompute: Literal["none", "full"] = "none",
         seed: int = 1234,
         reproducible: bool = False,
         mesh: Mesh | None = None,
@@ -100,46 +108,37 @@ class PipelineEngine:
             train_iters=train_iters,
             seed=seed,
             reproducible=reproducible,
+            recompute=recompute,
             global_batch_size=num_microbatches * _replicas(parallel or ParallelConfig()),
         )
         self.config = _checked_config(
-            len(layers), parallel or ParallelConfig(), optimizer or OptimizerConfig(), training, optimizer_settings
+            layers,
+            parallel=parallel or ParallelConfig(),
+            optimizer=optimizer or OptimizerConfig(),
+            settings=optimizer_settings,
+            precision=precision or PrecisionConfig(),
+            training=training,
         )
         check_schedule(self.config)
         if reproducible:
             compute_reproducibly()
         self.mesh = mesh or build_mesh(self.config.parallel)
-        self.num_microbatches, self.layers = num_microbatches, list(layers)
-        self._loss, self._mean, self._count = loss, reduction == "mean", count
-        self._metric: Callable[[Any, Any], Tensor] | None = None
-        streams = RandomStreams(seed, self.mesh.device)
-        described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams)
+        self.num_microbatches, self.layers, self._count = num_microbatches, list(layers), count
+        streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
+        described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams, dtype=dtype)
         check_memory_of_ranks(self.config, self.mesh, described)
-        self.model = parallelize(
-            Task(
-                layers=described,
-                first_input=lambda microbatch: microbatch.inputs,
-                loss=self._summed_loss,
-                eval_loss=self._summed_metric,
-                streams=streams,
-                initialize=lambda _: None,  # layers come with their values
-                forms=lambda microbatch: self._forms.of(microbatch.inputs),
-            ),
-            self.config,
-            self.mesh,
-        )
+        self.task = PlainTask(described, streams, loss=loss, is_mean=reduction == "mean", dtype=dtype)
+        self.train_steps = TrainStep(self.task, self.config, self.mesh)
+        self.model, self.update = self.train_steps.model, self.train_steps.update
         self.stages = self.model.stages
-        self._names = [[layers[i].name for i in own] for own in self.stages[self.mesh.pp.rank :: self.mesh.pp.size]]
-        self._forms = StageForms(self.model.chunks, self._names, self.model.runtime.transport)
-        self.update = WeightUpdate(
-            self.model.data_parallel,
-            self.mesh,
-            self.config,
-            shared=self.model.shared,
-            tied_copies=self.model.tied_copies,
-        )
-        self.step, self.rate = 0, 0.0
-        self.norm = torch.zeros((), dtype=torch.float64)
+        self._shapes = StageShapes(self.model.chunks, self.model.runtime.transport)
+        self.task.shapes = self._shapes
+        self.lr, self.grad_norm = 0.0, torch.zeros((), dtype=torch.float64)
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self.train_steps.step
 
     # ---- steps
 
@@ -162,26 +161,14 @@ class PipelineEngine:
                 f"train_batch got {len(microbatches)} microbatches, but num_microbatches is {self.num_microbatches}: "
                 "give that many, or announce another number"
             )
-        batch = self._prepare(microbatches)
-        total = torch.stack([microbatch.count for microbatch in batch]).sum()
-        counted = start_all_reduce_(total, self.mesh.dp)
+        self.train_steps.compute_gradients(self._prepare(microbatches))
+        result = self.train_steps.update_weights()
+        if result.skipped is not None and self.mesh.world.rank == 0:
+            warnings.warn(f"step {result.step} is skipped: {result.skipped}", stacklevel=2)
+        self.lr, self.grad_norm = result.lr, result.grad_norm
+        return result.loss
 
-        def per_count() -> Tensor:
-            counted.wait()
-            return torch.where(total > 0, 1.0 / total, 0.0)
-
-        data_parallel, scaler = self.model.data_parallel, self.update.scaler
-        data_parallel.begin_step(scaler.scale)
-        summed = self.model.runtime.train_step(batch, lambda: (per_count() * scaler.scale).float(), data_parallel)
-        self.step += 1
-        self.rate = learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
-        outcome = self.update.apply(summed, self.rate)
-        if outcome.skipped is not None and self.mesh.world.rank == 0:
-            warnings.warn(f"step {self.step} is skipped: {outcome.skipped}", stacklevel=2)
-        self.norm = outcome.norm
-        return outcome.loss * per_count()
-
-    def evaluate(self, microbatches: Sequence[Pair], metric: Callable[[Any, Any], Tensor] | None = None) -> float:
+    def evaluate(self, microbatches: Sequence[Pair], metric: LossFunction | None = None) -> float:
         """The mean loss, or another mean, over the microbatches of all replicas; in evaluation mode.
 
         Args:
@@ -192,23 +179,17 @@ class PipelineEngine:
         Raises:
             UserError: there are none; or, on ZeRO stage 3, replicas have different numbers of them.
         """
-        numbers = all_gather_objects(len(microbatches), self.mesh.dp)
+        numbers = all_gather_objects(len(microbatches), self.mesh.batch)
         if min(numbers) == 0 or (len(set(numbers)) > 1 and self.config.parallel.zero_stage == 3):
             raise UserError(
                 f"evaluate got {numbers} microbatches on the replicas: every one needs one or more, "
                 "and with zero_stage 3 all the same number"
             )
-        batch = self._prepare(microbatches)
-        self._metric = metric
-        sums = torch.stack([torch.zeros((), dtype=torch.float64, device=self.mesh.device)] * 2)  # value, count
-        sums[0] += self.model.runtime.evaluate(batch)
-        if self.mesh.pp.is_last:
-            sums[1] += sum(microbatch.count for microbatch in batch)
-        all_reduce_(all_reduce_(sums, self.mesh.dp), self.mesh.pp)
-        return float(sums[0] / sums[1]) if sums[1] > 0 else 0.0
+        self.task.metric = metric
+        return float(self.train_steps.evaluate([self._prepare(microbatches)]).means)
 
     def split(self, inputs: Any, targets: Any) -> list[Pair]:
-        """This replica's microbatches of a batch that every rank has whole.
+        """This replica's microbatches of a batch, of which every rank has all.
 
         The batch is cut into num_microbatches x dp pieces, as even as its samples allow, which the replicas take in
         turn.
@@ -220,14 +201,14 @@ class PipelineEngine:
         Raises:
             UserError: the batch has fewer samples than there are microbatches.
         """
-        pieces, samples = self.num_microbatches * self.mesh.dp.size, samples_of(inputs)
+        pieces, samples = self.num_microbatches * self.mesh.batch.size, samples_of(inputs)
         if samples < pieces:
             raise UserError(
                 f"{samples} samples are too few for {self.num_microbatches} microbatches on each of "
-                f"{self.mesh.dp.size} replicas: give {pieces} or more"
+                f"{self.mesh.batch.size} replicas: give {pieces} or more"
             )
-        own = slice(self.mesh.dp.rank, None, self.mesh.dp.size)
-        return list(zip(cut(inputs, pieces)[own], cut(targets, pieces)[own], strict=True))
+        share = slice(self.mesh.batch.rank, None, self.mesh.batch.size)
+        return list(zip(cut(inputs, pieces)[share], cut(targets, pieces)[share], strict=True))
 
     def close(self) -> None:
         """Wait for all ranks and leave the job; the last thing to do."""
@@ -240,10 +221,16 @@ class PipelineEngine:
 
         A tied parameter is there once, under the name of its first use. Buffers are those of this rank's replica.
         """
-        own = {name: buffer.cpu() for name, buffer in self._buffers().items()}
+        shards: dict[str, tuple[ShardSpec, Tensor]] = {}
         for bucket in self.model.data_parallel.buckets:
-            own |= {name: tensor.cpu() for name, tensor in bucket.whole(bucket.master).items()}
-        parts = all_gather_objects(own, self.mesh.pp)
+            for name, tensor in bucket.gather(bucket.master).items():
+                spec = self.model.parameters[name].spec
+                shards[name] = (spec, spec.unpadded(tensor).cpu())
+        state = {name: buffer.cpu() for name, buffer in self._buffers().items()}
+        for part in all_gather_objects(shards, self.mesh.layer):
+            for name, (spec, shard) in part.items():
+                spec.take(state.setdefault(name, torch.empty(spec.shape))).copy_(shard)
+        parts = all_gather_objects(state, self.mesh.pipeline)
         return {name: tensor.clone() for part in parts for name, tensor in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -252,68 +239,99 @@ class PipelineEngine:
         Raises:
             UserError: a tensor is missing, or has another shape.
         """
-        buffers = self._buffers()
-        for name, own in {**self.model.parameters, **buffers}.items():
-            if name not in state or state[name].shape != own.shape:
-                found = list(state[name].shape) if name in state else "missing"
-                raise UserError(f"state of {name!r} is {found}, but the model has shape {list(own.shape)}")
-        self.model.data_parallel.load_masters(state)
+        buffers, parameters = self._buffers(), self.model.parameters
+        shapes = {name: parameter.spec.shape for name, parameter in parameters.items()}
+        for name, shape in (shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()}).items():
+            if name not in state or tuple(state[name].shape) != shape:
+                given = list(state[name].shape) if name in state else "missing"
+                raise UserError(f"state of {name!r} is {given}, but the model has shape {list(shape)}")
+        shards = {}
+        for name, parameter in parameters.items():
+            shards[name] = torch.zeros(parameter.shape)
+            parameter.spec.unpadded(shards[name]).copy_(parameter.spec.take(state[name]))
+        self.model.data_parallel.load_masters(shards)
         self.model.data_parallel.ready()
         for name, buffer in buffers.items():
             buffer.copy_(state[name])
 
+    # ---- checkpoints
+
+    def save(self, directory: Path | str) -> Path:
+        """Publish a checkpoint: weights, the optimizer's state, buffers and counters; all ranks call this together.
+
+        Args:
+            directory: in which the checkpoint gets a directory of its own, named after the step.
+
+        Returns:
+            The checkpoint's directory.
+
+        Raises:
+            StorageError: it could not be written; on every rank, and nothing is left of it.
+        """
+        training = dataclasses.replace(self.config.training, output_dir=str(directory))
+        saver = CheckpointSaver(dataclasses.replace(self.config, training=training), self.mesh)
+        samples = self.step * self.num_microbatches * self.mesh.batch.size
+        saver.begin(self.train_steps.state(consumed_samples=samples, buffers=self._buffers()))
+        saved = saver.finish()
+        assert saved is not None
+        for note in saved.notes if self.mesh.world.rank == 0 else ():
+            warnings.warn(f"{note}; the checkpoint itself is whole", stacklevel=2)
+        return saved.path
+
+    def load(self, directory: Path | str) -> None:
+        """Continue from a checkpoint, whatever layout saved it; all ranks call this together.
+
+        Args:
+            directory: a checkpoint, or what `save` was given, of which the newest is taken.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
+        """
+        self.train_steps.load(Path(directory), buffers=self._buffers())
+        self.lr = self.train_steps.lr()
+
     def _buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers by global name."""
-        found: dict[str, Tensor] = {}
-        for chunk, names in zip(self.model.chunks, self._names, strict=True):
-            for layer, name in zip(chunk.layers, names, strict=True):
+        buffers: dict[str, Tensor] = {}
+        for chunk in self.model.chunks:
+            for wrapped, name in zip(chunk.layers, chunk.names, strict=True):
+                layer = wrapped.layer if isinstance(wrapped, Recomputed) else wrapped
                 kept = layer.state_dict().keys()
-                found |= {f"{name}.{local}": buffer for local, buffer in layer.named_buffers() if local in kept}
-        return found
+                buffers |= {f"{name}.{local}": buffer for local, buffer in layer.named_buffers() if local in kept}
+        return buffers
 
     # ---- microbatches
 
     def _prepare(self, microbatches: Sequence[Pair]) -> list[PlainMicrobatch]:
-        """Move to the device what this rank needs there, and learn what stages will hand to each other."""
-        device, pp, dp = self.mesh.device, self.mesh.pp, self.mesh.dp
+        """Move to the device what this rank needs there, and learn what stages will exchange."""
+        device, pipeline, readers = self.mesh.device, self.mesh.pipeline, self.mesh.batch
         batch = []
         for position, (inputs, targets) in enumerate(microbatches):
             number = samples_of(inputs) if self._count is None else self._count(targets)
             batch.append(
                 PlainMicrobatch(
-                    index=(self.step * self.num_microbatches + position) * dp.size + dp.rank,
-                    inputs=moved(inputs, device) if pp.is_first else inputs,
-                    targets=moved(targets, device) if pp.is_last else targets,
+                    index=(self.step * self.num_microbatches + position) * readers.size + readers.rank,
+                    inputs=moved(inputs, device) if pipeline.is_first else inputs,
+                    targets=moved(targets, device) if pipeline.is_last else targets,
                     count=number.to(device, torch.float64, non_blocking=True)
                     if isinstance(number, Tensor)
                     else torch.full((), number, dtype=torch.float64, device=device),
                 )
             )
-        self._learn_forms([microbatch.inputs for microbatch in batch])
+        self._learn_shapes([microbatch.inputs for microbatch in batch])
         return batch
 
-    def _learn_forms(self, inputs: Sequence[Any]) -> None:
-        """Try inputs of forms that are new. On ZeRO stage 3 a replica whose are not tries along, as weights are
+    def _learn_shapes(self, inputs: Sequence[Any]) -> None:
+        """Try inputs of shapes that are new. On ZeRO stage 3 a replica whose are not tries along, as weights are
         gathered from all replicas: these must ask each other first, and so wait for the accelerator."""
-        new = self._forms.unknown(inputs)
+        new = self._shapes.unknown(inputs)
         tries = len(new)
-        if self.config.parallel.zero_stage == 3 and self.mesh.dp.size > 1:
+        if self.config.parallel.zero_stage == 3 and self.mesh.replicas.size > 1:
             asked = torch.full((), tries, dtype=torch.int64, device=self.mesh.device)
-            tries = int(all_reduce_(asked, self.mesh.dp, "max"))
+            tries = int(all_reduce_(asked, self.mesh.replicas, "max"))
         for number in range(tries):
-            self._forms.find(new[number] if number < len(new) else inputs[0])
-
-    def _summed_loss(self, output: Any, microbatch: PlainMicrobatch) -> Tensor:
-        value = self._loss(output, microbatch.targets)
-        if not isinstance(value, Tensor) or value.dim():
-            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(f"the loss returns {what}: it must return a scalar tensor, a mean or a sum")
-        return value * microbatch.count.to(value.dtype) if self._mean else value
-
-    def _summed_metric(self, output: Any, microbatch: PlainMicrobatch) -> Tensor:
-        if self._metric is None:
-            return self._summed_loss(output, microbatch)
-        return torch.as_tensor(self._metric(output, microbatch.targets), device=self.mesh.device)
+            tried = new[number] if number < len(new) else inputs[0]
+            self._shapes.learn(tried, self.task.in_training_format(tried))
 
 
 def _replicas(parallel: ParallelConfig) -> int:
@@ -321,38 +339,53 @@ def _replicas(parallel: ParallelConfig) -> int:
 
 
 def _checked_config(
-    layers: int,
+    layers: Sequence[Layer],
+    *,
     parallel: ParallelConfig,
     optimizer: OptimizerConfig,
-    training: TrainingConfig,
     settings: OptimizerSettings | None,
-) -> Config:
+    precision: PrecisionConfig,
+    training: TrainingConfig,
+) -> ResolvedConfig:
     """The configuration of the run, resolved; its model and data sections mean nothing here.
 
     Raises:
         ConfigError: everything that is wrong with it.
     """
     problems, stages = [], parallel.pp * parallel.virtual_stages
-    if parallel.tp > 1:
-        problems.append(f"tp {parallel.tp}: the layers of a plain model are not split; use tp 1")
+    if parallel.tp > 1 and not is_split(layers):
+        problems.append(
+            f"tp {parallel.tp}: no layer is split; use tp 1, or layers such as ColumnParallelLinear with "
+            "group=mesh.layer"
+        )
+    if parallel.sequence_parallel:
+        problems.append("sequence_parallel is GPT's and BERT's: leave it out")
     if parallel.pipeline_layout is not None:
         problems.append(f"pipeline_layout {parallel.pipeline_layout} is GPT's: leave it out")
     if parallel.pipeline_balance == "flops":
         problems.append("pipeline_balance flops: those of a plain layer are not known; use parameters or uniform")
-    if stages > max(layers, 1):
+    if training.recompute not in ("none", "full"):
+        problems.append(f"recompute {training.recompute} is of GPT's attention: use none or full")
+    if stages > max(len(layers), 1):
         problems.append(
             f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} = {stages} stages, but the model has "
-            f"{layers} layers: use {layers} stages or less, or cut the model into more layers"
+            f"{len(layers)} layers: use {len(layers)} stages or less, or cut the model into more layers"
         )
     elif not problems:
-        model = ModelConfig(num_layers=max(layers, 1), vocab_size=1)
         config = Config(
-            model=model, data=DataConfig(mock_data=True), parallel=parallel, optimizer=optimizer, training=training
+            model=ModelConfig(
+                num_layers=max(len(layers), 1), vocab_size=1, hidden_size=parallel.tp, num_attention_heads=parallel.tp
+            ),
+            data=DataConfig(mock_data=True),
+            parallel=parallel,
+            optimizer=optimizer,
+            precision=precision,
+            training=training,
         )
         if settings is not None:
             sections: dict[str, Any] = {name: settings for name, kind in OPTIMIZERS.items() if kind is type(settings)}
-            config = replace(config, **sections)
+            config = dataclasses.replace(config, **sections)
         problems += validate(config, world_size())
-    if problems:
-        raise ConfigError(problems)
-    return resolve(config, world_size())
+        if not problems:
+            return config.resolve(world_size())
+    raise ConfigError(problems)

@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 
 from megacore import ops
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import EXIT_REFUSED, ConfigError, OutputClosed, TrainingStopped, UserError, WorkerDied
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave, world_size
 from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.output import output_directory
@@ -25,7 +25,7 @@ from megacore.train.same_run import refuse_different_ranks
 
 __all__ = ["exit_with", "launch"]
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=ResolvedConfig)
 EXIT_FAILED = 1
 _SECONDS_FOR_A_PEER_TO_DIE = 1.0
 _SECONDS_FOR_A_PEER_TO_SPEAK = 5.0
@@ -41,7 +41,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     Returns:
         The exit status.
     """
-    if config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1) > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if world_size() > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     if config.training.reproducible:
         compute_reproducibly()

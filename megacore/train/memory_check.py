@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import ConfigError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
@@ -19,7 +19,7 @@ from megacore.plan.memory import PlannedLayer
 from megacore.plan.room import Room
 
 
-def check_memory_of_ranks(config: Config, mesh: Mesh, layers: Sequence[PlannedLayer]) -> None:
+def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> None:
     """Refuse a run that does not fit, on all ranks alike.
 
     Args:
@@ -35,15 +35,15 @@ def check_memory_of_ranks(config: Config, mesh: Mesh, layers: Sequence[PlannedLa
     problems = all_gather_objects(_problem(config, mesh, layers), mesh.world)
     for number, problem in enumerate(problems):
         if problem is not None:
-            where = f" (rank {number}: {mesh.coordinates(number)})" if mesh.world.size > 1 else ""
+            where = f" (rank {number}: {mesh.describe(number)})" if mesh.world.size > 1 else ""
             raise ConfigError([problem + where])
 
 
-def _problem(config: Config, mesh: Mesh, layers: Sequence[PlannedLayer]) -> str | None:
+def _problem(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> str | None:
     if mesh.device.type == "cpu":
         return host_problem(config, layers)
     room = device_room(mesh.device)
-    if room is not None and (problem := device_problem(config, layers, mesh.pp.rank, room)):
+    if room is not None and (problem := device_problem(config, layers, mesh.pipeline.rank, room)):
         return problem
     return offload_problem(config, layers) if config.parallel.offload_optimizer else None
 

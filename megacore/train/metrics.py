@@ -8,6 +8,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from megacore.config import ResolvedConfig
+from megacore.optim.update import WeightUpdate
+from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.mesh import Mesh
+from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.schedule_file import training_schedule
+from megacore.pipeline.timing import TimedPass
+from megacore.plan.memory import fullest_state, plan_memory
+from megacore.plan.peaks import Format, peak_tflops
+from megacore.plan.simulator import Costs, simulate
+from megacore.train.step import StepResult
+from megacore.train.task import Task
+from megacore.zero.memory import measured_bytes
 
 # How a record's keys read in the log line, in order, after the loss and its terms.
 _LINE = (
@@ -22,8 +37,121 @@ _LINE = (
 )
 
 
+class StepMetrics:
+    """The figures of a run: what is predicted before it, and the record of a logged step.
+
+    Args:
+        config: resolved.
+        mesh: this rank's groups and device.
+        task: what is trained.
+
+    Attributes:
+        predicted_bubble: share of the ranks' time that the schedule leaves them idle, if time goes as operations.
+        predicted_memory: bytes of state on the fullest rank, by kind and formula.
+    """
+
+    def __init__(self, config: ResolvedConfig, mesh: Mesh, task: Task) -> None:
+        self._config, self._mesh, self._task = config, mesh, task
+        self.predicted_bubble = self._predict_bubble()
+        on_cpu = mesh.device.type == "cpu"
+        self.predicted_memory = fullest_state(plan_memory(config, task.layers, on_cpu=on_cpu))
+        given = config.logging.peak_tflops
+        self._peak_tflops = given or peak_tflops(device_name(mesh.device), self._format)
+
+    def record(self, result: StepResult, step_seconds: float, timed: TimedPass, update: WeightUpdate) -> dict[str, Any]:
+        """The figures of a step by the keys of metrics.jsonl, equal on every rank; all ranks call this together.
+
+        Args:
+            result: of the step.
+            step_seconds: how long a step took, on average since the last record.
+            timed: when the step's computations ran.
+            update: the optimizer and the state that it works on.
+        """
+        config, mesh, task = self._config, self._mesh, self._task
+        measured = measured_bytes(update.data_parallel, update.optimizer)
+        memory = self._largest({**measured, "peak": float(peak_memory_bytes(mesh.device))})
+        peak = memory.pop("peak")
+        sequences = config.training.global_batch_size
+        tflops = task.flops_per_sequence() * sequences / step_seconds / mesh.world.size / 1e12
+        means = term_means(task.loss_names, result.means, result.counts)
+        record = {
+            **{f"train/{name}": mean for name, mean in means.items()},
+            "train/grad_norm": float(result.grad_norm),
+            "train/lr": result.lr,
+            "perf/step_time_s": step_seconds,
+            "perf/tokens_per_sec": sequences * config.data.seq_length / step_seconds,
+            "perf/tflops_per_rank": tflops,
+            "perf/bubble_predicted": self.predicted_bubble,
+            "perf/bubble_measured": self._measured_bubble(timed),
+            "mem/peak_gib": peak / 2**30,
+            **{f"mem/{kind}_bytes": int(size) for kind, size in memory.items()},
+            **{f"mem/{kind}_bytes_predicted": round(size) for kind, size in self.predicted_memory.items()},
+            "train/skipped_steps": update.skipped_steps,
+        }
+        if config.precision.precision == "fp16":
+            record["train/loss_scale"] = update.scaler.scale
+        if self._peak_tflops is not None:
+            record["perf/mfu"] = tflops / self._peak_tflops
+        return record
+
+    def about_mfu(self) -> str:
+        """What MFU is a share of, or why there is none; empty on a CPU."""
+        name = device_name(self._mesh.device)
+        if self._peak_tflops is not None:
+            return f"; MFU is a share of {self._peak_tflops:,g} TFLOP/s ({name}, {self._format})"
+        return "" if name == "cpu" else f"; no MFU: {name} is not known in {self._format}, give --peak-tflops"
+
+    @property
+    def _format(self) -> Format:
+        """What matrix products multiply."""
+        precision = self._config.precision.precision
+        return "tf32" if precision == "fp32" and torch.get_float32_matmul_precision() != "highest" else precision
+
+    def _predict_bubble(self) -> float:
+        layers, parallel = self._task.layers, self._config.parallel
+        flops = [sum(layers[i].flops for i in stage) for stage in stage_ranges(layers, parallel)]
+        schedule = training_schedule(parallel, microbatches_of_replica(self._config, self._mesh))
+        return simulate(schedule, Costs.proportional(flops)).idle_share
+
+    def _measured_bubble(self, timed: TimedPass) -> float:
+        """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""
+        mesh, computed = self._mesh, timed.computations
+        ends = torch.tensor([-computed[0].start, computed[-1].end], dtype=torch.float64, device=mesh.device)
+        window = all_reduce_(ends, mesh.pipeline, "max").sum() * mesh.pipeline.size
+        busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=mesh.device), mesh.pipeline)
+        return float(all_reduce_(1.0 - busy / window, mesh.world)) / mesh.world.size
+
+    def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Each value's maximum over all ranks."""
+        numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self._mesh.device)
+        return dict(zip(values, all_reduce_(numbers, self._mesh.world, "max").tolist(), strict=True))
+
+
+def microbatches_of_replica(config: ResolvedConfig, mesh: Mesh) -> int:
+    """Microbatches of a replica in a step."""
+    training = config.training
+    return training.global_batch_size // training.micro_batch_size // mesh.batch.size
+
+
+def term_means(
+    names: Sequence[str], means: Tensor, counts: Tensor, *, losses: int | None = None
+) -> dict[str, float | None]:
+    """What is reported of a global batch: `loss`, and every mean by its name; None where nothing was counted.
+
+    Args:
+        names: of the means; none where there is one, a scalar.
+        means: 0 where there is nothing to count.
+        counts: of the whole global batch.
+        losses: how many of the means, from the first, add up to the loss; None: all.
+    """
+    pairs = zip(means.reshape(-1).tolist(), counts.reshape(-1).tolist(), strict=True)
+    values = [mean if count else None for mean, count in pairs]
+    counted = [mean for mean in values[:losses] if mean is not None]
+    return {"loss": sum(counted) if counted else None, **dict(zip(names, values, strict=False))}
+
+
 def log_line(record: Mapping[str, Any], train_iters: int, *, terms: Sequence[str] = ()) -> str:
-    """One line a logged step: `step 20/300 | loss 5.4321 | lr 3.000e-04 | ...`.
+    """One line per logged step: `step 20/300 | loss 5.4321 | lr 3.000e-04 | ...`.
 
     Args:
         record: by the keys of metrics.jsonl.
@@ -36,10 +164,31 @@ def log_line(record: Mapping[str, Any], train_iters: int, *, terms: Sequence[str
     return " | ".join([f"step {record['step']}/{train_iters}", *losses, *parts, *skipped])
 
 
-def evaluation_line(step: int, figures: Mapping[str, float | None], train_iters: int) -> str:
-    """One line an evaluation: `step 20/300 | eval loss 5.4321`, and what else was evaluated."""
-    first, *others = [f"{_words(key.removeprefix('eval/'))} {_figure(value)}" for key, value in figures.items()]
-    return " | ".join([f"step {step}/{train_iters}", f"eval {first}", *others])
+def evaluation_line(record: Mapping[str, Any], train_iters: int) -> str:
+    """One line per evaluation: `step 20/300 | eval loss 5.4321`, and what else was evaluated.
+
+    Args:
+        record: by the keys of metrics.jsonl.
+        train_iters: steps of the run.
+    """
+    figures = {key.removeprefix("eval/"): value for key, value in record.items() if key.startswith("eval/")}
+    first, *others = [f"{_words(key)} {_figure(value)}" for key, value in figures.items()]
+    return " | ".join([f"step {record['step']}/{train_iters}", f"eval {first}", *others])
+
+
+def state_memory_line(record: Mapping[str, Any]) -> str:
+    """How much memory the state takes on the fullest rank, as counted; from a logged step's record."""
+    sizes = {
+        key.removeprefix("mem/").removesuffix("_bytes"): value
+        for key, value in record.items()
+        if key.startswith("mem/") and key.endswith("_bytes")
+    }
+    return f"  {'memory':<10}MiB of state on the fullest rank, counted: {mebibytes(sizes)}"
+
+
+def mebibytes(sizes: Mapping[str, float]) -> str:
+    """Bytes by kind, as MiB in words."""
+    return ", ".join(f"{kind} {size / 2**20:,.1f}" for kind, size in sizes.items())
 
 
 def _figure(value: float | None) -> str:

@@ -12,13 +12,13 @@ from typing import TypeVar
 from megacore.checkpoint.choose import choose_checkpoint
 from megacore.checkpoint.directory import sweep
 from megacore.checkpoint.lock import WriterLock
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.config.cli import save_toml
 from megacore.errors import StorageError, UserError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=ResolvedConfig)
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
             lock.release()
 
 
-def _claim(config: Config, mesh: Mesh) -> WriterLock | None:
+def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
     """The first rank's lock; where it does not get it, every rank fails with its reason."""
     lock: WriterLock | None = None
     problem: Exception | None = None

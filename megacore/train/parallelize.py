@@ -1,7 +1,7 @@
 """The recipe: from the description of a model to this rank's part of it, ready to train. The order is the knowledge.
 
 1. partition: which layers this stage holds (uneven counts are balanced, nothing is dropped); then layer by layer
-2. build: split over the tensor-parallel group as it is made;
+2. build: split over the layer group as it is made;
 3. initialise: by global name, so that every layout starts from the same bits;
 4. recompute: wrap the blocks that keep only their input;
 5. data parallel: move the parameters as they now stand into buckets, in the precision of training, and divide them by
@@ -11,70 +11,27 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megacore.config import Config, ParallelConfig, known
-from megacore.data.loading.batch import Batch
-from megacore.data.loading.loader import Microbatch
-from megacore.models.initialize import initialize
-from megacore.models.spec import LayerSpec, Terms
+from megacore.config import ResolvedConfig
+from megacore.models.spec import LayerSpec
 from megacore.optim.precision import DTYPES
 from megacore.parallel.collectives import sum_copies_
 from megacore.parallel.mesh import Holders, Mesh
-from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
-from megacore.pipeline.actions import Schedule
 from megacore.pipeline.partition import stage_ranges
-from megacore.pipeline.runtime import Forms, PipelineRuntime
-from megacore.pipeline.schedule import build_schedule
-from megacore.pipeline.schedule_file import load_schedule
+from megacore.pipeline.runtime import PipelineRuntime
 from megacore.pipeline.stage import Stage
-from megacore.pipeline.transport import TensorForm, Transport
+from megacore.pipeline.transport import Transport
+from megacore.train.task import Task
 from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is trained: a model's layers, how a microbatch enters them, and the loss that comes out.
-
-    Attributes:
-        layers: the whole model, described.
-        first_input: microbatch -> input of the first layer.
-        loss: (output of the last layer, microbatch) -> loss summed over the microbatch's tokens, or several sums.
-        terms: what the loss consists of: its sums' names and counts.
-        eval_loss: what evaluations report instead; None: `loss`.
-        eval_terms: what `eval_loss` consists of; None: `terms`. Those with a name of `terms` make up the reported loss.
-        streams: where the layers' dropout masks come from.
-        initialize: gives a rank's parameters their values; None: by global name, as the configuration says.
-        forms: microbatch -> what every stage receives; None: hidden states of the configured shape.
-        batch_type: what a microbatch is.
-        flops: operations of one sequence, forward and backward; None: those of a GPT of the configured shape.
-        carries_documents: whether document numbers, int64 [b, s], travel beside the hidden states.
-    """
-
-    layers: Sequence[LayerSpec]
-    first_input: Callable[[Any], Any]
-    loss: Callable[[Any, Any], Tensor]
-    streams: RandomStreams
-    terms: Terms = field(default_factory=Terms)
-    eval_loss: Callable[[Any, Any], Tensor] | None = None
-    eval_terms: Terms | None = None
-    initialize: Callable[[Iterable[ShardedParameter]], None] | None = None
-    forms: Callable[[Any], Forms] | None = None
-    batch_type: type[Batch] = Microbatch
-    flops: float | None = None
-    carries_documents: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +43,7 @@ class ParallelModel:
         chunks: this rank's stages.
         parameters: of this rank, by global name.
         runtime: runs microbatches through the pipeline.
-        data_parallel: divides parameters, gradients and optimizer state over data-parallel ranks.
+        data_parallel: divides parameters, gradients and optimizer state over replicas.
         shared: global names of tied parameters that other ranks hold too, and who holds them.
         tied_copies: those of them whose first use lies on another rank.
     """
@@ -100,7 +57,7 @@ class ParallelModel:
     tied_copies: frozenset[str]
 
 
-def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
+def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel:
     """Build this rank's stages and everything that makes them take part in the whole.
 
     Args:
@@ -109,34 +66,41 @@ def parallelize(task: Task, config: Config, mesh: Mesh) -> ParallelModel:
         mesh: this rank's place.
     """
     stages = stage_ranges(task.layers, config.parallel)
-    own = stages[mesh.pp.rank :: mesh.pp.size]
+    held = stages[mesh.pipeline.rank :: mesh.pipeline.size]
     shared = _holders_of_tied(task.layers, stages, mesh)
     parameters: dict[str, ShardedParameter] = {}
-    chunks = [Stage([task.layers[i] for i in numbers], parameters, build=False) for numbers in own]
+    chunks = [
+        Stage([task.layers[i] for i in layers], parameters, number=number, build=False)
+        for number, layers in enumerate(held)
+    ]
     data_parallel = DataParallel(
         (_layers(chunk, task, config, parameters) for chunk in chunks),
-        mesh.dp,
-        options=_zero_options(task.layers, config),
+        mesh,
+        options=_zero_options(task.layers, config, mesh),
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
-        alone=frozenset(shared),
+        separate=frozenset(shared),
     )
     shared = {name: holders for name, holders in shared.items() if name in parameters}
     tied_copies = frozenset(name for chunk in chunks for name in chunk.tied_copies)
     _spread_values(shared, data_parallel, tied_copies, mesh.device)
-    for number, chunk in enumerate(chunks):
-        chunk.run_layer = partial(data_parallel.run_layer, number)
+    for chunk in chunks:
+        chunk.runner = data_parallel
     return ParallelModel(
         stages=stages,
         chunks=chunks,
         parameters=parameters,
-        runtime=_runtime(chunks, task, config, mesh),
+        runtime=PipelineRuntime(
+            chunks, mesh.pipeline, transport=Transport(mesh.pipeline, mesh.device), parallel=config.parallel, task=task
+        ),
         data_parallel=data_parallel,
         shared=shared,
         tied_copies=tied_copies,
     )
 
 
-def _layers(chunk: Stage, task: Task, config: Config, parameters: dict[str, ShardedParameter]) -> Iterator[nn.Module]:
+def _layers(
+    chunk: Stage, task: Task, config: ResolvedConfig, parameters: dict[str, ShardedParameter]
+) -> Iterator[nn.Module]:
     """Build a stage layer by layer, each with its initial values, and wrapped where it keeps only its input.
 
     Args:
@@ -145,27 +109,22 @@ def _layers(chunk: Stage, task: Task, config: Config, parameters: dict[str, Shar
         config: resolved.
         parameters: of the layers so far, by global name; those of this stage are added.
     """
-    fill = task.initialize or partial(initialize, config=config.model, seed=config.training.seed)
-    if config.checkpoint.load is not None:  # every value comes from the checkpoint
-        fill = _leave_as_built
+    is_new = config.checkpoint.load is None  # else every value comes from the checkpoint
     blocks = [index for index, spec in enumerate(chunk.specs) if spec.is_block]
     recomputed = blocks[: config.training.recompute_num_layers] if config.training.recompute == "full" else []
     for index, layer in enumerate(chunk.build_layers()):
         new = {p.spec.name: p for p in sharded_parameters(layer) if p.spec.name not in parameters}
-        fill(new.values())
+        if is_new:
+            task.initialize(new.values())
         parameters |= new
         if index in recomputed:
             chunk.layers[index] = Recomputed(layer, task.streams)
         yield chunk.layers[index]
 
 
-def _leave_as_built(parameters: Iterable[ShardedParameter]) -> None:
-    """No initial values: the layers come with theirs, or all are overwritten."""
-
-
 def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh: Mesh) -> dict[str, Holders]:
     """For each tied parameter that several ranks of the pipeline hold: which they are."""
-    rank_of = {number: stage % mesh.pp.size for stage, numbers in enumerate(stages) for number in numbers}
+    rank_of = {number: stage % mesh.pipeline.size for stage, numbers in enumerate(stages) for number in numbers}
     number_of = {layer.name: number for number, layer in enumerate(layers)}
     positions: dict[str, set[int]] = {}
     for number, layer in enumerate(layers):
@@ -173,7 +132,7 @@ def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh:
             first = next(i for prefix, i in number_of.items() if name.startswith(f"{prefix}."))
             positions.setdefault(name, {rank_of[first]}).add(rank_of[number])
     return {
-        name: Holders(pipeline=mesh.pp, positions=tuple(sorted(ranks)))
+        name: Holders(pipeline=mesh.pipeline, positions=tuple(sorted(ranks)))
         for name, ranks in positions.items()
         if len(ranks) > 1
     }
@@ -192,7 +151,7 @@ def _spread_values(
         data_parallel.publish_parameter(name)
 
 
-def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
+def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> ZeroOptions:
     parallel = config.parallel
     return ZeroOptions(
         stage=parallel.zero_stage,
@@ -202,50 +161,13 @@ def _zero_options(layers: Sequence[LayerSpec], config: Config) -> ZeroOptions:
         overlap_param_gather=parallel.overlap_param_gather,
         offload=parallel.offload_optimizer,
         optimizer=config.optimizer_settings,
-        exact_terms=_terms(layers, config) if config.training.reproducible else 0,
+        exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )
 
 
-def _runtime(chunks: Sequence[Stage], task: Task, config: Config, mesh: Mesh) -> PipelineRuntime:
-    parallel = config.parallel
-    between = _between_stages(config, documents=task.carries_documents)
-    forms: Forms = [None, *[between] * (mesh.pp.size * len(chunks) - 1)]
-    return PipelineRuntime(
-        chunks,
-        mesh.pp,
-        transport=Transport(mesh.pp, mesh.device),
-        forms=task.forms or (lambda _: forms),
-        schedule=lambda microbatches: training_schedule(parallel, microbatches),
-        streams=task.streams,
-        first_input=task.first_input,
-        loss=task.loss,
-        loss_shape=task.terms.shape,
-        eval_loss=task.eval_loss,
-        eval_shape=(task.eval_terms or task.terms).shape,
-    )
-
-
-def _between_stages(config: Config, *, documents: bool) -> tuple[TensorForm, ...]:
-    """What a block of the configured shape takes and gives."""
-    batch, length = config.training.micro_batch_size, config.data.seq_length
-    positions = length // (config.parallel.tp if config.parallel.sequence_parallel else 1)
-    hidden = TensorForm((batch, positions, config.model.hidden_size), DTYPES[config.precision.precision])
-    return (hidden, TensorForm((batch, length), torch.int64)) if documents else (hidden,)
-
-
-_built_schedule = functools.lru_cache(maxsize=4)(build_schedule)  # the summary asks for it, and then the runtime
-
-
-def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
-    """What all ranks of a pipeline do in a step, as configured."""
-    if parallel.schedule_csv is not None:
-        return load_schedule(Path(parallel.schedule_csv))
-    return _built_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
-
-
-def _terms(layers: Sequence[LayerSpec], config: Config) -> int:
+def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> int:
     """How many gradients of one parameter a step adds up at most: one a microbatch and use, and with sequence
-    parallelism one a tensor-parallel rank."""
+    parallelism one a rank of the layer group."""
     uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
-    microbatches = known(config.training.global_batch_size) // config.training.micro_batch_size
-    return microbatches * uses * config.parallel.tp
+    microbatches = config.training.global_batch_size // config.training.micro_batch_size
+    return microbatches * uses * mesh.layer.size

@@ -83,7 +83,7 @@ class PeerWatch:
         """A rank by its number, coordinates and process, or the launcher."""
         if peer.rank == _LAUNCHER:
             return f"the launcher (torchrun; pid {peer.pid} on {peer.host})"
-        return f"rank {peer.rank} ({self._mesh.coordinates(peer.rank)}; pid {peer.pid} on {peer.host})"
+        return f"rank {peer.rank} ({self._mesh.describe(peer.rank)}; pid {peer.pid} on {peer.host})"
 
     def give_up(self, gone: list[Peer]) -> NoReturn:
         """Name the dead, unless a rank has already said why the job ends, and end this process."""

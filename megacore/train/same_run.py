@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 import megacore
-from megacore.config import Config, sections_of
+from megacore.config import ResolvedConfig, sections_of
+from megacore.config.dimensions import degrees_of, describe_rank
 from megacore.config.fields import field_infos, flag
 from megacore.data.gpt.build import tokenizer_of
 from megacore.data.indexed.reader import bin_path, idx_path
 from megacore.errors import ConfigError, DataError
 from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.mesh import Group, coordinates
+from megacore.parallel.mesh import Group
 
 Facts = dict[str, str]  # what it is -> its value, in words of a message
 
@@ -33,7 +34,7 @@ _SAMPLE = 1 << 16  # bytes at each end of a file that are read: its size changes
 _MOST = 12  # differences that one message names
 
 
-def refuse_different_ranks(config: Config, world: Group) -> None:
+def refuse_different_ranks(config: ResolvedConfig, world: Group) -> None:
     """Compare configuration, data and code of all ranks; every rank calls this before anything depends on them.
 
     Args:
@@ -51,7 +52,7 @@ def refuse_different_ranks(config: Config, world: Group) -> None:
         raise ConfigError(differences(all_gather_objects(own, world)))
 
 
-def facts(config: Config) -> Facts:
+def facts(config: ResolvedConfig) -> Facts:
     """What must be the same on every rank."""
     data = config.data
     found = dict(_settings(config))
@@ -99,7 +100,7 @@ def differences(everyone: list[Facts]) -> list[str]:
     return [*lines[:_MOST], *more, "start every rank, on every node, with the same flags, data and installation"]
 
 
-def _settings(config: Config) -> Iterator[tuple[str, str]]:
+def _settings(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
     for section in sections_of(type(config)):
         values = getattr(config, section)
         for name in field_infos(type(values)):
@@ -128,7 +129,7 @@ def _file(path: Path) -> str:
 
 def _who(ranks: list[int], first: Mapping[str, str]) -> str:
     """Ranks in words, the first of them with its place in the layout of rank 0."""
-    place = coordinates(ranks[0], tp=int(first[flag("tp")]), dp=int(first[flag("dp")]))
+    place = describe_rank(ranks[0], degrees_of(lambda field: int(first[flag(field)])))
     if len(ranks) == 1:
         return f"rank {ranks[0]} ({place})"
     runs = ranks[-1] - ranks[0] == len(ranks) - 1

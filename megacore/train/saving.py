@@ -1,4 +1,4 @@
-"""The trainer's saves: what is said of them, and what happens where one fails (`--on-save-error`)."""
+"""The trainer's saves: who is told of them, and what happens where one fails (`--on-save-error`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from types import TracebackType
 
 from megacore.checkpoint.save import CheckpointSaver, Saved
 from megacore.checkpoint.state import TrainingState
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.errors import OutputClosed, StorageError, TrainingStopped
 from megacore.parallel.mesh import Mesh
+from megacore.train.callbacks import Callbacks
 from megacore.train.sinks import Report
 
 
@@ -24,16 +25,23 @@ class Saving:
     Args:
         config: resolved.
         mesh: this rank's place.
-        report: where it says what it did.
+        callbacks: told of every checkpoint once it is published.
+        report: takes warnings.
         loaded: the checkpoint that the run continues from.
+
+    Attributes:
+        is_busy: whether a save is under way in the background; the same on every rank.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, report: Report, *, loaded: Path | None) -> None:
+    def __init__(
+        self, config: ResolvedConfig, mesh: Mesh, *, callbacks: Callbacks, report: Report, loaded: Path | None
+    ) -> None:
         self._saver = CheckpointSaver(config, mesh, loaded=loaded)
-        self._options, self._last, self._report = config.checkpoint, config.training.train_iters, report
-        self._is_alone = mesh.world.size == 1
+        self._options, self._callbacks, self._report = config.checkpoint, callbacks, report
+        self._is_one_process = mesh.world.size == 1
+        self.is_busy = False
         warns = config.checkpoint.on_save_error == "warn"
-        self._goes_on = "; training goes on (--on-save-error warn)" if warns else None
+        self._warning = "; training goes on (--on-save-error warn)" if warns else None
         self._saved_step: int | None = None
 
     def __enter__(self) -> Saving:
@@ -45,7 +53,7 @@ class Saving:
         if error is None or not self._saver.is_busy:
             return
         in_thread = self._options.async_save  # else it is the save itself that has failed
-        if isinstance(error, TrainingStopped) or (self._is_alone and in_thread and isinstance(error, Exception)):
+        if isinstance(error, TrainingStopped) or (self._is_one_process and in_thread and isinstance(error, Exception)):
             with contextlib.suppress(OutputClosed, StorageError):  # what ends the run is the first of them
                 self._guarded(self._saver.finish, "")
         else:
@@ -66,20 +74,20 @@ class Saving:
         Raises:
             StorageError: it failed, and the run is not to go on.
         """
-        self._guarded(self._saver.finish, self._goes_on)
-        goes_on = None if is_last else self._goes_on
+        self._guarded(self._saver.finish, self._warning)
+        warning = None if is_last else self._warning
         if self._saved_step != state.step:
-            self._guarded(lambda: self._saver.begin(state), goes_on)
+            self._guarded(lambda: self._saver.begin(state), warning)
         if is_last or not self._options.async_save:
-            self._guarded(self._saver.finish, goes_on)
+            self._guarded(self._saver.finish, warning)
 
-    def go_on(self, *, some_rank_waits: bool) -> None:
+    def advance(self, *, some_rank_waits: bool) -> None:
         """Take a save in the background one step further, unless some rank is not so far."""
         if self._saver.is_busy and not some_rank_waits:
-            self._guarded(self._saver.advance, self._goes_on)
+            self._guarded(self._saver.advance, self._warning)
 
     def _guarded(self, act: Callable[[], Saved | None], warning: str | None) -> None:
-        """Act, and say what was saved; with a warning, failing is only said, with that at its end."""
+        """Act, and announce what was saved; with a warning, failing is only reported, with that at its end."""
         try:
             saved = act()
         except StorageError as error:
@@ -87,9 +95,9 @@ class Saving:
                 raise
             self._report.say(f"warning: {error}{warning}")
             return
+        finally:
+            self.is_busy = self._saver.is_busy
         if saved is None:
             return
         self._saved_step = saved.step
-        self._report.say(f"step {saved.step}/{self._last} | saved {saved.path}")
-        for note in saved.notes:
-            self._report.say(f"warning: {note}; the checkpoint itself is whole")
+        self._callbacks.on_save(saved)

@@ -1,4 +1,4 @@
-"""Where records go: metrics.jsonl always, a line to read, a progress bar on a terminal. Rank 0 alone has them."""
+"""Where records go: metrics.jsonl always, a line to read, a progress bar on a terminal; all on rank 0 only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,11 +14,15 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megacore.checkpoint.save import Saved
 from megacore.errors import OutputClosed, StorageError, UserError
 from megacore.files import replace_bytes, write_all
+from megacore.train.callbacks import Callback, Run
+from megacore.train.metrics import evaluation_line, log_line, state_memory_line
+from megacore.train.step import StepResult
 
 
-class Report:
+class Report(Callback):
     """What rank 0 tells the user.
 
     A fresh run never overwrites the metrics of an earlier one: they are set aside as metrics.jsonl.1, .2 and so on.
@@ -28,16 +32,25 @@ class Report:
         output_dir: directory of metrics.jsonl.
         train_iters: steps of the run, for the bar.
         first_step: steps already done.
+        terms: names of the loss's terms, where it has several.
         quiet: say and write nothing (every rank but the first).
         may_drop: a record that cannot be written is left out, and training goes on; else it ends the run.
     """
 
     def __init__(
-        self, output_dir: Path, *, train_iters: int, first_step: int, quiet: bool, may_drop: bool = False
+        self,
+        output_dir: Path,
+        *,
+        train_iters: int,
+        first_step: int,
+        quiet: bool,
+        terms: Sequence[str] = (),
+        may_drop: bool = False,
     ) -> None:
         self._file: BinaryIO | None = None
         self._bar: Progress | None = None
         self._may_drop, self._warned, self._dropped = may_drop, False, 0
+        self._train_iters, self._terms, self._is_first_log = train_iters, terms, True
         if quiet:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -53,13 +66,47 @@ class Report:
             self._task = self._bar.add_task("training", total=train_iters, completed=first_step)
             self._bar.start()
 
+    # ---- what happens in the run
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Advance the bar; say why a step is skipped."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=result.step)
+        if result.skipped is not None:
+            self.say(f"step {result.step}/{self._train_iters} | skipped: {result.skipped}")
+
+    def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
+        """Record a step, and say it in a line."""
+        self.record(record)
+        self.say(log_line(record, self._train_iters, terms=self._terms))
+        if self._is_first_log:
+            self.say(state_memory_line(record))
+        self._is_first_log = False
+
+    def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
+        """Record an evaluation, and say it in a line."""
+        self.record(record)
+        self.say(evaluation_line(record, self._train_iters))
+
+    def on_save(self, run: Run, saved: Saved) -> None:
+        """Say where the checkpoint is, and what went wrong after it was published."""
+        self.say(f"step {saved.step}/{self._train_iters} | saved {saved.path}")
+        for note in saved.notes:
+            self.say(f"warning: {note}; the checkpoint itself is whole")
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        """Close the file and the bar."""
+        self.close()
+
+    # ---- how it is said
+
     def say(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._file is not None:
             say(text, may_fail=self._may_drop)
 
-    def record(self, values: dict[str, Any]) -> None:
+    def record(self, values: Mapping[str, Any]) -> None:
         """Append one JSON object to metrics.jsonl; floats keep their full precision, and null stands for no number.
 
         Raises:
@@ -70,10 +117,6 @@ class Report:
             line = json.dumps(finite, allow_nan=False) + "\n"
             if not self._written(partial(_append, self._file, line.encode())):
                 self._dropped += 1
-
-    def step_done(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
         if self._bar is not None:

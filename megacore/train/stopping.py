@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from megacore.config.checkpoint_section import CheckpointConfig
+from megacore.config.sections import CheckpointConfig
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_DURATION, _INTERVAL = "duration", "interval"
-_REASONS: tuple[signal.Signals | str, ...] = (*_SIGNALS, _DURATION, _INTERVAL)  # a later one weighs more
+_DURATION, _INTERVAL, _REQUEST = "duration", "interval", "request"
+_REASONS: tuple[signal.Signals | str, ...] = (*_SIGNALS, _DURATION, _INTERVAL, _REQUEST)  # a later one weighs more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,7 @@ class StopRequests:
     def __init__(self, options: CheckpointConfig) -> None:
         self._options = options
         self._signal = 0
+        self._request: str | None = None
         self._start = time.monotonic()
         self._before: dict[signal.Signals, Any] = {}
 
@@ -64,6 +65,10 @@ class StopRequests:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number
 
+    def request(self, reason: str) -> None:
+        """Ask for an end after the next step; the first reason is the one that is given."""
+        self._request = self._request or reason
+
     def votes(self, step: int, *, waiting: bool) -> list[int]:
         """What this rank adds to the sums of a step.
 
@@ -74,8 +79,8 @@ class StopRequests:
         Returns:
             For each reason to stop whether it is this rank's, then whether it is waiting; 0 or 1 each.
         """
-        own = self._reason(step)
-        return [*(int(reason == own) for reason in _REASONS), int(waiting)]
+        mine = self._reason(step)
+        return [*(int(reason == mine) for reason in _REASONS), int(waiting)]
 
     def decision(self, votes: Sequence[int]) -> Decision:
         """What follows from the sums of all ranks' votes."""
@@ -87,6 +92,8 @@ class StopRequests:
         minutes = self._options.exit_duration_minutes
         if self._signal:
             return signal.Signals(self._signal)
+        if self._request is not None:
+            return _REQUEST
         if minutes is not None and time.monotonic() - self._start > 60 * minutes:
             return _DURATION
         if self._options.exit_interval is not None and step % self._options.exit_interval == 0:
@@ -96,6 +103,8 @@ class StopRequests:
     def _text(self, reason: signal.Signals | str) -> str:
         if isinstance(reason, signal.Signals):
             return reason.name
+        if reason == _REQUEST:
+            return self._request or "a callback of another rank"
         if reason == _DURATION:
             return f"--exit-duration-minutes {self._options.exit_duration_minutes:g}"
         return f"--exit-interval {self._options.exit_interval}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from megacore import ops
-from megacore.config import Config, ModelConfig, known
+from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.dimensions import describe_degrees
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 
 
 def launch_summary(
-    config: Config,
+    config: ResolvedConfig,
     mesh: Mesh,
     layers: list[LayerSpec],
     stages: list[range],
@@ -30,8 +31,8 @@ def launch_summary(
         idle_share: predicted share of the ranks' time that the pipeline leaves them idle.
     """
     training, parallel, model = config.training, config.parallel, config.model
-    batch, vocabulary = known(training.global_batch_size), known(model.vocab_size)
-    microbatches = batch // (training.micro_batch_size * known(parallel.dp))
+    batch, vocabulary = training.global_batch_size, model.vocab_size
+    microbatches = batch // (training.micro_batch_size * parallel.dp)
     total, held = _parameters(model, layers, stages)
     names = [
         f"{layers[stage[0]].name} .. {layers[stage[-1]].name}: {count / 1e6:,.2f}M"
@@ -40,7 +41,7 @@ def launch_summary(
     virtual = f" of {parallel.virtual_stages} stages a rank" if parallel.virtual_stages > 1 else ""
     bubble = f"{parallel.schedule}{virtual}; by the stages' operations {idle_share:.1%} of a step's time is bubble"
     lines = [
-        ("topology", f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {mesh.world.size} ranks"),
+        ("topology", f"{describe_degrees(mesh.degrees)} = {mesh.world.size} ranks"),
         (
             "device",
             f"{mesh.device.type}, {mesh.backend}, {torch.get_num_threads()} thread(s) a rank, "
@@ -70,7 +71,7 @@ def launch_summary(
     return "\n".join(f"  {label:<10}{text}" for label, text in lines)
 
 
-def _operators(config: Config, device: torch.device) -> str:
+def _operators(config: ResolvedConfig, device: torch.device) -> str:
     model = config.model
     found = ops.implementations(
         device,
@@ -82,9 +83,9 @@ def _operators(config: Config, device: torch.device) -> str:
     return ", ".join(f"{name}: {how}" for name, how in found.items())
 
 
-def _parameters(model: ModelConfig, layers: list[LayerSpec], stages: list[range]) -> tuple[int, list[int]]:
+def _parameters(model: ResolvedModel, layers: list[LayerSpec], stages: list[range]) -> tuple[int, list[int]]:
     """Of the whole model, a tied table counted once; and of each stage, which holds a table for each rank's use."""
-    tied = sum(known(model.vocab_size) * model.hidden_size for layer in layers if layer.tied)
+    tied = sum(model.vocab_size * model.hidden_size for layer in layers if layer.tied)
     total = sum(layer.parameters for layer in layers) - tied
     held = [sum(layers[i].parameters for i in stage) for stage in stages]
     return total, held if len(stages) > 1 else [total]

@@ -8,58 +8,69 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import PipelineRuntime
 from megacore.plan.trace import RankTrace, TracedStep, write_trace
+from megacore.train.callbacks import Callback, Run
+from megacore.train.sinks import Report
+from megacore.train.step import StepResult
 
 DEFAULT_STEPS = 3
 
 
-class Tracer:
+class Tracer(Callback):
     """Traces the steps that `--trace` and `--trace-steps` ask for, if any.
 
     Args:
         config: resolved.
         mesh: this rank's place.
         runtime: whose passes are traced.
+        report: is told where the trace lies.
         first_step: steps done before this run.
+        microbatches: of a replica in a step.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, runtime: PipelineRuntime, first_step: int) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        mesh: Mesh,
+        runtime: PipelineRuntime,
+        report: Report,
+        *,
+        first_step: int,
+        microbatches: int,
+    ) -> None:
         last = config.training.train_iters
         first = min(first_step + 2, last)
         count = (config.logging.trace_steps or DEFAULT_STEPS) if config.logging.trace else 0
         self.steps = range(first, min(first + count, last + 1))
         self.path = Path(config.training.output_dir) / "trace.json"
-        self._mesh, self._runtime = mesh, runtime
-        self._noted: list[TracedStep] = []
+        self._mesh, self._runtime, self._report, self._microbatches = mesh, runtime, report, microbatches
+        self._traced: list[TracedStep] = []
 
-    def begin(self, step: int) -> bool:
-        """Says before each step whether it is traced."""
-        self._runtime.timer.tracing = step in self.steps
-        return self._runtime.timer.tracing
-
-    def end(self, step: int) -> None:
-        """Takes what the runtime's timer noted of the step."""
+    def on_step_begin(self, run: Run, step: int) -> None:
+        """Let the runtime's timer note what a traced step does."""
         if step in self.steps:
+            self._runtime.timer.enabled = self._runtime.timer.tracing = True
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Take what the timer noted; write the file after the last step."""
+        if result.step in self.steps:
             timed = self._runtime.timer.read()
-            self._noted.append(TracedStep(step, timed.start, timed.end, timed.actions))
+            self._traced.append(TracedStep(result.step, timed.start, timed.end, timed.actions))
             self._runtime.timer.tracing = False
+            if result.step == self.steps[-1]:
+                with run.unclocked():
+                    self._write()
+                self._report.say(f"step {result.step}/{run.config.training.train_iters} | traced {self.path}")
 
-    def is_complete(self, step: int) -> bool:
-        """Whether this step was the last one to trace: then every rank calls `write`."""
-        return bool(self.steps) and step == self.steps[-1]
-
-    def write(self, microbatches: int) -> None:
-        """Gather the traces of all ranks and write the file, on the first.
-
-        Args:
-            microbatches: of a replica in a step.
-        """
-        place = {"pp": self._mesh.pp.rank, "dp": self._mesh.dp.rank, "tp": self._mesh.tp.rank}
-        ranks = all_gather_objects(RankTrace(place=place, steps=tuple(self._noted)), self._mesh.world)
+    def _write(self) -> None:
+        """Gather the traces of all ranks and write the file, on the first."""
+        coordinates = self._mesh.coordinates(self._mesh.world.rank)
+        trace = RankTrace(coordinates=coordinates, steps=tuple(self._traced))
+        ranks = all_gather_objects(trace, self._mesh.world)
         if self._mesh.world.rank == 0:
-            write_trace(self.path, ranks, self._runtime.training_schedule(microbatches))
-        self._noted = []
+            write_trace(self.path, ranks, self._runtime.schedule(self._microbatches, trains=True))
+        self._traced = []

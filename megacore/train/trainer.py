@@ -1,96 +1,96 @@
 """The training loop, the same for every model and every layout.
 
-One step: every rank runs its microbatches through its stage (pipeline/runtime.py), gradients are summed over
-data-parallel ranks while the last backward runs and over the copies of tied parameters after it, the global norm is
-clipped, the optimizer steps. The loss, or each of its terms, is divided by the number of tokens (or of what else it
-sums over) of the whole global batch, known before the first backward.
+Next batch, train step, log, evaluate, save. What a step is stands in step.py, what is logged in metrics.py, how it is
+saved in saving.py; what else watches the run is a callback (callbacks.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megacore.checkpoint.check import changed_settings
-from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
-from megacore.config import Config, known
-from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
-from megacore.optim.lr_schedules import learning_rate
-from megacore.optim.update import WeightUpdate
-from megacore.parallel.collectives import all_reduce_, start_all_reduce_
+from megacore.config import ResolvedConfig
+from megacore.data.loading.batch import Batch
+from megacore.data.loading.loader import BatchLoader, DeviceLoader
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
-from megacore.plan.flops import CONVENTION, flops_per_sequence
-from megacore.plan.memory import fullest_state, plan_memory
-from megacore.plan.peaks import Format, peak_tflops
-from megacore.plan.simulator import Costs, simulate
+from megacore.plan.flops import CONVENTION
+from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
 from megacore.train.memory_check import check_memory_of_ranks
-from megacore.train.metrics import device_name, evaluation_line, log_line, peak_memory_bytes
-from megacore.train.parallelize import Task, parallelize, training_schedule
+from megacore.train.metrics import StepMetrics, mebibytes, microbatches_of_replica, term_means
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
+from megacore.train.step import StepResult, TrainStep
 from megacore.train.stopping import Decision, StopRequests
 from megacore.train.summary import launch_summary
+from megacore.train.task import Task
 from megacore.train.tracing import Tracer
-from megacore.zero.memory import measured_bytes
 
 
 class Trainer:
-    """Trains a task on this rank's place of the mesh.
+    """Trains a task on this rank of the mesh.
 
     Args:
         config: resolved.
-        mesh: this rank's place.
+        mesh: this rank's groups and device.
         task: the model's layers and its loss.
         train_data: training samples; at least train_iters x global_batch_size of them.
         valid_data: validation samples, or None for no evaluation.
+        callbacks: what watches this rank's run, besides the trainer's own report and tracer.
 
     Attributes:
-        means, counts: of the last step's loss terms over the global batch, fp64.
         decision: what all ranks do after the last step.
+        loaded: the manifest of the checkpoint that the run resumes from, or None.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, task: Task, train_data: Any, valid_data: Any | None) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        mesh: Mesh,
+        task: Task,
+        train_data: Any,
+        valid_data: Any | None,
+        *,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         self.config, self.mesh, self.task = config, mesh, task
-        self.train_data, self.valid_data = train_data, valid_data
-        self.bubble_predicted, self.memory_predicted = self._predicted_bubble(), self._predicted_memory()
-        self._peak = self._peak_tflops()
-        self._announce()
+        self.metrics = StepMetrics(config, mesh, task)
+        self._announce(train_samples=len(train_data), valid_samples=0 if valid_data is None else len(valid_data))
         check_memory_of_ranks(config, mesh, task.layers)
-        self.model = parallelize(task, config, mesh)
+        self.train_steps = TrainStep(task, config, mesh)
+        self.model, self.update = self.train_steps.model, self.train_steps.update
         self.parameters = self.model.parameters
-        self.update = WeightUpdate(
-            self.model.data_parallel,
-            mesh,
-            config,
-            shared=self.model.shared,
-            tied_copies=self.model.tied_copies,
-        )
-        self.step, self.consumed_samples = 0, 0
-        self.means = self.counts = torch.zeros(task.terms.shape, dtype=torch.float64)
-        self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
-        self.loaded = None if config.checkpoint.load is None else self._restore(Path(config.checkpoint.load))
-        self.tracer = Tracer(config, mesh, self.model.runtime, self.step)
+        self.consumed_samples = 0
+        load = None if config.checkpoint.load is None else Path(config.checkpoint.load)
+        self.loaded = None if load is None else self._resume(load)
         self.batches = DeviceLoader(self._loader(train_data, self.consumed_samples), mesh.device)
-        self._first_log = True
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
-        self._evaluates = valid_data is not None and config.training.eval_interval > 0
+        self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
+        self.clock = StepClock(mesh.device, self.step)
         self.report = Report(
             Path(config.training.output_dir),
             train_iters=config.training.train_iters,
             first_step=self.step,
+            terms=task.loss_names,
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
-        load = config.checkpoint.load
-        self.saving = Saving(config, mesh, self.report, loaded=None if load is None else Path(load))
+        self.callbacks = Callbacks(self, [self.report, *self._tracers(), *callbacks])
+        self.saving = Saving(config, mesh, callbacks=self.callbacks, report=self.report, loaded=load)
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self.train_steps.step
+
+    # ---- the run
 
     def run(self) -> None:
         """Train until train_iters or until something asks for an end, evaluating, logging and saving as configured;
@@ -98,121 +98,109 @@ class Trainer:
         if self.loaded is not None:
             changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
             self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
-        with self.stop_requests, self.saving:
-            stopped = self._loop(StepClock(self.mesh.device, self.step))
-        training = self.config.training
-        skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
-        samples = f"{self.consumed_samples:,} samples"
-        ended = f"stopped by {stopped}: {self.step} of {training.train_iters}" if stopped else f"done: {self.step}"
-        self.report.say(f"{ended} steps{skipped}, {samples}; everything lies in {training.output_dir}")
-        self.report.close()
+        try:
+            with self.stop_requests, self.saving:
+                self._train()
+            stopped = self.decision.stop if self.step < self.config.training.train_iters else None
+            self.report.say(self._summary(stopped))
+            self.callbacks.on_stop(stopped)
+        except BaseException as error:
+            self.callbacks.on_error(error)
+            raise
 
-    def _loop(self, clock: StepClock) -> str | None:
-        """Steps, until the last or until all ranks agree to end; returns why they ended early."""
-        training, logging = self.config.training, self.config.logging
-        while self.step < training.train_iters and self.decision.stop is None:
-            _, norm, rate = self.train_step(next(self.batches))
-            self.report.step_done(self.step)
-            if _due(self.step, logging.log_interval, training.train_iters):
-                self._log(norm, rate, clock.per_step(self.step))
-            if self.tracer.is_complete(self.step):
-                with clock.paused():
-                    self.tracer.write(self._microbatches)
-                self.report.say(f"step {self.step}/{training.train_iters} | traced {self.tracer.path}")
-            if self._evaluates and _due(self.step, training.eval_interval, training.train_iters):
-                with clock.paused():
+    def _train(self) -> None:
+        training, intervals = self.config.training, self.config.checkpoint
+        self.clock.restart(self.step)
+        while not self.is_done:
+            result = self.train_step(next(self.batches))
+            if self._is_due(self.config.logging.log_interval):
+                self.log(result, self.clock.per_step(self.step))
+            if self.valid_batches is not None and training.eval_interval > 0 and self._is_due(training.eval_interval):
+                with self.unclocked():
                     self.evaluate()
-            self.saving.go_on(some_rank_waits=self.decision.some_rank_waits)
-            last = self.decision.stop is not None or self.step == training.train_iters
-            if last or _due(self.step, self.config.checkpoint.save_interval or 0, training.train_iters):
-                with clock.paused():
-                    self.saving.save(self._state(), is_last=last)
-        return self.decision.stop if self.step < training.train_iters else None
+            if self.saving.is_busy:
+                self.saving.advance(some_rank_waits=self.decision.some_rank_waits)
+            if self.is_done or self._is_due(intervals.save_interval or 0):
+                with self.unclocked():
+                    self.saving.save(self.state(), is_last=self.is_done)
 
-    def train_step(self, microbatches: list[Microbatch]) -> tuple[Tensor, Tensor, float]:
+    @property
+    def is_done(self) -> bool:
+        """Whether the last step is done, or all ranks have agreed to end."""
+        return self.step >= self.config.training.train_iters or self.decision.stop is not None
+
+    def train_step(self, microbatches: Sequence[Batch]) -> StepResult:
         """One update of the weights; what ranks agree on meanwhile is in `decision`.
-
-        An accelerator is waited for once, for the decision to apply the update (optim/update.py). Whatever is added
-        here must not wait for it: no `float`, `item` or `tolist` of a tensor on the device, and no tensor made on the
-        host and copied there. tests/accelerator/test_synchronizations.py counts.
 
         Args:
             microbatches: this data-parallel rank's share of the global batch.
-
-        Returns:
-            Mean loss of the global batch (the sum of its terms' means) and global gradient norm before clipping, fp64
-            scalars that are equal on every rank; learning rate.
         """
-        batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in microbatches]
-        counts = torch.stack([self.task.terms.counts(microbatch) for microbatch in batch]).sum(0)
-        counted = start_all_reduce_(counts, self.mesh.dp)
-
-        def per_count() -> Tensor:
-            counted.wait()
-            return 1.0 / counts.clamp(min=1.0)
-
-        def loss_scale() -> Tensor:
-            return (per_count() * self.update.scaler.scale).float()
-
-        traced = self.tracer.begin(self.step + 1)
-        self.model.runtime.timer.enabled = traced or _due(
-            self.step + 1, self.config.logging.log_interval, self.config.training.train_iters
-        )
-        self.model.data_parallel.begin_step(self.update.scaler.scale)
-        own_loss = self.model.runtime.train_step(batch, loss_scale, self.model.data_parallel)
-        self.batches.prefetch()
-        self.step += 1
+        number = self.step + 1
+        self.model.runtime.timer.enabled = self._is_due(self.config.logging.log_interval, number)
+        self.callbacks.on_step_begin(number)
+        self.train_steps.compute_gradients(self._on_device(microbatches))
+        self.batches.prefetch()  # while an accelerator computes
         self.consumed_samples = self.batches.consumed_samples
-        rate = learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
-        votes = self.stop_requests.votes(self.step, waiting=self.saving.is_waiting)
-        outcome = self.update.apply(own_loss, rate, votes=votes)
-        self.decision = self.stop_requests.decision(outcome.votes)
-        self.tracer.end(self.step)
-        if outcome.skipped is not None:
-            self.report.say(f"step {self.step}/{self.config.training.train_iters} | skipped: {outcome.skipped}")
-        self.means, self.counts = outcome.loss * per_count(), counts
-        return self.means.sum(), outcome.norm, rate
+        votes = self.stop_requests.votes(number, waiting=self.saving.is_busy and self.saving.is_waiting)
+        result = self.train_steps.update_weights(votes=votes)
+        self.decision = self.stop_requests.decision(result.votes)
+        self.callbacks.on_step_end(result)
+        return result
+
+    def log(self, result: StepResult, step_seconds: float) -> None:
+        """Report a step; all ranks call this together.
+
+        Args:
+            result: of the last step.
+            step_seconds: how long a step took, on average since the last log.
+        """
+        figures = self.metrics.record(result, step_seconds, self.model.runtime.timer.read(), self.update)
+        self.callbacks.on_log({**self._position(), **figures})
 
     def evaluate(self) -> float | None:
         """Mean loss (without what only training adds to it, such as label smoothing) over eval_iters global batches of
         the validation data, the same ones every time; None where these have nothing to predict."""
         assert self.valid_batches is not None
         self.valid_batches.rewind()
-        terms = self.task.eval_terms or self.task.terms
-        sums = torch.zeros(2, *terms.shape, dtype=torch.float64, device=self.mesh.device)  # what is meant, its count
-        for _ in range(self.config.training.eval_iters):
-            batch = [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in next(self.valid_batches)]
-            sums[0] += self.model.runtime.evaluate(batch)
-            if self.mesh.pp.is_last:
-                sums[1] += torch.stack([terms.counts(microbatch) for microbatch in batch]).sum(0)
-        all_reduce_(all_reduce_(sums, self.mesh.dp), self.mesh.pp)
-        losses = len(self.task.terms.names) or None
-        found = terms.figures(sums[0] / sums[1].clamp(min=1.0), sums[1], losses=losses)
-        figures = {f"eval/{name}": figure for name, figure in found.items()}
-        self.report.record({**self._position(), **figures})
-        self.report.say(evaluation_line(self.step, figures, self.config.training.train_iters))
-        return found["loss"]
+        batches = islice(self.valid_batches, self.config.training.eval_iters)
+        evaluation = self.train_steps.evaluate(self._on_device(microbatches) for microbatches in batches)
+        names, losses = self.task.evaluation_names, len(self.task.loss_names) or None
+        means = term_means(names, evaluation.means, evaluation.counts, losses=losses)
+        self.callbacks.on_evaluate({**self._position(), **{f"eval/{name}": mean for name, mean in means.items()}})
+        return means["loss"]
 
     def save(self) -> None:
         """Publish a checkpoint of the current step, and wait for it."""
-        self.saving.save(self._state(), is_last=True)
+        self.saving.save(self.state(), is_last=True)
 
-    def _restore(self, directory: Path) -> Manifest:
-        manifest = load_checkpoint(directory, self._state(), self.mesh.world)
-        self.step, self.consumed_samples = manifest.step, manifest.consumed_samples
-        self.update.load_counters(manifest.counters)
+    def request_stop(self, reason: str) -> None:
+        """End the run after the next step, on all ranks, with a checkpoint; any rank may ask.
+
+        Args:
+            reason: why, in the words of the last line: "stopped by {reason}".
+        """
+        self.stop_requests.request(reason)
+
+    def unclocked(self) -> AbstractContextManager[None]:
+        """A context whose duration does not count as time of a step."""
+        return self.clock.paused()
+
+    def state(self) -> TrainingState:
+        """This rank's view of the run, for a checkpoint."""
+        return self.train_steps.state(consumed_samples=self.consumed_samples)
+
+    # ---- its parts
+
+    def _resume(self, directory: Path) -> Manifest:
+        manifest = self.train_steps.load(directory)
+        self.consumed_samples = manifest.consumed_samples
         return manifest
 
-    def _state(self) -> TrainingState:
-        rate = learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
-        return TrainingState(
-            step=self.step,
-            consumed_samples=self.consumed_samples,
-            data_parallel=self.model.data_parallel,
-            optimizer=self.update.optimizer,
-            tied_copies=self.model.tied_copies,
-            counters=self.update.counters() | {"learning_rate": rate},
-        )
+    def _tracers(self) -> Iterator[Tracer]:
+        if self.config.logging.trace:
+            count = microbatches_of_replica(self.config, self.mesh)
+            runtime = self.model.runtime
+            yield Tracer(self.config, self.mesh, runtime, self.report, first_step=self.step, microbatches=count)
 
     def _loader(self, dataset: Any, consumed_samples: int) -> BatchLoader[Any]:
         training = self.config.training
@@ -220,119 +208,52 @@ class Trainer:
             dataset,
             self.task.batch_type,
             micro_batch_size=training.micro_batch_size,
-            global_batch_size=known(training.global_batch_size),
-            dp_rank=self.mesh.dp.rank,
-            dp_size=self.mesh.dp.size,
+            global_batch_size=training.global_batch_size,
+            rank=self.mesh.batch.rank,
+            ranks=self.mesh.batch.size,
             consumed_samples=consumed_samples,
             num_workers=self.config.data.num_workers,
             pin_memory=self.mesh.device.type != "cpu",
         )
 
-    def _announce(self) -> None:
-        """Say what is about to be built."""
-        if self.mesh.world.rank != 0:
-            return
-        samples = (len(self.train_data), 0 if self.valid_data is None else len(self.valid_data))
-        layers = list(self.task.layers)
-        stages = stage_ranges(layers, self.config.parallel)
-        lines = [
-            launch_summary(self.config, self.mesh, layers, stages, samples=samples, idle_share=self.bubble_predicted),
-            f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}{self._about_mfu()}",
-            f"  {'memory':<10}MiB of state on the fullest rank, by formula: {_mib(self.memory_predicted)}",
-        ]
-        say("\n".join(lines), may_fail=self.config.checkpoint.on_save_error == "warn")
+    def _on_device(self, microbatches: Sequence[Batch]) -> list[Batch]:
+        return [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in microbatches]
 
-    def _log(self, norm: Tensor, rate: float, step_seconds: float) -> None:
-        config, training = self.config, self.config.training
-        measured = measured_bytes(self.model.data_parallel, self.update.optimizer)
-        memory = self._largest({**measured, "peak": float(peak_memory_bytes(self.mesh.device))})
-        peak = memory.pop("peak")
-        sequences = known(training.global_batch_size)
-        flops = self.task.flops or flops_per_sequence(config.model, config.data.seq_length)
-        tflops = flops * sequences / step_seconds / self.mesh.world.size / 1e12
-        record = {
-            **self._position(),
-            **{f"train/{name}": figure for name, figure in self.task.terms.figures(self.means, self.counts).items()},
-            "train/grad_norm": float(norm),
-            "train/lr": rate,
-            "perf/step_time_s": step_seconds,
-            "perf/tokens_per_sec": sequences * config.data.seq_length / step_seconds,
-            "perf/tflops_per_rank": tflops,
-            "perf/bubble_predicted": self.bubble_predicted,
-            "perf/bubble_measured": self._measured_bubble(),
-            "mem/peak_gib": peak / 2**30,
-            **{f"mem/{kind}_bytes": int(size) for kind, size in memory.items()},
-            **{f"mem/{kind}_bytes_predicted": round(size) for kind, size in self.memory_predicted.items()},
-            "train/skipped_steps": self.update.skipped_steps,
-        }
-        if self.config.precision.precision == "fp16":
-            record["train/loss_scale"] = self.update.scaler.scale
-        if self._peak is not None:
-            record["perf/mfu"] = tflops / self._peak
-        self.report.record(record)
-        self.report.say(log_line(record, training.train_iters, terms=self.task.terms.names))
-        if self._first_log:
-            self.report.say(f"  {'memory':<10}MiB of state on the fullest rank, counted: {_mib(memory)}")
-        self._first_log = False
+    def _is_due(self, interval: int, step: int | None = None) -> bool:
+        """Whether a step, by default the last one taken, is one of every `interval` steps, or the last of the run; an
+        interval of 0 means the last only."""
+        step = self.step if step is None else step
+        return step == self.config.training.train_iters or (interval > 0 and step % interval == 0)
 
-    @property
-    def _form(self) -> Format:
-        """What matrix products multiply."""
-        precision = self.config.precision.precision
-        return "tf32" if precision == "fp32" and torch.get_float32_matmul_precision() != "highest" else precision
-
-    def _peak_tflops(self) -> float | None:
-        """Of this rank's device, as given or by its data sheet."""
-        return self.config.logging.peak_tflops or peak_tflops(device_name(self.mesh.device), self._form)
-
-    def _about_mfu(self) -> str:
-        name = device_name(self.mesh.device)
-        if self._peak is not None:
-            return f"; MFU is a share of {self._peak:,g} TFLOP/s ({name}, {self._form})"
-        return "" if name == "cpu" else f"; no MFU: {name} is not known in {self._form}, give --peak-tflops"
-
-    def _predicted_bubble(self) -> float:
-        """Share of the ranks' time that the schedule leaves them idle, if time goes as operations."""
-        layers, parallel = self.task.layers, self.config.parallel
-        flops = [sum(layers[i].flops for i in stage) for stage in stage_ranges(layers, parallel)]
-        return simulate(training_schedule(parallel, self._microbatches), Costs.proportional(flops)).idle_share
-
-    @property
-    def _microbatches(self) -> int:
-        """Of a replica in a step."""
-        training = self.config.training
-        return known(training.global_batch_size) // training.micro_batch_size // self.mesh.dp.size
-
-    def _measured_bubble(self) -> float:
-        """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""
-        timed, device = self.model.runtime.timer.read(), self.mesh.device
-        computed = timed.computations
-        ends = torch.tensor([-computed[0].start, computed[-1].end], dtype=torch.float64, device=device)
-        window = all_reduce_(ends, self.mesh.pp, "max").sum() * self.mesh.pp.size
-        busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=device), self.mesh.pp)
-        return float(all_reduce_(1.0 - busy / window, self.mesh.world)) / self.mesh.world.size
-
-    def _predicted_memory(self) -> dict[str, float]:
-        on_cpu = self.mesh.device.type == "cpu"
-        return fullest_state(plan_memory(self.config, self.task.layers, on_cpu=on_cpu))
-
-    def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Each value's maximum over all ranks."""
-        numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self.mesh.device)
-        return dict(zip(values, all_reduce_(numbers, self.mesh.world, "max").tolist(), strict=True))
-
-    def _position(self) -> dict[str, Any]:
+    def _position(self) -> Mapping[str, int]:
         return {
             "step": self.step,
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_samples * self.config.data.seq_length,
         }
 
+    def _announce(self, *, train_samples: int, valid_samples: int) -> None:
+        """Say what is about to be built."""
+        if self.mesh.world.rank != 0:
+            return
+        summary = launch_summary(
+            self.config,
+            self.mesh,
+            self.task.layers,
+            stage_ranges(self.task.layers, self.config.parallel),
+            samples=(train_samples, valid_samples),
+            idle_share=self.metrics.predicted_bubble,
+        )
+        memory = mebibytes(self.metrics.predicted_memory)
+        lines = [
+            summary,
+            f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}{self.metrics.about_mfu()}",
+            f"  {'memory':<10}MiB of state on the fullest rank, by formula: {memory}",
+        ]
+        say("\n".join(lines), may_fail=self.config.checkpoint.on_save_error == "warn")
 
-def _mib(sizes: Mapping[str, float]) -> str:
-    return ", ".join(f"{kind} {size / 2**20:,.1f}" for kind, size in sizes.items())
-
-
-def _due(step: int, interval: int, last: int) -> bool:
-    """At every interval and at the end; an interval of 0 means at the end only."""
-    return step == last or (interval > 0 and step % interval == 0)
+    def _summary(self, stopped: str | None) -> str:
+        training = self.config.training
+        ended = f"stopped by {stopped}: {self.step} of {training.train_iters}" if stopped else f"done: {self.step}"
+        skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
+        return f"{ended} steps{skipped}, {self.consumed_samples:,} samples; everything lies in {training.output_dir}"

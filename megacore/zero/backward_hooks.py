@@ -27,7 +27,8 @@ def when_backward(value: Any, call: Callable[[], None]) -> Any:
     """A tensor or a tuple of tensors, whose gradients, if there are any, let `call` happen as they pass."""
     if isinstance(value, Tensor):
         return _WhenBackward.apply(call, value)[0] if value.requires_grad else value
-    needing = iter(_WhenBackward.apply(call, *found) if (found := [t for t in value if t.requires_grad]) else ())
+    learning = [tensor for tensor in value if tensor.requires_grad]
+    needing = iter(_WhenBackward.apply(call, *learning) if learning else ())
     return tuple(next(needing) if tensor.requires_grad else tensor for tensor in value)
 
 

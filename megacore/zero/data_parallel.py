@@ -2,15 +2,16 @@
 
 Gradients are taken from autograd as they appear. On stages 0 and 1 a bucket is reduced during the last microbatch's
 backward, as soon as its last gradient is there (Li et al. 2020, arXiv 2006.15704, section 3.2); on stages 2 and 3 in
-every microbatch's, and only the own shard of the sum is kept. On stages 1 and 2 updated parameters are gathered after
-the step, while the next forward begins; on stage 3 layer by layer, before forward and before backward, the next layer's
-ahead of its use. Messages carry no name: ranks pair them by their order, which must not depend on what gradients a
-rank has, so that buckets are reduced in one order, the last used first. Gradients are summed: the loss was already
-divided by the tokens of the whole global batch.
+every microbatch's, and only this rank's shard of the sum is kept. On stages 1 and 2 updated parameters are gathered
+after the step, while the next forward begins; on stage 3 layer by layer, before forward and before backward, the next
+layer's ahead of its use. Messages carry no name: ranks pair them by their order, which must not depend on what
+gradients a rank has, so that buckets are reduced in one order, the last used first. Gradients are summed: the loss was
+already divided by the tokens of the whole global batch.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
 from megacore.zero.backward_hooks import OwnGradient, when_backward
 from megacore.zero.bucket import Bucket, ZeroOptions
@@ -105,7 +106,7 @@ class OwnedSegment:
 
     @property
     def _part(self) -> slice:
-        """Its place in the run."""
+        """Its elements of the run."""
         first = self.run.place.start
         return slice(self.segment.place.start - first, self.segment.place.stop - first)
 
@@ -116,27 +117,28 @@ class Offender:
 
     Attributes:
         chunk: number of its pipeline stage on its rank.
-        place: its number among the rank's parameters, in the order of their use.
+        position: its number among the rank's parameters, in the order of their use.
         name: its global name.
     """
 
     chunk: int
-    place: int
+    position: int
     name: str
 
 
 class DataParallel:
-    """Divides a rank's parameters, gradients and optimizer state over the data-parallel group.
+    """Divides a rank's parameters, gradients and optimizer state over the replica groups that its parameters name.
 
     Args:
         chunks: the layers of each of the rank's pipeline stages, initialised, in the order of their use. No bucket
             holds parameters of two, as their gradients are complete at different times. They may come from generators
             that build them: on stage 3 a layer is divided before the next one is asked for.
-        group: the data-parallel group.
-        options: ZeRO stage, dtypes, overlap.
+        mesh: this rank's groups.
+        options: ZeRO stage, dtypes, overlap; a group of one rank has stage 0.
         bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more in a
-            large group (see `grown`); on stage 3 a layer is a bucket.
-        alone: global names of parameters that get a bucket of their own (tied ones, whose sum has a further step).
+            large group (see `grown`); on stage 3 a bucket holds a layer.
+        separate: global names of parameters of which each gets a bucket for itself (tied ones, whose sum has a further
+            step).
 
     Attributes:
         parameters: of the stage, each once, in the order of their use.
@@ -148,40 +150,37 @@ class DataParallel:
     def __init__(
         self,
         chunks: Iterable[Iterable[nn.Module]],
-        group: Group,
+        mesh: Mesh,
         *,
         options: ZeroOptions,
         bucket_bytes: int,
-        alone: frozenset[str] = frozenset(),
+        separate: frozenset[str] = frozenset(),
     ) -> None:
-        self.group = group
-        self.options = options = options if group.size > 1 else replace(options, stage=0)
+        self._mesh, self._separate = mesh, separate
+        self.options = options = options if mesh.replicas.size > 1 else replace(options, stage=0)
         layers: list[nn.Module] = []
-        own: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
+        new: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
         self._chunks: list[range] = []  # of each, the numbers of its layers
         self._buckets_of_chunk: list[list[Bucket]] = []
         for chunk in chunks:
             first, buckets = len(layers), list[Bucket]()
             for layer in chunk:
                 layers.append(layer)
-                own.append(_without(sharded_parameters(layer), own))
+                new.append(_without(sharded_parameters(layer), new))
                 if options.stage == 3:
-                    buckets = [*self._make_buckets(own[-1], 1 << 62, alone), *buckets]
+                    buckets = [*self._make_buckets(new[-1], None), *buckets]
             if options.stage < 3:
-                members = [parameter for layer_parameters in own[first:] for parameter in layer_parameters]
-                whole = sum(p.numel() * p.element_size() for p in members)
-                limit = grown(min(bucket_bytes, whole // _BUCKETS), group.size)
-                uncut = (p.numel() * 4 for p in members if options.optimizer.takes_whole(p.spec.name, p.spec.shape))
-                limit = max(limit, _WHOLE_PER_SHARD * group.size * max(uncut, default=0))
-                buckets = self._make_buckets(members, limit, alone)
+                members = [parameter for layer_parameters in new[first:] for parameter in layer_parameters]
+                total = sum(p.numel() * p.element_size() for p in members)
+                buckets = self._make_buckets(members, min(bucket_bytes, total // _BUCKETS))
             self._chunks.append(range(first, len(layers)))
             self._buckets_of_chunk.append(buckets)
-        self.parameters = [parameter for members in own for parameter in members]
+        self.parameters = [parameter for members in new for parameter in members]
         self.buckets = [bucket for buckets in reversed(self._buckets_of_chunk) for bucket in buckets]
         self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
         # Of each bucket the first layer that uses it: its gradients are there once backward has passed that layer.
         self._first_layer = {
-            id(self._bucket_of[p.spec.name]): number for number in reversed(range(len(own))) for p in own[number]
+            id(self._bucket_of[p.spec.name]): number for number in reversed(range(len(new))) for p in new[number]
         }
         self._needs = [_unique(self._bucket_of[p.spec.name] for p in sharded_parameters(layer)) for layer in layers]
         users = [{id(b) for number in numbers for b in self._needs[number]} for numbers in self._chunks]
@@ -198,21 +197,36 @@ class DataParallel:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._arrived)
 
-    def _make_buckets(self, members: Sequence[ShardedParameter], limit: int, alone: frozenset[str]) -> list[Bucket]:
-        return [Bucket(run, self.group, self.options) for run in assign_buckets(members, limit, alone)]
+    def _make_buckets(self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None) -> list[Bucket]:
+        """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as may be."""
+        groups = {role: self._mesh.replica_group(role) for role in {p.spec.replica_role for p in parameters}}
+        takes_whole = self.options.optimizer.takes_whole
+        uncut = max((4 * p.numel() for p in parameters if takes_whole(p.spec.name, p.spec.shape)), default=0)
+        limits = {
+            role: sys.maxsize
+            if bucket_bytes is None
+            else max(grown(bucket_bytes, group.size), _WHOLE_PER_SHARD * group.size * uncut)
+            for role, group in groups.items()
+        }
+        buckets = []
+        for members in assign_buckets(parameters, limits, self._separate):
+            group = groups[members[0].spec.replica_role]
+            options = self.options if group.size > 1 else replace(self.options, stage=0)
+            buckets.append(Bucket(members, group, options))
+        return buckets
 
     # ---- around the layers
 
-    def run_layer(self, chunk: int, place: int, layer: nn.Module, x: Any) -> Any:
+    def run_layer(self, chunk: int, number: int, layer: nn.Module, x: Any) -> Any:
         """layer(x), its parameters present while it computes, forward and backward.
 
         Args:
             chunk: number of the pipeline stage on this rank.
-            place: number of the layer in it.
+            number: of the layer in it.
             layer: that layer.
             x: its input, a tensor or a tuple of tensors.
         """
-        index = self._chunks[chunk][place]
+        index = self._chunks[chunk][number]
         self._acquire(index)
         self._prefetch(index + 1, self._chunks[chunk])
         if self.options.stage < 3:
@@ -226,8 +240,8 @@ class DataParallel:
         apart from that layer's, as if the two lay on different stages: autograd would add them in floating point."""
         if not self._repeated[index]:
             return layer(x)
-        own = {name: OwnGradient.apply(p, self._take_part) for name, p in self._repeated[index].items()}
-        return functional_call(layer, own, (x,))
+        separate = {name: OwnGradient.apply(p, self._take_part) for name, p in self._repeated[index].items()}
+        return functional_call(layer, separate, (x,))
 
     def _take_part(self, parameter: ShardedParameter, gradient: Tensor) -> None:
         self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
@@ -276,7 +290,7 @@ class DataParallel:
         self._computing = [b for b in self._buckets_of_chunk[chunk] if b not in self._shared_by_chunks]
         for bucket in self._computing:
             bucket.begin_backward()
-        self._due = list(self._computing) if last or self.options.stage >= 2 else []
+        self._due = [bucket for bucket in self._computing if last or bucket.options.stage >= 2]
         for index in self._chunks[chunk] if all_weights else ():
             self._acquire(index)
 
@@ -289,7 +303,7 @@ class DataParallel:
             self._release(index)
 
     def finish(self) -> None:
-        """Return once every gradient is the sum over the group."""
+        """Return once every gradient is the sum over its replica group."""
         for bucket in self._shared_by_chunks:
             bucket.reduce()
         for bucket in self.buckets:
@@ -320,9 +334,9 @@ class DataParallel:
             self._reduce(self._due.pop(0))
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Begin a bucket's reduction; on stages 2 and 3 the one before ends first, so that whole gradients of two
+        """Begin a bucket's reduction; on stages 2 and 3 the one before ends first, so that complete gradients of two
         buckets are held at most: of the one that is reduced, and of the one that backward fills meanwhile."""
-        if self._under_way is not None and self.options.stage >= 2:
+        if self._under_way is not None and self._under_way.options.stage >= 2:
             self._under_way.finish_reduction()
         bucket.reduce()
         self._under_way = bucket
@@ -334,7 +348,7 @@ class DataParallel:
         return sum(bucket.layout.padding for bucket in self.buckets) / max(size, 1)
 
     def segments_of(self, name: str) -> list[OwnedSegment]:
-        """What this rank owns of one parameter."""
+        """The segments of one parameter that this rank updates."""
         return [owned for owned in self.segments if owned.spec.name == name]
 
     # ---- weights
@@ -347,7 +361,7 @@ class DataParallel:
     def publish_parameter(self, name: str) -> None:
         """Make the updated master weights of one parameter's bucket the values of its parameters."""
         self._bucket_of[name].publish()
-        if self.options.stage < 3:
+        if self._bucket_of[name].options.stage < 3:
             self._bucket_of[name].wait()
 
     def in_order_of_use(self) -> list[Bucket]:
@@ -356,16 +370,16 @@ class DataParallel:
 
     def ready(self) -> None:
         """Wait until no parameter is under way."""
-        if self.options.stage < 3:
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            if bucket.options.stage < 3:
                 bucket.wait()
 
-    def load_masters(self, whole: Mapping[str, Tensor]) -> None:
-        """Set the own master weights from whole local tensors, then publish them."""
+    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set this rank's master weights from complete local tensors, then publish them."""
         with torch.no_grad():
             for owned in self.segments:
                 segment = owned.segment
-                owned.master.copy_(whole[segment.name].reshape(-1)[segment.start : segment.stop])
+                owned.master.copy_(tensors[segment.name].reshape(-1)[segment.start : segment.stop])
         self.publish()
 
     def note(self, names: Collection[str]) -> None:
@@ -377,12 +391,12 @@ class DataParallel:
         """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
         because what is not finite spreads in the backward from there."""
         bad = {name for bucket in self.buckets for name in bucket.offenders()}
-        places = [place for place, parameter in enumerate(self.parameters) if parameter.spec.name in bad]
-        if not places:
+        positions = [number for number, parameter in enumerate(self.parameters) if parameter.spec.name in bad]
+        if not positions:
             return None
-        name = self.parameters[places[-1]].spec.name
-        chunk = next(c for c, own in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in own)
-        return Offender(chunk=chunk, place=places[-1], name=name)
+        name = self.parameters[positions[-1]].spec.name
+        chunk = next(c for c, buckets in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in buckets)
+        return Offender(chunk=chunk, position=positions[-1], name=name)
 
 
 def _own_segments(bucket: Bucket) -> Iterator[OwnedSegment]:
@@ -414,12 +428,12 @@ def grown(bucket_bytes: int, ranks: int) -> int:
 def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:
     """For each layer its parameters that an earlier layer has too, by their name in the layer."""
     seen: set[str] = set()
-    found = []
+    repeated = []
     for layer in layers:
         named = {n: p for n, p in layer.named_parameters() if isinstance(p, ShardedParameter)}
-        found.append({name: p for name, p in named.items() if p.spec.name in seen})
+        repeated.append({name: p for name, p in named.items() if p.spec.name in seen})
         seen |= {p.spec.name for p in named.values()}
-    return found
+    return repeated
 
 
 def _without(

@@ -1,16 +1,20 @@
-"""Where parameters lie in a flat buffer, and which part of it a rank owns: arithmetic only.
+"""Where parameters lie in a flat buffer, and which part of it a rank updates: arithmetic only.
 
-A bucket is a run of parameters laid one after the other, each from an aligned place, and padded so that it divides into
-equal shards. A shard cuts parameters anywhere, except those that the optimizer takes whole; a `Segment` is the part of
-one parameter inside a shard, by the name and the offset in the parameter, which makes sharded state independent of the
-sharding.
+A bucket is a run of parameters laid one after the other, each from an aligned offset, and padded so that it divides
+into equal shards. A shard cuts parameters anywhere, except those that the optimizer takes whole; a `Segment` is the
+part of one parameter inside a shard, by the name and the offset in the parameter, which makes sharded state independent
+of the sharding.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from megacore.parallel.mesh import ReplicaRole
 from megacore.parallel.sharding import ShardedParameter
 
 # Elements at multiples of which parameters and shards begin: 64 bytes at 16 bits, 128 at 32. What a matrix product
@@ -36,7 +40,7 @@ class Segment:
 
     @property
     def place(self) -> slice:
-        """The run's place in the shard."""
+        """The run's elements of the shard."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
@@ -73,18 +77,18 @@ class FlatLayout:
         self.padding = self.size - sum(self._sizes.values())
 
     def place(self, name: str) -> slice:
-        """The parameter's place in the flat buffer."""
+        """The parameter's elements of the flat buffer."""
         return slice(self.offsets[name], self.offsets[name] + self._sizes[name])
 
     def segments(self, shard: int) -> list[Segment]:
         """What shard number `shard` holds, in order."""
         begin, end = shard * self.shard_size, (shard + 1) * self.shard_size
-        found = []
+        segments = []
         for name, offset in self.offsets.items():
             first, last = max(begin, offset), min(end, offset + self._sizes[name])
             if first < last:
-                found.append(Segment(name=name, start=first - offset, stop=last - offset, offset=first - begin))
-        return found
+                segments.append(Segment(name=name, start=first - offset, stop=last - offset, offset=first - begin))
+        return segments
 
 
 def _smallest_shard(used: int, uncut: Mapping[str, int], shards: int) -> int:
@@ -122,38 +126,52 @@ def _dealt_out(used: int, uncut: Mapping[str, int], shards: int, shard_size: int
 
 
 def runs(segments: Iterable[Segment]) -> list[slice]:
-    """The segments' places in their shard, in order; those that only padding separates as one place."""
-    found: list[slice] = []
+    """The segments' elements of their shard, in order; those that only padding separates as one slice."""
+    joined: list[slice] = []
     for place in (segment.place for segment in segments):
-        if found and _aligned(found[-1].stop) == place.start:
-            place = slice(found.pop().start, place.stop)
-        found.append(place)
-    return found
+        if joined and _aligned(joined[-1].stop) == place.start:
+            place = slice(joined.pop().start, place.stop)
+        joined.append(place)
+    return joined
+
+
+BucketKey = tuple[ReplicaRole, torch.dtype]
+
+
+def bucket_key(parameter: ShardedParameter) -> BucketKey:
+    """What parameters of one bucket have in common: the ranks that sum their gradients, and the dtype."""
+    return parameter.spec.replica_role, parameter.dtype
 
 
 def assign_buckets(
-    parameters: Sequence[ShardedParameter], bucket_bytes: int, alone: frozenset[str] = frozenset()
+    parameters: Sequence[ShardedParameter],
+    bucket_bytes: Mapping[ReplicaRole, int],
+    separate: frozenset[str] = frozenset(),
 ) -> list[list[ShardedParameter]]:
-    """Group parameters, last first, into buckets of at least `bucket_bytes` (the final one may be smaller).
+    """Group parameters of one `bucket_key`, last first, into buckets (the final ones may be smaller).
 
     Args:
         parameters: in the order in which layers use them.
-        bucket_bytes: a bucket is closed once it holds this many bytes or more.
-        alone: global names of parameters that get a bucket of their own.
+        bucket_bytes: a bucket is closed once it holds this many bytes or more; by the role of its replica group.
+        separate: global names of parameters of which each gets a bucket for itself.
+
+    Returns:
+        The buckets, the last used first.
     """
     buckets: list[list[ShardedParameter]] = []
-    open_bucket: list[ShardedParameter] = []
-    size = 0
+    unfinished: dict[BucketKey, list[ShardedParameter]] = {}
+    sizes: Counter[BucketKey] = Counter()  # bytes of the unfinished buckets
     for parameter in reversed(parameters):
-        if parameter.spec.name in alone:
+        if parameter.spec.name in separate:
             buckets.append([parameter])
             continue
-        open_bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-        if size >= bucket_bytes:
-            buckets.append(open_bucket)
-            open_bucket, size = [], 0
-    return [*buckets, open_bucket] if open_bucket else buckets
+        key = bucket_key(parameter)
+        unfinished.setdefault(key, []).append(parameter)
+        sizes[key] += parameter.numel() * parameter.element_size()
+        if sizes[key] >= bucket_bytes[key[0]]:
+            buckets.append(unfinished.pop(key))
+            del sizes[key]
+    return [*buckets, *unfinished.values()]
 
 
 def _aligned(elements: int) -> int:

@@ -41,7 +41,8 @@ def trainer_on(device: torch.device, directory: Path, **changes: Any) -> Trainer
 
 def losses(trainer: Trainer, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step."""
-    return [tuple(map(float, trainer.train_step(next(trainer.batches))[:2])) for _ in range(steps)]  # type: ignore[misc]
+    results = [trainer.train_step(next(trainer.batches)) for _ in range(steps)]
+    return [(float(result.loss), float(result.grad_norm)) for result in results]
 
 
 def masters(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,7 +151,7 @@ def test_the_device_holds_the_state_that_is_predicted(tmp_path: Path, changes: d
     counted = measured_bytes(trainer.model.data_parallel, trainer.update.optimizer)
     on_host = ("optimizer", "buffers") if trainer.config.parallel.offload_optimizer else ()
     expected = sum(size for kind, size in counted.items() if kind not in on_host)
-    predicted = sum(size for kind, size in trainer.memory_predicted.items() if kind not in on_host)
+    predicted = sum(size for kind, size in trainer.metrics.predicted_memory.items() if kind not in on_host)
     assert expected == pytest.approx(predicted, rel=0.01)
     assert expected <= held <= expected * 1.1 + (1 << 20)
 

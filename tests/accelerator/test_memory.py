@@ -6,17 +6,16 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.convert.from_hf import open_model
-from megacore.convert.start import weights_from_hf
-from megacore.layers.context import BuildContext
-from megacore.models.gpt import GPTLoss, gpt_layers
+from megacore.convert.start import WeightsFromHF
 from megacore.parallel.mesh import build_mesh
-from megacore.parallel.random import RandomStreams
-from megacore.train.parallelize import Task
+from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from tests.accelerator.device import counting, needs_pretend
 from tests.distributed import run_distributed
@@ -54,11 +53,7 @@ def build(rank: int, world_size: int, directory: str, precision: str, hf: str | 
     if hf is not None:
         config = dataclasses.replace(config, model=open_model(Path(hf)).config)
     mesh = build_mesh(config.parallel)
-    streams = RandomStreams(1, mesh.device)
-    loss = GPTLoss(config, mesh.tp)
-    layers = gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams))
-    fill = None if hf is None else weights_from_hf(Path(hf))
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, streams=streams, initialize=fill)
+    task = GPTTask(config, mesh, weights=None if hf is None else WeightsFromHF(Path(hf)))
     before = torch.accelerator.memory_allocated(mesh.device)
     torch.accelerator.reset_peak_memory_stats(mesh.device)
     trainer = Trainer(config, mesh, task, RaggedData(8), None)
@@ -96,13 +91,28 @@ def test_one_layer_at_most_is_whole_while_a_run_is_built(source: str, precision:
 @dataclass(frozen=True)
 class Copies:
     """Of one step with offload: bytes to the host and to the device, where the host waited how often, and what the rank
-    owns: bytes in the device's format, and buckets."""
+    owns: bytes in the device's format, and buckets; and how these travelled back."""
 
     down: int
     up: int
     waits: dict[str, int]
     owned: int
     buckets: int
+    uploads: list[tuple[bool, bool]]
+
+
+class Uploads(TorchDispatchMode):
+    """Notes of each copy to the device whether it leaves the format as it is, and whether it is from pinned memory: a
+    GPU does all others while the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[bool, bool]] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is torch.ops.aten.copy_.default and args[0].device.type != "cpu" and args[1].device.type == "cpu":
+            self.found.append((args[0].dtype == args[1].dtype, args[1].is_pinned()))
+        return operator(*args, **(kwargs or {}))
 
 
 def copies_of(rank: int, world_size: int, directory: str, precision: str) -> Copies:
@@ -120,13 +130,16 @@ def copies_of(rank: int, world_size: int, directory: str, precision: str) -> Cop
     batch = next(trainer.batches)
     with counting() as counted:
         trainer.train_step(batch)
+    with Uploads() as uploads:
+        trainer.model.data_parallel.publish()
     buckets = trainer.model.data_parallel.buckets
     return Copies(
         down=counted.bytes_to_host,
         up=counted.bytes_to_device,
         waits=Counter(cause.rpartition(" in ")[2] for cause in counted.sync_causes),
-        owned=sum(bucket._own.nbytes for bucket in buckets),
+        owned=sum(bucket._shard_params.nbytes for bucket in buckets),
         buckets=len(buckets),
+        uploads=uploads.found,
     )
 
 
@@ -136,5 +149,6 @@ def test_weights_go_back_while_the_next_bucket_is_updated(precision: str, tmp_pa
     for found in run_distributed(copies_of, 2, str(tmp_path), precision, backend="pretend"):
         assert found.waits.pop("downloaded") == found.buckets
         assert found.waits.keys() <= {"apply", "step_on_host"}, found.waits  # to step or to skip; the factor
+        assert found.uploads == [(True, True)] * found.buckets
         assert found.down == pytest.approx(found.owned, abs=SMALL)
         assert found.up == pytest.approx(found.owned, abs=SMALL)  # the batch is small

@@ -18,12 +18,14 @@ from torch import Tensor
 from megacore.config import ParallelConfig
 from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
 from megacore.errors import DataError
-from megacore.models.gpt import GPTLoss
 from megacore.models.plain import Layer
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.pipeline.actions import Action, Op
 from megacore.pipeline.timing import ActionTimer
+from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import PipelineEngine
+from megacore.train.gpt_task import GPTTask
+from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 from tests.accelerator.device import Counters, counting, needs_pretend
 from tests.distributed import run_distributed
@@ -90,11 +92,12 @@ def steps_of(trainer: Trainer) -> list[Counters]:
     found: list[Counters] = []
     with ExitStack() as stack:
 
-        def step_done(step: int) -> None:
-            stack.close()
-            found.append(stack.enter_context(counting()))
+        class Counting(Callback):
+            def on_step_end(self, run: Run, result: StepResult) -> None:
+                stack.close()
+                found.append(stack.enter_context(counting()))
 
-        trainer.report.step_done = step_done  # type: ignore[method-assign]
+        trainer.callbacks.members.append(Counting())
         trainer.run()
     return found[:-1]
 
@@ -129,21 +132,21 @@ def test_a_step_waits_once_and_copies_the_next_batch_alone(
 def careless(rank: int, world_size: int, output_dir: str) -> list[list[str]]:
     """Causes of the synchronisations of every step of a model whose loss looks at its value."""
 
-    class Looking(GPTLoss):
-        def __call__(self, logits: Tensor, batch: Any) -> Tensor:
-            loss = super().__call__(logits, batch)
+    class Looking(GPTTask):
+        def loss(self, output: Tensor, microbatch: Any) -> Tensor:
+            loss = super().loss(output, microbatch)
             assert loss.item() > 0
             return loss
 
     trainer = trainer_of((1, 1, 1), output_dir, None, {"micro_batch_size": 2})
-    trainer.model.runtime.loss = Looking(trainer.config, trainer.mesh.tp)
+    trainer.model.runtime.task = Looking(trainer.config, trainer.mesh)
     return [step.sync_causes for step in steps_of(trainer)]
 
 
 def test_a_look_at_a_number_in_a_microbatch_is_counted(tmp_path: Path) -> None:
     (steps,) = run_distributed(careless, 1, str(tmp_path), backend="pretend", init=False)
     for causes in steps:
-        assert [("item" in cause, "__call__" in cause) for cause in causes] == [(True, True)] * 4 + [(False, False)]
+        assert [("item" in cause, "in loss" in cause) for cause in causes] == [(True, True)] * 4 + [(False, False)]
 
 
 # ---- the engine
@@ -198,9 +201,7 @@ class Samples:
 def fetch(rank: int, world_size: int) -> None:
     device, samples = torch.device("pretend", 0), Samples(bad=7)
     loader = DeviceLoader(
-        BatchLoader(
-            samples, Microbatch, micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1, pin_memory=True
-        ),
+        BatchLoader(samples, Microbatch, micro_batch_size=2, global_batch_size=4, rank=0, ranks=1, pin_memory=True),
         device,
     )
     first = next(loader)
@@ -220,8 +221,8 @@ def fetch(rank: int, world_size: int) -> None:
             Microbatch,
             micro_batch_size=4,
             global_batch_size=4,
-            dp_rank=0,
-            dp_size=1,
+            rank=0,
+            ranks=1,
             consumed_samples=4,
             pin_memory=True,
         ),
@@ -243,7 +244,7 @@ def resumed(rank: int, world_size: int, output_dir: str) -> tuple[list[float], l
 
     def losses(name: str, steps: int, load: str | None = None) -> list[float]:
         trainer = trainer_of((1, 1, 1), f"{output_dir}/{name}", None, {"micro_batch_size": 2, "load": load})
-        found = [float(trainer.train_step(next(trainer.batches))[0]) for _ in range(steps)]
+        found = [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(steps)]
         if load is None:
             assert trainer.consumed_samples == steps * 8
             trainer.save()

@@ -23,6 +23,9 @@ from tests.parity.runs import Layout, make_config, make_trainer
 pytestmark = needs_pretend
 
 STEPS = 3
+# Relative, of losses and of gradient norms. 16 bits round at other places where a layout or the attention adds in
+# another order; measured 6e-4 and 4e-3 in bf16, 2e-5 and 3e-4 in fp16.
+TOLERANCES = {"fp32": (1e-6, 1e-6), "bf16": (1e-3, 1e-2), "fp16": (5e-5, 1e-3)}
 Changes = dict[str, Any]
 Case = tuple[Layout, Changes]
 WAIT: Changes = {"overlap_grad_reduce": False, "overlap_param_gather": False}
@@ -131,8 +134,8 @@ def losses_and_norms(case: Case, device: str, directory: str) -> list[float]:
     """The figures of each step, then the loss of evaluation."""
     trainer, found = trainer_of(case, device, directory), []
     for _ in range(STEPS):
-        loss, norm, _ = trainer.train_step(next(trainer.batches))
-        found += [float(loss), float(norm)]
+        result = trainer.train_step(next(trainer.batches))
+        found += [float(result.loss), float(result.grad_norm)]
     return [*found, float(trainer.evaluate())]
 
 
@@ -161,10 +164,10 @@ def compare(cases: list[Case], directory: str) -> None:
         train_all, ranks, cases, "pretend", directory, backend="pretend", init=ranks > 1, timeout=600
     )[0]
     for case, figures in zip(cases, found, strict=True):
-        # 16 bits round at other places where a layout or the attention adds in another order.
-        tolerance = {"bf16": 2e-2, "fp16": 2e-3}.get(case[1].get("precision", "fp32"), 1e-6)
+        losses, norms = TOLERANCES[case[1].get("precision", "fp32")]
         expected = on_cpu(json.dumps(case[1], sort_keys=True), directory)
-        assert figures == pytest.approx(expected, rel=tolerance), case
+        assert figures[::2] == pytest.approx(expected[::2], rel=losses), case
+        assert figures[1::2] == pytest.approx(expected[1::2], rel=norms), case
 
 
 @pytest.mark.parametrize("ranks", CASES)

@@ -52,7 +52,10 @@ WRONG_CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ({"config": "nowhere.toml"}, "nowhere.toml"),
     ({"tokenizer": "nowhere.json"}, "--tokenizer nowhere.json does not exist"),
     ({"load": "nowhere"}, "--load nowhere is not a directory"),
-    ({"output_dir": "/tmp/" + "x" * 300}, "has 300 bytes, and a name has at most 255 there: choose a shorter name"),
+    (
+        {"output_dir": "/tmp/" + "x" * 300},
+        "has 300 bytes, and a name may have at most 255 there: choose a shorter name",
+    ),
     ({"output_dir": "/tmp/" + "x/" * 2040}, "which leaves no room for the files in it: choose a shorter name"),
     ({"output_dir": PROGRAM / "under_a_file"}, "is not a directory: choose another name"),
 ]

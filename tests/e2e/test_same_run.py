@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.config import Config
+from megacore.config import ResolvedConfig
 from megacore.data.indexed.writer import IndexedWriter
 from megacore.train import same_run
 from megacore.train.same_run import differences, facts
@@ -41,11 +41,11 @@ def test_a_rank_with_other_flags_is_named_with_both_values(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def changed(config: Config, section: str, **values: object) -> Config:
+def changed(config: ResolvedConfig, section: str, **values: object) -> ResolvedConfig:
     return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
 
-def told(first: Config, other: Config) -> str:
+def told(first: ResolvedConfig, other: ResolvedConfig) -> str:
     return "\n".join(differences([facts(first), facts(other)])[:-1])
 
 

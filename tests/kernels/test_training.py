@@ -21,7 +21,7 @@ def losses(choice: ops.Choice, output_dir: Path, device: torch.device, **changes
     with ops.kernels_chosen(choice):
         trainer = make_trainer(config, Mesh(device=device))
         steps = [trainer.train_step(next(trainer.batches)) for _ in range(20)]
-    return [(float(loss), float(norm)) for loss, norm, _ in steps]
+    return [(float(step.loss), float(step.grad_norm)) for step in steps]
 
 
 @pytest.mark.parametrize(

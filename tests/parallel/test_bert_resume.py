@@ -15,7 +15,7 @@ from torch import Tensor
 from megacore.checkpoint.check import samples_of_run
 from megacore.checkpoint.directory import published, step_of
 from megacore.data.bert.build import build_bert_datasets
-from megacore.data.gpt.build import complete_config
+from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.parallel.mesh import Mesh
 from megacore.train.trainer import Trainer
 from tests.parallel.test_stopping import losses_of, stored
@@ -36,11 +36,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(corpus: Path, output: Path, **changes: Any) -> None:
     """Start a run of BERT on the dataset, or go on with it."""
     newest = published(output)
-    sizes = {"train_iters": STEPS, "global_batch_size": 4, "seq_length": 32, "num_layers": 2, "vocab_size": None}
+    vocab_size = load_tokenizer(corpus / "wordpiece").vocab_size
+    sizes = {"train_iters": STEPS, "global_batch_size": 4, "seq_length": 32, "num_layers": 2, "vocab_size": vocab_size}
     data = {"data_path": (str(corpus / "d_text_sentence"),), "tokenizer": str(corpus / "wordpiece"), "split": "1,0"}
     dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     options = {"mock_data": False, "save_interval": 4, "log_interval": 1, "load": str(newest[0]) if newest else None}
-    config = complete_config(make_bert_config((1, 1, 1), output, **sizes, **data, **dropout, **options, **changes))
+    config = make_bert_config((1, 1, 1), output, **sizes, **data, **dropout, **options, **changes)
     train_data = build_bert_datasets(config, train_samples=samples_of_run(config)).train
     make_bert_trainer(config, Mesh(device=torch.device("cpu")), train_data).run()
 

@@ -42,8 +42,7 @@ def run_steps(
     before = whole_state(trainer, mesh)
     losses = []
     for _ in range(steps):
-        loss, _, _ = trainer.train_step(next(trainer.batches))
-        losses.append(float(loss))
+        losses.append(float(trainer.train_step(next(trainer.batches)).loss))
     trainer.save()
     after = whole_state(trainer, mesh)
     return (losses, before, after) if rank == 0 else None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, ResolvedModel
 from megacore.layers.attention import own_alibi
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
@@ -25,18 +25,19 @@ from megacore.pipeline.stage import Stage
 from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")
-BASE: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "init_method_std": 0.3}
+SHAPE: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 1}
+BASE: dict[str, Any] = {**SHAPE, "init_method_std": 0.3}
 ROPE = ModelConfig(
     **BASE, num_query_groups=1, position_embedding_type="rope", qk_layernorm=True, normalization="RMSNorm",
     activation="geglu-exact", disable_bias_linear=True,
-)  # fmt: skip
-ALIBI = ModelConfig(**BASE, position_embedding_type="alibi", parallel_residual=True)
+).resolve(seq_length=16)  # fmt: skip
+ALIBI = ModelConfig(**BASE, position_embedding_type="alibi", parallel_residual=True).resolve(seq_length=16)
 LENGTHS = (5, 3, 4)
 DOCUMENTS = torch.tensor([[1] * 5 + [2] * 3 + [3] * 4 + [0] * 4])
 POSITIONS = torch.tensor([[*range(5), *range(3), *range(4), *range(4)]])
 
 
-def stage_of(config: ModelConfig, *, causal: bool, window: int | None, **context: Any) -> Stage:
+def stage_of(config: ResolvedModel, *, causal: bool, window: int | None, **context: Any) -> Stage:
     """One block, initialised by name."""
     place = BuildContext(device=CPU, streams=RandomStreams(0, CPU), **context)
 
@@ -63,7 +64,7 @@ def packed() -> Tensor:
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("config", [ROPE, ALIBI], ids=["rope", "alibi"])
-def test_a_packed_document_is_as_if_it_were_alone(config: ModelConfig, causal: bool, window: int | None) -> None:
+def test_a_packed_document_is_as_if_it_were_alone(config: ResolvedModel, causal: bool, window: int | None) -> None:
     stage, x = stage_of(config, causal=causal, window=window), packed()
     together, documents, positions = stage((x, DOCUMENTS, POSITIONS))
     assert documents is DOCUMENTS
@@ -78,7 +79,7 @@ def test_a_packed_document_is_as_if_it_were_alone(config: ModelConfig, causal: b
 
 
 @pytest.mark.parametrize("config", [ROPE, ALIBI], ids=["rope", "alibi"])
-def test_neighbours_and_padding_change_no_bit(config: ModelConfig) -> None:
+def test_neighbours_and_padding_change_no_bit(config: ResolvedModel) -> None:
     stage, before = stage_of(config, causal=False, window=None), packed()
     after = before.clone()
     after[:, 5:8], after[:, 12:] = 7.0, -9.0
@@ -94,7 +95,7 @@ def on_ranks(rank: int, size: int) -> None:
     for config in (ROPE, dataclasses.replace(ALIBI, activation="swiglu", add_qkv_bias=False)):
         results = []
         for tp, mine in ((ALONE, slice(None)), (group, own)):
-            stage = stage_of(config, causal=False, window=6, tp=tp, sequence_parallel=tp is group)
+            stage = stage_of(config, causal=False, window=6, layer_group=tp, sequence_parallel=tp is group)
             stage.layers[0] = Recomputed(stage.layers[0], RandomStreams(0, CPU))
             x = packed()[:, mine].requires_grad_()
             y, *_ = stage((x, DOCUMENTS, POSITIONS))
@@ -108,7 +109,7 @@ def on_ranks(rank: int, size: int) -> None:
             gradient, expected = part.grad, whole[name].grad
             assert gradient is not None
             assert expected is not None
-            if part.spec.dim is None:  # each rank saw its own positions, which the update sums
+            if part.spec.is_replicated:  # each rank saw its own positions, which the update sums
                 torch.distributed.all_reduce(gradient)
             torch.testing.assert_close(gradient, part.spec.take(expected), rtol=1e-4, atol=1e-5)
 

@@ -121,7 +121,7 @@ def build_and_carry(rank: int, world_size: int) -> tuple[list[str], dict[str, An
     losses = [engine.train_batch(engine.split(*batch(0))).item()]
     assert torch.equal(torch.get_rng_state(), before), "the program's own random numbers are not touched"
     # One replica meets a size that the other one does not.
-    samples = 7 if engine.mesh.dp.rank == 0 else 3
+    samples = 7 if engine.mesh.batch.rank == 0 else 3
     pairs = [tuple(part[:samples] for part in batch(step)) for step in (1, 2)]
     losses.append(engine.train_batch(pairs).item())  # type: ignore[arg-type]
     evaluated = engine.evaluate([batch(9)], metric=lambda output, targets: (output > targets).sum())
@@ -189,7 +189,7 @@ def test_a_wrong_model_is_refused(layers: list[Layer], said: str) -> None:
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        ({"tp": 2}, "tp 2: the layers of a plain model are not split; use tp 1"),
+        ({"tp": 2}, "tp 2: no layer is split; use tp 1, or layers such as ColumnParallelLinear"),
         ({"pipeline_layout": "E,t|t,H"}, "pipeline_layout E,t|t,H is GPT's"),
         ({"pipeline_balance": "flops"}, "use parameters or uniform"),
         ({"schedule": "interleaved"}, "needs several stages a rank"),

@@ -39,7 +39,7 @@ def losses_of_two_steps(rank: int, world_size: int, device: str = "cpu") -> Loss
             config = make_config((1, 1, 1), directory, **changes)
             before = torch.manual_seed(len(found)).get_state()
             trainer = make_trainer(config, build_mesh(config.parallel))
-            found[attention, recompute] = [float(trainer.train_step(next(trainer.batches))[0]) for _ in range(2)]
+            found[attention, recompute] = [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(2)]
             assert torch.equal(torch.get_rng_state(), before), (attention, recompute)
             if device != "cpu":
                 assert torch.equal(torch.get_device_module(device).get_rng_state(), before), (attention, recompute)
@@ -57,7 +57,7 @@ def test_steps_with_dropout_leave_the_generator_as_it_was() -> None:
 def test_reading_ahead_leaves_the_generator_as_it_was() -> None:
     data = MockDataset(vocab_size=7, seq_length=4, num_samples=2, seed=3)
     before = torch.get_rng_state()
-    loader = BatchLoader(data, Microbatch, micro_batch_size=1, global_batch_size=1, dp_rank=0, dp_size=1, num_workers=1)
+    loader = BatchLoader(data, Microbatch, micro_batch_size=1, global_batch_size=1, rank=0, ranks=1, num_workers=1)
     read, after = len(list(loader)), torch.get_rng_state()
     del loader  # ends its process, whatever the test finds
     assert read == 2

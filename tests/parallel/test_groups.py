@@ -46,7 +46,7 @@ def sums_over_some(rank: int, world_size: int) -> list[bool]:
     """Whether the sums over ranks 0, 2 and 3 have the bits of terms added in that order; rank 1 takes no part."""
     direct._PART = 100  # several messages
     config = make_config((1, 4, 1), "unused")
-    pipeline, members = build_mesh(config.parallel).pp, (0, 2, 3)
+    pipeline, members = build_mesh(config.parallel).pipeline, (0, 2, 3)
     if rank not in members:
         return []
     found = []

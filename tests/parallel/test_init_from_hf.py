@@ -12,15 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.config import known
 from megacore.convert.from_hf import open_model
-from megacore.convert.start import weights_from_hf
-from megacore.layers.context import BuildContext
-from megacore.models.gpt import GPTLoss, gpt_layers
+from megacore.convert.start import WeightsFromHF
 from megacore.parallel.mesh import build_mesh
-from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardSpec
-from megacore.train.parallelize import Task
+from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.e2e.launching import alone, words
@@ -42,19 +38,11 @@ def start(rank: int, world_size: int, layout: Layout, source: str, output: str, 
     model = dataclasses.replace(open_model(Path(source)).config, hidden_dropout=0.0, attention_dropout=0.0)
     config = dataclasses.replace(config, model=model)
     mesh = build_mesh(config.parallel)
-    streams = RandomStreams(config.training.seed, mesh.device)
-    loss = GPTLoss(config, mesh.tp)
-    task = Task(
-        layers=gpt_layers(config.model, BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)),
-        first_input=lambda batch: batch.tokens,
-        loss=loss,
-        streams=streams,
-        initialize=weights_from_hf(Path(source)),
-    )
-    data = Words(known(config.training.global_batch_size))
+    task = GPTTask(config, mesh, weights=WeightsFromHF(Path(source)))
+    data = Words(config.training.global_batch_size)
     trainer = Trainer(config, mesh, task, data, None)
     weights = gather(trainer, mesh, lambda owned: owned.master)
-    first, _, _ = trainer.train_step(next(trainer.batches))
+    first = trainer.train_step(next(trainer.batches)).loss
     return (weights, float(first)) if rank == 0 else None
 
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megacore.checkpoint.load import Reader
-from megacore.checkpoint.state import Slices
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
+from megacore.parallel.sharding import Slices
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, gather, make_config, make_trainer
@@ -47,7 +47,7 @@ def config_of(layout: Layout, directory: Path | str, *, turn: int = 0, load: Pat
 
 
 def train(trainer: Trainer, steps: int) -> list[float]:
-    return [float(trainer.train_step(next(trainer.batches))[0]) for _ in range(steps)]
+    return [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(steps)]
 
 
 def whole_state(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
@@ -111,7 +111,7 @@ def read(rank: int, world_size: int, layout: Layout, turn: int, sources: list[st
         for name, parameter in trainer.model.parameters.items():  # ZeRO-3 has no whole ones
             if trainer.model.data_parallel.options.stage < 3:
                 trainer.model.data_parallel.ready()
-                own = parameter.spec.own(parameter.detach())
+                own = parameter.spec.unpadded(parameter.detach())
                 assert torch.equal(own, parameter.spec.take(state["model"][name])), name
         if rank == 0:
             assert_equal(state, stored(Path(source) / f"step_{BEFORE:08d}"))

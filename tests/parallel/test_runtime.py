@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megacore.config import ParallelConfig
+from megacore.config import ResolvedParallel
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import replicated
 from megacore.pipeline.runtime import PipelineRuntime
-from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.stage import Stage
-from megacore.pipeline.transport import TensorForm, Transport
+from megacore.pipeline.transport import TensorSpec, Transport
 from tests.distributed import run_distributed
 
 EAGER, RENDEZVOUS = 8, 1 << 19  # elements: 32 bytes, 2 MiB
@@ -44,6 +43,33 @@ class Scale(nn.Module):
         return x * self.weight
 
 
+class Summed:
+    """The loss is the weighted sum of what the last stage gives, and messages have `size` elements."""
+
+    loss_shape = evaluation_shape = ()
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.streams, self.size = RandomStreams(0, device), size
+
+    def first_input(self, microbatch: Microbatch) -> Tensor:
+        return microbatch.values
+
+    def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        return output.sum() * (microbatch.index + 1)
+
+    evaluation_loss = loss
+
+    def stage_input_specs(self, microbatch: Microbatch, stage: int) -> tuple[TensorSpec, ...]:
+        return (TensorSpec((self.size,), torch.float32),)
+
+
+class One:
+    """No weight."""
+
+    def value(self) -> Tensor:
+        return torch.ones(())
+
+
 class Nobody:
     """Gradients stay where autograd puts them."""
 
@@ -57,36 +83,32 @@ def factor(stage: int) -> float:
 
 def run_cases(rank: int, world_size: int, cases: list[tuple[str, int, int, int]]) -> None:
     """Each case: schedule, microbatches, virtual stages, elements of a message."""
-    mesh = build_mesh(ParallelConfig(pp=world_size, dp=1, device="cpu"))
+    mesh = build_mesh(ResolvedParallel(pp=world_size, dp=1, device="cpu"))
     for name, count, virtual, size in cases:
         stages = world_size * virtual
-        forms = [None, *[(TensorForm((size,), torch.float32),)] * (stages - 1)]
         chunks = [
             Stage([LayerSpec(name=f"layer{s}", build=lambda s=s: Scale(s), parameters=1, is_block=True)])  # type: ignore[misc]
             for s in range(rank, stages, world_size)
         ]
         runtime = PipelineRuntime(
             chunks,
-            mesh.pp,
-            transport=Transport(mesh.pp, mesh.device),
-            forms=lambda _, found=forms: found,  # type: ignore[misc]
-            schedule=lambda m, n=name, v=virtual: build_schedule(n, world_size, m, v),  # type: ignore[misc]
-            streams=RandomStreams(0, mesh.device),
-            first_input=lambda microbatch: microbatch.values,
-            loss=lambda y, microbatch: y.sum() * (microbatch.index + 1),
+            mesh.pipeline,
+            transport=Transport(mesh.pipeline, mesh.device),
+            parallel=ResolvedParallel(pp=world_size, dp=1, schedule=name, virtual_stages=virtual),  # type: ignore[arg-type]
+            task=Summed(size, mesh.device),
         )
         batch = [Microbatch(i, torch.full((size,), float(i + 1))) for i in range(count)]
-        total = runtime.train_step(batch, lambda: 1.0, Nobody())
+        total = runtime.train_step(batch, One(), Nobody())
         whole = size * sum((i + 1.0) ** 2 for i in range(count))  # of the loss, but for the product of all factors
         product = torch.tensor([factor(s) for s in range(stages)]).prod().item()
-        if mesh.pp.is_last:
+        if mesh.pipeline.is_last:
             assert total.item() == pytest.approx(whole * product, rel=1e-6), (name, count, virtual, size)
         for chunk, stage in zip(chunks, range(rank, stages, world_size), strict=True):
             (weight,) = chunk.parameters()
             assert weight.grad is not None
             assert weight.grad.item() == pytest.approx(whole * product / factor(stage), rel=1e-5)
         evaluated = runtime.evaluate(batch)
-        assert not mesh.pp.is_last or evaluated.item() == pytest.approx(whole * product, rel=1e-6)
+        assert not mesh.pipeline.is_last or evaluated.item() == pytest.approx(whole * product, rel=1e-6)
 
 
 def random_cases(ranks: int, number: int) -> list[Any]:

@@ -53,12 +53,12 @@ def save_with_each_part_failing(
             if rank == victim:
                 patch.setattr(owner, name, no_thread if owner is threading.Thread else fail)
             try:
-                trainer.saving.save(trainer._state(), is_last=is_last)
+                trainer.saving.save(trainer.state(), is_last=is_last)
                 raised[part] = None
             except StorageError as error:
                 raised[part] = str(error)
     trainer.train_step(next(trainer.batches))
-    trainer.saving.save(trainer._state(), is_last=True)
+    trainer.saving.save(trainer.state(), is_last=True)
     return raised
 
 

@@ -48,7 +48,7 @@ def train_between(rank: int, world_size: int, schedules: list[str]) -> list[list
         for schedule in schedules:
             engine = engine_of(layers, world_size, parallel=UNIFORM | {"schedule": schedule})
             found.append([engine.train_batch(engine.split(*batch(step))).item() for step in range(3)])
-            found[-1] += [float(engine.norm), engine.evaluate(engine.split(*batch(3)))]
+            found[-1] += [float(engine.grad_norm), engine.evaluate(engine.split(*batch(3)))]
     return found
 
 

@@ -76,7 +76,7 @@ def signalled(rank: int, world_size: int, directory: str, victim: int, options: 
         os.kill(os.getpid(), signal.SIGINT)
 
     samples = RaggedData(BATCH * 6)
-    own = Calling(samples, 2 * BATCH + 2 * mesh.dp.rank, twice) if rank == victim else samples
+    own = Calling(samples, 2 * BATCH + 2 * mesh.batch.rank, twice) if rank == victim else samples
     trainer = make_trainer(config, mesh, own)
     trainer.run()
     os.kill(os.getpid(), signal.SIGTERM) if rank == victim else None  # and a third when it is over
@@ -141,8 +141,7 @@ def test_several_deaths_within_an_epoch_change_nothing(tmp_path: Path, num_worke
     for saved, beyond in ((1, 0), (2, 1), (5, 0), (6, 2), (9, 1)):
         trainer = one_process(tmp_path / "run", load=load, save_interval=saved, **options)
         while trainer.step < saved + beyond:
-            _, norm, rate = trainer.train_step(next(trainer.batches))
-            trainer._log(norm, rate, 1.0)
+            trainer.log(trainer.train_step(next(trainer.batches)), step_seconds=1.0)
             if trainer.step == saved:
                 trainer.save()
         load = str(published(tmp_path / "run")[0])
@@ -163,9 +162,9 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
         trainer.train_step(next(trainer.batches))
         ready = threading.Event()
         monkeypatch.setattr(save_module, "write_tensors", lambda *given: (ready.wait(10), write(*given))[1])  # noqa: B023
-        entries = list(trainer._state().entries())
+        entries = list(trainer.state().entries())
         expected = {(kind, spec.name): tensor.clone() for kind, spec, tensor in entries}
-        trainer.saving.save(trainer._state())
+        trainer.saving.save(trainer.state())
         with torch.no_grad():
             for _, _, tensor in entries:
                 tensor.fill_(torch.nan)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacore.config import Config, known
+from megacore.config import ResolvedConfig
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import sharded_parameters
+from megacore.pipeline.stage import LayerRunner
 from megacore.plan.activations import block_bytes, shared_bytes
 from tests.parity.runs import Layout, make_config, make_trainer
 
@@ -40,7 +41,7 @@ class Kept:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._held.values())
 
 
-def activation_config(layout: Layout, directory: str, **changes: Any) -> Config:
+def activation_config(layout: Layout, directory: str, **changes: Any) -> ResolvedConfig:
     plain: dict[str, Any] = {"num_layers": BLOCKS, "hidden_size": HIDDEN, "num_attention_heads": HEADS}
     plain |= {"seq_length": SEQUENCE, "micro_batch_size": MICRO_BATCH, "hidden_dropout": 0.1}
     return make_config(layout, directory, **(plain | changes))
@@ -52,28 +53,30 @@ def kept_per_block(rank: int, world_size: int, layout: Layout, directory: str, c
     mesh = build_mesh(config.parallel)
     stage = make_trainer(config, mesh).model.chunks[0].train()
     kept = Kept(list(sharded_parameters(stage)))
-    run_layer = stage.run_layer
+    assert stage.runner is not None
+    runner: LayerRunner = stage.runner
 
-    def counted(index: int, layer: nn.Module, x: Tensor) -> Tensor:
-        block = layer.layer if isinstance(layer, Recomputed) else layer
-        if not hasattr(block, "attention"):
-            return run_layer(index, layer, x)
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
-            return run_layer(index, layer, x)
+    class Counting:
+        def run_layer(self, chunk: int, index: int, layer: nn.Module, x: Tensor) -> Tensor:
+            block = layer.layer if isinstance(layer, Recomputed) else layer
+            if not hasattr(block, "attention"):
+                return runner.run_layer(chunk, index, layer, x)
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+                return runner.run_layer(chunk, index, layer, x)
 
-    stage.run_layer = counted
-    tokens = torch.arange(MICRO_BATCH * SEQUENCE).view(MICRO_BATCH, SEQUENCE) % known(config.model.vocab_size)
+    stage.runner = Counting()
+    tokens = torch.arange(MICRO_BATCH * SEQUENCE).view(MICRO_BATCH, SEQUENCE) % config.model.vocab_size
     stage(tokens)
     return kept.bytes / BLOCKS
 
 
-def kept_by_formula(config: Config) -> float:
+def kept_by_formula(config: ResolvedConfig) -> float:
     """Bytes that a block keeps for backward on a rank, as the planner counts them; on a CPU."""
     own = block_bytes(config, config.model, on_cpu=True, recompute=config.training.recompute)
     return own + shared_bytes(config) / BLOCKS
 
 
-def kept_by_the_paper(config: Config) -> float:
+def kept_by_the_paper(config: ResolvedConfig) -> float:
     """The same at 16 bits with materialised attention (Korthikanti et al. 2022, arXiv 2205.05198, table 2)."""
     parallel, recompute = config.parallel, config.training.recompute
     h, t = config.model.hidden_size, parallel.tp

@@ -8,15 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megacore.config import known, resolve
-from megacore.config.bert import BertConfig, BertSection
-from megacore.data.bert.dataset import BertBatch
-from megacore.layers.context import BuildContext
-from megacore.models.bert import bert_input, bert_layers
-from megacore.models.bert_loss import BertLoss
+from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
-from megacore.parallel.random import RandomStreams
-from megacore.train.parallelize import Task
+from megacore.train.bert_task import BertTask
 from megacore.train.trainer import Trainer
 from tests.parity.runs import SEQUENCE, VOCAB, Layout, Outcome, make_config, outcome_of
 
@@ -61,7 +55,7 @@ class RaggedPairs:
         }
 
 
-def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> BertConfig:
+def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> ResolvedBertConfig:
     """BERT of the size of `make_config`'s GPT, without dropout; `changes` by field name, also of the BERT section."""
     own = {field.name for field in dataclasses.fields(BertSection)}
     section = BertSection(**{name: value for name, value in changes.items() if name in own})
@@ -69,28 +63,14 @@ def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> 
     style = BertConfig.defaults({"bert_style": section.bert_style})
     gpt = make_config(layout, output_dir, **{**style, "hidden_dropout": 0.0, "attention_dropout": 0.0, **others})
     sections = {field.name: getattr(gpt, field.name) for field in dataclasses.fields(gpt)}
-    return resolve(BertConfig(**sections, bert=section), layout[0] * layout[1] * layout[2])
+    return BertConfig(**sections, bert=section).resolve(layout[0] * layout[1] * layout[2])
 
 
-def make_bert_trainer(config: BertConfig, mesh: Mesh, data: Any = None) -> Trainer:
+def make_bert_trainer(config: ResolvedBertConfig, mesh: Mesh, data: Any = None) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes."""
-    streams = RandomStreams(config.training.seed, mesh.device)
-    context = BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)
-    loss = BertLoss(config, mesh.tp)
-    task = Task(
-        layers=bert_layers(config, context),
-        first_input=bert_input,
-        loss=loss,
-        terms=loss.terms,
-        eval_loss=loss.evaluation,
-        eval_terms=loss.eval_terms,
-        streams=streams,
-        carries_documents=True,
-        batch_type=BertBatch,
-    )
-    samples = known(config.training.global_batch_size) * config.training.train_iters
+    samples = config.training.global_batch_size * config.training.train_iters
     data = data or RaggedPairs(samples, packed=config.bert.packed, pairs=config.bert.sentence_task != "none")
-    return Trainer(config, mesh, task, data, data)
+    return Trainer(config, mesh, BertTask(config, mesh), data, data)
 
 
 def train_bert(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:

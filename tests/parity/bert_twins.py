@@ -9,14 +9,14 @@ from torch import Tensor
 from transformers import BertConfig as TransformersConfig
 from transformers import BertForPreTraining, ModernBertConfig, ModernBertForMaskedLM, PreTrainedModel
 
-from megacore.config.bert import BertConfig
+from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
-from megacore.models.bert import bert_input, bert_layers
-from megacore.models.bert_loss import BertLoss
-from megacore.parallel.mesh import ALONE
+from megacore.models.bert import bert_layers
+from megacore.parallel.mesh import ALONE, Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage, tensors_of
+from megacore.train.bert_task import BertTask
 from tests.parity.bert_runs import make_bert_config
 from tests.parity.reference import by_head
 
@@ -131,7 +131,7 @@ def modern_values(model: ModernBertForMaskedLM) -> dict[str, Tensor]:
     return values
 
 
-def modern_config(**changes: object) -> BertConfig:
+def modern_config(**changes: object) -> ResolvedBertConfig:
     """The configuration of the modern twin."""
     return classic_config(
         **{
@@ -152,10 +152,10 @@ def give(stage: Stage, values: dict[str, Tensor]) -> None:
     assert parameters.keys() == values.keys()
     for name, parameter in parameters.items():
         parameter.zero_()
-        parameter.spec.own(parameter).copy_(values[name])
+        parameter.spec.unpadded(parameter).copy_(values[name])
 
 
-def classic_config(**changes: object) -> BertConfig:
+def classic_config(**changes: object) -> ResolvedBertConfig:
     """The configuration of the classic twin."""
     return make_bert_config(
         (1, 1, 1),
@@ -173,10 +173,10 @@ def classic_config(**changes: object) -> BertConfig:
     )
 
 
-def stage_of(config: BertConfig, values: dict[str, Tensor]) -> Stage:
+def stage_of(config: ResolvedBertConfig, values: dict[str, Tensor]) -> Stage:
     """megacore's model on one rank, with these weights, evaluated."""
     device = torch.device("cpu")
-    context = BuildContext.of(config, tp=ALONE, device=device, streams=RandomStreams(0, device))
+    context = BuildContext.of(config, layer_group=ALONE, device=device, streams=RandomStreams(0, device))
     stage = Stage(bert_layers(config, context)).eval()
     give(stage, values)
     return stage
@@ -202,6 +202,11 @@ def batch_of(lengths: tuple[int, ...], *, documents: Tensor | None = None) -> Be
     )
 
 
+def bert_input(batch: BertBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """What the first layer takes of a microbatch."""
+    return batch.tokens, batch.token_types, batch.documents
+
+
 def hidden_states(stage: Stage, batch: BertBatch) -> list[Tensor]:
     """What the embedding and every block give."""
     found, value = [], bert_input(batch)
@@ -211,7 +216,7 @@ def hidden_states(stage: Stage, batch: BertBatch) -> list[Tensor]:
     return found
 
 
-def loss_of(config: BertConfig, output: Tensor | tuple[Tensor, Tensor], batch: BertBatch) -> Tensor:
+def loss_of(config: ResolvedBertConfig, output: Tensor | tuple[Tensor, Tensor], batch: BertBatch) -> Tensor:
     """The mean loss over the masked tokens, plus that over the pairs; 0 for either where there is none."""
-    loss = BertLoss(config, ALONE)
-    return (loss(output, batch) / loss.terms.counts(batch).float().clamp(min=1)).sum()
+    task = BertTask(config, Mesh(device=torch.device("cpu")))
+    return (task.loss(output, batch) / task.counts(batch).float().clamp(min=1)).sum()

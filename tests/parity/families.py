@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, ResolvedModel
 
 VOCAB, POSITIONS, LAYERS, HIDDEN, HEADS = 101, 40, 2, 32, 4
 
@@ -192,7 +192,7 @@ def reference(family: Family) -> nn.Module:
     return found
 
 
-def model_config(family: Family) -> ModelConfig:
+def model_config(family: Family) -> ResolvedModel:
     """The same model here."""
     theirs = family.theirs()
     names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
@@ -206,7 +206,7 @@ def model_config(family: Family) -> ModelConfig:
         "make_vocab_size_divisible_by": 8,
         "norm_epsilon": next(getattr(theirs, name) for name in names if hasattr(theirs, name)),
     }
-    return ModelConfig(**(common | family.changes))
+    return ModelConfig(**(common | family.changes)).resolve(seq_length=POSITIONS)
 
 
 def translated(family: Family, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

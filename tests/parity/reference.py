@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megacore.config import Config, known
+from megacore.config import ResolvedConfig
 from megacore.parallel.mesh import Mesh
 from tests.parity.runs import SEQUENCE, VOCAB, Outcome, RaggedData, make_config, make_trainer
 
@@ -67,7 +67,7 @@ def plain_torch(directory: Path, **changes: object) -> Outcome:
     """Train as tests.parity.runs.train does, from the same initial weights."""
     config = make_config((1, 1, 1), directory, **changes)
     trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
-    initial = {name: p.spec.own(p).detach().clone() for name, p in trainer.parameters.items()}
+    initial = {name: p.spec.unpadded(p).detach().clone() for name, p in trainer.parameters.items()}
     names, heads = gpt2_names(config.model.num_layers), config.model.num_attention_heads
     twin = _twin(config)
     named = {name.removeprefix("transformer."): p for name, p in twin.named_parameters()}
@@ -80,7 +80,7 @@ def plain_torch(directory: Path, **changes: object) -> Outcome:
         found = {ours: take(named[theirs]) for ours, theirs in names.items()}
         return {ours: from_gpt2(ours, value, heads) for ours, value in found.items() if value is not None}
 
-    o, data = config.optimizer, RaggedData(known(config.training.global_batch_size) * config.training.train_iters)
+    o, data = config.optimizer, RaggedData(config.training.global_batch_size * config.training.train_iters)
     groups = [
         {"params": [p for p in twin.parameters() if p.dim() >= 2], "weight_decay": o.weight_decay},
         {"params": [p for p in twin.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -91,7 +91,7 @@ def plain_torch(directory: Path, **changes: object) -> Outcome:
     losses, norms, gradients = [], [], {}
     for step in range(config.training.train_iters):
         adamw.zero_grad()
-        loss = _loss(twin, data, step, known(config.training.global_batch_size))
+        loss = _loss(twin, data, step, config.training.global_batch_size)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(twin.parameters(), o.clip_grad)))
         if step == 0:
@@ -107,7 +107,7 @@ def plain_torch(directory: Path, **changes: object) -> Outcome:
     return Outcome(losses, norms, gradients, initial, read(lambda p: p), moments)
 
 
-def rate(config: Config, step: int) -> float:
+def rate(config: ResolvedConfig, step: int) -> float:
     """Linear warm-up, then a cosine to zero."""
     warmup, last = config.optimizer.lr_warmup_iters, config.training.train_iters
     if step < warmup:
@@ -115,7 +115,7 @@ def rate(config: Config, step: int) -> float:
     return config.optimizer.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (last - warmup)))
 
 
-def _twin(config: Config) -> GPT2LMHeadModel:
+def _twin(config: ResolvedConfig) -> GPT2LMHeadModel:
     model = config.model
     return GPT2LMHeadModel(
         GPT2Config(

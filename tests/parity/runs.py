@@ -25,20 +25,17 @@ from megacore.config import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    ResolvedConfig,
     SGDConfig,
     TrainingConfig,
-    known,
-    resolve,
 )
-from megacore.layers.context import BuildContext
-from megacore.models.gpt import GPTLoss, gpt_layers
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.parallel.products import TORCH, Products
-from megacore.parallel.random import RandomStreams
-from megacore.parallel.sharding import ShardSpec
+from megacore.parallel.sharding import ShardSpec, Slices
+from megacore.train.callbacks import Callback
 from megacore.train.engine import PipelineEngine
-from megacore.train.parallelize import Task
+from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
 from megacore.zero.data_parallel import OwnedSegment
 
@@ -102,7 +99,7 @@ class RaggedData:
         return {"tokens": window[:-1].astype(np.int64), "labels": window[1:].astype(np.int64), "loss_mask": mask}
 
 
-def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Config:
+def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> ResolvedConfig:
     """A small model with five blocks (no pp divides them) and a vocabulary that no tp divides; `changes` by field
     name."""
     tp, pp, dp = layout
@@ -136,18 +133,20 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Confi
     for field, value in changes.items():
         (name,) = (n for n, s in sections.items() if field in {f.name for f in dataclasses.fields(s)})
         sections[name] = dataclasses.replace(sections[name], **{field: value})
-    return resolve(Config(**sections), tp * pp * dp)
+    return Config(**sections).resolve(tp * pp * dp)
 
 
-def make_trainer(config: Config, mesh: Mesh, data: Any = None, *, products: Products = TORCH) -> Trainer:
+def make_trainer(
+    config: ResolvedConfig,
+    mesh: Mesh,
+    data: Any = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    products: Products = TORCH,
+) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes, whose linear layers use `products`."""
-    streams = RandomStreams(config.training.seed, mesh.device)
-    context = BuildContext.of(config, tp=mesh.tp, device=mesh.device, streams=streams)
-    layers = gpt_layers(config.model, dataclasses.replace(context, products=products))
-    loss = GPTLoss(config, mesh.tp)
-    task = Task(layers=layers, first_input=lambda batch: batch.tokens, loss=loss, eval_loss=loss.plain, streams=streams)
-    data = data or RaggedData(known(config.training.global_batch_size) * config.training.train_iters)
-    return Trainer(config, mesh, task, data, data)
+    data = data or RaggedData(config.training.global_batch_size * config.training.train_iters)
+    return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
 
 
 def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:
@@ -160,7 +159,7 @@ def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: 
     return outcome if rank == 0 else None
 
 
-def train_on(mesh: Mesh, config: Config) -> Outcome:
+def train_on(mesh: Mesh, config: ResolvedConfig) -> Outcome:
     """Run on this rank of a mesh; every rank returns what came out."""
     return outcome_of(make_trainer(config, mesh))
 
@@ -171,9 +170,9 @@ def outcome_of(trainer: Trainer, *, moments: bool = True) -> Outcome:
     losses, norms, gradients = [], [], {}
     initial = gather(trainer, mesh, lambda owned: owned.master)
     for step in range(config.training.train_iters):
-        loss, norm, _ = trainer.train_step(next(trainer.batches))
-        losses.append(float(loss))
-        norms.append(float(norm))
+        result = trainer.train_step(next(trainer.batches))
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
         if step == 0:
             gradients = gather(trainer, mesh, lambda owned: owned.gradient)
     final = gather(trainer, mesh, lambda owned: owned.master)
@@ -202,15 +201,15 @@ def gather(
         for owned in trainer.model.data_parallel.segments
         if (value := take(owned)) is not None
     ]
-    local: dict[tuple[str, int], tuple[ShardSpec, Tensor]] = {}
+    local: dict[tuple[str, Slices], tuple[ShardSpec, Tensor]] = {}
     for pieces in all_gather_objects(mine, mesh.world):
         for spec, shape, start, stop, piece in pieces:
-            _, tensor = local.setdefault((spec.name, spec.start), (spec, torch.full(shape, torch.nan)))
+            _, tensor = local.setdefault((spec.name, spec.slices), (spec, torch.full(shape, torch.nan)))
             _agree(tensor.view(-1)[start:stop], piece, spec.name)
     whole: dict[str, Tensor] = {}
     for spec, tensor in local.values():
         full = whole.setdefault(spec.name, torch.full(spec.shape, torch.nan))
-        _agree(spec.take(full), spec.own(tensor), spec.name)
+        _agree(spec.take(full), spec.unpadded(tensor), spec.name)
     assert not any(torch.isnan(full).any() for full in whole.values()), "a slice is missing"
     return whole
 

@@ -63,11 +63,11 @@ def make_engine(case: Case) -> PipelineEngine:
 def train(case: Case) -> Result:
     """Train on this rank; every rank returns what came out."""
     engine, model = make_engine(case), MODELS[case[0]]
-    own = slice(engine.mesh.dp.rank, None, engine.mesh.dp.size)
+    own = slice(engine.mesh.batch.rank, None, engine.mesh.batch.size)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         losses.append(float(engine.train_batch(model.batch(step)[own])))
-        norms.append(float(engine.norm))
+        norms.append(float(engine.grad_norm))
         if step == 0:
             gradients = gather(engine, engine.mesh, lambda owned: owned.gradient)
     final = gather(engine, engine.mesh, lambda owned: owned.master)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config.bert import BertConfig
+from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.dataset import BertBatch
-from megacore.models.bert import bert_input
 from megacore.pipeline.stage import Stage
 from tests.parity.bert_twins import (
     POSITIONS,
     VOCAB,
     batch_of,
+    bert_input,
     classic_config,
     classic_twin,
     classic_values,
@@ -28,7 +28,7 @@ from tests.parity.bert_twins import (
 )
 
 
-def models(attention: str) -> list[tuple[BertConfig, Stage]]:
+def models(attention: str) -> list[tuple[ResolvedBertConfig, Stage]]:
     """Both styles with large random weights."""
     classic, modern = classic_config(attention=attention), modern_config(attention=attention)
     return [
@@ -93,7 +93,7 @@ def test_the_content_of_a_neighbour_changes_no_bit(attention: str) -> None:
             assert not torch.equal(first, other)
 
 
-def results(config: BertConfig, stage: Stage, batch: BertBatch) -> dict[str, Tensor]:
+def results(config: ResolvedBertConfig, stage: Stage, batch: BertBatch) -> dict[str, Tensor]:
     """Everything that comes out of a forward and a backward."""
     stage.zero_grad()
     output = stage(bert_input(batch))

@@ -10,20 +10,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig as TransformersConfig
 from transformers import BertForPreTraining, ModernBertConfig, ModernBertForMaskedLM, PreTrainedModel
 
-from megacore.config import known
-from megacore.config.bert import BertConfig
-from megacore.config.bert_presets import BERT_PRESETS
+from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import parse_config
+from megacore.config.presets import BERT_PRESETS
 from megacore.layers.context import BuildContext
-from megacore.models.bert import bert_flops, bert_input, bert_layers
+from megacore.models.bert import bert_flops, bert_layers
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
-from tests.parity.bert_twins import POSITIONS, batch_of, classic_config, modern_config
+from tests.parity.bert_twins import POSITIONS, batch_of, bert_input, classic_config, modern_config
 
 
-def layers_of(config: BertConfig) -> list[LayerSpec]:
+def layers_of(config: ResolvedBertConfig) -> list[LayerSpec]:
     return bert_layers(config, BuildContext(device=torch.device("cpu"), streams=RandomStreams(0, torch.device("cpu"))))
 
 
@@ -45,7 +44,7 @@ def test_presets_have_the_parameters_of_the_published_models(preset: str, count:
     assert preset in BERT_PRESETS
     argv = ["--preset", preset, "--mock-data", "--train-iters", "2"]
     config = parse_config(argv, prog="x", description="x", kind=BertConfig)
-    table = known(config.model.vocab_size) * config.model.hidden_size  # that the embedding and the head share
+    table = config.model.vocab_size * config.model.hidden_size  # that the embedding and the head share
     assert sum(layer.parameters for layer in layers_of(config)) - table == count
     assert sum(parameter.numel() for parameter in published(preset).parameters()) == count
 
@@ -53,7 +52,7 @@ def test_presets_have_the_parameters_of_the_published_models(preset: str, count:
 @pytest.mark.parametrize(
     "config", [classic_config(), classic_config(sentence_task="none"), modern_config()], ids=["nsp", "none", "modern"]
 )
-def test_layers_have_the_parameters_that_their_descriptions_say(config: BertConfig) -> None:
+def test_layers_have_the_parameters_that_their_descriptions_say(config: ResolvedBertConfig) -> None:
     for layer in layers_of(config):
         held = Stage([layer]).by_name().values()
         assert sum(prod(parameter.spec.shape) for parameter in held) == layer.parameters, layer.name
@@ -63,7 +62,7 @@ def test_operations_are_those_that_a_forward_does() -> None:
     config = classic_config(sentence_task="none", make_vocab_size_divisible_by=1, attention="fused-softmax")
     device = torch.device("cpu")
     stage = Stage(
-        bert_layers(config, BuildContext.of(config, tp=ALONE, device=device, streams=RandomStreams(0, device)))
+        bert_layers(config, BuildContext.of(config, layer_group=ALONE, device=device, streams=RandomStreams(0, device)))
     )
     with FlopCounterMode(display=False) as counter:
         stage(bert_input(batch_of((POSITIONS,))))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.models.bert import bert_input
 from tests.parity.bert_twins import (
     POSITIONS,
     VOCAB,
     batch_of,
+    bert_input,
     classic_config,
     classic_twin,
     classic_values,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from megacore.checkpoint.load import load_parameters
 from megacore.checkpoint.tensor_file import read_tensor
-from megacore.config import known
 from megacore.convert.check import Agreement, check_tokens, compare
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import open_model
@@ -69,12 +68,12 @@ def test_logits_loss_and_gradients_are_those_of_transformers(converted: Converte
     loss.backward()
     model.zero_grad()
     expected.loss.backward()
-    theirs = {name: known(parameter.grad) for name, parameter in model.named_parameters()}
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for step in make_plan(hf.family, hf.config):
         found = parameters[step.ours].grad
         wanted = step.assemble(lambda number, step=step: theirs[step.theirs[number]])  # type: ignore[misc]
         assert found is not None
-        error = (parameters[step.ours].spec.own(found) - wanted).abs().max()
+        error = (parameters[step.ours].spec.unpadded(found) - wanted).abs().max()
         # Relative to the tensor's own size: an entry of it may be zero but for rounding (the key's bias is).
         assert error <= 1e-5 * wanted.abs().max() + 1e-8, f"gradient of {step.ours}: {error}"
 
@@ -111,13 +110,13 @@ def test_every_layout_loads_its_slices(converted: Converted, tp: int, pp: int) -
     seen: set[str] = set()
     for rank in range(tp):
         group = Group(ranks=tuple(range(tp)), rank=rank)
-        context = BuildContext(tp=group, device=CPU, streams=RandomStreams(0, CPU))
+        context = BuildContext(layer_group=group, device=CPU, streams=RandomStreams(0, CPU))
         layers = gpt_layers(hf.config, context)
         for numbers in partition(layers, pp, "parameters"):
             parameters = Stage([layers[number] for number in numbers]).by_name()
             load_parameters(checkpoint, parameters.values())
             for name, parameter in parameters.items():
-                assert torch.equal(parameter.spec.own(parameter), parameter.spec.take(whole[name])), name
+                assert torch.equal(parameter.spec.unpadded(parameter), parameter.spec.take(whole[name])), name
             seen |= parameters.keys()
     assert seen == whole.keys()
 
@@ -238,8 +237,8 @@ def test_a_run_of_any_layout_is_exported(
     tensors = CheckpointTensors(tmp_path / "run")
     stage = Stage(gpt_layers(tensors.config, BuildContext(device=CPU, streams=RandomStreams(0, CPU)))).eval()
     load_parameters(tmp_path / "run", stage.by_name().values())
-    batch = tokens()[:, : known(tensors.config.max_position_embeddings)]
-    logits = stage(batch)[..., : known(tensors.config.vocab_size)]
+    batch = tokens()[:, : tensors.config.max_position_embeddings]
+    logits = stage(batch)[..., : tensors.config.vocab_size]
     assert (logits - twin(batch).logits).abs().max() <= 1e-5
     to_megacore(tmp_path / "hf", tmp_path / "again")
     again = CheckpointTensors(tmp_path / "again")
@@ -282,4 +281,4 @@ def test_the_check_sees_a_small_difference(tmp_path: Path) -> None:
     found = compare(tmp_path / "changed", tmp_path / "megacore", batch)
     assert isinstance(found, Agreement)
     assert found.difference > 1e-3
-    assert batch.shape[1] == known(open_model(directory).config.max_position_embeddings)
+    assert batch.shape[1] == open_model(directory).config.max_position_embeddings

@@ -37,7 +37,7 @@ def test_one_process_is_transformers(name: str, implementation: str) -> None:
     with torch.no_grad():
         for key, parameter in parameters.items():
             parameter.zero_()
-            parameter.spec.own(parameter).copy_(values[key])
+            parameter.spec.unpadded(parameter).copy_(values[key])
 
     tokens = torch.randint(0, VOCAB, (3, POSITIONS), generator=torch.Generator().manual_seed(1))
     expected = model(tokens, labels=tokens)
@@ -52,7 +52,7 @@ def test_one_process_is_transformers(name: str, implementation: str) -> None:
     for key, parameter in parameters.items():
         assert parameter.grad is not None
         # Relative to the tensor's own size: an entry of it may be zero but for rounding (the key's bias is).
-        error = (parameter.spec.own(parameter.grad) - wanted[key]).abs().max()
+        error = (parameter.spec.unpadded(parameter.grad) - wanted[key]).abs().max()
         assert error <= 1e-5 * wanted[key].abs().max() + 1e-7, f"gradient of {key}: {error}"
 
 

@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacore.config import DataConfig, ModelConfig, TrainingConfig, known, resolve
-from megacore.config.bert import BertConfig, BertSection
+from megacore.config import DataConfig, ModelConfig, ResolvedModel, TrainingConfig
+from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
 from megacore.layers.context import BuildContext
@@ -44,12 +44,12 @@ PUBLISHED = {
 }
 
 
-def preset(name: str) -> ModelConfig:
+def preset(name: str) -> ResolvedModel:
     values: dict[str, Any] = {k: v for k, v in GPT_PRESETS[name].items() if k in field_infos(ModelConfig)}
-    return ModelConfig(**values)
+    return ModelConfig(**values).resolve(seq_length=1024)
 
 
-def layers_of(config: ModelConfig, device: torch.device, **context: Any) -> list[LayerSpec]:
+def layers_of(config: ResolvedModel, device: torch.device, **context: Any) -> list[LayerSpec]:
     return gpt_layers(config, BuildContext(device=device, streams=RandomStreams(0, CPU), **context))
 
 
@@ -57,7 +57,7 @@ def layers_of(config: ModelConfig, device: torch.device, **context: Any) -> list
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     config = preset(name)
     layers = layers_of(config, META)
-    tied = 0 if config.untie_embeddings_and_output_weights else known(config.vocab_size) * config.hidden_size
+    tied = 0 if config.untie_embeddings_and_output_weights else config.vocab_size * config.hidden_size
     assert sum(layer.parameters for layer in layers) - tied == PUBLISHED[name]
 
 
@@ -84,7 +84,7 @@ def test_a_rank_holds_what_is_said(name: str, tp: int) -> None:
     sizes = gpt_outline(config, tp)
     for rank in {0, tp - 1}:
         group = Group(ranks=tuple(range(tp)), rank=rank)
-        for layer, size in zip(layers_of(config, META, tp=group), sizes, strict=True):
+        for layer, size in zip(layers_of(config, META, layer_group=group), sizes, strict=True):
             built = Stage([dataclasses.replace(layer, tied={})])
             assert sum(parameter.numel() for parameter in built.parameters()) == size.held == layer.held, layer.name
 
@@ -95,19 +95,19 @@ def test_a_bert_holds_what_is_said(style: str) -> None:
     streams = RandomStreams(0, CPU)
     for tp in (1, 2):
         own = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=tp))
-        context = BuildContext(device=META, streams=streams, tp=Group(ranks=tuple(range(tp))))
+        context = BuildContext(device=META, streams=streams, layer_group=Group(ranks=tuple(range(tp))))
         for layer, size in zip(bert_layers(own, context), bert_outline(own), strict=True):
             built = Stage([dataclasses.replace(layer, tied={})])
             assert sum(math.prod(p.spec.shape) for p in sharded_parameters(built)) == size.parameters, layer.name
             assert sum(parameter.numel() for parameter in built.parameters()) == size.held, layer.name
 
 
-def bert_config(style: str) -> BertConfig:
+def bert_config(style: str) -> ResolvedBertConfig:
     layers: dict[str, Any] = BertConfig.defaults({"bert_style": style})
     model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=301, **layers)
     training = TrainingConfig(train_iters=1)
     section = BertSection(bert_style=style)  # type: ignore[arg-type]
-    return resolve(BertConfig(model=model, bert=section, training=training, data=DataConfig(mock_data=True)), 1)
+    return BertConfig(model=model, bert=section, training=training, data=DataConfig(mock_data=True)).resolve(1)
 
 
 def test_the_published_numbers_are_those_of_transformers() -> None:

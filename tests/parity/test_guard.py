@@ -46,7 +46,7 @@ def skip_one(
     trainer.train_step(next(trainer.batches))
     switch[0] = False
     after = gather(trainer, mesh, lambda owned: owned.master)
-    _, norm, _ = trainer.train_step(next(trainer.batches))
+    norm = trainer.train_step(next(trainer.batches)).grad_norm
     assert math.isfinite(norm)
     same = all(torch.equal(after[name], value) for name, value in before.items())
     return (said[0] if said else None), trainer.update.scaler.scale, same, trainer.update.skipped_steps
@@ -88,13 +88,13 @@ def bad_loss(rank: int, world_size: int, directory: str) -> list[str]:
     config = make_config((1, 1, 2), directory, max_bad_steps=3)
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
-    sound = trainer.model.runtime.loss
+    sound = trainer.task.loss
     extra = math.inf if rank == 1 else 0.0
 
     def loss(logits: Tensor, batch: object) -> Tensor:
         return sound(logits, batch) + extra
 
-    trainer.model.runtime.loss = loss
+    trainer.task.loss = loss  # type: ignore[assignment,method-assign]
     said: list[str] = []
     trainer.report.say = said.append  # type: ignore[assignment,method-assign]
     for _ in range(2):
@@ -118,7 +118,7 @@ def spreads(rank: int, world_size: int, layout: Layout, directory: str, changes:
     trainer = make_trainer(config, mesh)
     said: list[str] = []
     trainer.report.say = said.append  # type: ignore[assignment,method-assign]
-    for chunk in trainer.model.chunks if mesh.dp.is_last else ():
+    for chunk in trainer.model.chunks if mesh.batch.is_last else ():
         for layer in chunk.layers:
             block: Any = layer
             if any(p.spec.name.startswith("blocks.4.") for p in sharded_parameters(layer)):
@@ -218,8 +218,9 @@ def loss_in_fp16(rank: int, world_size: int, directory: str) -> tuple[list[str],
     changes = {"precision": "fp16", "max_bad_steps": 3, **scale}
     config = make_config((1, 1, 2), directory, **changes)
     trainer = make_trainer(config, build_mesh(config.parallel))
-    sound, factor = trainer.model.runtime.loss, [math.nan]
-    trainer.model.runtime.loss = lambda logits, batch: sound(logits, batch) * (factor[0] if rank == 1 else 1.0)
+    sound, factor = trainer.task.loss, [math.nan]
+    factors = lambda logits, batch: sound(logits, batch) * (factor[0] if rank == 1 else 1.0)  # noqa: E731
+    trainer.task.loss = factors  # type: ignore[method-assign]
     said: list[str] = []
     trainer.report.say = said.append  # type: ignore[assignment,method-assign]
     counts, scales = [], []

@@ -58,7 +58,7 @@ def test_gpt_is_gpt2(multiple: int) -> None:
         vocab_size=VOCAB,
         max_position_embeddings=POSITIONS,
         make_vocab_size_divisible_by=multiple,
-    )
+    ).resolve(seq_length=POSITIONS)
     device = torch.device("cpu")
     stage = Stage(gpt_layers(config, BuildContext(device=device, streams=RandomStreams(0, device)))).eval()
     parameters, values = stage.by_name(), values_of(model)
@@ -66,7 +66,7 @@ def test_gpt_is_gpt2(multiple: int) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.zero_()
-            parameter.spec.own(parameter).copy_(values[name])
+            parameter.spec.unpadded(parameter).copy_(values[name])
 
     tokens = torch.randint(0, VOCAB, (3, POSITIONS), generator=torch.Generator().manual_seed(1))
     expected = model(tokens, labels=tokens)
@@ -82,7 +82,7 @@ def test_gpt_is_gpt2(multiple: int) -> None:
         gradient, wanted = parameters[name].grad, theirs[f"transformer.{twin}"]
         assert gradient is not None
         assert wanted is not None
-        torch.testing.assert_close(parameters[name].spec.own(gradient), wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(parameters[name].spec.unpadded(gradient), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_twenty_steps_are_those_of_plain_torch(run: Run, tmp_path: Path) -> None:

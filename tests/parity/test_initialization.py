@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, ResolvedModel
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import initialize
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 LAYOUTS = [(tp, pp) for tp in (1, 2, 4, 8) for pp in range(1, 9) if tp * pp <= 8]
 
 
-def config(**changes: object) -> ModelConfig:
+def config(**changes: object) -> ResolvedModel:
     values = {
         "num_layers": 9,
         "hidden_size": 32,
@@ -32,21 +33,21 @@ def config(**changes: object) -> ModelConfig:
         "vocab_size": 131,
         "max_position_embeddings": 16,
     }
-    return ModelConfig(**(values | changes))  # type: ignore[arg-type]
+    return ModelConfig(**(values | changes)).resolve(seq_length=16)  # type: ignore[arg-type]
 
 
-def whole_model(model: ModelConfig, tp: int, pp: int, seed: int = 1234) -> dict[str, Tensor]:
+def whole_model(model: ResolvedModel, tp: int, pp: int, seed: int = 1234) -> dict[str, Tensor]:
     """Build every rank's stage here, and put the slices together."""
     whole: dict[str, Tensor] = {}
     for tp_rank in range(tp):
         group = Group(ranks=tuple(range(tp)), rank=tp_rank)
-        layers = gpt_layers(model, BuildContext(tp=group, device=CPU, streams=RandomStreams(0, CPU)))
+        layers = gpt_layers(model, BuildContext(layer_group=group, device=CPU, streams=RandomStreams(0, CPU)))
         for part in partition(layers, pp):
             stage = Stage([layers[i] for i in part])
             initialize(stage.by_name().values(), model, seed=seed)
             for name, parameter in stage.by_name().items():
                 full = whole.setdefault(name, torch.full(parameter.spec.shape, torch.nan))
-                held, piece = parameter.spec.take(full), parameter.spec.own(parameter.detach())
+                held, piece = parameter.spec.take(full), parameter.spec.unpadded(parameter.detach())
                 assert torch.all(torch.isnan(held) | (held == piece)), f"copies of {name} differ"
                 held.copy_(piece)
                 assert torch.all(parameter.detach()[piece.shape[0] :] == 0), "padding"
@@ -84,9 +85,11 @@ def test_the_distribution_is_as_documented() -> None:
     assert torch.all(weights["blocks.3.mlp_norm.weight"] == 1)
 
 
-@pytest.mark.parametrize("dim, start, stop", [(0, 0, 3), (0, 1000, 1537), (1, 100, 611), (None, 0, 0)])
-def test_slices_across_blocks_are_slices_of_the_whole(dim: int | None, start: int, stop: int) -> None:
+@pytest.mark.parametrize(
+    "ranges", [{0: (0, 3)}, {0: (1000, 1537)}, {1: (100, 611)}, {0: (500, 1100), 1: (7, 1999)}, {}]
+)
+def test_slices_across_blocks_are_slices_of_the_whole(ranges: dict[int, tuple[int, int]]) -> None:
     """1537 x 2000 elements are three blocks of the generator."""
     whole = normal_slice(ShardSpec(name="w", shape=(1537, 2000)), seed=5, std=1.0)
-    spec = ShardSpec(name="w", shape=(1537, 2000), dim=dim, start=start, stop=stop)
+    spec = replace(ShardSpec.split((1537, 2000), ranges), name="w")
     assert torch.equal(normal_slice(spec, seed=5, std=1.0), spec.take(whole))

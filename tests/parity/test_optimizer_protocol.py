@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import Config, validate
+from megacore.config import ResolvedConfig, validate
 from megacore.config.fields import Range
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings, StateKind
 from megacore.optim.optimizer import Optimizer
@@ -68,7 +68,7 @@ class Normalized(Optimizer[NormalizedConfig]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormalizedRun(Config):
+class NormalizedRun(ResolvedConfig):
     normalized: NormalizedConfig = field(default_factory=NormalizedConfig)
 
 
@@ -149,7 +149,7 @@ def saved(rank: int, dp: int, directory: str) -> None:
 
 def resumed(rank: int, dp: int, directory: str, stage: int) -> list[float]:
     trainer = trainer_of(dp, directory, zero_stage=stage, load=directory)
-    return [float(trainer.train_step(next(trainer.batches))[0]) for _ in range(2)]
+    return [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(2)]
 
 
 def test_its_state_moves_between_layouts(alone: Result, tmp_path: Path) -> None:

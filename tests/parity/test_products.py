@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megacore.config import known
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.products import Products
 from tests.distributed import run_distributed
@@ -58,8 +57,8 @@ def counted(rank: int, size: int, layout: Layout, directory: str, variants: list
         config = make_config(layout, directory, train_iters=3, **changes)
         mesh, products = build_mesh(config.parallel), CountedProducts()
         counting, plain = make_trainer(config, mesh, products=products), make_trainer(config, mesh)
-        losses = [[float(t.train_step(next(t.batches))[0]) for _ in range(3)] for t in (counting, plain)]
-        microbatches = known(config.training.global_batch_size) // config.training.micro_batch_size
+        losses = [[float(t.train_step(next(t.batches)).loss) for _ in range(3)] for t in (counting, plain)]
+        microbatches = config.training.global_batch_size // config.training.micro_batch_size
         linears = config.model.num_layers * (5 if config.model.gated else 4) + 1  # qkv, output, gate, up, down; head
         expected = dict.fromkeys(KINDS, 3 * microbatches * linears)
         outcomes.append(Counted(dict(products.calls), expected, *losses))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, cli
+from megacore.config import Config, ResolvedConfig, cli
 from megacore.config.cli import parse_config
 
 GOOD = ["--mock-data", "--vocab-size", "64", "--train-iters", "10"]
@@ -22,9 +22,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "GRACE_SECONDS", 0.0)
 
 
-def parse(*argv: str, **hooks: Any) -> Config:
+def parse(*argv: str, **hooks: Any) -> ResolvedConfig:
     """The configuration that a command line gives."""
-    return parse_config(argv, prog="pretrain_gpt.py", description="Pretrain a GPT.", **hooks)
+    return parse_config(argv, prog="pretrain_gpt.py", description="Pretrain a GPT.", kind=Config, **hooks)
 
 
 @pytest.fixture
@@ -47,6 +47,6 @@ def problems(message: str) -> list[str]:
     first, *lines, last = message.rstrip("\n").split("\n")
     lines = [line for line in lines if not line.startswith("Keys of ")]
     assert first == f"megacore: refused: {len(lines)} problem{'s' if len(lines) != 1 else ''}"
-    assert last == "All flags and their defaults: pretrain_gpt.py --help"
+    assert last == "Flags and their defaults: pretrain_gpt.py --help"
     assert all(line.startswith("  - ") for line in lines)
     return [line.removeprefix("  - ") for line in lines]

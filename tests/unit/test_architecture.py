@@ -104,7 +104,7 @@ def test_a_cycle_is_found_even_when_a_function_hides_it() -> None:
 def test_a_late_import_is_found_unless_it_is_listed(head: str) -> None:
     tail = "\nexcept ImportError:\n    pass" if head.startswith("try") else ""
     assert rules.late_imports(planted(megacore__data__gpt=f"{head}import zstandard{tail}"))
-    assert not rules.late_imports(planted(megacore__config__help=f"{head}import tyro{tail}"))
+    assert not rules.late_imports(planted(megacore__plan__canvas=f"{head}import matplotlib{tail}"))
     assert not rules.late_imports(planted(pretrain_gpt=f"{head}from megacore.train.launch import launch{tail}"))
     assert not rules.late_imports(planted(megacore__data__gpt="if TYPE_CHECKING:\n    import zstandard"))
 

@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 from transformers import BertTokenizerFast, RobertaTokenizerFast
 
-from megacore.config import DataConfig, ModelConfig, TrainingConfig, resolve
-from megacore.config.bert import BertConfig, BertSection
+from megacore.config import DataConfig, ModelConfig, TrainingConfig
+from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
 from megacore.data.bert.dataset import BertDataset
 from megacore.data.bert.layouts import PackedText, PairText, SegmentText
 from megacore.data.bert.mock import MOCK_TOKENS
 from megacore.data.gpt.blend import BlendedDataset
-from megacore.data.gpt.build import InputErrors, complete_config
+from megacore.data.gpt.build import InputErrors, vocabulary_size
 from megacore.data.indexed.preprocess import Job, preprocess
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.data.tokenizers.training import TokenizerKind, train_tokenizer
 
-Make = Callable[..., BertConfig]
+Make = Callable[..., ResolvedBertConfig]
 LINES = [
     f"The {thing} came first. It was {thing} number {number}! Was it? It {verb}."
     for number, (thing, verb) in enumerate([("dog", "ran"), ("cat", "sat"), ("bird", "sang"), ("fish", "swam")] * 10)
@@ -56,7 +56,7 @@ def write(
 
 def config(
     folder: Path, *prefixes: str, kind: TokenizerKind = "wordpiece", data: dict[str, Any] | None = None, **bert: Any
-) -> BertConfig:
+) -> ResolvedBertConfig:
     """A configuration of 10 steps of 4 samples of 32 tokens."""
     given: dict[str, Any] = {
         "data_path": prefixes,
@@ -64,17 +64,15 @@ def config(
         "seq_length": 32,
         "split": "8,2",
     } | (data or {})
-    return resolve(
-        BertConfig(
-            data=DataConfig(**given),
-            training=TrainingConfig(train_iters=10, global_batch_size=4, eval_interval=5, eval_iters=2),
-            bert=BertSection(**bert),
-        ),
-        1,
+    made = BertConfig(
+        data=DataConfig(**given),
+        training=TrainingConfig(train_iters=10, global_batch_size=4, eval_interval=5, eval_iters=2),
+        bert=BertSection(**bert),
     )
+    return made.resolve(1, vocab_size=vocabulary_size(made))
 
 
-def refused(made: BertConfig) -> tuple[str, ...]:
+def refused(made: ResolvedBertConfig) -> tuple[str, ...]:
     """What is wrong with the inputs."""
     with pytest.raises(InputErrors) as caught:
         check_bert_inputs(made)
@@ -90,7 +88,7 @@ def test_the_style_and_the_task_decide_the_layout(tmp_path: Path) -> None:
         ({"bert_style": "modern", "whole_word_masking": True, "max_ngram": 3}, PackedText),
     ]
     for bert, kind in ways:
-        made = complete_config(config(tmp_path, prefix, **bert))
+        made = config(tmp_path, prefix, **bert)
         check_bert_inputs(made)
         train, valid = build_bert_datasets(made)
         assert isinstance(train, BertDataset)
@@ -102,7 +100,7 @@ def test_the_style_and_the_task_decide_the_layout(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_has_the_same_masks_every_time_and_other_ones_than_training(tmp_path: Path) -> None:
-    made = complete_config(config(tmp_path, write(tmp_path, "wordpiece", "d", LINES)))
+    made = config(tmp_path, write(tmp_path, "wordpiece", "d", LINES))
     one, other = (build_bert_datasets(made, train_samples=n).valid for n in (None, 77))
     assert one is not None
     assert other is not None
@@ -113,7 +111,7 @@ def test_an_evaluation_has_the_same_masks_every_time_and_other_ones_than_trainin
 
 def test_datasets_are_mixed_and_draw_numbers_of_their_own(tmp_path: Path) -> None:
     a, b = (write(tmp_path, "wordpiece", name, LINES) for name in "ab")  # the same text
-    made = complete_config(config(tmp_path, "1", a, "3", b))
+    made = config(tmp_path, "1", a, "3", b)
     train = build_bert_datasets(made).train
     assert isinstance(train, BlendedDataset)
     assert np.bincount(train.dataset_index).tolist() == [10, 30]
@@ -136,7 +134,7 @@ def test_documents_without_sentences_do_where_no_pairs_are_asked_for(tmp_path: P
     prefix = write(tmp_path, "wordpiece", "d", LINES, split_sentences=False)
     ways: list[dict[str, Any]] = [{"sentence_task": "none"}, {"bert_style": "modern"}]
     for bert in ways:
-        made = complete_config(config(tmp_path, prefix, **bert))
+        made = config(tmp_path, prefix, **bert)
         check_bert_inputs(made)
         assert build_bert_datasets(made).train[0]["sentence_labels"] == -1
 
@@ -180,23 +178,20 @@ def test_a_tokenizer_without_marks_has_no_whole_words(tmp_path: Path) -> None:
     marked = tmp_path / "marked"
     check_bert_inputs(config(marked, write(marked, "wordpiece", "d", LINES), whole_word_masking=True))
     prefix = write(tmp_path, "wordpiece", "d", LINES)
-    made = config(tmp_path, prefix, whole_word_masking=True)
     path = tmp_path / "wordpiece" / "tokenizer.json"
     path.write_text(path.read_text().replace('"continuing_subword_prefix": "##"', '"continuing_subword_prefix": ""'))
+    made = config(tmp_path, prefix, whole_word_masking=True)
     assert any("does not mark where words begin" in problem for problem in refused(made))
 
 
 @pytest.mark.parametrize("bert", [{}, {"sentence_task": "sop"}, {"sentence_task": "none"}, {"bert_style": "modern"}])
 def test_generated_samples_have_what_real_ones_have(bert: dict[str, Any]) -> None:
-    made = resolve(
-        BertConfig(
-            model=ModelConfig(vocab_size=200),
-            data=DataConfig(mock_data=True, seq_length=48),
-            training=TrainingConfig(train_iters=50, global_batch_size=8, eval_interval=1, eval_iters=1),
-            bert=BertSection(**bert),
-        ),
-        1,
-    )
+    made = BertConfig(
+        model=ModelConfig(vocab_size=200),
+        data=DataConfig(mock_data=True, seq_length=48),
+        training=TrainingConfig(train_iters=50, global_batch_size=8, eval_interval=1, eval_iters=1),
+        bert=BertSection(**bert),
+    ).resolve(1)
     check_bert_inputs(made)
     train, valid = build_bert_datasets(made)
     assert valid is not None
@@ -215,7 +210,6 @@ def test_generated_samples_have_what_real_ones_have(bert: dict[str, Any]) -> Non
     text = real & (tokens >= 4)
     assert not (predicted & ~text).any()
     prob = made.bert.mask_prob
-    assert prob is not None
     assert abs(predicted.sum() - prob * text.sum()) < 3 * (prob * (1 - prob) * text.sum()) ** 0.5
     again = build_bert_datasets(made).train
     assert all(np.array_equal(samples[k][name], again[k][name]) for k in range(20) for name in samples[k])
@@ -228,7 +222,7 @@ def test_generated_samples_need_a_vocabulary_for_text() -> None:
         model=ModelConfig(vocab_size=7),
         data=DataConfig(mock_data=True),
         training=TrainingConfig(train_iters=1, global_batch_size=1),
-    )
+    ).resolve(1)
     assert refused(made) == ("--vocab-size 7 is too small for --mock-data: use 8 or more",)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, resolve, validate
-from megacore.config.bert import BertConfig, BertSection
-from megacore.config.bert_presets import BERT_PRESETS
+from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, validate
+from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.config.cli import flag_names, load_toml, parse_config, save_toml
 from megacore.config.flags import all_fields
+from megacore.config.presets import BERT_PRESETS
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse
 
@@ -28,7 +28,7 @@ BERT_FLAGS = (
 )
 
 
-def parse_bert(*argv: str) -> BertConfig:
+def parse_bert(*argv: str) -> ResolvedBertConfig:
     """The configuration that pretrain_bert.py takes from a command line."""
     return parse_config([*GOOD, *argv], prog="pretrain_bert.py", description="Pretrain a BERT.", kind=BertConfig)
 
@@ -78,11 +78,11 @@ def test_a_saved_configuration_reads_back_equal_and_only_as_its_own_kind(tmp_pat
     first = parse_bert("--bert-style", "modern", "--max-ngram", "2")
     save_toml(first, path)
     assert "[bert]" in path.read_text()
-    assert load_toml(path, BertConfig) == first
+    assert load_toml(path, BertConfig).resolve(1) == first
     again = parse_config(["--config", str(path)], prog="x", description="x", kind=BertConfig)
     assert again == first
     assert "[bert] is not a table" in refuse("--config", str(path))
-    assert type(resolve(first, 1)) is BertConfig
+    assert type(first) is type(first.resolve(1)) is ResolvedBertConfig
 
 
 def test_a_gpt_configuration_gives_bert_its_shape(tmp_path: Path) -> None:
@@ -132,13 +132,16 @@ def test_what_cannot_be_is_refused_by_name_with_the_way_out(values: dict[str, An
             ["--preset", "gpt2-small"],
             "--preset gpt2-small is GPT's: use bert-tiny, bert-base, bert-large or modernbert",
         ),
-        (["--position-embedding-type", "rope"], "--position-embedding-type rope is not that of --bert-style classic"),
+        (
+            ["--position-embedding-type", "rope"],
+            "--position-embedding-type rope is not available with --bert-style classic",
+        ),
         (
             ["--window-size", "8"],
             "--window-size 8 has no effect with --bert-style classic: leave it out, or use --bert",
         ),
-        (["--embedding-layernorm"], "--embedding-layernorm is BLOOM's, and BERT always has a norm after"),
-        (["--bert-style", "modern", "--parallel-residual"], "--parallel-residual is of GPT-NeoX's blocks"),
+        (["--embedding-layernorm"], "--embedding-layernorm is for BLOOM, and BERT always has a norm after"),
+        (["--bert-style", "modern", "--parallel-residual"], "--parallel-residual is for the blocks of GPT-NeoX"),
         (["--eod-mask-loss"], "--eod-mask-loss is for a model that predicts the next token"),
         (["--init-from-hf", "nowhere"], "--init-from-hf nowhere is for pretrain_gpt.py: convert the directory"),
         (["--init-from-hf", "nowhere", "--preset", "bert-tiny"], "--init-from-hf nowhere is for pretrain_gpt.py"),
@@ -199,9 +202,9 @@ def test_what_a_style_says_is_never_taken_for_given(tmp_path: Path, capsys: pyte
     assert (modern.model.normalization, modern.model.disable_bias_linear) == ("RMSNorm", True)
     save_toml(modern, tmp_path / "config.toml")
     again = parse_config(["--config", str(tmp_path / "config.toml")], prog="x", description="x", kind=BertConfig)
-    assert again == load_toml(tmp_path / "config.toml", BertConfig) == modern
+    assert again == load_toml(tmp_path / "config.toml", BertConfig).resolve(1) == modern
     for flags, named in (
-        (("--position-embedding-type", "learned"), "--position-embedding-type learned is not that of"),
+        (("--position-embedding-type", "learned"), "--position-embedding-type learned is not available with"),
         (("--normalization", "RMSNorm", "--no-norm-bias"), "--no-norm-bias has no effect with --normalization RMSNorm"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -215,7 +218,7 @@ def test_what_a_style_says_is_never_taken_for_given(tmp_path: Path, capsys: pyte
 def test_presets_read_back_equal(preset: str, tmp_path: Path) -> None:
     first = parse_bert("--preset", preset)
     save_toml(first, tmp_path / "config.toml")
-    assert load_toml(tmp_path / "config.toml", BertConfig) == first
+    assert load_toml(tmp_path / "config.toml", BertConfig).resolve(1) == first
     assert BERT_PRESETS[preset].keys() <= all_fields(BertConfig).keys()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -12,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import SECTIONS, Config
+from megacore.config import SECTIONS, Config, ResolvedConfig
 from megacore.config.cli import flag_names
 from megacore.config.flags import all_fields
+from megacore.config.schema import UNKNOWN_VOCAB_SIZE
 from megacore.errors import ConfigError, DataError
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, parse, problems
@@ -96,9 +98,7 @@ def test_flags_are_stronger_than_the_file_which_is_stronger_than_the_preset(
     assert (config.model.num_layers, config.model.hidden_size) == (5, 128)
     assert (config.model.num_attention_heads, config.data.seq_length, config.model.vocab_size) == (4, 64, 512)
     note = capfd.readouterr().err
-    assert (
-        note == f"megacore: note: --config {file} is stronger than --preset gpt2-tiny: hidden_size 128 (preset: 64)\n"
-    )
+    assert note == f"megacore: note: --config {file} overrides --preset gpt2-tiny: hidden_size 128 (preset: 64)\n"
 
 
 def test_a_preset_in_the_file_counts_too(tmp_path: Path) -> None:
@@ -109,8 +109,15 @@ def test_a_preset_in_the_file_counts_too(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_is_stronger_than_the_presets_vocabulary(tmp_path: Path) -> None:
-    config = parse("--preset", "gpt2-tiny", "--mock-data", "--train-iters", "1", "--tokenizer", str(tmp_path))
-    assert config.model.vocab_size is None
+    argv = ("--preset", "gpt2-tiny", "--mock-data", "--train-iters", "1", "--tokenizer", str(tmp_path))
+    asked: list[Config] = []
+
+    def vocabulary(config: Config) -> int:
+        asked.append(config)
+        return 777
+
+    assert parse(*argv, vocabulary=vocabulary).model.vocab_size == 777
+    assert asked[0].model.vocab_size is None
 
 
 def test_a_preset_fills_nothing_that_has_no_effect_beside_what_is_given(tmp_path: Path) -> None:
@@ -192,7 +199,7 @@ def test_all_kinds_of_problems_come_together(refuse: Refuse, tmp_path: Path) -> 
     ):
         assert any(words in problem for problem in found), words
     assert len(found) == 7 + 3  # and: the heads, the data, the number of steps
-    assert f"Keys of {file} go by their flags here" in text
+    assert f"Keys of {file} are shown as their flags" in text
 
 
 def test_nothing_at_all_is_refused_with_what_is_needed(refuse: Refuse) -> None:
@@ -262,34 +269,47 @@ def test_a_broken_environment_is_named(name: str, value: str, refuse: Refuse, mo
 
 
 def test_the_inputs_complete_and_check_the_configuration(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Config] = []
+    seen: list[ResolvedConfig] = []
 
-    def complete(config: Config) -> Config:
+    def unreadable(config: Config) -> int:
         raise DataError("tok.json is not a tokenizer\ngive another")
 
     def refused(config: Config) -> None:
         raise ConfigError(["first", "second"])
 
-    assert parse(*GOOD, complete=lambda config: config, checks=[seen.append]) == seen[0] == parse(*GOOD)
-    assert "  - tok.json is not a tokenizer\n    give another\n" in refuse(*GOOD, complete=complete)
-    assert "refused: 3 problems" in refuse(*GOOD, complete=complete, checks=[refused])
-    assert "refused: 1 problem\n" in refuse(*GOOD, complete=complete, checks=[complete])
+    assert parse(*GOOD, vocabulary=lambda config: 64, checks=[seen.append]) == seen[0] == parse(*GOOD)
+    assert "  - tok.json is not a tokenizer\n    give another\n" in refuse(*GOOD, vocabulary=unreadable)
+    assert "refused: 3 problems" in refuse(*GOOD, vocabulary=unreadable, checks=[refused])
+    assert "refused: 1 problem\n" in refuse(*GOOD, vocabulary=unreadable, checks=[unreadable])
     assert problems(refuse(*GOOD, checks=[refused])) == ["first", "second"]
     as_rank(monkeypatch, 1, 1, 2)
     parse(*GOOD, checks=[refused])  # not this rank's to check
-    assert refuse(*GOOD, complete=complete) == ""
+    assert refuse(*GOOD, vocabulary=unreadable) == ""
     assert len(seen) == 1
+
+
+def test_checks_run_without_a_vocabulary_that_cannot_be_read(refuse: Refuse, tmp_path: Path) -> None:
+    seen: list[ResolvedConfig] = []
+
+    def unreadable(config: Config) -> int:
+        raise DataError("no tokenizer")
+
+    argv = ("--mock-data", "--train-iters", "1", "--tokenizer", str(tmp_path))
+    assert problems(refuse(*argv, vocabulary=unreadable, checks=[seen.append])) == ["no tokenizer"]
+    assert seen[0].model.vocab_size == UNKNOWN_VOCAB_SIZE
+    assert seen[0].training.global_batch_size == 1
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
+from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 try:
-    parse_config(sys.argv[1:], prog="pretrain_gpt.py", description="Pretrain a GPT.")
+    parse_config(sys.argv[1:], prog="pretrain_gpt.py", description="Pretrain a GPT.", kind=Config)
 finally:
-    print("loaded:", sorted({"torch", "numpy", "tyro"} & set(sys.modules)))
+    print("loaded:", sorted({"torch", "numpy"} & set(sys.modules)))
 """
 
 
@@ -315,15 +335,24 @@ def test_a_refusal_is_quick_and_loads_nothing() -> None:
 
 
 def test_help_is_printed_once_and_names_every_flag() -> None:
-    done = run("--help", "--nonsense", COLUMNS="100")
+    done = run("--help", "all", COLUMNS="100")
     assert done.returncode == 0
     words = set(re.split(r"[\s,]+", done.stdout))
     for name, others in flag_names().items():
         assert {name, *others} <= words
     for section in SECTIONS:
-        assert f"{section} options" in done.stdout
-    assert "(default: 768)" in done.stdout
-    assert "(required)" in done.stdout
-    assert "--tp INT, --tensor-model-parallel-size INT" in done.stdout
+        assert f"[{section}]\n" in done.stdout
+    assert "Default: 768." in done.stdout
+    assert "Required." in done.stdout
+    assert "--tp, --tensor-model-parallel-size INT\n" in done.stdout
+    assert done.stdout.endswith("loaded: []\n")
     other = run("--help", RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     assert (other.returncode, other.stdout) == (0, "loaded: []\n")
+
+
+def test_help_into_a_closed_pipe_ends_quietly() -> None:
+    command = f"{shlex.quote(sys.executable)} pretrain_gpt.py --help all | true"
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import SECTIONS, Config, cli, resolve, validate
+from megacore.config import SECTIONS, Config, cli, validate
 from megacore.config import toml as config_file
 from megacore.config.cli import load_toml, parse_config, save_toml
 from megacore.config.fields import FieldInfo, field_docs, field_infos
@@ -190,13 +190,13 @@ def test_uneven_layers_and_vocabularies_are_fine() -> None:
 
 
 def test_resolve_fills_what_follows() -> None:
-    config = resolve(make(tp=2, pp=2, micro_batch_size=3), 12)
+    config = make(tp=2, pp=2, micro_batch_size=3).resolve(12)
     assert config.parallel.dp == 3
     assert config.model.ffn_hidden_size == 4 * 768
     assert config.model.max_position_embeddings == config.data.seq_length == 1024
     assert config.training.global_batch_size == 9
     assert config.optimizer.lr_decay_iters == 100
-    assert resolve(config, 12) == config
+    assert config.resolve(12) == config
     assert validate(config, 12) == []
 
 
@@ -254,10 +254,12 @@ def test_a_resolved_configuration_given_back_is_equal(preset: str | None, tmp_pa
         argv = ["--mock-data", "--train-iters", str(rng.randint(2, 9)), "--lr", repr(rng.random())]
         argv += ["--preset", preset] if preset else ["--vocab-size", "17"]
         argv += rng.choice([[], ["--hidden-dropout", "0"], ["--num-layers", "5"], ["--adam-eps", "1e-12"]])
-        first = parse_config(argv, prog="x", description="x")
+        first = parse_config(argv, prog="x", description="x", kind=Config)
         save_toml(first, tmp_path / "config.toml")
-        assert parse_config(["--config", str(tmp_path / "config.toml")], prog="x", description="x") == first
-        assert load_toml(tmp_path / "config.toml") == first
+        assert (
+            parse_config(["--config", str(tmp_path / "config.toml")], prog="x", description="x", kind=Config) == first
+        )
+        assert load_toml(tmp_path / "config.toml").resolve(1) == first
 
 
 def test_the_saved_file_says_which_version_wrote_it_and_is_replaced_whole(
@@ -303,7 +305,7 @@ def test_presets_are_valid_whole_shapes(preset: str) -> None:
 
 
 def test_the_small_preset_is_the_124m_model() -> None:
-    model = resolve(make(**GPT_PRESETS["gpt2-small"]), 1).model
+    model = make(**GPT_PRESETS["gpt2-small"]).resolve(1).model
     hidden, layers = model.hidden_size, model.num_layers
     assert model.vocab_size is not None
     assert model.max_position_embeddings is not None
@@ -329,6 +331,6 @@ def test_divisors_and_multiples_by_brute_force() -> None:
 
 
 def test_trace_steps_without_trace_are_refused() -> None:
-    message = "--trace-steps 5 has no effect without --trace: leave it out, or give --trace"
+    message = "--trace-steps 5 has no effect without --trace: leave it out, or use --trace"
     assert validate(make(trace_steps=5), 1) == [message]
     assert validate(make(trace_steps=5, trace=True), 1) == []

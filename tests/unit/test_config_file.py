@@ -11,7 +11,7 @@ from megacore.config import Config
 from megacore.config.cli import load_toml, save_toml
 from megacore.errors import ConfigError
 from tests.unit import refusals
-from tests.unit.refusals import GOOD, Refuse, problems
+from tests.unit.refusals import GOOD, Refuse, parse, problems
 
 alone, refuse = refusals.alone, refusals.refuse  # fixtures
 
@@ -106,3 +106,11 @@ def test_load_toml_raises_every_problem(tmp_path: Path) -> None:
     file.write_text("[training]\ntrain_iters = 0\n[data]\nmock_data = true\n")
     with pytest.raises(ConfigError, match="--train-iters 0"):
         load_toml(file)
+
+
+@pytest.mark.parametrize("precision", ['precision = "fp32"', 'precision = "fp16"\nloss_scale = 128.0'])
+def test_a_file_with_the_former_default_of_the_first_loss_scale_is_read(precision: str, tmp_path: Path) -> None:
+    """A run of an earlier version wrote initial_loss_scale = 65536.0 also where it has no effect."""
+    file = tmp_path / "config.toml"
+    file.write_text(f"[precision]\n{precision}\ninitial_loss_scale = 65536.0\n")
+    assert parse(*GOOD, "--config", str(file)).precision.initial_loss_scale == 65536.0

@@ -313,14 +313,14 @@ def test_batches_are_the_same_on_every_layout_and_after_a_resume(num_workers: in
     indexed = corpus(tmp_path / "d", [[5, 9, 3, 12, 7], [4, 4, 8, 2, 30, 1], [6, 11], [3] * 8])
     made = dataset(indexed, "nsp", num_samples=48)
 
-    def batches(dp_rank: int, dp_size: int, micro: int, consumed: int = 0) -> list[BertBatch]:
+    def batches(rank: int, ranks: int, micro: int, consumed: int = 0) -> list[BertBatch]:
         loader = BatchLoader(
             made,
             BertBatch,
             micro_batch_size=micro,
             global_batch_size=16,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
+            rank=rank,
+            ranks=ranks,
             consumed_samples=consumed,
             num_workers=num_workers,
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, resolve
+from megacore.config import Config, DataConfig, ModelConfig, ResolvedConfig, TrainingConfig
 from megacore.data.gpt import build
 from megacore.data.gpt.blend import BlendedDataset
 from megacore.data.gpt.build import build_datasets, check_inputs, split_documents, vocabulary_size
@@ -22,18 +22,21 @@ from megacore.errors import DataError
 from tests.unit import data_bytes
 
 
-def config(*, vocab_size: int | None = 100, eval_interval: int = 5, **data: Any) -> Config:
+def unresolved(*, vocab_size: int | None = 100, eval_interval: int = 5, **data: Any) -> Config:
     """A configuration of 20 steps of 8 samples of 16 tokens."""
-    return resolve(
-        Config(
-            model=ModelConfig(vocab_size=vocab_size),
-            data=DataConfig(seq_length=16, **data),
-            training=TrainingConfig(
-                train_iters=20, global_batch_size=8, micro_batch_size=2, eval_interval=eval_interval, eval_iters=3
-            ),
+    return Config(
+        model=ModelConfig(vocab_size=vocab_size),
+        data=DataConfig(seq_length=16, **data),
+        training=TrainingConfig(
+            train_iters=20, global_batch_size=8, micro_batch_size=2, eval_interval=eval_interval, eval_iters=3
         ),
-        1,
     )
+
+
+def config(**values: Any) -> ResolvedConfig:
+    """The same, resolved as at the start of a run."""
+    made = unresolved(**values)
+    return made.resolve(1, vocab_size=vocabulary_size(made))
 
 
 def documents(count: int, length: int, first: int = 0) -> data_bytes.Documents:
@@ -133,14 +136,14 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     paths = (good, high, str(tmp_path / "empty"), str(short), str(tmp_path / "missing"))
     with pytest.raises(DataError) as caught:
-        check_inputs(config(data_path=paths, vocab_size=1000))
+        check_inputs(unresolved(data_path=paths, vocab_size=1000))
     problems = caught.value.problems  # type: ignore[attr-defined]
     for problem, expected in zip(
         problems, ("sequence 1 holds the token id 4000", "0 bytes", "shorter", "No such"), strict=True
     ):
         assert expected in problem
     with pytest.raises(DataError) as caught:
-        check_inputs(config(data_path=paths, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=None))
+        check_inputs(unresolved(data_path=paths, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=None))
     assert len(caught.value.problems) == 4  # type: ignore[attr-defined]
     assert "tokenizer.json: not a `tokenizers` JSON file" in str(caught.value)
 
@@ -148,13 +151,13 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
 def test_the_vocabulary_is_the_tokenizer_s_unless_given(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     path = str(tmp_path)
-    assert check_inputs(config(mock_data=True, tokenizer=path, vocab_size=None)) == 257
-    assert vocabulary_size(config(mock_data=True, tokenizer=path, vocab_size=300)) == 300
-    assert check_inputs(config(mock_data=True)) == 100
+    assert check_inputs(unresolved(mock_data=True, tokenizer=path, vocab_size=None)) == 257
+    assert vocabulary_size(unresolved(mock_data=True, tokenizer=path, vocab_size=300)) == 300
+    assert check_inputs(unresolved(mock_data=True)) == 100
     with pytest.raises(DataError, match=r"--vocab-size 256 is smaller than the vocabulary of the tokenizer .* use 257"):
-        check_inputs(config(mock_data=True, tokenizer=path, vocab_size=256))
+        check_inputs(unresolved(mock_data=True, tokenizer=path, vocab_size=256))
     with pytest.raises(DataError, match="give --tokenizer PATH or --vocab-size N"):
-        check_inputs(config(mock_data=True, vocab_size=None))
+        check_inputs(unresolved(mock_data=True, vocab_size=None))
 
 
 def test_a_dataset_of_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -163,11 +166,11 @@ def test_a_dataset_of_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_pat
     tokenizer.save(tmp_path / "same")
     train_tokenizer(["aaaa bbbb aaaa bbbb"], "bpe", 259).save(tmp_path / "other")
     data: dict[str, Any] = {"data_path": (str(tmp_path / "a_text_document"),), "vocab_size": None}
-    assert check_inputs(config(tokenizer=str(tmp_path / "same"), **data)) == 257
+    assert check_inputs(unresolved(tokenizer=str(tmp_path / "same"), **data)) == 257
     with pytest.raises(DataError, match=r"a_text_document\.bin: made with another tokenizer"):
-        check_inputs(config(tokenizer=str(tmp_path / "other"), **data))
+        check_inputs(unresolved(tokenizer=str(tmp_path / "other"), **data))
     (tmp_path / "a_text_document.json").unlink()  # nothing knows any more
-    assert check_inputs(config(tokenizer=str(tmp_path / "other"), **data)) == 259
+    assert check_inputs(unresolved(tokenizer=str(tmp_path / "other"), **data)) == 259
 
 
 def test_an_altered_dataset_is_scanned_in_spite_of_its_sidecar(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ def test_an_altered_dataset_is_scanned_in_spite_of_its_sidecar(tokenizer: Tokeni
         file.seek(2 * 9)
         file.write(b"\xff\xff")
     with pytest.raises(DataError, match=r"sequence 2 holds the token id 65535"):
-        check_inputs(config(data_path=(str(tmp_path / "a_text_document"),), vocab_size=257))
+        check_inputs(unresolved(data_path=(str(tmp_path / "a_text_document"),), vocab_size=257))
 
 
 def test_the_start_of_a_run_loads_the_tokenizer_once(
@@ -185,7 +188,6 @@ def test_the_start_of_a_run_loads_the_tokenizer_once(
 ) -> None:
     tokenizer.save(tmp_path / "t")
     prefix = str(data_bytes.write(tmp_path / "d", [[[5, 6, 7, 0]]] * 10))
-    given = config(tokenizer=str(tmp_path / "t"), vocab_size=None, data_path=(prefix,), eod_mask_loss=True)
     loaded: list[str] = []
 
     def load(path: str) -> Tokenizer:
@@ -193,9 +195,9 @@ def test_the_start_of_a_run_loads_the_tokenizer_once(
         return load_tokenizer(path)
 
     monkeypatch.setattr(build, "load_tokenizer", load)
-    completed = build.complete_config(given)
-    assert (completed.model.vocab_size, check_inputs(completed)) == (257, 257)
-    build_datasets(completed)
+    made = config(tokenizer=str(tmp_path / "t"), vocab_size=None, data_path=(prefix,), eod_mask_loss=True)
+    assert (made.model.vocab_size, check_inputs(made)) == (257, 257)
+    build_datasets(made)
     assert loaded == [str(tmp_path / "t")]
 
 
@@ -208,7 +210,7 @@ def test_a_loss_mask_needs_an_end_of_document(tokenizer: Tokenizer, tmp_path: Pa
     text = (tmp_path / "t" / "tokenizer.json").read_text().replace("<|endoftext|>", "<|nothing|>")
     (tmp_path / "without.json").write_text(text)
     with pytest.raises(DataError, match="--eod-mask-loss needs an end-of-document token"):
-        check_inputs(config(tokenizer=str(tmp_path / "without.json"), vocab_size=None, **data))
+        check_inputs(unresolved(tokenizer=str(tmp_path / "without.json"), vocab_size=None, **data))
 
 
 def test_multimodal_datasets_are_refused(tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_multimodal_datasets_are_refused(tmp_path: Path) -> None:
     with open(f"{prefix}.idx", "ab") as file:
         file.write(bytes(3))
     with pytest.raises(DataError, match="a multimodal dataset"):
-        check_inputs(config(data_path=(str(prefix),)))
+        check_inputs(unresolved(data_path=(str(prefix),)))
 
 
 def test_a_resumed_run_asks_for_the_samples_it_will_read(tmp_path: Path) -> None:

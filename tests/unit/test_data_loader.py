@@ -96,9 +96,7 @@ def test_samples_of_a_step_do_not_depend_on_the_layout(micro: int, dp: int) -> N
     batch = 24
     ranks = [
         numbers(
-            BatchLoader(
-                Numbered(100), Microbatch, micro_batch_size=micro, global_batch_size=batch, dp_rank=d, dp_size=dp
-            )
+            BatchLoader(Numbered(100), Microbatch, micro_batch_size=micro, global_batch_size=batch, rank=d, ranks=dp)
         )
         for d in range(dp)
     ]
@@ -117,8 +115,8 @@ def test_a_run_resumes_from_the_consumed_samples_alone(num_workers: int) -> None
             Microbatch,
             micro_batch_size=2,
             global_batch_size=8,
-            dp_rank=1,
-            dp_size=2,
+            rank=1,
+            ranks=2,
             consumed_samples=consumed,
             num_workers=num_workers,
         )
@@ -133,7 +131,7 @@ def test_a_run_resumes_from_the_consumed_samples_alone(num_workers: int) -> None
 
 def test_a_microbatch_has_the_shapes_and_the_same_number_everywhere() -> None:
     loader = BatchLoader(
-        Numbered(64), Microbatch, micro_batch_size=2, global_batch_size=16, dp_rank=1, dp_size=2, consumed_samples=16
+        Numbered(64), Microbatch, micro_batch_size=2, global_batch_size=16, rank=1, ranks=2, consumed_samples=16
     )
     step = next(loader)
     assert [m.index for m in step] == [9, 11, 13, 15]
@@ -152,8 +150,8 @@ def test_an_unusable_sample_is_one_clear_error(num_workers: int) -> None:
         Microbatch,
         micro_batch_size=2,
         global_batch_size=8,
-        dp_rank=0,
-        dp_size=1,
+        rank=0,
+        ranks=1,
         num_workers=num_workers,
     )
     next(loader)
@@ -168,8 +166,8 @@ def test_a_loader_begins_again_with_the_same_processes(num_workers: int) -> None
         Microbatch,
         micro_batch_size=2,
         global_batch_size=8,
-        dp_rank=1,
-        dp_size=2,
+        rank=1,
+        ranks=2,
         consumed_samples=8,
         num_workers=num_workers,
     )
@@ -187,7 +185,7 @@ def test_a_killed_worker_is_one_clear_error() -> None:
     others = multiprocessing.active_children()
     handler = signal.getsignal(signal.SIGCHLD)
     loader = BatchLoader(
-        Numbered(4000), Microbatch, micro_batch_size=2, global_batch_size=8, dp_rank=0, dp_size=1, num_workers=2
+        Numbered(4000), Microbatch, micro_batch_size=2, global_batch_size=8, rank=0, ranks=1, num_workers=2
     )
     assert signal.getsignal(signal.SIGCHLD) is handler
     next(loader)

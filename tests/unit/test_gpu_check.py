@@ -271,7 +271,7 @@ def test_the_wheels_are_what_setup_cfg_requires_pinned() -> None:
     assert named - download.PROVIDED <= found.keys()
     assert not found.keys() & (download.PROVIDED | {"ruff", "mypy", "matplotlib"})
     assert not [name for name in found if name.startswith("nvidia")]
-    assert {"markdown-it-py", "iniconfig", "typeguard", "execnet"} <= found.keys()  # of rich, pytest, tyro, xdist
+    assert {"markdown-it-py", "iniconfig", "execnet"} <= found.keys()  # of rich, pytest, xdist
     assert all(version == download.pins().get(name, version) for name, version in found.items())
 
 
@@ -293,5 +293,5 @@ def test_only_what_is_lacking_is_installed(tmp_path: Path) -> None:
 
 def test_a_package_that_setup_cfg_requires_is_noticed() -> None:
     names = {wheels.name_of(line) for line in wheels.requirements()}
-    assert {"torch", "tyro", "tomli-w", "zstandard", "pytest"} <= names
+    assert {"torch", "rich", "tomli-w", "zstandard", "pytest"} <= names
     assert wheels.missing_packages() == []

@@ -1,46 +1,59 @@
-"""What --help says is true of the entry point that says it: its flags, its presets, and its defaults in every style."""
+"""What --help says is true of the entry point that says it, fits the terminal, and can be navigated by topic."""
 
 from __future__ import annotations
 
 import re
+import shlex
 
 import pytest
 
-from megacore.config import Config, TrainingConfig
+import megacore
+from megacore.config import Config, TrainingConfig, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names, parse_config
-from megacore.config.fields import field_docs
-from megacore.config.help import print_help
+from megacore.config.fields import field_docs, field_infos
+from megacore.config.flags import all_fields, read_flags
+from megacore.config.help import help_text, help_topic
 from megacore.config.megatron_flags import advice
 from megacore.config.messages import number
 from megacore.config.presets import BERT_PRESETS, GPT_PRESETS
+from megacore.errors import UserError
 from tests.unit import refusals
-from tests.unit.refusals import GOOD
+from tests.unit.refusals import GOOD, parse
 
 alone = refusals.alone  # fixture
 KINDS = pytest.mark.parametrize("kind", [Config, BertConfig])
+USUAL = """
+--preset --num-layers --hidden-size --data-path --tokenizer --mock-data --seq-length --train-iters --micro-batch-size
+--global-batch-size --lr --precision --tp --pp --dp --zero-stage --output-dir --save-interval --load --config
+"""
 
 
-def help_of(kind: type[Config], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The text of each flag, in one line."""
-    monkeypatch.setenv("COLUMNS", "120")
-    print_help("x", "y", kind)
-    lines = [line.strip(" │") for line in capsys.readouterr().out.splitlines()]
-    found: dict[str, str] = {}
+def help_of(topic: str, kind: type[Config], columns: int = 120) -> str:
+    """A page of help, as it is printed into a pipe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        return help_text(topic, kind, prog="x.py", description="y")
+
+
+def entries(page: str) -> dict[str, str]:
+    """The text of each flag in one line, its names included."""
+    texts: dict[str, str] = {}
     name = ""
-    for line in lines:
-        if re.fullmatch(r"--[a-z0-9-]+( [^ ]+)?(, --[a-z0-9-]+( [^ ]+)?)*", line):
-            name = re.split("[ ,]", line)[0]
-        found[name] = f"{found.get(name, '')} {line}".strip()
-    return found
+    for line in page.splitlines():
+        if found := re.match(r"  (--[a-z0-9-]+)", line):
+            name = found[1]
+        texts[name] = f"{texts.get(name, '')} {line.strip()}".strip()
+    return texts
+
+
+# ---- every flag ------------------------------------------------------------------------------------------------------
 
 
 @KINDS
-def test_it_has_every_flag_that_can_be_given_and_no_other(
-    kind: type[Config], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = help_of(kind, capsys, monkeypatch)
-    refused = {"--" + name.replace("_", "-") for name in kind.foreign}
+def test_all_has_every_flag_that_can_be_given_and_no_other(kind: type[Config]) -> None:
+    shown = entries(help_of("all", kind))
+    refused = {"--" + name.replace("_", "-") for name in kind.unsupported}
     assert refused < flag_names(kind).keys()
     for name, others in flag_names(kind).items():
         assert (name in shown) == (name not in refused), name
@@ -48,41 +61,186 @@ def test_it_has_every_flag_that_can_be_given_and_no_other(
 
 
 @KINDS
-def test_it_names_the_presets_of_its_own(
-    kind: type[Config], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = " ".join(help_of(kind, capsys, monkeypatch).values())
+def test_the_sections_together_have_every_flag_once(kind: type[Config]) -> None:
+    names = [name for section in sections_of(kind) for name in entries(help_of(section, kind)) if name]
+    assert sorted([*names, "--config"]) == sorted(name for name in entries(help_of("all", kind)) if name)
+
+
+@KINDS
+def test_it_names_the_presets_of_the_entry_point(kind: type[Config]) -> None:
+    text = help_of("all", kind)
     for name in (*GPT_PRESETS, *BERT_PRESETS):
         assert (re.search(rf"\b{re.escape(name)}\b", text) is not None) == (name in kind.presets), name
 
 
+def test_a_text_ends_with_the_default_where_a_value_does_not_say_it() -> None:
+    for section in sections_of(BertConfig).values():
+        for name, doc in field_docs(section).items():
+            derived = field_infos(section)[name].optional
+            assert doc.count("Default: ") == derived, name
+            assert not derived or re.search(r" Default: [^.]+(\.[^.\s][^.]*)*\.$", doc), name
+    for name, doc in BertConfig.help_texts.items():
+        assert doc.count("Default: ") == all_fields(BertConfig)[name].optional, name
+
+
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_berts_defaults_are_those_that_a_run_has(
-    style: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = help_of(BertConfig, capsys, monkeypatch)
+def test_berts_defaults_are_those_that_a_run_has(style: str) -> None:
+    shown = entries(help_of("all", BertConfig))
     argv = [*GOOD, "--bert-style", style]
     model = parse_config(argv, prog="x", description="x", kind=BertConfig).model
-    names = "norm_epsilon norm_bias activation disable_bias_linear position_embedding_type rotary_base window_size"
+    names = "norm_epsilon norm_bias activation disable_bias_linear position_embedding_type rotary_base"
     for name in (*names.split(), "hidden_dropout", "attention_dropout", "normalization"):
         value = getattr(model, name)
         text = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
         text = number(value) if isinstance(value, float) else text
-        hint = shown["--" + name.replace("_", "-")].rpartition("(default: ")[2].rstrip(")")
+        hint = shown["--" + name.replace("_", "-")].rpartition("Default: ")[2].removesuffix(".")
         first, *others = hint.split("; ")
-        own = [other for other in others if other.endswith(f" with --bert-style {style}")]
-        assert (own[0].split()[0] if own else first) == text, (name, hint)
+        for_style = [other for other in others if other.endswith(f" with --bert-style {style}")]
+        assert (for_style[0].split()[0] if for_style else first) == text, (name, hint)
 
 
-def test_a_window_is_told_as_each_model_has_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "last so many positions" in help_of(Config, capsys, monkeypatch)["--window-size"]
-    assert "half as many away, on either side" in help_of(BertConfig, capsys, monkeypatch)["--window-size"]
+def test_a_window_is_described_as_each_model_has_it() -> None:
+    gpt = "Sliding window: each token attends only to the last N tokens, including itself."
+    assert gpt in entries(help_of("model", Config))["--window-size"]
+    bert = entries(help_of("model", BertConfig))["--window-size"]
+    assert "tokens at most N / 2 away, on either side" in bert
+    assert "Default: no window with --bert-style classic, 128 with modern." in bert
 
 
 def test_equal_bits_of_equal_seeds_are_claimed_for_cpus_alone() -> None:
     """On cuda operators may add in any order, unless --reproducible forbids it."""
     claim = field_docs(TrainingConfig)["seed"]
-    assert "on CPUs; on cuda with --reproducible only" in claim
+    assert "on CPUs; on cuda only with --reproducible" in claim
     assert "use --reproducible" in str(advice("--deterministic-mode"))
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_the_short_page_has_the_usual_flags_and_says_how_to_see_the_rest(kind: type[Config]) -> None:
+    page = help_of("", kind, columns=80)
+    assert set(USUAL.split()) <= entries(page).keys()
+    assert len(page.splitlines()) < 100
+    for words in ("--help SECTION", "--help FLAG", "--help all", "--version", *sections_of(kind)):
+        assert words in page, words
+    assert "--train-iters INT" in page
+    assert "Required." in entries(page)["--train-iters"]
+    assert page.startswith("Usage: python x.py FLAGS\n")
+
+
+@KINDS
+def test_the_examples_are_command_lines_that_can_be_read(kind: type[Config]) -> None:
+    page = help_of("", kind, columns=80)
+    assert len(kind.examples) == 3
+    for command in kind.examples.values():
+        assert all(line.strip() in page for line in command.splitlines())
+        words = shlex.split(command.replace("\\\n", " "))
+        program = next(i for i, word in enumerate(words) if word.startswith("pretrain_"))
+        assert words[program] == ("pretrain_gpt.py" if kind is Config else "pretrain_bert.py")
+        assert read_flags(words[program + 1 :], kind).problems == []
+
+
+@KINDS
+@pytest.mark.parametrize("columns", [60, 80, 120, 300])
+def test_no_page_is_wider_than_the_terminal_or_coloured_in_a_pipe(kind: type[Config], columns: int) -> None:
+    for topic in ("all", "lr") if columns == 60 else ("", "all", "lr"):
+        page = help_of(topic, kind, columns)
+        assert max(map(len, page.splitlines())) < min(columns, 120)
+        assert "\x1b" not in page
+
+
+def test_a_terminal_sees_flags_in_bold_unless_it_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1m--lr FLOAT\x1b[0m" in help_of("lr", Config)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in help_of("lr", Config)
+
+
+@pytest.mark.parametrize("topic", ["lr", "--lr", "lr "])
+def test_a_flag_has_a_page(topic: str) -> None:
+    assert help_of(topic, Config).splitlines() == [
+        "  --lr FLOAT",
+        "      Peak learning rate, reached at the end of the warm-up. Default: 0.0003.",
+        "      Range: above 0.",
+        "      In a file: lr under [optimizer].",
+    ]
+
+
+def test_a_flag_is_found_by_every_name_and_a_section_by_its_own() -> None:
+    by_name = help_of("norm_epsilon", Config)
+    assert by_name == help_of("--norm-epsilon", Config) == help_of("layernorm-epsilon", Config)
+    assert help_of("no-mock-data", Config) == help_of("mock-data", Config)
+    assert help_of("optimizer", Config).startswith("[optimizer]\n")  # the section
+    assert help_of("--optimizer", Config).startswith("  --optimizer {adamw,sgd}\n")  # the flag
+    assert help_of("config", Config).startswith("  --config FILE.toml\n")
+
+
+@pytest.mark.parametrize(
+    ("topic", "kind", "message"),
+    [
+        ("paralel", Config, "use model, parallel, precision, data, optimizer, training, checkpoint, logging or all"),
+        ("paralel", Config, "(did you mean parallel?)"),
+        ("learning-rate-warmup", Config, "--help learning-rate-warmup: there is no such section or flag"),
+        ("bert", Config, "there is no such section or flag"),
+        ("swiglu", Config, "--swiglu is Megatron-LM's: use --activation swiglu"),
+        ("use-flash-attn", Config, "--use-flash-attn is Megatron-LM's, and becomes --attention sdpa"),
+        ("parallel-residual", BertConfig, "--parallel-residual is for the blocks of GPT-NeoX, not of BERT"),
+    ],
+)
+def test_an_unknown_topic_is_refused_with_the_choices(topic: str, kind: type[Config], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        help_text(topic, kind, prog="x", description="y")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "topic"),
+    [
+        ([], None),
+        (["--tp", "2"], None),
+        (["--help"], ""),
+        (["-h"], ""),
+        (["--tp", "2", "--help"], ""),
+        (["--help", "--tp", "2"], ""),
+        (["--help", "--tp"], "--tp"),
+        (["--help", "data"], "data"),
+        (["--help=data"], "data"),
+        (["--tp", "2", "-h", "data", "--lr", "1"], "data"),
+    ],
+)
+def test_the_topic_is_the_word_after_help(argv: list[str], topic: str | None) -> None:
+    assert help_topic(argv) == topic
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "out", "err"),
+    [
+        (["--help"], 0, "Usage: python pretrain_gpt.py", ""),
+        (["--help", "lr"], 0, "  --lr FLOAT\n", ""),
+        (["--help", "nonsense"], 2, "", "megacore: --help nonsense: there is no such section or flag: use model,"),
+        (["--version"], 0, f"megacore {megacore.__version__}\n", ""),
+        (["--tp", "x", "--version"], 0, f"megacore {megacore.__version__}\n", ""),
+    ],
+)
+def test_the_command_line_answers_and_exits(
+    argv: list[str],
+    status: int,
+    out: str,
+    err: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse(*argv)
+    printed = capsys.readouterr()
+    assert exit_info.value.code == status
+    assert printed.out.startswith(out) and bool(printed.out) == bool(out)
+    assert printed.err.startswith(err) and bool(printed.err) == bool(err)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=str(status)):
+        parse(*argv)
+    assert capsys.readouterr() == ("", "")

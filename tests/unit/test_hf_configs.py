@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, ResolvedModel
 from megacore.config.presets import GPT_PRESETS
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import FAMILIES, describe_model, family_of
@@ -25,7 +25,7 @@ del SMALL["gpt_neox"]["num_key_value_heads"]
 SMALL |= {name: {k: v for k, v in SMALL["gpt_neox"].items() if k != "rotary_pct"} for name in ("bert", "modernbert")}
 
 
-def read(model_type: str, **changes: Any) -> ModelConfig:
+def read(model_type: str, **changes: Any) -> ResolvedModel:
     values = {"model_type": model_type, **SMALL[model_type], **changes}
     return family_of(values, "config.json").to_model(values, "config.json")
 
@@ -150,11 +150,11 @@ def test_there_and_back(model_type: str) -> None:
 def test_every_preset_can_be_exported(preset: str) -> None:
     shape = {name: value for name, value in GPT_PRESETS[preset].items() if name != "seq_length"}
     config = ModelConfig(**shape)  # type: ignore[arg-type]
-    family, values = describe_model(config.with_sizes(1024), None)
+    family, values = describe_model(config.resolve(seq_length=1024), None)
     assert values["model_type"] == family.model_type
 
 
 def test_a_model_of_no_family_is_refused() -> None:
     config = ModelConfig(vocab_size=11, num_layers=1, hidden_size=8, num_attention_heads=2, activation="geglu")
     with pytest.raises(CheckpointError, match="no model of transformers that megacore knows"):
-        describe_model(config.with_sizes(16))
+        describe_model(config.resolve(seq_length=16))

@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 import torch
 
-from megacore.config import ModelConfig
-from megacore.config.bert import BertSection
+from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBert
 from megacore.convert.plan import make_plan, model_layers, model_shapes, their_shapes
 from megacore.models.hf.families import FAMILIES
 from megacore.models.hf.family import Family
@@ -19,7 +19,7 @@ from tests.unit.test_hf_configs import SMALL
 LAYERS = 5
 
 
-def model_of(model_type: str) -> tuple[Family, ModelConfig, BertSection | None]:
+def model_of(model_type: str) -> tuple[Family, ResolvedModel, ResolvedBert | None]:
     """A family and a small model of it, of several layers."""
     family = FAMILIES[model_type]
     values = {**SMALL[model_type], "n_layer" if model_type in ("gpt2", "bloom") else "num_hidden_layers": LAYERS}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.config import ModelConfig
+from megacore.config import ModelConfig, ResolvedModel
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.plan import model_shapes
 from tests.e2e.launching import words
@@ -36,10 +36,10 @@ GPT = ModelConfig(
     num_attention_heads=HEADS,
     max_position_embeddings=POSITIONS,
     vocab_size=VOCAB,
-).with_sizes(POSITIONS)
+).resolve(seq_length=POSITIONS)
 
 
-def tensors_of(config: ModelConfig) -> dict[str, Tensor]:
+def tensors_of(config: ResolvedModel) -> dict[str, Tensor]:
     """Known tensors of a model."""
     torch.manual_seed(0)
     return {name: torch.randn(shape) for name, shape in model_shapes(config).items()}
@@ -186,7 +186,7 @@ def test_a_llama_of_megatron_core(tmp_path: Path) -> None:
         rotary_base=500_000.0,
         disable_bias_linear=True,
         untie_embeddings_and_output_weights=True,
-    ).with_sizes(POSITIONS)
+    ).resolve(seq_length=POSITIONS)
     values, tp = tensors_of(config), 2
     args = {
         "num_layers": 2,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import OptimizerConfig, SGDConfig
+from megacore.config import OptimizerConfig, ResolvedOptimizer, SGDConfig
 from megacore.pipeline.actions import Op
 from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
@@ -139,7 +139,8 @@ def test_microbatches_in_flight() -> None:
 
 def test_the_optimizers_moments() -> None:
     config = parse(*MOCK, "--vocab-size", "64")
-    plain = dataclasses.replace(config, optimizer=OptimizerConfig(optimizer="sgd"), sgd=SGDConfig(sgd_momentum=0.0))
+    sgd = OptimizerConfig(optimizer="sgd").resolved_as(ResolvedOptimizer, lr_decay_iters=1)
+    plain = dataclasses.replace(config, optimizer=sgd, sgd=SGDConfig(sgd_momentum=0.0))
     for own, moments in ((config, 2), (dataclasses.replace(plain, sgd=SGDConfig()), 1), (plain, 0)):
         assert state_bytes(100, own)["optimizer"] == 4 * 100 * moments
 

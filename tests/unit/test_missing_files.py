@@ -26,8 +26,8 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         f"{tmp_path}/none.bin and {tmp_path}/none.idx not found",
         f"use {tmp_path}/corpus_text_document",
         f"use {tmp_path}/pairs_text_sentence",
-        "without the ending",
-        f"--output-dir {file}/out cannot be made: {file} is not a directory",
+        "must be a prefix without the suffix .bin: use",
+        f"--output-dir {file}/out cannot be created: {file} is not a directory",
     ):
         assert words in problems
     assert missing_files(make(data_path=(prefixes[2] + "_text_document",), output_dir=str(tmp_path / "a/b"))) == []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from megacore.config import ModelConfig, resolve, validate
+from megacore.config import ModelConfig, ResolvedConfig, ResolvedModel, TrainingConfig, sections_of, validate
+from megacore.config.bert import BertConfig, ResolvedBertConfig
+from megacore.config.fields import field_infos
 from tests.unit.test_config import make
 
 ROPE = {"position_embedding_type": "rope"}
@@ -85,7 +88,32 @@ def test_what_can_be_is_taken(values: dict[str, Any], tp: int) -> None:
 
 
 def test_sizes_that_follow_are_filled() -> None:
-    model = resolve(make(num_query_groups=4, seq_length=77), 1).model
+    model = make(num_query_groups=4, seq_length=77).resolve(1).model
     assert (model.num_query_groups, model.kv_channels, model.ffn_hidden_size) == (4, 64, 4 * 768)
     assert model.max_position_embeddings == 77
-    assert resolve(make(), 1).model.num_query_groups == ModelConfig().num_attention_heads
+    assert make().resolve(1).model.num_query_groups == ModelConfig().num_attention_heads
+
+
+def test_a_resolved_section_has_no_unknown_sizes_and_the_ranges_of_the_one_it_narrows() -> None:
+    model = ModelConfig(vocab_size=8).resolve(seq_length=16)
+    assert (model.vocab_size, model.max_position_embeddings, model.ffn_hidden_size) == (8, 16, 4 * 768)
+    assert ModelConfig().resolve(seq_length=16, vocab_size=9).vocab_size == 9
+    assert list(field_infos(ResolvedModel)) == list(field_infos(ModelConfig))  # the order of config.toml
+    for name, info in field_infos(ResolvedModel).items():
+        declared = field_infos(ModelConfig)[name]
+        assert (info.range, info.choices, info.flags) == (declared.range, declared.choices, declared.flags)
+    for value, message in ((None, "--vocab-size is missing"), (0, "--vocab-size 0 must be at least 1")):
+        (problem,) = dataclasses.replace(model, vocab_size=value).problems()  # type: ignore[arg-type]
+        assert problem.startswith(message)
+    with pytest.raises(TypeError, match="vocab_size"):
+        ResolvedModel(num_query_groups=1, kv_channels=1, ffn_hidden_size=1, max_position_embeddings=1)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="vocabulary"):
+        make(vocab_size=None).resolve(1)
+
+
+def test_a_resolved_configuration_is_of_its_own_kind() -> None:
+    gpt, bert = make().resolve(1), BertConfig(training=TrainingConfig(train_iters=1)).resolve(1, vocab_size=9)
+    assert (type(gpt), type(bert)) == (ResolvedConfig, ResolvedBertConfig)
+    assert type(bert.resolve(1)) is ResolvedBertConfig
+    assert list(sections_of(ResolvedBertConfig)) == list(sections_of(BertConfig))
+    assert (bert.bert.mask_prob, bert.bert.sentence_task, bert.presets) == (0.15, "nsp", BertConfig.presets)

@@ -15,7 +15,7 @@ from megacore.optim.clip import clip_factor, scale_gradients, square_sum, totals
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.offload import step_on_host
 from megacore.optim.sgd import SGD
-from megacore.parallel.mesh import ALONE, Group, Mesh
+from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel, grown
@@ -119,7 +119,7 @@ class Layer(torch.nn.Module):
 
 
 def data_parallel(layer: Layer) -> DataParallel:
-    return DataParallel([[layer]], ALONE, options=ZeroOptions(), bucket_bytes=1 << 20)
+    return DataParallel([[layer]], Mesh(device=torch.device("cpu")), options=ZeroOptions(), bucket_bytes=1 << 20)
 
 
 def test_norm_and_clipping_are_torchs() -> None:
@@ -128,7 +128,7 @@ def test_norm_and_clipping_are_torchs() -> None:
     for mine, other in zip((layer.weight, layer.bias), theirs, strict=True):
         other.grad = torch.randn(other.shape)
         mine.grad = other.grad.clone()
-    norm = totals(segments, Mesh(device=torch.device("cpu")), sharded=False).norm
+    norm = totals(segments, Mesh(device=torch.device("cpu"))).norm
     expected = torch.nn.utils.clip_grad_norm_(theirs, 0.3)
     scale_gradients([owned.gradient for owned in segments if owned.gradient is not None], clip_factor(norm, 0.3))
     assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -139,17 +139,17 @@ def test_norm_and_clipping_are_torchs() -> None:
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
 def test_a_loss_that_is_not_finite_poisons_the_norm(poison: float) -> None:
     alone = Mesh(device=torch.device("cpu"))
-    assert not totals([], alone, sharded=False, loss=poison).norm.isfinite()
-    assert not totals([], alone, sharded=False, overflow=poison).norm.isfinite()
+    assert not totals([], alone, loss=poison).norm.isfinite()
+    assert not totals([], alone, overflow=poison).norm.isfinite()
 
 
 def test_votes_travel_with_a_loss_that_is_not_finite_and_do_not_count_as_one() -> None:
     alone = Mesh(device=torch.device("cpu"))
     loss = torch.tensor([math.nan, 2.0])
-    found = totals([], alone, sharded=False, loss=loss, votes=[0, 1, 3]).to_host()
+    found = totals([], alone, loss=loss, votes=[0, 1, 3]).to_host()
     assert found.votes.tolist() == [0, 1, 3]
     assert found.loss.isfinite().tolist() == [False, True]
-    assert totals([], alone, sharded=False, loss=1.0, votes=[0, 1, 3]).norm == 0.0
+    assert totals([], alone, loss=1.0, votes=[0, 1, 3]).norm == 0.0
 
 
 def test_a_small_norm_and_a_limit_of_zero_change_nothing() -> None:
@@ -214,14 +214,14 @@ def test_shards_hold_every_element_exactly_once(sizes: list[int], shards: int) -
 @pytest.mark.parametrize("limit, sizes", [(1, [1] * 6), (80, [2, 2, 2]), (1000, [6])])
 def test_buckets_are_filled_in_reverse_and_hold_everything_once(limit: int, sizes: list[int]) -> None:
     parameters = [parameter(10, name=str(i)) for i in range(6)]  # 40 bytes each
-    buckets = assign_buckets(parameters, limit)
+    buckets = assign_buckets(parameters, {"replicas": limit})
     assert [len(bucket) for bucket in buckets] == sizes
     assert [p.spec.name for bucket in buckets for p in bucket] == ["5", "4", "3", "2", "1", "0"]
 
 
 def test_a_shared_parameter_has_a_bucket_of_its_own() -> None:
     parameters = [parameter(10, name=str(i)) for i in range(4)]
-    buckets = assign_buckets(parameters, 1000, frozenset({"2"}))
+    buckets = assign_buckets(parameters, {"replicas": 1000}, frozenset({"2"}))
     assert [[p.spec.name for p in bucket] for bucket in buckets] == [["2"], ["3", "1", "0"]]
 
 
@@ -233,7 +233,9 @@ def test_a_share_of_a_bucket_stays_large_on_many_ranks(ranks: int) -> None:
     for number, layer in enumerate(layers):
         layer.weight = parameter(1024, 1024, name=f"{number}.weight")
     group = Group(ranks=tuple(range(ranks)), rank=0)
-    made = DataParallel([layers], group, options=ZeroOptions(stage=1), bucket_bytes=25 << 20)
+    made = DataParallel(
+        [layers], Mesh(device=torch.device("cpu"), replicas=group), options=ZeroOptions(stage=1), bucket_bytes=25 << 20
+    )
     smallest = min(4 * bucket.layout.shard_size for bucket in made.buckets)
     assert smallest >= min((8 << 20) // 16, (32 << 20) // ranks)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import Config, DataConfig, ParallelConfig, TrainingConfig, resolve
+from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megacore.pipeline.actions import ScheduleError
 from megacore.pipeline.schedule import build_schedule
 from megacore.pipeline.schedule_file import check_schedule, load_schedule
@@ -77,14 +77,12 @@ def test_a_byte_order_mark_is_no_part_of_a_cell(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pp, batch, fits", [(2, 2, True), (2, 4, False), (4, 2, False)])
 def test_it_must_fit_the_run(pp: int, batch: int, fits: bool, tmp_path: Path) -> None:
-    config = resolve(
-        Config(
-            parallel=ParallelConfig(pp=pp, schedule_csv=str(written(tmp_path, GOOD))),
-            data=DataConfig(mock_data=True),
-            training=TrainingConfig(train_iters=1, global_batch_size=batch),
-        ),
-        pp,
-    )
+    config = Config(
+        parallel=ParallelConfig(pp=pp, schedule_csv=str(written(tmp_path, GOOD))),
+        model=ModelConfig(vocab_size=8),
+        data=DataConfig(mock_data=True),
+        training=TrainingConfig(train_iters=1, global_batch_size=batch),
+    ).resolve(pp)
     if fits:
         check_schedule(config)
         return

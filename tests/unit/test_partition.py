@@ -63,13 +63,13 @@ def test_a_layout_by_hand() -> None:
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("E,2*t|t,H", "it has 2 stages, but there must be 3"),
-        ("E,2*t|t|t", "one E, then every t, then one H"),
-        ("E,t|H|t,t", "one E, then every t, then one H"),
+        ("E,2*t|t,H", "it has 2 stages, but --pp x --virtual-stages is 3: write 3 stages"),
+        ("E,2*t|t|t", "the layers are not in order: write one E, then every t, then one H"),
+        ("E,t|H|t,t", "the layers are not in order: write one E, then every t, then one H"),
         ("E,t|t|x,H", "stage 2: 'x' is not E, t or H"),
         ("E,t||t,H", "stage 1: '' is not E, t or H"),
         ("E,t|0*t|t,H", "stage 1 holds no layer"),
-        ("E,t|t|t,H", "it has 3 blocks, but --num-layers is 4: use --num-layers 3, or write 4 in all"),
+        ("E,t|t|t,H", "it has 3 blocks, but --num-layers is 4: use --num-layers 3, or write 4 blocks"),
         ("E,t|t|9999999999*t,H", "stage 2: 9999999999*t is more than --num-layers 4: use a smaller number"),
         ("E,t|" + "9" * 5000 + "*t|t,H", "' is not E, t or H"),
         ("E,\u0662*t|t|t,H", "stage 0: '\u0662*t' is not E, t or H"),

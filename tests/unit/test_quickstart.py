@@ -52,7 +52,7 @@ def test_the_configuration_accepts_every_layout(gpus: int) -> None:
         for name, value in (("WORLD_SIZE", layout.processes), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 29500)):
             patch.setenv(name, str(value))
         patch.chdir(ROOT)
-        config = parse_config([*flags, "--mock-data", "--vocab-size", "4096"], prog="x", description="x")
+        config = parse_config([*flags, "--mock-data", "--vocab-size", "4096"], prog="x", description="x", kind=Config)
     assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (layout.tp, layout.pp, layout.dp)
 
 

@@ -25,7 +25,7 @@ def planned_trace(path: Path, change: Callable[[dict[str, Any]], None] = lambda 
     ranks = []
     for rank, spans in enumerate(timeline.spans):
         done = tuple(Timed("compute", (s.action,), 1e-4 * s.start, 1e-4 * s.end) for s in spans)
-        ranks.append(RankTrace(place={"pp": rank, "dp": 0, "tp": 0}, steps=(TracedStep(2, 0.0, 1.2e-3, done),)))
+        ranks.append(RankTrace(coordinates={"pp": rank, "dp": 0, "tp": 0}, steps=(TracedStep(2, 0.0, 1.2e-3, done),)))
     write_trace(path, ranks, schedule)
     content = json.loads(path.read_text())
     change(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, 
 from megacore.pipeline.stage import Stage
 from tests.parity.runs import make_config
 
-SPEC = ShardSpec(name="blocks.1.mlp.up.weight", shape=(8, 3), dim=0, start=4, stop=6)
+SPEC = replace(ShardSpec.split((8, 3), {0: (4, 6)}), name="blocks.1.mlp.up.weight")
 
 
 def sharded(*, requires_grad: bool = True) -> ShardedParameter:

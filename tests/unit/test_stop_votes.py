@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from megacore.config.checkpoint_section import CheckpointConfig
+from megacore.config.sections import CheckpointConfig
 from megacore.train.stopping import Decision, StopRequests
 
 

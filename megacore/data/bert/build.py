@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import logging
 
-from megacore.config import known
-from megacore.config.bert import BertConfig
+from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.chunks import paired_documents
 from megacore.data.bert.dataset import BertDataset
 from megacore.data.bert.layouts import PackedText, PairText, SegmentText
@@ -33,7 +32,7 @@ from megacore.errors import DataError
 _LOG = logging.getLogger(__name__)
 
 
-def check_bert_inputs(config: BertConfig) -> None:
+def check_bert_inputs(config: ResolvedBertConfig) -> None:
     """Check the tokenizer and every dataset of a configuration; warn of a dataset made with --append-eod.
 
     Raises:
@@ -45,7 +44,7 @@ def check_bert_inputs(config: BertConfig) -> None:
     except InputErrors as error:
         problems += error.problems
     try:
-        _masking(config)
+        _masking(config, vocabulary_size(config))
     except DataError as error:
         problems.append(str(error))
     for prefix in config.data.blend()[0]:
@@ -59,7 +58,7 @@ def check_bert_inputs(config: BertConfig) -> None:
         raise InputErrors(list(dict.fromkeys(problems)))
 
 
-def build_bert_datasets(config: BertConfig, *, train_samples: int | None = None) -> Datasets:
+def build_bert_datasets(config: ResolvedBertConfig, *, train_samples: int | None = None) -> Datasets:
     """Make the datasets of a resolved configuration.
 
     Args:
@@ -69,9 +68,9 @@ def build_bert_datasets(config: BertConfig, *, train_samples: int | None = None)
     Raises:
         DataError: An input is unusable.
     """
-    section = config.bert.filled()
-    vocab_size = config.model.vocab_size or vocabulary_size(config)
-    tokens, masking = _masking(config)
+    section = config.bert
+    vocab_size = config.model.vocab_size
+    tokens, masking = _masking(config, vocab_size)
     shape = Shape(
         seq_length=config.data.seq_length,
         special=tokens,
@@ -115,8 +114,8 @@ def build_bert_datasets(config: BertConfig, *, train_samples: int | None = None)
     return datasets_of(config, train_samples, mock, dataset)
 
 
-def _text(config: BertConfig, split: Split, shape: Shape) -> BertText:
-    section = config.bert.filled()
+def _text(config: ResolvedBertConfig, split: Split, shape: Shape) -> BertText:
+    section = config.bert
     if section.packed:
         return PackedText(split, shape)
     if section.sentence_task == "none":
@@ -124,16 +123,15 @@ def _text(config: BertConfig, split: Split, shape: Shape) -> BertText:
     return PairText(split, shape, swap=section.sentence_task == "sop")
 
 
-def _masking(config: BertConfig) -> tuple[SpecialTokens, Masking]:
+def _masking(config: ResolvedBertConfig, vocab_size: int) -> tuple[SpecialTokens, Masking]:
     """The special tokens and the rules of masking of a run.
 
     Raises:
         DataError: The tokenizer has not what they need.
     """
-    section = config.bert.filled()
-    vocab_size = config.model.vocab_size or vocabulary_size(config)
+    section = config.bert
     if config.data.mock_data:
-        return MOCK_TOKENS, mock_masking(vocab_size, prob=known(section.mask_prob), max_ngram=section.max_ngram)
+        return MOCK_TOKENS, mock_masking(vocab_size, prob=section.mask_prob, max_ngram=section.max_ngram)
     tokenizer = tokenizer_of(config)
     assert tokenizer is not None, "BertConfig asks for one"
     source = str(config.data.tokenizer)
@@ -141,7 +139,7 @@ def _masking(config: BertConfig) -> tuple[SpecialTokens, Masking]:
         tokenizer,
         source,
         vocab_size=vocab_size,
-        prob=known(section.mask_prob),
+        prob=section.mask_prob,
         whole_words=section.whole_word_masking,
         max_ngram=section.max_ngram,
     )
@@ -158,13 +156,13 @@ def _note_ends(indexed: IndexedDataset) -> None:
         )
 
 
-def _check_sentences(config: BertConfig, indexed: IndexedDataset) -> None:
+def _check_sentences(config: ResolvedBertConfig, indexed: IndexedDataset) -> None:
     """Refuse a dataset that gives no pairs where they are asked for, in a split that is read.
 
     Raises:
         DataError: Names the split, the task and the way out.
     """
-    task = config.bert.filled().sentence_task
+    task = config.bert.sentence_task
     if task == "none":
         return
     if len(indexed) <= indexed.num_documents and paired_documents(indexed, range(indexed.num_documents)) == 0:

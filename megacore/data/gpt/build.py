@@ -7,16 +7,15 @@ nothing of them is read or built.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
-from megacore.config import Config
+from megacore.config import Config, ResolvedConfig
 from megacore.data.gpt.blend import BlendedDataset, SampleDataset, blend_index
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.mock import MockDataset
@@ -27,8 +26,6 @@ from megacore.errors import DataError
 
 # Tokens are compared with the vocabulary at the start up to this many bytes; the rest as it is read.
 _SCAN_BYTES = 1 << 30
-
-C = TypeVar("C", bound=Config)
 
 
 class InputErrors(DataError):
@@ -86,16 +83,7 @@ def vocabulary_size(config: Config) -> int:
     return _vocab_size(config, tokenizer_of(config))
 
 
-def complete_config(config: C) -> C:
-    """The configuration with the vocabulary's size, which only the tokenizer knows.
-
-    Raises:
-        DataError: As for `vocabulary_size`.
-    """
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocabulary_size(config)))
-
-
-def build_datasets(config: Config, *, train_samples: int | None = None) -> Datasets:
+def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) -> Datasets:
     """Make the datasets of a resolved configuration.
 
     The validation set holds `eval_iters` global batches: every evaluation reads the same ones. With
@@ -109,7 +97,7 @@ def build_datasets(config: Config, *, train_samples: int | None = None) -> Datas
     Raises:
         DataError: An input is unusable.
     """
-    vocab_size = config.model.vocab_size or vocabulary_size(config)
+    vocab_size = config.model.vocab_size
     eod = None if config.data.mock_data else _masked_eod(config)
 
     def mock(stream: int, num_samples: int) -> SampleDataset:
@@ -147,7 +135,7 @@ class Part(NamedTuple):
 
 
 def datasets_of(
-    config: Config,
+    config: ResolvedConfig,
     train_samples: int | None,
     mock: Callable[[int, int], SampleDataset],
     dataset: Callable[[Part, int], SampleDataset],
@@ -161,7 +149,6 @@ def datasets_of(
         dataset: Makes a dataset of a part and a number of samples.
     """
     training = config.training
-    assert training.global_batch_size is not None
     _loaded.cache_clear()  # the run itself does without the tokenizer
     batch = training.global_batch_size
     evaluated = training.eval_iters * batch if training.eval_interval else 0
@@ -208,7 +195,7 @@ def split_documents(indexed: IndexedDataset, shares: tuple[float, float, float])
 
 
 def _blended(
-    config: Config, parts: Sequence[Part], count: int, dataset: Callable[[Part, int], SampleDataset]
+    config: ResolvedConfig, parts: Sequence[Part], count: int, dataset: Callable[[Part, int], SampleDataset]
 ) -> SampleDataset | None:
     """One split of all datasets, mixed by --data-path's weights or else by their tokens."""
     if not count or not parts:
@@ -261,7 +248,7 @@ def tokenizer_of(config: Config) -> Tokenizer | None:
 
 
 def _vocab_size(config: Config, tokenizer: Tokenizer | None) -> int:
-    given = config.model.vocab_size
+    given = config.model.vocab_size or None  # UNKNOWN_VOCAB_SIZE is no size
     if tokenizer is None:
         if given is None:
             raise DataError("the size of the vocabulary is not known: give --tokenizer PATH or --vocab-size N")

@@ -54,8 +54,8 @@ class BatchLoader(Generic[B]):
         batch_type: What the samples are stacked to; its tensors are named as the samples' arrays.
         micro_batch_size: Samples of a microbatch.
         global_batch_size: Samples of a step, over all ranks.
-        dp_rank: This rank's number among those that share the samples.
-        dp_size: Their number.
+        rank: This rank's number among those that share the samples.
+        ranks: Their number.
         consumed_samples: Where to begin.
         num_workers: Processes that read ahead; 0 reads in this process.
         pin_memory: Whether microbatches are copied to pinned memory, from which an accelerator fetches them by itself.
@@ -68,16 +68,16 @@ class BatchLoader(Generic[B]):
         *,
         micro_batch_size: int,
         global_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
+        rank: int,
+        ranks: int,
         consumed_samples: int = 0,
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        assert global_batch_size % (micro_batch_size * dp_size) == 0
-        assert 0 <= dp_rank < dp_size
+        assert global_batch_size % (micro_batch_size * ranks) == 0
+        assert 0 <= rank < ranks
         self.consumed_samples = self._first_sample = consumed_samples
-        self.num_microbatches = global_batch_size // (micro_batch_size * dp_size)
+        self.num_microbatches = global_batch_size // (micro_batch_size * ranks)
         self._global_batch_size, self._pin_memory = global_batch_size, pin_memory
         steps = max(0, len(dataset) - consumed_samples) // global_batch_size
         self._view = _RankView(
@@ -86,8 +86,8 @@ class BatchLoader(Generic[B]):
             size=micro_batch_size,
             length=steps * self.num_microbatches,
             consumed=consumed_samples,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
+            rank=rank,
+            ranks=ranks,
         )
         self._readers: _Readers[B] | None = None if num_workers == 0 else _Readers(self._view, num_workers)
         self._microbatches = self._from_the_start()
@@ -214,14 +214,14 @@ class _RankView(Dataset[B | _Unusable], Generic[B]):
     size: int
     length: int
     consumed: int
-    dp_rank: int
-    dp_size: int
+    rank: int
+    ranks: int
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, position: int) -> B | _Unusable:
-        first = self.consumed + (position * self.dp_size + self.dp_rank) * self.size
+        first = self.consumed + (position * self.ranks + self.rank) * self.size
         try:
             samples = [self.dataset[first + i] for i in range(self.size)]
         except DataError as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megacore.config import ModelConfig
-from megacore.config.bert import BertSection
+from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBert
 from megacore.config.messages import did_you_mean, one_of
 from megacore.errors import CheckpointError
 from megacore.models.hf.bert import BERT
@@ -47,7 +47,7 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def describe_model(config: ModelConfig, bert: BertSection | None = None) -> tuple[Family, dict[str, Any]]:
+def describe_model(config: ResolvedModel, bert: ResolvedBert | None = None) -> tuple[Family, dict[str, Any]]:
     """A family that computes what a model does, and the model's config.json in it.
 
     Raises:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megacore.config import ModelConfig, known
-from megacore.config.bert import BertSection
+from megacore.config import ModelConfig, ResolvedModel
+from megacore.config.bert import BertSection, ResolvedBert
 from megacore.config.model import differing
 from megacore.errors import CheckpointError
 from megacore.models.hf.config_reader import ConfigReader
@@ -46,8 +46,8 @@ class Layout:
         runs: the order.
     """
 
-    sizes: Callable[[ModelConfig], tuple[int, ...]]
-    runs: Callable[[ModelConfig], Iterator[Run]]
+    sizes: Callable[[ResolvedModel], tuple[int, ...]]
+    runs: Callable[[ResolvedModel], Iterator[Run]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Same:
     """A field that both configurations have.
 
     Attributes:
-        ours: ModelConfig's name.
+        ours: ResolvedModel's name.
         theirs: the names in config.json; the first is written.
         default: what transformers takes where it is missing.
     """
@@ -95,9 +95,9 @@ class Family:
         same: fields that are copied.
         fixed: fields with the values that megacore computes, and the default where they are missing.
         optional: fields that may be missing, with their only values.
-        constants: ModelConfig's fields that are the same for the whole family.
+        constants: ResolvedModel's fields that are the same for the whole family.
         ignored: fields of this family that do not change what the model computes.
-        read: ModelConfig's remaining fields from the file; notes problems in the reader.
+        read: ResolvedModel's remaining fields from the file; notes problems in the reader.
         write: the remaining fields of the file.
         rules: the tensors.
         aliases: other ends of names under which files store a tensor -> the end of the name in `rules`.
@@ -105,7 +105,7 @@ class Family:
         ties: a tensor of theirs that a tied model has not of its own -> the one that it then is.
         unused: a tensor of theirs that an untied model has and does not compute with -> the one that it repeats.
         bert_style: for a BERT, its style; None: it predicts the next token.
-        read_bert: BertSection's fields from the file; notes problems in the reader.
+        read_bert: ResolvedBert's fields from the file; notes problems in the reader.
         write_bert: those fields for the file.
         without_sentences: the class of a BERT without the sentence task.
     """
@@ -119,7 +119,7 @@ class Family:
     constants: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     read: Callable[[ConfigReader], dict[str, Any]] = lambda reader: {}
-    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    write: Callable[[ResolvedModel], dict[str, Any]] = lambda config: {}
     rules: tuple[TensorRule, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
@@ -127,10 +127,10 @@ class Family:
     unused: Mapping[str, str] = field(default_factory=dict)
     bert_style: Literal["classic", "modern"] | None = None
     read_bert: Callable[[ConfigReader], dict[str, Any]] = lambda reader: {}
-    write_bert: Callable[[ModelConfig, BertSection], dict[str, Any]] = lambda config, bert: {}
+    write_bert: Callable[[ResolvedModel, ResolvedBert], dict[str, Any]] = lambda config, bert: {}
     without_sentences: str | None = None
 
-    def to_model(self, values: Mapping[str, Any], where: str) -> ModelConfig:
+    def to_model(self, values: Mapping[str, Any], where: str) -> ResolvedModel:
         """The model that a config.json describes.
 
         Args:
@@ -151,11 +151,12 @@ class Family:
         reader.finish(self.ignored)
         config = ModelConfig(**ours)
         problems = reader.problems or [f"{where}: {self._in_its_words(one, values)}" for one in config.problems()]
-        if not problems and None in (config.vocab_size, config.max_position_embeddings):
-            problems = [f"{where}: the size of the vocabulary or of the context is null"]
-        if problems:
-            raise CheckpointError(refusal(where, problems))
-        return config.with_sizes(known(config.max_position_embeddings))
+        positions = config.max_position_embeddings
+        if not problems and positions is not None and config.vocab_size is not None:
+            return config.resolve(seq_length=positions)
+        raise CheckpointError(
+            refusal(where, problems or [f"{where}: the size of the vocabulary or of the context is null"])
+        )
 
     def _in_its_words(self, problem: str, values: Mapping[str, Any]) -> str:
         """What a flag's message says, of the field that the flag's value came from; its way out is one of flags."""
@@ -167,7 +168,7 @@ class Family:
 
         return re.sub(r"--([a-z][a-z-]*)", name, problem.rsplit(": ", 1)[0])
 
-    def to_bert(self, values: Mapping[str, Any], where: str, *, paired: bool) -> BertSection | None:
+    def to_bert(self, values: Mapping[str, Any], where: str, *, paired: bool) -> ResolvedBert | None:
         """What is BERT's own of a config.json that `to_model` accepts; None where the model is none.
 
         Args:
@@ -179,20 +180,20 @@ class Family:
             return None
         fields = self.read_bert(ConfigReader(values, where))
         task: Literal["nsp", "none"] = "nsp" if paired else "none"
-        return BertSection(bert_style=self.bert_style, sentence_task=task, **fields).filled()
+        return BertSection(bert_style=self.bert_style, sentence_task=task, **fields).resolve()
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """The classes of transformers that megacore reads."""
         return (self.architecture, *filter(None, [self.without_sentences]))
 
-    def class_of(self, bert: BertSection | None) -> str:
+    def class_of(self, bert: ResolvedBert | None) -> str:
         """The class that a model becomes."""
         if self.without_sentences is not None and bert is not None and bert.sentence_task == "none":
             return self.without_sentences
         return self.architecture
 
-    def from_model(self, config: ModelConfig, bert: BertSection | None = None) -> dict[str, Any] | None:
+    def from_model(self, config: ResolvedModel, bert: ResolvedBert | None = None) -> dict[str, Any] | None:
         """The config.json of a model, or None where this family cannot represent it exactly.
 
         Args:
@@ -223,12 +224,12 @@ def refusal(where: str, problems: list[str]) -> str:
     return f"{where} describes a model that megacore cannot represent exactly:{shown}{more}"
 
 
-def same_model(one: ModelConfig, other: ModelConfig) -> bool:
+def same_model(one: ResolvedModel, other: ResolvedModel) -> bool:
     """Whether two resolved configurations compute the same."""
     return not differing(one, other)
 
 
-def same_bert(one: BertSection | None, other: BertSection | None, config: ModelConfig) -> bool:
+def same_bert(one: ResolvedBert | None, other: ResolvedBert | None, config: ResolvedModel) -> bool:
     """Whether two sections are of BERTs that compute the same."""
     if one is None or other is None:
         return one is other
@@ -249,7 +250,7 @@ def read_tied(reader: ConfigReader, *, default: bool) -> dict[str, Any]:
     return {"untie_embeddings_and_output_weights": not tied}
 
 
-def write_tied(config: ModelConfig) -> dict[str, Any]:
+def write_tied(config: ResolvedModel) -> dict[str, Any]:
     """The same for the file."""
     return {"tie_word_embeddings": not config.untie_embeddings_and_output_weights}
 
@@ -257,12 +258,12 @@ def write_tied(config: ModelConfig) -> dict[str, Any]:
 # ---- orders of rows --------------------------------------------------------------------------------------------------
 
 
-def _q_k_v_sizes(config: ModelConfig) -> tuple[int, ...]:
+def _q_k_v_sizes(config: ResolvedModel) -> tuple[int, ...]:
     query, key = config.num_attention_heads * config.head_size, config.query_groups * config.head_size
     return query, key, key
 
 
-def q_k_v_runs(config: ModelConfig) -> Iterator[Run]:
+def q_k_v_runs(config: ResolvedModel) -> Iterator[Run]:
     """By head group, [q.., k, v], each the next rows of its source."""
     d, groups = config.head_size, config.query_groups
     each = config.num_attention_heads // groups * d  # query rows of a group
@@ -272,7 +273,7 @@ def q_k_v_runs(config: ModelConfig) -> Iterator[Run]:
         yield Run(source=2, start=g * d, stop=(g + 1) * d)
 
 
-def _stacked_runs(config: ModelConfig) -> Iterator[Run]:
+def _stacked_runs(config: ResolvedModel) -> Iterator[Run]:
     query, key, _ = _q_k_v_sizes(config)
     offsets = (0, query, query + key)
     for run in q_k_v_runs(config):

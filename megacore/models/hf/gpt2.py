@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.family import Family, Layout, Same, TensorRule, read_tied, stacked_q_k_v, write_tied
 
@@ -22,7 +22,7 @@ def _read(reader: ConfigReader) -> dict[str, Any]:
     return {"hidden_dropout": float(residual)} | read_tied(reader, default=True)
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ResolvedModel) -> dict[str, Any]:
     return {"resid_pdrop": config.hidden_dropout, "embd_pdrop": config.hidden_dropout} | write_tied(config)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.family import Family, Same, TensorRule, q_k_v, read_tied, write_tied
 from megacore.models.hf.rope import read_rope, write_rope
@@ -78,7 +78,7 @@ def _read_llama(reader: ConfigReader) -> dict[str, Any]:
     return _common(reader) | {"disable_bias_linear": not attention}
 
 
-def _write_llama(config: ModelConfig) -> dict[str, Any]:
+def _write_llama(config: ResolvedModel) -> dict[str, Any]:
     bias = not config.disable_bias_linear
     return write_rope(config) | write_tied(config) | {"attention_bias": bias, "mlp_bias": bias}
 
@@ -91,7 +91,7 @@ def _read_mistral(reader: ConfigReader) -> dict[str, Any]:
     return _common(reader) | {"disable_bias_linear": True, "window_size": _window(reader, default=4096)}
 
 
-def _write_mistral(config: ModelConfig) -> dict[str, Any]:
+def _write_mistral(config: ResolvedModel) -> dict[str, Any]:
     return write_rope(config) | write_tied(config) | {"sliding_window": config.window_size}
 
 
@@ -129,7 +129,7 @@ def _window_of_qwen(reader: ConfigReader) -> int | None:
     return window if number else None
 
 
-def _write_window_of_qwen(config: ModelConfig) -> dict[str, Any]:
+def _write_window_of_qwen(config: ResolvedModel) -> dict[str, Any]:
     uses = config.window_size is not None
     values: dict[str, Any] = {"use_sliding_window": uses, "sliding_window": config.window_size}
     return values | ({"max_window_layers": 0} if uses else {})
@@ -151,7 +151,7 @@ def _read_qwen3(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+def _write_qwen(config: ResolvedModel) -> dict[str, Any]:
     return write_rope(config) | write_tied(config) | _write_window_of_qwen(config)
 
 

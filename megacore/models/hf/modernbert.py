@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megacore.config import ModelConfig, known
-from megacore.config.bert import BertSection
+from megacore.config import ResolvedModel
+from megacore.config.bert import ResolvedBert
 from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.family import Family, Layout, Run, Same, TensorRule, read_tied, stacked_q_k_v, write_tied
 
@@ -24,11 +24,11 @@ _IGNORED = """
 def _half(number: int) -> Layout:
     """One of the two matrices that are stored as one."""
 
-    def runs(config: ModelConfig) -> Iterator[Run]:
-        inner = known(config.ffn_hidden_size)
+    def runs(config: ResolvedModel) -> Iterator[Run]:
+        inner = config.ffn_hidden_size
         yield Run(source=0, start=number * inner, stop=(number + 1) * inner)
 
-    return Layout(lambda config: ((number + 1) * known(config.ffn_hidden_size),), runs)
+    return Layout(lambda config: ((number + 1) * config.ffn_hidden_size,), runs)
 
 
 def _read(reader: ConfigReader) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _layer_types(layers: int, interval: int) -> list[str]:
     return [_KINDS[i % interval > 0] for i in range(layers)]
 
 
-def _write_bert(config: ModelConfig, bert: BertSection) -> dict[str, Any]:
+def _write_bert(config: ResolvedModel, bert: ResolvedBert) -> dict[str, Any]:
     bases = {"full_attention": config.rotary_base, "sliding_attention": bert.local_rotary_base}
     return {
         "layer_types": _layer_types(config.num_layers, bert.global_attention_interval),

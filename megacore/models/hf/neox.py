@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.family import Family, Same, TensorRule, read_tied, write_tied
 from megacore.models.hf.rope import read_rope, write_rope
@@ -35,7 +35,7 @@ def _read(reader: ConfigReader) -> dict[str, Any]:
     )
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ResolvedModel) -> dict[str, Any]:
     names = [theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation]
     return (
         write_rope(config, share=True)

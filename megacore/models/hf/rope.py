@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megacore.config import ModelConfig
+from megacore.config import ResolvedModel
 from megacore.config.messages import one_of
 from megacore.models.hf.config_reader import ConfigReader
 
@@ -74,7 +74,7 @@ def read_rope(reader: ConfigReader, positions: int, *, base: str = "rope_theta",
     return fields
 
 
-def write_rope(config: ModelConfig, *, share: bool = False) -> dict[str, Any]:
+def write_rope(config: ResolvedModel, *, share: bool = False) -> dict[str, Any]:
     """`rope_parameters` of a model.
 
     Args:

@@ -1,0 +1,81 @@
+"""The dimensions of the mesh: one row for each way in which the ranks divide the work.
+
+The table fixes how ranks are numbered, how they are named in messages and files, and, through what a dimension divides,
+which groups they form (`megacore.parallel.mesh`). A further dimension is a further row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Divides = Literal["stages", "samples", "tokens", "matrices", "nothing"]
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of the mesh.
+
+    Attributes:
+        name: in messages, traces and checkpoints.
+        degree: the field of `ParallelConfig` that holds the number of ranks along it, or that number.
+        divides: what ranks that differ only along this dimension hold different parts of. `stages`: the layers;
+            `samples`: the batch; `tokens`: the sequences; `matrices`: each layer; `nothing`: they repeat each other's
+            work on the same data.
+    """
+
+    name: str
+    degree: str | int
+    divides: Divides
+
+
+# Outermost first. Ranks along the innermost dimension are neighbours, which the fastest links join (Narayanan et al.
+# 2021, arXiv 2104.04473, section 3.3).
+DIMENSIONS = (
+    Dimension("pp", "pp", "stages"),
+    Dimension("dp", "dp", "samples"),
+    Dimension("tp", "tp", "matrices"),
+)
+
+
+def degrees_of(field: Callable[[str], int], dimensions: Sequence[Dimension] = DIMENSIONS) -> dict[str, int]:
+    """The number of ranks along each dimension, by name, outermost first.
+
+    Args:
+        field: name of a field of `ParallelConfig` -> its value, resolved.
+        dimensions: the table.
+    """
+    return {d.name: d.degree if isinstance(d.degree, int) else field(d.degree) for d in dimensions}
+
+
+def coordinates_of(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
+    """Where a rank stands along each dimension, by name.
+
+    Args:
+        rank: global.
+        degrees: ranks along each dimension, outermost first.
+    """
+    coordinates, inner = {}, math.prod(degrees.values())
+    for name, degree in degrees.items():
+        inner //= degree
+        coordinates[name] = rank // inner % degree
+    return coordinates
+
+
+def describe_rank(rank: int, degrees: Mapping[str, int]) -> str:
+    """The coordinates of a rank in words: `pp 1, dp 0, tp 3`."""
+    return ", ".join(f"{name} {number}" for name, number in coordinates_of(rank, degrees).items())
+
+
+def describe_degrees(degrees: Mapping[str, int]) -> str:
+    """The ranks along each dimension in words, outermost first: `pp 2 x dp 4 x tp 2`; those not in the table last."""
+    order = [dimension.name for dimension in DIMENSIONS]
+    names = sorted(degrees, key=lambda name: order.index(name) if name in order else len(order))
+    return " x ".join(f"{name} {degrees[name]}" for name in names)
+
+
+def pipeline_dimension(dimensions: Sequence[Dimension] = DIMENSIONS) -> str:
+    """The name of the dimension that divides the stages."""
+    return next(dimension.name for dimension in dimensions if dimension.divides == "stages")

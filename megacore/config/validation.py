@@ -1,0 +1,245 @@
+"""What must hold between the fields of a configuration: every violated constraint, each with the way out.
+
+A section validates its own fields (`Section.wrong_fields`, `Section.constraints`). The functions below check what must
+hold between sections. missing_files.py asks the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megacore.config.fields import Section, field_infos
+from megacore.config.messages import counted, divisors, nearest_multiples, one_of
+from megacore.config.optimizers import OptimizerSettings
+from megacore.config.pipeline_layout import parse_layout
+from megacore.config.schema import Config, sections_of
+from megacore.config.sections import AUTO
+
+
+def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozenset()) -> list[str]:
+    """Names every violated constraint of a configuration, resolved or not.
+
+    Args:
+        config: the configuration to check; none of its values need be valid.
+        world_size: the number of processes of the run.
+        unread: fields that were given a value which could not be read. Constraints on them are not checked.
+
+    Returns:
+        One message per problem. It names the flags, their values, the constraint and the way out.
+    """
+    sections: list[Section] = [getattr(config, name) for name in sections_of(type(config))]
+    wrong_by_section = [section.wrong_fields() for section in sections]
+    wrong = unread.union(*wrong_by_section)
+    refused = config.wrong_fields(wrong)
+    wrong |= refused.keys()
+    problems = list(refused.values())
+    for section, messages in zip(sections, wrong_by_section, strict=True):
+        problems += [message for name, message in messages.items() if name not in unread]
+        problems += section.constraints(wrong)
+    for names, constraint in _CONSTRAINTS:
+        if not names & wrong:
+            problems += constraint(config, world_size)
+    return [*problems, *config.constraints(wrong)]
+
+
+# ---- constraints between sections ------------------------------------------------------------------------------------
+
+_Constraint = Callable[[Config, int], Iterator[str]]
+_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = []
+
+
+def _about(*names: str) -> Callable[[_Constraint], _Constraint]:
+    """Registers a constraint. It is checked only if the value of each of these fields is valid by itself."""
+
+    def register(constraint: _Constraint) -> _Constraint:
+        _CONSTRAINTS.append((frozenset(names), constraint))
+        return constraint
+
+    return register
+
+
+@_about("tp", "seq_length", "sequence_parallel")
+def _sequence_split(config: Config, world_size: int) -> Iterator[str]:
+    tp, length = config.parallel.tp, config.data.seq_length
+    if config.parallel.sequence_parallel and length % tp:
+        yield (
+            f"--tp {tp} must divide --seq-length {length} with --sequence-parallel: use --seq-length "
+            f"{one_of(nearest_multiples(length, tp))}, --tp {one_of(divisors(length, near=tp, most=6))}, "
+            "or leave --sequence-parallel out"
+        )
+
+
+@_about("tp", "num_attention_heads")
+def _heads(config: Config, world_size: int) -> Iterator[str]:
+    tp, heads = config.parallel.tp, config.model.num_attention_heads
+    if heads % tp:
+        yield f"--tp {tp} must divide --num-attention-heads {heads}: use {one_of(divisors(heads, near=tp))}"
+
+
+@_about("tp", "num_attention_heads", "num_query_groups", "kv_channels", "hidden_size")
+def _groups(config: Config, world_size: int) -> Iterator[str]:
+    tp, groups, model = config.parallel.tp, config.model.query_groups, config.model
+    if model.num_query_groups is None or model.num_attention_heads % groups or model.num_attention_heads % tp:
+        return  # no groups, or another constraint reports it
+    rows = 2 * model.head_size  # key and value of a group
+
+    def fits(ranks: int) -> bool:
+        return groups % ranks == 0 or (ranks % groups == 0 and rows % (ranks // groups) == 0)
+
+    if not fits(tp):
+        accepted = [ranks for ranks in divisors(model.num_attention_heads, near=tp) if fits(ranks)]
+        yield (
+            f"--tp {tp} must divide --num-query-groups {groups}, or be a multiple of it that divides the {rows} rows "
+            f"of each group's key and value: use --tp {one_of(accepted)}"
+        )
+
+
+@_about("tp", "hidden_size", "ffn_hidden_size")
+def _ffn(config: Config, world_size: int) -> Iterator[str]:
+    tp, ffn = config.parallel.tp, config.model.inner_size
+    if ffn % tp:
+        derived = "" if config.model.ffn_hidden_size else " (4 x --hidden-size)"
+        yield (
+            f"--tp {tp} must divide --ffn-hidden-size {ffn}{derived}: use --tp {one_of(divisors(ffn, near=tp))}, "
+            f"or --ffn-hidden-size {one_of(nearest_multiples(ffn, tp))}"
+        )
+
+
+@_about("reproducible", "grad_reduce_dtype")
+def _reproducible(config: Config, world_size: int) -> Iterator[str]:
+    if config.training.reproducible and config.precision.grad_reduce_dtype != "fp32":
+        yield (
+            f"--reproducible needs exact sums of gradients, but --grad-reduce-dtype "
+            f"{config.precision.grad_reduce_dtype} rounds them: use --grad-reduce-dtype fp32, or leave --reproducible "
+            "out"
+        )
+
+
+@_about("recompute_num_layers", "num_layers")
+def _recomputed(config: Config, world_size: int) -> Iterator[str]:
+    recomputed, layers = config.training.recompute_num_layers, config.model.num_layers
+    if recomputed is not None and recomputed > layers:
+        yield (
+            f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}: use {layers} or less, "
+            "or leave it out to recompute all of them"
+        )
+
+
+@_about("pp", "num_layers", "virtual_stages", "pipeline_layout")
+def _stages(config: Config, world_size: int) -> Iterator[str]:
+    pp, virtual, layers = config.parallel.pp, config.parallel.virtual_stages, config.model.num_layers
+    if config.parallel.pipeline_layout is not None:
+        try:
+            parse_layout(config.parallel.pipeline_layout, stages=pp * virtual, blocks=layers)
+        except ValueError as error:
+            yield f"--pipeline-layout {config.parallel.pipeline_layout}: {error}"
+    elif pp > layers:
+        yield f"--pp {pp} must be at most --num-layers {layers}: use {layers} or less, or --num-layers {pp} or more"
+    elif pp * virtual > layers:
+        yield (
+            f"--pp {pp} x --virtual-stages {virtual} = {pp * virtual} must be at most --num-layers {layers}: "
+            f"use --virtual-stages {layers // pp}, or --num-layers {pp * virtual} or more"
+        )
+
+
+@_about("tp", "pp", "dp")
+def _processes(config: Config, world_size: int) -> Iterator[str]:
+    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
+    processes = f"the run has {counted(world_size, 'process', 'processes')}"
+    fits = world_size % (tp * pp) == 0
+    if dp is not None and tp * pp * dp != world_size:
+        way_out = f"use --dp {world_size // (tp * pp)}, or leave --dp out, or " if fits else ""
+        yield (
+            f"--tp {tp} x --pp {pp} x --dp {dp} = {tp * pp * dp}, but {processes}: {way_out}{_start(tp * pp * dp)}"
+            + ("" if fits else f", or choose degrees whose product is {world_size}")
+        )
+    if dp is None and not fits:
+        degree = (
+            f"use --tp {one_of(divisors(world_size // pp, near=tp))}"
+            if world_size % pp == 0
+            else f"choose --tp x --pp among {one_of(divisors(world_size))}"
+        )
+        yield (
+            f"--tp {tp} x --pp {pp} = {tp * pp} must divide the number of processes, but {processes}: {degree}, or "
+            f"{_start(*nearest_multiples(world_size, tp * pp))}"
+        )
+
+
+@_about("tp", "pp", "dp", "micro_batch_size", "global_batch_size")
+def _batch(config: Config, world_size: int) -> Iterator[str]:
+    parallel, micro, batch = config.parallel, config.training.micro_batch_size, config.training.global_batch_size
+    dp = parallel.dp or world_size // (parallel.tp * parallel.pp)  # 0: too few processes, which _processes reports
+    if batch is not None and dp and batch % (micro * dp):
+        derived = "" if parallel.dp else " (derived)"
+        yield (
+            f"--global-batch-size {batch} must be a multiple of --micro-batch-size {micro} x --dp {dp}{derived} "
+            f"= {micro * dp}: use {one_of(nearest_multiples(batch, micro * dp))}"
+        )
+
+
+@_about("seq_length", "max_position_embeddings")
+def _positions(config: Config, world_size: int) -> Iterator[str]:
+    length, positions = config.data.seq_length, config.model.max_position_embeddings
+    if positions is not None and length > positions:
+        yield (
+            f"--seq-length {length} must be at most --max-position-embeddings {positions}: use {positions} or less, "
+            f"or --max-position-embeddings {length} or more"
+        )
+
+
+@_about("lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")
+def _schedule(config: Config, world_size: int) -> Iterator[str]:
+    optimizer, end = config.optimizer, config.lr_decay_iters
+    warmup, final = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters
+    name = "--lr-decay-iters" if optimizer.lr_decay_iters else "--train-iters"
+    if warmup >= end:
+        yield f"--lr-warmup-iters {warmup} must be below {name} {end}: use {end - 1} or less, or a larger {name}"
+    elif optimizer.lr_decay_style == "WSD" and final is not None and warmup + final > end:
+        yield (
+            f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} = {warmup + final} must be at most "
+            f"{name} {end}: use --lr-wsd-decay-iters {end - warmup} or less"
+        )
+
+
+@_about("optimizer")
+def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
+    for name in sections_of(type(config)):
+        section = getattr(config, name)
+        if isinstance(section, OptimizerSettings) and name != config.optimizer.optimizer:
+            wrong, fields = frozenset(section.wrong_fields()), tuple(field_infos(type(section)))
+            chosen = f"--optimizer {config.optimizer.optimizer}"
+            yield from section.without_effect(fields, wrong, chosen, f"--optimizer {name}")
+
+
+@_about("optimizer", "tp")
+def _whole_matrices(config: Config, world_size: int) -> Iterator[str]:
+    if config.parallel.tp > 1 and config.optimizer_settings.takes_some_whole:
+        yield (
+            f"--optimizer {config.optimizer.optimizer} needs whole matrices, which --tp {config.parallel.tp} splits: "
+            "use --tp 1, or another --optimizer"
+        )
+
+
+@_about("preset", "init_from_hf", "load")
+def _start_of_weights(config: Config, world_size: int) -> Iterator[str]:
+    source, load, preset = config.checkpoint.init_from_hf, config.checkpoint.load, config.model.preset
+    if source is not None and load not in (None, AUTO):
+        yield f"--init-from-hf {source} and --load {load} exclude each other: leave one of them out"
+    if source is not None and preset is not None:
+        yield f"--preset {preset} has no effect with --init-from-hf {source}, which sets the shape: leave it out"
+
+
+@_about("vocab_size", "tokenizer", "mock_data", "data_path", "preset", "init_from_hf")
+def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
+    if (
+        config.model.vocab_size is None
+        and config.checkpoint.init_from_hf is None  # its config.json has the size, or is refused
+        and config.data.tokenizer is None
+        and (config.data.mock_data or config.data.data_path)
+    ):
+        source = "--mock-data" if config.data.mock_data else "--data-path"
+        yield f"{source} needs a vocabulary: use --tokenizer PATH or --vocab-size N"
+
+
+def _start(*counts: int) -> str:
+    return f"start {one_of(counts)} processes (torchrun --nproc-per-node)"

@@ -1,0 +1,112 @@
+"""What BERT pretraining is: the layers of models/bert.py, and two losses.
+
+One is for predicting the masked tokens, the other for saying how the two segments belong together.
+
+Each is a sum with a count of its own, masked tokens and sentence pairs, so that the mean over the global batch of the
+one plus that of the other is what is trained (Devlin et al. 2018, arXiv 1810.04805, appendix A.2), whatever masked
+tokens and pairs a microbatch happens to hold; one without any adds nothing.
+
+Shape legend: s sequence, b micro-batch, V vocabulary, t tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.config.bert import ResolvedBertConfig
+from megacore.data.bert.dataset import BertBatch
+from megacore.layers.context import BuildContext
+from megacore.models.bert import Output, bert_flops, bert_layers
+from megacore.models.initialize import RandomWeights
+from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_argmax, vocab_parallel_cross_entropy
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardedParameter
+from megacore.pipeline.transport import TensorSpec
+from megacore.train.task import Task, document_numbers_spec, hidden_states_spec
+
+_NO_PAIR = -1
+
+
+class BertTask(Task):
+    """Predict masked tokens and, with a sentence task, how two segments belong together.
+
+    Args:
+        config: resolved.
+        mesh: this rank's groups and device.
+    """
+
+    batch_type = BertBatch
+
+    def __init__(self, config: ResolvedBertConfig, mesh: Mesh) -> None:
+        streams = RandomStreams(config.training.seed, mesh.device)
+        context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
+        super().__init__(bert_layers(config, context), streams)
+        self.config, self.group = config, mesh.layer
+        self.vocab_size, self.has_pairs = config.model.vocab_size, config.bert.has_sentence_head
+        self.loss_names = ("mlm_loss", "sentence_loss") if self.has_pairs else ("mlm_loss",)
+        accuracies = tuple(name.replace("loss", "accuracy") for name in self.loss_names)
+        self.evaluation_names = self.loss_names + accuracies
+        self.options = CrossEntropyOptions(
+            label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
+        )
+
+    def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+        RandomWeights(self.config.model, seed=self.config.training.seed).fill(parameters)
+
+    def first_input(self, microbatch: BertBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, segments and document numbers, [b, s] each."""
+        return microbatch.tokens, microbatch.token_types, microbatch.documents
+
+    def stage_input_specs(self, microbatch: BertBatch, stage: int) -> tuple[TensorSpec, ...]:
+        """The hidden states and the document numbers, between any two stages."""
+        return hidden_states_spec(self.config, self.group), document_numbers_spec(self.config)
+
+    def loss(self, output: Output, microbatch: BertBatch) -> Tensor:
+        """Sums over masked tokens and, with a sentence task, over pairs: fp32 [1] or [2]."""
+        return self._losses(output, microbatch, self.options)
+
+    def counts(self, microbatch: BertBatch) -> Tensor:
+        """Masked tokens and, with a sentence task, pairs: fp64 [1] or [2]."""
+        counts = [microbatch.loss_mask.sum(dtype=torch.float64)]
+        if self.has_pairs:
+            counts.append((microbatch.sentence_labels != _NO_PAIR).sum(dtype=torch.float64))
+        return torch.stack(counts)
+
+    def evaluation_loss(self, output: Output, microbatch: BertBatch) -> Tensor:
+        """The sums without label smoothing and z-loss, then how often the likeliest answer was right: fp32 [2] or
+        [4]."""
+        tokens, pairs = _parts(output)
+        likeliest = vocab_parallel_argmax(tokens, vocab_size=self.vocab_size, group=self.group)
+        right = [(likeliest == microbatch.labels).float().mul(microbatch.loss_mask).sum()]
+        if pairs is not None:
+            right.append((pairs.argmax(-1) == microbatch.sentence_labels).float().sum())
+        return torch.cat([self._losses(output, microbatch, None), torch.stack(right)])
+
+    def evaluation_counts(self, microbatch: BertBatch) -> Tensor:
+        """The counts of the losses, then the same for the accuracies: fp64 [2] or [4]."""
+        return self.counts(microbatch).repeat(2)
+
+    def flops_per_sequence(self) -> float:
+        """Operations of one sequence, forward and backward."""
+        return bert_flops(self.config)
+
+    def _losses(self, output: Output, microbatch: BertBatch, options: CrossEntropyOptions | None) -> Tensor:
+        tokens, pairs = _parts(output)
+        per_token = vocab_parallel_cross_entropy(
+            tokens, microbatch.labels, vocab_size=self.vocab_size, group=self.group, options=options
+        )
+        sums = [torch.sum(per_token * microbatch.loss_mask)]
+        if pairs is not None:
+            labels = microbatch.sentence_labels
+            sums.append(F.cross_entropy(pairs.float(), labels, ignore_index=_NO_PAIR, reduction="sum"))
+        return torch.stack(sums)
+
+
+def _parts(output: Output) -> tuple[Tensor, Tensor | None]:
+    return (output, None) if isinstance(output, Tensor) else output

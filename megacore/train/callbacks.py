@@ -1,0 +1,136 @@
+"""The seam for what watches, records or guards a run: a `Callback` is told what happens, and the trainer knows none by
+name.
+
+    class Losses(Callback):
+        def __init__(self) -> None:
+            self.by_step: dict[int, float] = {}
+
+        def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
+            self.by_step[record["step"]] = record["train/loss"]
+
+    Trainer(config, mesh, task, train_data, valid_data, callbacks=[Losses()]).run()
+
+Every rank calls the callbacks that it was given, the trainer's own (the report on rank 0, the tracer) first, then the
+others in their order. Of one step: `on_step_begin`, the step, `on_step_end`; then, as far as they are due, `on_log`,
+`on_evaluate`, `on_save`. A run ends with `on_stop`, or with `on_error`.
+
+An exception in a callback ends the run as one in the trainer does: this rank reports it, and all others end with it. A
+callback that communicates must do so on every rank alike. One that asks for the value of a tensor on an accelerator
+(`float(result.loss)`) waits for the accelerator: do that in `on_log`, not in every step.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from megacore.checkpoint.save import Saved
+from megacore.config import ResolvedConfig
+from megacore.parallel.mesh import Mesh
+from megacore.train.parallelize import ParallelModel
+from megacore.train.step import StepResult
+
+
+class Run(Protocol):
+    """What a callback may ask of the trainer."""
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The resolved configuration."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's groups and device."""
+
+    @property
+    def model(self) -> ParallelModel:
+        """This rank's part of the model."""
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+
+    def request_stop(self, reason: str) -> None:
+        """End the run after the next step, on all ranks, with a checkpoint; any rank may ask."""
+
+    def unclocked(self) -> AbstractContextManager[None]:
+        """A context whose duration does not count as time of a step."""
+
+
+class Callback:
+    """Is told what happens in a run. Every method does nothing here: override what is of interest."""
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        """Step number `step`, counted from 1, is about to be computed."""
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """The weights are updated, or `result.skipped` says why not."""
+
+    def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
+        """A step is logged (--log-interval); `record` is the line of metrics.jsonl, the same on every rank."""
+
+    def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
+        """An evaluation is done (--eval-interval); `record` is the line of metrics.jsonl, the same on every rank."""
+
+    def on_save(self, run: Run, saved: Saved) -> None:
+        """A checkpoint is published; with --async-save some steps after the one that it holds."""
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        """The run is over, everything is saved; `reason` says why it ended before --train-iters, or is None."""
+
+    def on_error(self, run: Run, error: BaseException) -> None:
+        """The run ends with this exception. Other ranks may be gone: do not communicate."""
+
+
+class Callbacks:
+    """Tells several callbacks, in order.
+
+    Args:
+        run: what happens to which.
+        members: the callbacks.
+    """
+
+    def __init__(self, run: Run, members: Sequence[Callback]) -> None:
+        self._run, self.members = run, list(members)
+
+    def on_step_begin(self, step: int) -> None:
+        """See `Callback`, as for all methods."""
+        for member in self.members:
+            member.on_step_begin(self._run, step)
+
+    def on_step_end(self, result: StepResult) -> None:
+        """A step is done."""
+        for member in self.members:
+            member.on_step_end(self._run, result)
+
+    def on_log(self, record: Mapping[str, Any]) -> None:
+        """A step is logged."""
+        for member in self.members:
+            member.on_log(self._run, record)
+
+    def on_evaluate(self, record: Mapping[str, Any]) -> None:
+        """An evaluation is done."""
+        for member in self.members:
+            member.on_evaluate(self._run, record)
+
+    def on_save(self, saved: Saved) -> None:
+        """A checkpoint is published."""
+        for member in self.members:
+            member.on_save(self._run, saved)
+
+    def on_stop(self, reason: str | None) -> None:
+        """The run is over."""
+        for member in self.members:
+            member.on_stop(self._run, reason)
+
+    def on_error(self, error: BaseException) -> None:
+        """The run ends with an exception, which no other one hides: a callback's own is printed."""
+        for member in self.members:
+            try:
+                member.on_error(self._run, error)
+            except Exception:
+                print(f"megacore: {type(member).__name__}.on_error failed:", file=sys.stderr)
+                traceback.print_exc()

@@ -1,0 +1,92 @@
+"""What GPT pretraining is: the layers of models/gpt.py, and the cross-entropy of the next token.
+
+Shape legend: s sequence, b micro-batch, V vocabulary, t tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megacore.config import ResolvedConfig
+from megacore.data.loading.loader import Microbatch
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers
+from megacore.models.initialize import InitialWeights, RandomWeights
+from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.products import TORCH, Products
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardedParameter
+from megacore.pipeline.transport import TensorSpec
+from megacore.plan.flops import flops_per_sequence
+from megacore.train.task import Task, hidden_states_spec
+
+
+class GPTTask(Task):
+    """Predict the next token.
+
+    The loss is a sum, not a mean: it is divided by the tokens of the whole global batch, so that microbatches and
+    ranks with different token counts have the right weight.
+
+    Args:
+        config: resolved.
+        mesh: this rank's groups and device.
+        weights: where initial values come from; None: drawn from the run's seed.
+        products: computes the matrix products of linear layers.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        mesh: Mesh,
+        *,
+        weights: InitialWeights | None = None,
+        products: Products = TORCH,
+    ) -> None:
+        streams = RandomStreams(config.training.seed, mesh.device)
+        context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
+        super().__init__(gpt_layers(config.model, dataclasses.replace(context, products=products)), streams)
+        self.config, self.group = config, mesh.layer
+        self.vocab_size = config.model.vocab_size
+        self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
+        self.options = CrossEntropyOptions(
+            label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
+        )
+
+    def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+        self.weights.fill(parameters)
+
+    def first_input(self, microbatch: Microbatch) -> Tensor:
+        """The tokens [b, s]."""
+        return microbatch.tokens
+
+    def stage_input_specs(self, microbatch: Microbatch, stage: int) -> tuple[TensorSpec, ...]:
+        """The hidden states, between any two stages."""
+        return (hidden_states_spec(self.config, self.group),)
+
+    def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        """logits [b, s, padded V/t], labels [b, s] -> summed cross-entropy, scalar fp32."""
+        return self._cross_entropy(output, microbatch, self.options)
+
+    def evaluation_loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        """The negative log-likelihood, without label smoothing and z-loss."""
+        return self._cross_entropy(output, microbatch, None)
+
+    def counts(self, microbatch: Microbatch) -> Tensor:
+        """The tokens that the loss is summed over."""
+        return microbatch.loss_mask.sum(dtype=torch.float64)
+
+    def flops_per_sequence(self) -> float:
+        """Operations of one sequence, forward and backward."""
+        return flops_per_sequence(self.config.model, self.config.data.seq_length)
+
+    def _cross_entropy(self, logits: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
+        per_token = vocab_parallel_cross_entropy(
+            logits, microbatch.labels, vocab_size=self.vocab_size, group=self.group, options=options
+        )
+        return torch.sum(per_token * microbatch.loss_mask)

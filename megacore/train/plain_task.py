@@ -1,0 +1,133 @@
+"""The engine's task: any list of layers, and a loss function of its output and the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.errors import UserError
+from megacore.models.spec import LayerSpec
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardedParameter
+from megacore.pipeline.shapes import StageShapes
+from megacore.pipeline.transport import TensorSpec
+from megacore.train.task import Task
+
+Pair = tuple[Any, Any]  # inputs and targets of a microbatch
+LossFunction = Callable[[Any, Any], Tensor]  # (output of the last layer, targets) -> a scalar
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainMicrobatch:
+    """What the runtime is given of a microbatch.
+
+    Attributes:
+        index: global number in the run, the same for every layout.
+        inputs: of the model's first layer.
+        targets: for the loss.
+        count: terms of its loss, an fp64 scalar.
+    """
+
+    index: int
+    inputs: Any
+    targets: Any
+    count: Tensor
+
+
+class PlainTask(Task):
+    """Any model and any loss.
+
+    Args:
+        layers: the whole model, described.
+        streams: where the layers' dropout masks come from.
+        loss: the user's.
+        is_mean: whether it returns the mean of what is counted, and not the sum.
+        dtype: of parameters and activations: inputs are converted to it, and outputs to fp32 before the loss.
+
+    Attributes:
+        shapes: of what stages exchange, learned from trials; there once the model is built.
+        metric: what an evaluation sums up; None: the loss.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        streams: RandomStreams,
+        *,
+        loss: LossFunction,
+        is_mean: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(layers, streams)
+        self.shapes: StageShapes | None = None
+        self.metric: LossFunction | None = None
+        self._loss, self._is_mean, self._dtype = loss, is_mean, dtype
+
+    def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Nothing: the layers come with their values."""
+
+    def first_input(self, microbatch: PlainMicrobatch) -> Any:
+        """The inputs, in the format of training."""
+        return self.in_training_format(microbatch.inputs)
+
+    def in_training_format(self, inputs: Any) -> Any:
+        """Inputs with their real numbers in the format of parameters."""
+        return _converted(inputs, torch.float32, self._dtype)
+
+    def stage_input_specs(self, microbatch: PlainMicrobatch, stage: int) -> tuple[TensorSpec, ...]:
+        """What the trial with inputs of this shape has shown."""
+        assert self.shapes is not None
+        return self.shapes.of(microbatch.inputs, stage)
+
+    def loss(self, output: Any, microbatch: PlainMicrobatch) -> Tensor:
+        """The summed loss, a scalar.
+
+        Raises:
+            UserError: the loss function returns anything else.
+        """
+        value = self._loss(_converted(output, self._dtype, torch.float32), microbatch.targets)
+        if not isinstance(value, Tensor) or value.dim():
+            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(f"the loss returns {what}: it must return a scalar tensor, a mean or a sum")
+        return value * microbatch.count.to(value.dtype) if self._is_mean else value
+
+    def counts(self, microbatch: PlainMicrobatch) -> Tensor:
+        """What the loss of the microbatch counts for."""
+        return microbatch.count
+
+    def evaluation_loss(self, output: Any, microbatch: PlainMicrobatch) -> Tensor:
+        """The summed metric, or the loss."""
+        if self.metric is None:
+            return self.loss(output, microbatch)
+        value = self.metric(_converted(output, self._dtype, torch.float32), microbatch.targets)
+        return torch.as_tensor(value, device=microbatch.count.device)
+
+
+def samples_of(inputs: Any) -> int:
+    """The first dimension of a tensor, or of the first of a tuple."""
+    return int((inputs if isinstance(inputs, Tensor) else inputs[0]).shape[0])
+
+
+def cut(value: Any, pieces: int) -> list[Any]:
+    """A tensor, or each of a tuple, cut along the first dimension as evenly as possible."""
+    if isinstance(value, Tensor):
+        return list(value.tensor_split(pieces))
+    return list(zip(*(cut(part, pieces) for part in value), strict=True))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A tensor, or each of a tuple, on the device; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(moved(part, device) for part in value)
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def _converted(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    """A tensor, or each of a tuple, in format `target` where it is in format `source`."""
+    if isinstance(value, tuple):
+        return tuple(_converted(part, source, target) for part in value)
+    return value.to(target) if isinstance(value, Tensor) and value.dtype == source else value

@@ -1,0 +1,213 @@
+"""One train step, the same for the trainer and the engine: from microbatches to updated weights.
+
+Every rank runs its microbatches through its stages (pipeline/runtime.py), gradients are summed over data-parallel ranks
+while the last backward runs, then the weights are updated or the step is skipped (optim/update.py). The loss, or each
+of its terms, is divided by the number of tokens (or of what else it sums over) of the whole global batch, known before
+the first backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.checkpoint.load import load_checkpoint
+from megacore.checkpoint.manifest import Manifest
+from megacore.checkpoint.state import TrainingState
+from megacore.config import ResolvedConfig
+from megacore.optim.lr_schedules import learning_rate
+from megacore.optim.update import WeightUpdate
+from megacore.parallel.collectives import all_reduce_, start_all_reduce_
+from megacore.parallel.mesh import Group, Mesh
+from megacore.train.parallelize import parallelize
+from megacore.train.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a train step leaves, equal on every rank.
+
+    Attributes:
+        step: its number, from 1.
+        loss: mean loss of the global batch, the sum of its terms' means; an fp64 scalar on the device.
+        means: of the loss's terms over the global batch, fp64 [terms] or a scalar, on the device.
+        counts: what the terms were divided by, likewise.
+        grad_norm: global gradient norm before clipping, an fp64 scalar in host memory.
+        lr: learning rate.
+        skipped: why the weights were left as they are, or None.
+        votes: of all ranks, summed.
+    """
+
+    step: int
+    loss: Tensor
+    means: Tensor
+    counts: Tensor
+    grad_norm: Tensor
+    lr: float
+    skipped: str | None
+    votes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Means over evaluated global batches, and what they were divided by; fp64, of the task's evaluation shape."""
+
+    means: Tensor
+    counts: Tensor
+
+
+class BatchWeight:
+    """One over the global batch's counts, which are summed over ranks while the first forward runs.
+
+    Args:
+        counts: of this rank's microbatches, fp64; becomes the global batch's once the sum has arrived.
+        group: whose ranks take different samples.
+        loss_scale: the fp16 loss scale, a further factor of `value`.
+    """
+
+    def __init__(self, counts: Tensor, group: Group, loss_scale: float) -> None:
+        self.counts, self._loss_scale = counts, loss_scale
+        self._sum = start_all_reduce_(counts, group)
+
+    def per_count(self) -> Tensor:
+        """1 / counts, fp64; 0 where nothing is counted."""
+        self._sum.wait()
+        return torch.where(self.counts > 0, 1.0 / self.counts, 0.0)
+
+    def value(self) -> Tensor:
+        """What scales the summed loss before backward, fp32."""
+        return (self.per_count() * self._loss_scale).float()
+
+
+class TrainStep:
+    """A task's model on this rank, with its optimizer, and the steps that train it.
+
+    A step is `compute_gradients` and then `update_weights`; what a caller does between the two overlaps with the work
+    that is queued on an accelerator.
+
+    Args:
+        task: what is trained.
+        config: resolved.
+        mesh: this rank's groups and device.
+
+    Attributes:
+        step: steps taken.
+        model: this rank's part of the model.
+        update: the optimizer and what guards it.
+    """
+
+    def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
+        self.task, self.config, self.mesh = task, config, mesh
+        self.model = parallelize(task, config, mesh)
+        self.update = WeightUpdate(
+            self.model.data_parallel,
+            mesh,
+            config,
+            shared=self.model.shared,
+        )
+        self.step = 0
+        self._weight: BatchWeight | None = None
+        self._summed_loss: Tensor | None = None
+
+    def compute_gradients(self, microbatches: Sequence[Any]) -> None:
+        """Forward and backward of this replica's microbatches.
+
+        An accelerator is not waited for here. Whatever is added must not do so: no `float`, `item` or `tolist` of a
+        tensor on the device, and no tensor made on the host and copied there.
+        tests/accelerator/test_synchronizations.py counts.
+
+        Args:
+            microbatches: this data-parallel rank's share of the global batch, on the device.
+        """
+        counts = torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0)
+        scale, data_parallel = self.update.scaler.scale, self.model.data_parallel
+        self._weight = BatchWeight(counts, self.mesh.loss, scale)
+        data_parallel.begin_step(scale)
+        self._summed_loss = self.model.runtime.train_step(microbatches, self._weight, data_parallel)
+
+    def update_weights(self, *, votes: Sequence[int] = ()) -> StepResult:
+        """Update the weights from the gradients, or skip the step on all ranks.
+
+        An accelerator is waited for once, for the decision which of the two.
+
+        Args:
+            votes: what this rank adds to sums over all ranks that travel along; as many on every rank.
+
+        Raises:
+            TrainingStopped: losses or gradients of many steps in a row were not finite.
+        """
+        assert self._weight is not None and self._summed_loss is not None, "compute_gradients comes first"
+        weight, summed_loss = self._weight, self._summed_loss
+        self._weight = self._summed_loss = None
+        self.step += 1
+        lr = self.lr()
+        outcome = self.update.apply(summed_loss, lr, votes=votes)
+        means = outcome.loss * weight.per_count()
+        return StepResult(
+            step=self.step,
+            loss=means.sum(),
+            means=means,
+            counts=weight.counts,
+            grad_norm=outcome.norm,
+            lr=lr,
+            skipped=outcome.skipped,
+            votes=outcome.votes,
+        )
+
+    def lr(self) -> float:
+        """The learning rate of the last step."""
+        return learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
+
+    def evaluate(self, batches: Iterable[Sequence[Any]]) -> Evaluation:
+        """The task's evaluation over global batches; dropout is off.
+
+        Args:
+            batches: this replica's microbatches of each, on the device.
+        """
+        sums = torch.zeros(2, *self.task.evaluation_shape, dtype=torch.float64, device=self.mesh.device)
+        for microbatches in batches:
+            sums[0] += self.model.runtime.evaluate(microbatches)
+            if self.mesh.pipeline.is_last:
+                sums[1] += torch.stack([self.task.evaluation_counts(m) for m in microbatches]).sum(0)
+        all_reduce_(all_reduce_(sums, self.mesh.loss), self.mesh.pipeline)
+        values, counts = sums
+        return Evaluation(means=torch.where(counts > 0, values / counts, 0.0), counts=counts)
+
+    def state(self, *, consumed_samples: int, buffers: Mapping[str, Tensor] | None = None) -> TrainingState:
+        """This rank's view of the run, for a checkpoint.
+
+        Args:
+            consumed_samples: the position in the data.
+            buffers: tensors by global name that are neither weights nor the optimizer's.
+        """
+        return TrainingState(
+            step=self.step,
+            consumed_samples=consumed_samples,
+            data_parallel=self.model.data_parallel,
+            optimizer=self.update.optimizer,
+            counters=self.update.counters() | {"learning_rate": self.lr()},
+            buffers=dict(buffers or {}),
+        )
+
+    def load(self, directory: Path, *, buffers: Mapping[str, Tensor] | None = None) -> Manifest:
+        """Continue from a checkpoint, of any layout; all ranks call this together.
+
+        Args:
+            directory: the checkpoint, or a run's output directory, of which the newest is taken.
+            buffers: to fill, by global name.
+
+        Returns:
+            The checkpoint's manifest, with the position in the data.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
+        """
+        manifest = load_checkpoint(directory, self.state(consumed_samples=0, buffers=buffers), self.mesh.world)
+        self.step = manifest.step
+        self.update.load_counters(manifest.counters)
+        return manifest

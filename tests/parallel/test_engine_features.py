@@ -1,0 +1,213 @@
+"""The engine has what the trainer has: 16-bit formats, recomputation, offload, checkpoints of any layout, and tensor
+parallelism for layers that are split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore.config import AdamWConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
+from megacore.errors import CheckpointError
+from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from megacore.train.engine import Layer, PipelineEngine
+from tests.distributed import run_distributed
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, lr_decay_style="constant", weight_decay=0.1)
+ADAMW = AdamWConfig()
+
+
+class Split(nn.Module):
+    """A tuple of two: what is computed, and what passes by."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x), x
+
+
+class Joined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.2)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return self.drop(self.linear(x[0])) + x[1]
+
+
+def plain_layers() -> list[Layer]:
+    return [
+        Layer("in", nn.Linear, 6, 6),
+        Layer("norm", nn.BatchNorm1d, 6),
+        Layer("split", Split),
+        Layer("joined", Joined),
+        Layer("out", nn.Linear, 6, 6),
+    ]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(12, 6, generator=draw), torch.randn(12, 6, generator=draw)
+
+
+def engine_of(layers: list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> PipelineEngine:
+    parallel = ParallelConfig(
+        **{"pp": pp, "dp": dp, "device": "cpu", "bucket_size_mb": 1e-4, "pipeline_balance": "uniform"}
+        | changes.pop("parallel", {})
+    )
+    settings: dict[str, Any] = {"loss": F.mse_loss, "train_iters": 10, "num_microbatches": 4 // dp}
+    return PipelineEngine(layers, parallel=parallel, optimizer=OPTIMIZER, **settings | changes)
+
+
+def train(engine: PipelineEngine, first: int, last: int) -> list[float]:
+    return [float(engine.train_batch(engine.split(*batch(step)))) for step in range(first, last)]
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+# ---- recomputation and offload
+
+
+@pytest.mark.parametrize(
+    "changes", [{"recompute": "full"}, {"parallel": {"offload_optimizer": True}}], ids=["recompute", "offload"]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_what_saves_memory_changes_no_bit(schedule: str, changes: dict[str, Any]) -> None:
+    """Neither of the losses, nor of the weights, nor of BatchNorm's running averages."""
+    plain = engine_of(plain_layers(), parallel={"schedule": schedule})
+    changes = changes | {"parallel": {"schedule": schedule, **changes.get("parallel", {})}}
+    saving = engine_of(plain_layers(), **changes)
+    assert train(saving, 0, 3) == train(plain, 0, 3)
+    assert same(saving.state_dict(), plain.state_dict())
+
+
+# ---- 16 bits
+
+
+def by_plain_torch(state: dict[str, Tensor], steps: int) -> list[float]:
+    """Losses of torch's own mixed precision: fp32 masters, a bf16 copy that computes, gradients summed in fp32."""
+    masters = {name: value.clone().requires_grad_() for name, value in state.items()}
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in masters.values() if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(ADAMW.adam_beta1, ADAMW.adam_beta2),
+        eps=ADAMW.adam_eps,
+    )
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for inputs, targets in zip(*(part.tensor_split(4) for part in batch(step)), strict=True):
+            rounded = {name: value.bfloat16() for name, value in masters.items()}
+            hidden = torch.tanh(F.linear(inputs.bfloat16(), rounded["a.weight"], rounded["a.bias"]))
+            output = F.linear(hidden, rounded["b.weight"], rounded["b.bias"])
+            loss = F.mse_loss(output.float(), targets) / 4
+            loss.backward()
+            total += float(loss)
+        torch.nn.utils.clip_grad_norm_(masters.values(), OPTIMIZER.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def tanh_layers() -> list[Layer]:
+    return [Layer("a", nn.Linear, 6, 6), Layer("tanh", nn.Tanh), Layer("b", nn.Linear, 6, 6)]
+
+
+def sixteen_bits(rank: int, world_size: int, pp: int, precision: str) -> tuple[dict[str, Tensor], list[float]]:
+    engine = engine_of(
+        tanh_layers(),
+        pp,
+        world_size // pp,
+        precision=PrecisionConfig(precision=precision),  # type: ignore[arg-type]
+        parallel={"zero_stage": 1 if world_size > pp else 0},
+    )
+    before = engine.state_dict()
+    return before, train(engine, 0, 4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_are_those_of_plain_torch_on_one_process_and_four(precision: str) -> None:
+    state, one = run_distributed(sixteen_bits, 1, 1, precision)[0]
+    results = run_distributed(sixteen_bits, 4, 2, precision)
+    assert all(value.dtype == torch.float32 for value in state.values())
+    expected = by_plain_torch(state, 4)
+    assert one == pytest.approx(expected, rel=2e-2)
+    if precision == "bf16":
+        assert one[0] == pytest.approx(expected[0], rel=1e-3)
+    for _, losses in results:
+        assert losses == pytest.approx(one, rel=5e-3)
+
+
+# ---- checkpoints
+
+
+def save_two_of_four(rank: int, world_size: int, directory: str) -> list[float]:
+    engine = engine_of(plain_layers(), 2, 1, reproducible=True)
+    train(engine, 0, 2)
+    engine.save(directory)
+    return train(engine, 2, 4)
+
+
+def test_a_checkpoint_of_two_stages_continues_on_one_process_bitwise(tmp_path: Path) -> None:
+    after = run_distributed(save_two_of_four, 2, str(tmp_path))[0]
+    one = engine_of(plain_layers(), reproducible=True)
+    one.load(tmp_path)
+    assert one.step == 2
+    assert train(one, 2, 4) == after
+    assert one.state_dict()["norm.num_batches_tracked"] == 16
+    with pytest.raises(CheckpointError, match=r"of another model: other.weight is missing"):
+        engine_of([Layer("other", nn.Linear, 6, 6)]).load(tmp_path)
+
+
+# ---- tensor parallelism
+
+
+def split_layers(mesh: Mesh) -> list[Layer]:
+    return [
+        Layer("in", nn.Linear, 6, 8),
+        Layer("up", ColumnParallelLinear, 8, 16, group=mesh.layer),
+        Layer("act", nn.GELU),
+        Layer("down", RowParallelLinear, 16, 8, group=mesh.layer),
+        Layer("out", nn.Linear, 8, 6),
+    ]
+
+
+def tensor_parallel(
+    rank: int, world_size: int, tp: int, pp: int, zero_stage: int, directory: str
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    sizes = {"tp": tp, "pp": pp, "dp": world_size // (tp * pp)}
+    mesh = build_mesh(ParallelConfig(**sizes, device="cpu"))  # type: ignore[arg-type]
+    parallel = {**sizes, "zero_stage": zero_stage}
+    engine = engine_of(split_layers(mesh), mesh=mesh, parallel=parallel, num_microbatches=4 // sizes["dp"])
+    losses, norms = [], []
+    for step in range(3):
+        losses += train(engine, step, step + 1)
+        norms.append(float(engine.grad_norm))
+    if directory:
+        engine.save(directory)
+    return losses, norms, engine.state_dict()
+
+
+def test_split_layers_train_as_on_one_process(tmp_path: Path) -> None:
+    losses, norms, state = run_distributed(tensor_parallel, 1, 1, 1, 0, "")[0]
+    assert state["up.weight"].shape == (16, 8) and state["up.weight"].std() > 0.01
+    for world, tp, pp, zero_stage in ((2, 2, 1, 0), (4, 2, 2, 0), (4, 2, 1, 2)):
+        for result in run_distributed(tensor_parallel, world, tp, pp, zero_stage, str(tmp_path / f"{world}-{pp}")):
+            assert result[0] == pytest.approx(losses, rel=1e-5)
+            assert result[1] == pytest.approx(norms, rel=1e-5)
+            for name, value in state.items():
+                torch.testing.assert_close(result[2][name], value, rtol=1e-4, atol=1e-5)
+    mesh = Mesh(device=torch.device("cpu"))
+    one = engine_of(split_layers(mesh), mesh=mesh)
+    one.load(tmp_path / "4-2")
+    assert one.step == 3
+    torch.testing.assert_close(one.state_dict()["up.weight"], state["up.weight"], rtol=1e-4, atol=1e-5)
