@@ -53,7 +53,7 @@ def stored_callables(tree: ast.Module) -> Iterator[str]:
         if isinstance(value, ast.Lambda) or (
             isinstance(value, ast.Call) and ast.unparse(value.func) in ("partial", "functools.partial")
         ):
-            yield f"line {node.lineno}: a field is {ast.unparse(value)}"
+            yield f"line {value.lineno}: a field is {ast.unparse(value)}"
     for holder in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         for field in holder.body:
             if isinstance(field, ast.AnnAssign) and "Callable" in ast.unparse(field.annotation):
