@@ -29,6 +29,7 @@ from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
 from megacore.checkpoint.state import MODEL
 from megacore.commands.tool import ToolParser, run_tool
+from megacore.config.dimensions import describe_degrees
 from megacore.errors import CheckpointError
 from megacore.parallel.mesh import ALONE
 
@@ -84,11 +85,9 @@ def _list(run: Path, *, verify: bool) -> list[str]:
         state = "whole" if verify else "not verified"
         mark = ", latest" if directory == pointed else ""
         size = sum(entry.bytes for entry in manifest.files.values())
-        layout = "x".join(str(manifest.topology.get(name, "?")) for name in ("tp", "pp", "dp"))
-        rows.append(
-            [directory.name, f"{manifest.step:,}", f"{manifest.serial}", f"{size / 1e6:,.1f}", layout, state + mark]
-        )
-    _table(["checkpoint", "step", "serial", "MB", "tp x pp x dp", "state"], rows)
+        numbers = [f"{manifest.step:,}", f"{manifest.serial}", f"{size / 1e6:,.1f}"]
+        rows.append([directory.name, *numbers, describe_degrees(manifest.topology), state + mark])
+    _table(["checkpoint", "step", "serial", "MB", "mesh", "state"], rows)
     for problem in problems:
         print(f"damaged: {problem}")
     return problems
@@ -104,9 +103,8 @@ def _problem(directory: Path, *, verify: bool) -> str | None:
 
 def _show(directory: Path, manifest: Manifest) -> None:
     training, model = manifest.config.get("training", {}), manifest.config.get("model", {})
-    layout = ", ".join(f"{name} {manifest.topology.get(name, '?')}" for name in ("tp", "pp", "dp"))
     print(f"{directory}: step {manifest.step:,}, {manifest.consumed_samples:,} samples, schema {manifest.schema}")
-    print(f"  written on  {layout}")
+    print(f"  written on  {describe_degrees(manifest.topology)}")
     print(f"  model       {model.get('num_layers')} blocks of {model.get('hidden_size')}, seed {training.get('seed')}")
     print(f"  counters    {', '.join(f'{name} {value:g}' for name, value in sorted(manifest.counters.items()))}")
     print(f"  tokenizer   {manifest.tokenizer or 'none'}")

@@ -81,8 +81,8 @@ def verified_together(
     problem = None
     try:
         with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
-            own = by_size[world.rank :: world.size]
-            list(threads.map(lambda name: verify(directory / name, manifest.files[name], archived=archived), own))
+            share = by_size[world.rank :: world.size]
+            list(threads.map(lambda name: verify(directory / name, manifest.files[name], archived=archived), share))
         for name in sorted(used)[world.rank :: world.size]:
             check_header(directory / name, manifest)
     except CheckpointError as error:
@@ -103,9 +103,9 @@ def check_header(path: Path, manifest: Manifest) -> None:
                 if piece.file == path.name:
                     expected[name] = (getattr(torch, entry.dtype, None), _shape(piece))
     stored = read_header(path, largest=_HEADER_BYTES * (len(expected) + 1))
-    found = {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in stored.items()}
-    if found != expected:
-        name = next(name for name in (*expected, *found) if expected.get(name) != found.get(name))
+    actual = {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in stored.items()}
+    if actual != expected:
+        name = next(name for name in (*expected, *actual) if expected.get(name) != actual.get(name))
         raise CheckpointError(f"{path} does not hold {name} as its manifest says: the file is of another checkpoint")
 
 
@@ -118,7 +118,7 @@ def _never_kept(manifest: Manifest) -> tuple[str, ...]:
 
 @torch.no_grad()
 def load_parameters(path: Path, parameters: Iterable[ShardedParameter]) -> Manifest:
-    """Fill parameters alone, in place, for use without an optimizer (generation); otherwise as `load_checkpoint`."""
+    """Fill only parameters, in place, for use without an optimizer (generation); otherwise as `load_checkpoint`."""
     parameters = list(parameters)
     directory = find_checkpoint(path)
     manifest = read_manifest(directory)

@@ -143,13 +143,13 @@ def find_checkpoint(path: Path) -> Path:
     """
     if (path / MANIFEST_NAME).is_file():
         return path
-    found = checkpoints_of(path)
-    if not found:
+    checkpoints = checkpoints_of(path)
+    if not checkpoints:
         lost = f" (its {MANIFEST_NAME} is missing)" if step_of(path) is not None else ""
         raise CheckpointError(
             f"{path} holds no checkpoint{lost}: give a step_NNNNNNNN directory or a run's output directory"
         )
-    return found[0]
+    return checkpoints[0]
 
 
 def checkpoints_of(run: Path) -> list[Path]:

@@ -234,7 +234,7 @@ class CheckpointSaver:
         """The tensor in host memory; in the background a copy, in memory that is taken from the system once."""
         if not self._background:
             on_host = tensor.cpu()
-            # A slice of a gathered bucket would keep the whole bucket in memory until it is written.
+            # A slice of a gathered bucket would keep all of the bucket in memory until it is written.
             is_slice = on_host.untyped_storage().nbytes() > 2 * on_host.nbytes
             return on_host.clone() if is_slice and self._mesh.replicas.size > 1 else on_host
         buffer = self._staging.get((kind, name))
@@ -260,8 +260,8 @@ class CheckpointSaver:
         if self._tokenizer is not None:
             self._tokenizer.save(temporary / TOKENIZER_DIRECTORY)
             fingerprint = self._tokenizer.fingerprint
-            own = sorted(path for path in (temporary / TOKENIZER_DIRECTORY).iterdir() if path.is_file())
-            files |= {f"{TOKENIZER_DIRECTORY}/{path.name}": seal(path) for path in own}
+            paths = sorted(path for path in (temporary / TOKENIZER_DIRECTORY).iterdir() if path.is_file())
+            files |= {f"{TOKENIZER_DIRECTORY}/{path.name}": seal(path) for path in paths}
             sync(temporary / TOKENIZER_DIRECTORY)
         manifest = dataclasses.replace(
             job.draft,
@@ -298,10 +298,10 @@ def _write(temporary: Path, shards: _Shards, tables: _Tables) -> tuple[dict[str,
 def _merged(contributions: list[tuple[dict[str, FileEntry], _Tables]]) -> tuple[dict[str, FileEntry], _Tables]:
     files: dict[str, FileEntry] = {}
     tensors: _Tables = {MODEL: {}}
-    for own_files, own_tables in contributions:
-        files |= own_files
-        for kind, table in own_tables.items():
+    for files_of_rank, tables in contributions:
+        files |= files_of_rank
+        for kind, table in tables.items():
             for name, entry in table.items():
-                known = tensors.setdefault(kind, {}).setdefault(name, dataclasses.replace(entry, pieces=[]))
-                known.pieces.extend(entry.pieces)
+                merged = tensors.setdefault(kind, {}).setdefault(name, dataclasses.replace(entry, pieces=[]))
+                merged.pieces.extend(entry.pieces)
     return files, tensors

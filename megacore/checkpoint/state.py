@@ -64,7 +64,7 @@ class TrainingState:
                 else:
                     with all_or_none(bucket.group, bucket.parameters[0].device):
                         shard = bucket.master if kind == MODEL else self._optimizer_shard(bucket, kind)
-                    tensors = bucket.whole(shard)
+                    tensors = bucket.gather(shard)
                 for name, tensor in tensors.items():
                     yield kind, specs[name], specs[name].unpadded(tensor)
         for name, buffer in self.buffers.items():
@@ -117,13 +117,13 @@ class TrainingState:
     def _live(self, bucket: Bucket, kind: str) -> dict[str, Tensor]:
         """Local tensors by name, where this rank updates all of every parameter."""
         shapes = {parameter.spec.name: parameter.shape for parameter in bucket.parameters}
-        found = {}
+        tensors = {}
         for owned in self.data_parallel.segments:
             if owned.bucket is bucket:
                 flat = owned.master if kind == MODEL else self._of_optimizer(owned, kind)
                 flat = torch.zeros_like(owned.master) if flat is None else flat
-                found[owned.spec.name] = flat.view(shapes[owned.spec.name])
-        return found
+                tensors[owned.spec.name] = flat.view(shapes[owned.spec.name])
+        return tensors
 
     def _of_optimizer(self, owned: OwnedSegment, kind: str) -> Tensor | None:
         return None if self.optimizer is None else owned.state(self.optimizer, kind)

@@ -69,6 +69,13 @@ def describe_rank(rank: int, degrees: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {number}" for name, number in coordinates_of(rank, degrees).items())
 
 
+def describe_degrees(degrees: Mapping[str, int]) -> str:
+    """The ranks along each dimension in words, outermost first: `pp 2 x dp 4 x tp 2`; those not in the table last."""
+    order = [dimension.name for dimension in DIMENSIONS]
+    names = sorted(degrees, key=lambda name: order.index(name) if name in order else len(order))
+    return " x ".join(f"{name} {degrees[name]}" for name in names)
+
+
 def pipeline_dimension(dimensions: Sequence[Dimension] = DIMENSIONS) -> str:
     """The name of the dimension that divides the stages."""
     return next(dimension.name for dimension in dimensions if dimension.divides == "stages")

@@ -13,8 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Literal
 
+from megacore.config.dimensions import degrees_of
 from megacore.config.fields import Flag, Range, Section
 from megacore.config.messages import number
 
@@ -112,6 +114,16 @@ class ResolvedParallel(ParallelConfig):
     """The parallel section of a run whose number of processes is known."""
 
     dp: int = field()
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The number of ranks along each dimension of the mesh, by name, outermost first."""
+        return degrees_of(partial(getattr, self))
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes."""
+        return math.prod(self.degrees.values())
 
 
 @dataclass(frozen=True, kw_only=True)

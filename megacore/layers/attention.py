@@ -1,4 +1,4 @@
-"""Multi-head self-attention, its heads split over the tensor-parallel group.
+"""Multi-head self-attention, its heads split over the layer group.
 
 The fused projection is laid out by group of heads that share a key and a value, [group][q..., k, v][d], so that a
 rank's groups are one contiguous slice of it. With more ranks than groups a slice holds less than a group: ranks then
@@ -26,6 +26,7 @@ from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import seeded
 from megacore.parallel.recompute import recompute
 from megacore.parallel.sequence import gather_sequence
+from megacore.parallel.sharding import split_evenly
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
@@ -59,14 +60,14 @@ class SelfAttention(nn.Module):
         self.head_size, self.groups, self.shared_by = d, config.query_groups, n // config.query_groups
         self.causal, self.window, self.rotary, self.alibi = causal, window, rotary, alibi
         self.dropout, self.streams = config.attention_dropout, context.streams
-        self.site, self.tp = name, context.tp
+        self.site, self.layer_group = name, context.layer_group
         self.recomputes, self.implementation = context.recompute_attention, context.attention
         rows = (n + 2 * self.groups) * d
         self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.column_arguments)
         self.query_norm: LayerNorm | RMSNorm | None = None
         self.key_norm: LayerNorm | RMSNorm | None = None
         if config.qk_layernorm:  # ranks normalise different heads; sequence parallelism sums such gradients anyway
-            ranks = ALONE if context.sequence_parallel else context.tp
+            ranks = ALONE if context.sequence_parallel else context.layer_group
             self.query_norm = build_norm(config, device=context.device, size=d, group=ranks)
             self.key_norm = build_norm(config, device=context.device, size=d, group=ranks)
         bias = not config.disable_bias_linear
@@ -96,12 +97,12 @@ class SelfAttention(nn.Module):
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d]; views where they can
         be."""
-        if self.tp.size > self.groups:
-            whole = gather_sequence(projected.transpose(1, 2), self.tp).transpose(1, 2)
-            ranks = self.tp.size // self.groups  # that share a group
-            group = whole.unflatten(-1, (self.groups, -1, self.head_size))[:, :, self.tp.rank // ranks]
+        if self.layer_group.size > self.groups:
+            whole = gather_sequence(projected.transpose(1, 2), self.layer_group).transpose(1, 2)
+            ranks = self.layer_group.size // self.groups  # that share a group
+            group = whole.unflatten(-1, (self.groups, -1, self.head_size))[:, :, self.layer_group.rank // ranks]
             queries, key, value = group.split([self.shared_by, 1, 1], dim=2)
-            return queries.chunk(ranks, dim=2)[self.tp.rank % ranks], key, value
+            return queries.chunk(ranks, dim=2)[self.layer_group.rank % ranks], key, value
         groups = projected.unflatten(-1, (-1, self.shared_by + 2, self.head_size))  # [b, s, g/t, q + 2, d]
         query, key, value = groups.split([self.shared_by, 1, 1], dim=3)
         return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
@@ -120,7 +121,7 @@ class SelfAttention(nn.Module):
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        draws = seeded(self.streams.key(self.site, self.tp.rank), query.device) if dropout else nullcontext()
+        draws = seeded(self.streams.key(self.site, self.layer_group.rank), query.device) if dropout else nullcontext()
         with draws:  # torch's fused operator draws from the default generator only
             return ops.attention(
                 query,
@@ -139,6 +140,6 @@ def own_alibi(config: ResolvedModel, context: BuildContext) -> ops.Alibi | None:
     """The bias by distance of this rank's heads, for all layers of a model, where the configuration asks for it."""
     if config.position_embedding_type != "alibi":
         return None
-    share = config.num_attention_heads // context.tp.size
-    own = ops.alibi_slopes(config.num_attention_heads)[context.tp.rank * share : (context.tp.rank + 1) * share]
-    return ops.Alibi(torch.tensor(own, dtype=torch.float32, device=context.device))
+    start, stop = split_evenly(config.num_attention_heads, context.layer_group.rank, context.layer_group.size)
+    slopes = ops.alibi_slopes(config.num_attention_heads)[start:stop]
+    return ops.Alibi(torch.tensor(slopes, dtype=torch.float32, device=context.device))

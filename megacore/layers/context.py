@@ -32,7 +32,7 @@ class BuildContext:
     """Handed down from the entry point to every layer.
 
     Attributes:
-        tp: the tensor-parallel group.
+        layer_group: ranks that split the same matrices.
         device: where parameters live.
         streams: where dropout masks come from.
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
@@ -41,7 +41,7 @@ class BuildContext:
         attention: which implementation mixes them.
     """
 
-    tp: Group = ALONE
+    layer_group: Group = ALONE
     device: torch.device
     streams: RandomStreams
     sequence_parallel: bool = False
@@ -50,10 +50,12 @@ class BuildContext:
     attention: Attention = "auto"
 
     @classmethod
-    def of(cls, config: ResolvedConfig, *, tp: Group, device: torch.device, streams: RandomStreams) -> BuildContext:
+    def of(
+        cls, config: ResolvedConfig, *, layer_group: Group, device: torch.device, streams: RandomStreams
+    ) -> BuildContext:
         """The context of a configured run."""
         return cls(
-            tp=tp,
+            layer_group=layer_group,
             device=device,
             streams=streams,
             sequence_parallel=config.parallel.sequence_parallel,
@@ -65,7 +67,7 @@ class BuildContext:
     @property
     def parallel_arguments(self) -> ParallelArguments:
         """What a column- or row-parallel layer is told about its place."""
-        return {"group": self.tp, "sequence_parallel": self.sequence_parallel, "device": self.device}
+        return {"group": self.layer_group, "sequence_parallel": self.sequence_parallel, "device": self.device}
 
     @property
     def column_arguments(self) -> ColumnArguments:
@@ -75,4 +77,4 @@ class BuildContext:
     @property
     def residual_shard(self) -> int:
         """Which slice of the residual stream this rank holds: 0 where all ranks hold all of it, and draw one mask."""
-        return self.tp.rank if self.sequence_parallel else 0
+        return self.layer_group.rank if self.sequence_parallel else 0

@@ -62,7 +62,7 @@ class BertEmbedding(ShardedModule):
             self.segments = replicated(SEGMENTS, h, device=device)
         self.norm = build_norm(model, device=device)
         self.dropout = Dropout(model.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard)
-        self.split = context.tp if context.sequence_parallel else ALONE
+        self.split = context.layer_group if context.sequence_parallel else ALONE
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Tokens, segments and document numbers, [b, s] int64 each -> hidden states [b, s, h] (or, sequence parallel,
@@ -82,13 +82,13 @@ class BertHead(ShardedModule):
         super().__init__()
         model, device = config.model, context.device
         h, vocabulary, multiple = model.hidden_size, model.vocab_size, model.make_vocab_size_divisible_by
-        self.group, self.sequence_parallel = context.tp, context.sequence_parallel
+        self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward = context.split_backward
         self.norm = build_norm(model, device=device) if config.bert.packed else nn.Identity()  # after pre-norm blocks
         self.transform = ReplicatedLinear(h, h, bias=not model.disable_bias_linear, device=device)
         self.transform_norm = build_norm(model, device=device)
-        self.weight = vocab_parallel_weight(vocabulary, h, group=context.tp, multiple=multiple, device=device)
-        self.bias = vocab_parallel_bias(vocabulary, group=context.tp, multiple=multiple, device=device)
+        self.weight = vocab_parallel_weight(vocabulary, h, group=context.layer_group, multiple=multiple, device=device)
+        self.bias = vocab_parallel_bias(vocabulary, group=context.layer_group, multiple=multiple, device=device)
         self.sentence = SentenceHead(model, context) if config.bert.has_sentence_head else None
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Output:
@@ -111,7 +111,7 @@ class SentenceHead(nn.Module):
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         h = config.hidden_size
-        self.split = context.tp if context.sequence_parallel else ALONE
+        self.split = context.layer_group if context.sequence_parallel else ALONE
         self.pooler = ReplicatedLinear(h, h, device=context.device)
         self.classifier = ReplicatedLinear(h, 2, device=context.device)
 

@@ -46,7 +46,7 @@ class GPTEmbedding(ShardedModule):
         self.dropout = Dropout(
             config.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard
         )
-        self.split = context.tp if context.sequence_parallel else ALONE
+        self.split = context.layer_group if context.sequence_parallel else ALONE
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] int64 -> [b, s, h] (or, sequence parallel, [b, s/t, h])"""
@@ -64,13 +64,13 @@ class GPTHead(ShardedModule):
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
-        self.group, self.sequence_parallel = context.tp, context.sequence_parallel
+        self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
         self.split_backward = context.split_backward
         self.norm = build_norm(config, device=context.device)
         self.weight = vocab_parallel_weight(
             config.vocab_size,
             config.hidden_size,
-            group=context.tp,
+            group=context.layer_group,
             multiple=config.make_vocab_size_divisible_by,
             device=context.device,
         )
@@ -102,7 +102,7 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
         rotary=Rotary.of(config),
         alibi=own_alibi(config, context),
     )
-    first, *blocks, last = gpt_outline(config, context.tp.size)
+    first, *blocks, last = gpt_outline(config, context.layer_group.size)
     return [
         LayerSpec.of(first, partial(GPTEmbedding, config, context)),
         *(LayerSpec.of(size, partial(block, size.name)) for size in blocks),

@@ -107,9 +107,9 @@ def square_sum(tensor: Tensor) -> Tensor:
     this one by about 1e-8, so that neither size nor order of summation shows.
     """
     flat = tensor.reshape(-1).float()
-    whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-    return rows.double().square().sum() + flat[whole:].double().square().sum()
+    full = flat.numel() // _ROW * _ROW  # elements of complete rows
+    rows = torch.linalg.vector_norm(flat[:full].view(-1, _ROW), dim=1)
+    return rows.double().square().sum() + flat[full:].double().square().sum()
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

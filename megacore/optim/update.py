@@ -42,11 +42,11 @@ class Outcome:
 
 
 class WeightUpdate:
-    """The optimizer over what this rank owns, and what guards it.
+    """The optimizer over the shards that this rank updates, and what guards it.
 
     Args:
         data_parallel: holds gradients and master weights.
-        mesh: this rank's place.
+        mesh: this rank's groups.
         config: resolved.
         shared: global names of tied parameters, and the ranks over which their gradients are summed.
     """
@@ -186,8 +186,8 @@ class WeightUpdate:
         """
         mine, options = self.data_parallel.offender(), self.data_parallel.options
         stage = 0 if mine is None else mine.chunk * self.mesh.pipeline.size + self.mesh.pipeline.rank
-        own = None if mine is None else (stage, mine.place, mine.name)
-        found, largest = zip(*all_gather_objects((own, self._largest()), self.mesh.world), strict=True)
+        offender = None if mine is None else (stage, mine.position, mine.name)
+        found, largest = zip(*all_gather_objects((offender, self._largest()), self.mesh.world), strict=True)
         value, name = max(largest)
         if sound and not options.exact_terms and math.isfinite(value):  # each gradient is, though its norm may not be
             scaled = " with the loss scale" if self.scaler.scale != 1.0 else ""

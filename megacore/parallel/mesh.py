@@ -166,9 +166,9 @@ def select_device(wanted: str) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != wanted:
-        found = accelerator.type if accelerator else "none"
+        available = accelerator.type if accelerator else "none"
         raise ConfigError(
-            [f"--device {wanted}: torch finds no such device here (accelerator: {found}); use --device cpu or auto"]
+            [f"--device {wanted}: torch finds no such device here (accelerator: {available}); use --device cpu or auto"]
         )
     local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
     if local_rank >= count > 1:
@@ -309,12 +309,12 @@ def refuse_shared_devices(store: dist.Store, rank: int, world_size: int, identit
     Raises:
         ConfigError: two ranks have the same device; on every rank.
     """
-    own = "" if identity is None else f"{identity} on {socket.gethostname()}"
-    store.set(f"device/{rank}", own)
+    name = "" if identity is None else f"{identity} on {socket.gethostname()}"
+    store.set(f"device/{rank}", name)
     devices = [value.decode() for value in store.multi_get([f"device/{other}" for other in range(world_size)])]
     problems = []
     for device in sorted(set(devices) - {""}):
-        ranks = [str(other) for other, found in enumerate(devices) if found == device]
+        ranks = [str(other) for other, name in enumerate(devices) if name == device]
         if len(ranks) > 1:
             problems.append(f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} have the same device, {device}")
     if problems:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacore.config import ModelConfig, ResolvedConfig, validate
+from megacore.config.dimensions import coordinates_of, pipeline_dimension
 from megacore.config.fields import field_infos
 from megacore.config.messages import counted
 from megacore.errors import ConfigError
@@ -107,11 +108,11 @@ def offload_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], room
 
 def places_here(config: ResolvedConfig) -> list[int]:
     """The place in the pipeline of each rank that shares this process's machine, as the launcher numbers them."""
-    world = config.parallel.tp * config.parallel.dp * config.parallel.pp
+    world, degrees, pipeline = config.parallel.ranks, config.parallel.degrees, pipeline_dimension()
     rank, local = _variable("RANK", 0), _variable("LOCAL_RANK", 0)
     here = min(max(_variable("LOCAL_WORLD_SIZE", 1), 1), world)
     first = min(max(rank - local, 0), world - here)
-    return [number // (world // config.parallel.pp) for number in range(first, first + here)]
+    return [coordinates_of(rank, degrees)[pipeline] for rank in range(first, first + here)]
 
 
 def _variable(name: str, default: int) -> int:
@@ -188,8 +189,7 @@ def ways_out(config: ResolvedConfig, room: Room, *, on_cpu: bool, sharing: int) 
 
     def first(candidates: Iterator[Change]) -> tuple[Change, float] | None:
         for change in candidates:
-            parallel = change.config.parallel
-            world = parallel.tp * parallel.pp * parallel.dp
+            world = change.config.parallel.ranks
             if not validate(change.config, world) and (size := asked(change.config)) <= room.available:
                 return change, size / sharing
         return None
@@ -199,8 +199,7 @@ def ways_out(config: ResolvedConfig, room: Room, *, on_cpu: bool, sharing: int) 
     for family in (_more_replicas, _more_stages):
         if found := first(family(config, sharing)):
             change, size = found
-            parallel = change.config.parallel
-            world = parallel.tp * parallel.pp * parallel.dp
+            world = change.config.parallel.ranks
             machines = f"{counted(world // sharing, 'machine')} with as much memory" if on_cpu else f"{world} devices"
             yield f"{' '.join(change.flags)}, on {machines}: {_gib(size)} a rank"
     if found := first(_smaller_models(config, on_cpu=on_cpu)):

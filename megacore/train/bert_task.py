@@ -44,7 +44,7 @@ class BertTask(Task):
 
     def __init__(self, config: ResolvedBertConfig, mesh: Mesh) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
-        context = BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams)
+        context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
         super().__init__(bert_layers(config, context), streams)
         self.config, self.group = config, mesh.layer
         self.vocab_size, self.has_pairs = config.model.vocab_size, config.bert.has_sentence_head

@@ -218,7 +218,7 @@ class PipelineEngine:
         """
         shards: dict[str, tuple[ShardSpec, Tensor]] = {}
         for bucket in self.model.data_parallel.buckets:
-            for name, tensor in bucket.whole(bucket.master).items():
+            for name, tensor in bucket.gather(bucket.master).items():
                 spec = self.model.parameters[name].spec
                 shards[name] = (spec, spec.unpadded(tensor).cpu())
         state = {name: buffer.cpu() for name, buffer in self._buffers().items()}

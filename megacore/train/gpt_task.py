@@ -38,7 +38,7 @@ class GPTTask(Task):
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, *, weights: InitialWeights | None = None) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
-        context = BuildContext.of(config, tp=mesh.layer, device=mesh.device, streams=streams)
+        context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
         super().__init__(gpt_layers(config.model, context), streams)
         self.config, self.group = config, mesh.layer
         self.vocab_size = config.model.vocab_size

@@ -6,6 +6,7 @@ import torch
 
 from megacore import ops
 from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.dimensions import describe_degrees
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 
@@ -40,7 +41,7 @@ def launch_summary(
     virtual = f" of {parallel.virtual_stages} stages a rank" if parallel.virtual_stages > 1 else ""
     bubble = f"{parallel.schedule}{virtual}; by the stages' operations {idle_share:.1%} of a step's time is bubble"
     lines = [
-        ("topology", f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {mesh.world.size} ranks"),
+        ("topology", f"{describe_degrees(mesh.degrees)} = {mesh.world.size} ranks"),
         (
             "device",
             f"{mesh.device.type}, {mesh.backend}, {torch.get_num_threads()} thread(s) a rank, "

@@ -34,7 +34,8 @@ def when_backward(value: Any, hook: BackwardHook) -> Any:
     """A tensor or a tuple of tensors, whose gradients, if there are any, tell the hook as they pass."""
     if isinstance(value, Tensor):
         return _WhenBackward.apply(hook, value)[0] if value.requires_grad else value
-    needing = iter(_WhenBackward.apply(hook, *found) if (found := [t for t in value if t.requires_grad]) else ())
+    learning = [tensor for tensor in value if tensor.requires_grad]
+    needing = iter(_WhenBackward.apply(hook, *learning) if learning else ())
     return tuple(next(needing) if tensor.requires_grad else tensor for tensor in value)
 
 

@@ -1,12 +1,12 @@
-"""One bucket of parameters and everything of it that a rank keeps: parameters, gradients, and the shard it owns.
+"""One bucket of parameters and what a rank keeps of it: parameters, gradients, and a shard of each.
 
 | kept by each of d ranks | stage 0 | 1 | 2 | 3 |
 |---|---|---|---|---|
-| parameters | all | all | all | own shard; all while a layer uses them |
-| gradients (fp32) | all | all | own shard | own shard |
-| master weights, moments (fp32) | all | own shard | own shard | own shard |
+| parameters | all | all | all | a shard; all while a layer uses them |
+| gradients (fp32) | all | all | a shard | a shard |
+| master weights, moments (fp32) | all | a shard | a shard | a shard |
 
-(ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 5.) Stage 0 is the case of one shard that everybody owns.
+(ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 5.) Stage 0 is the case of one shard, which every rank keeps.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Bucket:
         options: how state is divided.
 
     Attributes:
-        segments: what of which parameter the own shard holds.
-        master: the own shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
+        segments: what of which parameter this rank's shard holds.
+        master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
             in host memory.
     """
 
@@ -96,18 +96,18 @@ class Bucket:
 
         self._name_at = {segment.offset: segment.name for segment in self.segments}
 
-        self._full, self._own, self.master = self._take_over()
+        self._full, self._shard_params, self.master = self._move_parameters()
         self._present = True
         self._gathering: Pending | None = None
 
         # Where nothing is summed over ranks and nothing converted, gradients stay where autograd puts them.
         self._in_place = group.size == 1 and options.compute_dtype == options.sum_dtype
         self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, else for one reduction
-        self._own_gradients: Tensor | None = None  # the own shard of their sum
+        self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
         self._reducing: tuple[Pending, Tensor, Tensor] | None = None  # under way: result, and its source kept alive
         self._written: set[str] = set()  # parameters that have a value in `_gradients`
         self._missing: set[str] = set()  # parameters whose gradient this backward still owes
-        self._marks: Tensor | None = None  # a number for each of `_marked`: its own gradient was finite as it is
+        self._marks: Tensor | None = None  # a number for each of `_marked`: this rank's gradient was finite
         self._marked = [s.name for s in self.segments] if self._keeps_others else list(self._by_name)
         self._noted: dict[str, Tensor] = {}  # norms of gradients before those of ranks other than replicas were added
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
@@ -117,23 +117,23 @@ class Bucket:
 
     @property
     def _keeps_others(self) -> bool:
-        """Whether the reduction leaves this rank's own gradients as they are, but for those of its shard."""
+        """Whether the reduction leaves this rank's gradients as they are, except those of its shard."""
         return self.options.stage == 1 and not self.options.exact_terms
 
     # ---- parameters
 
-    def _take_over(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the parameters into a flat buffer; returns it, the own shard of it, and the own master weights.
+    def _move_parameters(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Move the parameters into a flat buffer; returns it, this rank's shard of it, and its master weights.
 
         One parameter moves at a time and gives its memory back, so that no second copy of the bucket is needed. On
-        stage 3 the own shard is all that is kept, and the flat buffer comes into being only after the last has moved.
+        stage 3 only the shard is kept, and the flat buffer is made only after the last has moved.
         """
         stage, dtype = self.options.stage, self.options.compute_dtype
         shapes = [parameter.shape for parameter in self.parameters]
-        own_parts = {segment.name: segment for segment in self.segments}
+        segment_of = {segment.name: segment for segment in self.segments}
         full = torch.zeros(0 if stage == 3 else self.layout.size, dtype=dtype, device=self._device)
-        own = full.new_zeros(self.layout.shard_size) if stage == 3 else full[self._shard]
-        master = own
+        shard = full.new_zeros(self.layout.shard_size) if stage == 3 else full[self._shard]
+        master = shard
         if self.options.offload:
             master = self._on_host(torch.float32)
         elif dtype != torch.float32:
@@ -142,18 +142,18 @@ class Bucket:
             name = parameter.spec.name
             if stage < 3:
                 full[self.layout.place(name)] = parameter.detach().reshape(-1)
-            if (part := own_parts.get(name)) is not None:
-                for shard in {id(own): own, id(master): master}.values():
-                    shard[part.place] = parameter.detach().reshape(-1)[part.start : part.stop]
+            if (part := segment_of.get(name)) is not None:
+                for target in {id(shard): shard, id(master): master}.values():
+                    target[part.place] = parameter.detach().reshape(-1)[part.start : part.stop]
             parameter.data = full.new_empty(0)
         if stage == 3:
             full = full.new_empty(self.layout.size)
         for parameter, shape in zip(self.parameters, shapes, strict=True):
             parameter.data = full[self.layout.place(parameter.spec.name)].view(shape)
-        return full, own, master
+        return full, shard, master
 
     def _on_host(self, dtype: torch.dtype) -> Tensor:
-        """Zeros of a shard's size in host memory, from and to which the device can copy on its own."""
+        """Zeros of a shard's size in host memory, from and to which the device can copy without the host."""
         return torch.zeros(self.layout.shard_size, dtype=dtype, pin_memory=self._device.type != "cpu")
 
     def prefetch(self) -> None:
@@ -161,7 +161,7 @@ class Bucket:
         if not self._present and self._gathering is None:
             self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
             # `.data` has a version counter of its own: a refill is no change to what autograd has saved.
-            self._gathering = start_all_gather(self._full.data, self._own, self.group)
+            self._gathering = start_all_gather(self._full.data, self._shard_params, self.group)
 
     def wait(self) -> None:
         """Return once all parameters may be read."""
@@ -172,7 +172,7 @@ class Bucket:
         self._present = True
 
     def release(self) -> None:
-        """Stage 3: keep only the own shard."""
+        """Stage 3: keep only this rank's shard."""
         if self.options.stage < 3:
             return
         if self._gathering is not None:
@@ -184,11 +184,11 @@ class Bucket:
     def publish(self) -> None:
         """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'."""
         if self.options.stage in (1, 2) and self._gathering is not None:
-            self.wait()  # ranks still read the own shard
-        if self.master is not self._own:
-            self._own.copy_(self._weights_to_copy(), non_blocking=True)
+            self.wait()  # other ranks still read this shard
+        if self.master is not self._shard_params:
+            self._shard_params.copy_(self._weights_to_copy(), non_blocking=True)
         if self.options.stage in (1, 2):
-            self._gathering = start_all_gather(self._full.data, self._own, self.group)
+            self._gathering = start_all_gather(self._full.data, self._shard_params, self.group)
             if not self.options.overlap_param_gather:
                 self.wait()
 
@@ -196,15 +196,15 @@ class Bucket:
         """The master weights, in host memory already in the device's format: a copy that converts would hold up the
         host until it is done. The gradients there have been used, and their memory is large enough."""
         host = self._host_gradients
-        if host is None or self._device.type == "cpu" or self._own.dtype == self.master.dtype:
+        if host is None or self._device.type == "cpu" or self._shard_params.dtype == self.master.dtype:
             return self.master
-        return host.view(torch.uint8)[: self._own.nbytes].view(self._own.dtype).copy_(self.master)
+        return host.view(torch.uint8)[: self._shard_params.nbytes].view(self._shard_params.dtype).copy_(self.master)
 
     # ---- gradients
 
     def begin_step(self, loss_scale: float) -> None:
         """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
-        self._own_gradients, self._marks = None, None
+        self._shard_gradients, self._marks = None, None
         self._noted.clear()
         self._unit = UNIT * loss_scale
         self._written.clear()
@@ -250,15 +250,15 @@ class Bucket:
             return
         for name in self._by_name.keys() - self._written:
             self._view(name).zero_()
-        whole = self._gradients
-        assert whole is not None
+        gradients = self._gradients
+        assert gradients is not None
         if self.group.size > 1 and not self.options.exact_terms:
-            self._note_norms(whole)
+            self._note_norms(gradients)
         if self.options.stage == 0:
-            self._reducing = start_all_reduce_(whole, self.group), whole, whole
+            self._reducing = start_all_reduce_(gradients, self.group), gradients, gradients
         else:
-            own = whole.new_empty(self.layout.shard_size)
-            self._reducing = start_reduce_scatter(own, whole, self.group), own, whole
+            shard = gradients.new_empty(self.layout.shard_size)
+            self._reducing = start_reduce_scatter(shard, gradients, self.group), shard, gradients
         if self.options.stage >= 2:
             self._gradients = None
             self._written.clear()
@@ -266,18 +266,18 @@ class Bucket:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        """Wait for the sum under way, and keep the own shard of it."""
+        """Wait for the sum under way, and keep this rank's shard of it."""
         if self._reducing is None:
             return
-        pending, own, whole = self._reducing
+        pending, shard, gradients = self._reducing
         pending.wait()
         self._reducing = None
         if self.options.stage == 1:  # the sum goes where its share of the terms was: nothing more is kept
-            self._own_gradients = whole[self._shard].copy_(own)
-        elif self._own_gradients is None:
-            self._own_gradients = own
+            self._shard_gradients = gradients[self._shard].copy_(shard)
+        elif self._shard_gradients is None:
+            self._shard_gradients = shard
         else:
-            self._own_gradients += own
+            self._shard_gradients += shard
 
     @property
     def owes_gradients(self) -> bool:
@@ -286,8 +286,8 @@ class Bucket:
 
     def settle(self) -> None:
         """Turn exact sums into fp32 gradients without the loss scale, once all that is to be added is."""
-        if self._own_gradients is not None and self._own_gradients.dtype == torch.int64:
-            self._own_gradients = from_units(self._own_gradients, UNIT)
+        if self._shard_gradients is not None and self._shard_gradients.dtype == torch.int64:
+            self._shard_gradients = from_units(self._shard_gradients, UNIT)
             self._gradients = None
 
     @property
@@ -301,14 +301,14 @@ class Bucket:
         """The shard's segments, those together that are of one kind and have nothing between them, padding included:
         an operator on all of them then computes each entry as on its segment alone, vector by vector. Gradients that
         stay where autograd puts them lie apart."""
-        found: list[list[Segment]] = []
+        grouped: list[list[Segment]] = []
         for segment in self.segments:
-            last = found[-1][-1] if found and not self._in_place else None
+            last = grouped[-1][-1] if grouped and not self._in_place else None
             if last is not None and last.place.stop == segment.place.start and kind(last) == kind(segment):
-                found[-1].append(segment)
+                grouped[-1].append(segment)
             else:
-                found.append([segment])
-        return found
+                grouped.append([segment])
+        return grouped
 
     def gradient(self, place: slice) -> Tensor | None:
         """The reduced gradient of a segment or run at a place in the shard, flat; None where the parameters took no
@@ -316,26 +316,26 @@ class Bucket:
         if self._in_place:
             gradient = self._by_name[self._name_at[place.start]].grad
             return None if gradient is None else gradient.view(-1)
-        return None if self._own_gradients is None else self._own_gradients[place]
+        return None if self._shard_gradients is None else self._shard_gradients[place]
 
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The reduced gradients of several segments, in the shard's order; neighbours come as one flat tensor, with the
         zeros between them."""
         if self._in_place:
             return [gradient for segment in segments if (gradient := self.gradient(segment.place)) is not None]
-        own = self._own_gradients
-        return [] if own is None else [own[place] for place in runs(segments)]
+        shard = self._shard_gradients
+        return [] if shard is None else [shard[place] for place in runs(segments)]
 
     def begin_download(self) -> None:
-        """Begin to copy the own reduced gradients into host memory."""
+        """Begin to copy this rank's reduced gradients into host memory."""
         host = self._host_gradients
         assert host is not None
         if self._in_place:
             for segment in self.segments:
                 if (gradient := self.gradient(segment.place)) is not None:
                     host[segment.place].copy_(gradient, non_blocking=True)
-        elif self._own_gradients is not None:
-            host.copy_(self._own_gradients, non_blocking=True)
+        elif self._shard_gradients is not None:
+            host.copy_(self._shard_gradients, non_blocking=True)
         if self._device.type != "cpu":
             self._all_there = torch.Event(self._device)
             self._all_there.record()
@@ -349,11 +349,11 @@ class Bucket:
         return self._host_gradients.float()
 
     def note(self, names: Collection[str]) -> None:
-        """Remember what this rank's own gradients of these parameters are, before others' are added to them in place;
+        """Remember the norms of this rank's gradients of these parameters, before others' are added to them in place;
         where gradients are reduced over replicas that is known already."""
-        own = {name: values for name, values in self._unreduced() if name in names}
-        if self.group.size == 1 and not self.options.exact_terms and own:
-            self._noted = dict(zip(own, torch._foreach_norm(list(own.values())), strict=True))
+        noted = {name: values for name, values in self._unreduced() if name in names}
+        if self.group.size == 1 and not self.options.exact_terms and noted:
+            self._noted = dict(zip(noted, torch._foreach_norm(list(noted.values())), strict=True))
 
     def offenders(self) -> list[str]:
         """Parameters whose gradient was not finite on this rank before any reduction."""
@@ -365,16 +365,16 @@ class Bucket:
         return [name for name in self._by_name if name in bad]
 
     def _unreduced(self) -> Iterator[tuple[str, Tensor]]:
-        """What there is of this rank's own gradients that no reduction over replicas has overwritten; flat, by name."""
+        """What there is of this rank's gradients that no reduction over replicas has overwritten; flat, by name."""
         if self._in_place:
             yield from ((name, p.grad.view(-1)) for name, p in self._by_name.items() if p.grad is not None)
         elif self._gradients is not None and (self.group.size == 1 or self._keeps_others):
-            own = self._shard if self.group.size > 1 else slice(0, 0)
+            reduced = self._shard if self.group.size > 1 else slice(0, 0)
             for name in self._by_name:
                 place = self.layout.place(name)
                 for part in (
-                    slice(place.start, min(place.stop, own.start)),
-                    slice(max(place.start, own.stop), place.stop),
+                    slice(place.start, min(place.stop, reduced.start)),
+                    slice(max(place.start, reduced.stop), place.stop),
                 ):
                     if part.start < part.stop:
                         yield name, self._gradients[part]
@@ -385,21 +385,21 @@ class Bucket:
             self._gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
         return self._gradients[self.layout.place(name)]
 
-    def _note_norms(self, whole: Tensor) -> None:
-        """Remember the norms of the own gradients that the reduction overwrites, so that a bad sum can be traced to its
-        source afterwards."""
+    def _note_norms(self, gradients: Tensor) -> None:
+        """Remember the norms of this rank's gradients that the reduction overwrites, so that a bad sum can be traced to
+        its source afterwards."""
         if self._keeps_others:
-            parts = [whole[self._shard][segment.place] for segment in self.segments]
+            parts = [gradients[self._shard][segment.place] for segment in self.segments]
         else:
-            parts = [whole[self.layout.place(name)] for name in self._by_name]
+            parts = [gradients[self.layout.place(name)] for name in self._by_name]
         if parts:
             norms = torch.stack(torch._foreach_norm(parts))
             self._marks = norms if self._marks is None else self._marks + norms
 
     # ---- for reports and checkpoints
 
-    def whole(self, shard: Tensor) -> dict[str, Tensor]:
-        """Whole local tensors by name, gathered from every rank's `shard` (master weights or an optimizer's state).
+    def gather(self, shard: Tensor) -> dict[str, Tensor]:
+        """Complete local tensors by name, gathered from every rank's `shard` (master weights or an optimizer's state).
 
         Raises:
             PeerFailed: another rank has no memory for them.
@@ -415,10 +415,10 @@ class Bucket:
 
     def storages(self) -> dict[str, list[Tensor]]:
         """What this rank holds right now, by kind."""
-        gradients = [self._gradients, self._own_gradients, *(p.grad for p in self.parameters)]
+        gradients = [self._gradients, self._shard_gradients, *(p.grad for p in self.parameters)]
         return {
-            "params": [self._full, self._own],
+            "params": [self._full, self._shard_params],
             "grads": [g for g in gradients if g is not None],
-            "optimizer": [] if self.master is self._own else [self.master],
+            "optimizer": [] if self.master is self._shard_params else [self.master],
             "buffers": [*(self._reducing or ())[1:], *([] if self._host_gradients is None else [self._host_gradients])],
         }

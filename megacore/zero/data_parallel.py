@@ -2,11 +2,11 @@
 
 Gradients are taken from autograd as they appear. On stages 0 and 1 a bucket is reduced during the last microbatch's
 backward, as soon as its last gradient is there (Li et al. 2020, arXiv 2006.15704, section 3.2); on stages 2 and 3 in
-every microbatch's, and only the own shard of the sum is kept. On stages 1 and 2 updated parameters are gathered after
-the step, while the next forward begins; on stage 3 layer by layer, before forward and before backward, the next layer's
-ahead of its use. Messages carry no name: ranks pair them by their order, which must not depend on what gradients a
-rank has, so that buckets are reduced in one order, the last used first. Gradients are summed: the loss was already
-divided by the tokens of the whole global batch.
+every microbatch's, and only this rank's shard of the sum is kept. On stages 1 and 2 updated parameters are gathered
+after the step, while the next forward begins; on stage 3 layer by layer, before forward and before backward, the next
+layer's ahead of its use. Messages carry no name: ranks pair them by their order, which must not depend on what
+gradients a rank has, so that buckets are reduced in one order, the last used first. Gradients are summed: the loss was
+already divided by the tokens of the whole global batch.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class OwnedSegment:
 
     def state(self, optimizer: torch.optim.Optimizer, kind: str) -> Tensor | None:
         """What the optimizer keeps for it under a name such as `exp_avg`, a view; None before the first update."""
-        whole = optimizer.state.get(self.run.master, {}).get(kind)
-        return None if whole is None else whole[self._part]
+        values = optimizer.state.get(self.run.master, {}).get(kind)
+        return None if values is None else values[self._part]
 
     @property
     def _part(self) -> slice:
-        """Its place in the run."""
+        """Its elements of the run."""
         first = self.run.place.start
         return slice(self.segment.place.start - first, self.segment.place.stop - first)
 
@@ -103,12 +103,12 @@ class Offender:
 
     Attributes:
         chunk: number of its pipeline stage on its rank.
-        place: its number among the rank's parameters, in the order of their use.
+        position: its number among the rank's parameters, in the order of their use.
         name: its global name.
     """
 
     chunk: int
-    place: int
+    position: int
     name: str
 
 
@@ -145,28 +145,28 @@ class DataParallel:
         self._mesh, self._separate = mesh, separate
         self.options = options = options if mesh.replicas.size > 1 else replace(options, stage=0)
         layers: list[nn.Module] = []
-        own: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
+        new: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
         self._chunks: list[range] = []  # of each, the numbers of its layers
         self._buckets_of_chunk: list[list[Bucket]] = []
         for chunk in chunks:
             first, buckets = len(layers), list[Bucket]()
             for layer in chunk:
                 layers.append(layer)
-                own.append(_without(sharded_parameters(layer), own))
+                new.append(_without(sharded_parameters(layer), new))
                 if options.stage == 3:
-                    buckets = [*self._make_buckets(own[-1], None), *buckets]
+                    buckets = [*self._make_buckets(new[-1], None), *buckets]
             if options.stage < 3:
-                members = [parameter for layer_parameters in own[first:] for parameter in layer_parameters]
-                whole = sum(p.numel() * p.element_size() for p in members)
-                buckets = self._make_buckets(members, min(bucket_bytes, whole // _BUCKETS))
+                members = [parameter for layer_parameters in new[first:] for parameter in layer_parameters]
+                total = sum(p.numel() * p.element_size() for p in members)
+                buckets = self._make_buckets(members, min(bucket_bytes, total // _BUCKETS))
             self._chunks.append(range(first, len(layers)))
             self._buckets_of_chunk.append(buckets)
-        self.parameters = [parameter for members in own for parameter in members]
+        self.parameters = [parameter for members in new for parameter in members]
         self.buckets = [bucket for buckets in reversed(self._buckets_of_chunk) for bucket in buckets]
         self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
         # Of each bucket the first layer that uses it: its gradients are there once backward has passed that layer.
         self._first_layer = {
-            id(self._bucket_of[p.spec.name]): number for number in reversed(range(len(own))) for p in own[number]
+            id(self._bucket_of[p.spec.name]): number for number in reversed(range(len(new))) for p in new[number]
         }
         self._needs = [_unique(self._bucket_of[p.spec.name] for p in sharded_parameters(layer)) for layer in layers]
         users = [{id(b) for number in numbers for b in self._needs[number]} for numbers in self._chunks]
@@ -199,16 +199,16 @@ class DataParallel:
 
     # ---- around the layers
 
-    def run_layer(self, chunk: int, place: int, layer: nn.Module, x: Any) -> Any:
+    def run_layer(self, chunk: int, number: int, layer: nn.Module, x: Any) -> Any:
         """layer(x), its parameters present while it computes, forward and backward.
 
         Args:
             chunk: number of the pipeline stage on this rank.
-            place: number of the layer in it.
+            number: of the layer in it.
             layer: that layer.
             x: its input, a tensor or a tuple of tensors.
         """
-        index = self._chunks[chunk][place]
+        index = self._chunks[chunk][number]
         self._acquire(index)
         self._prefetch(index + 1, self._chunks[chunk])
         if self.options.stage < 3:
@@ -222,8 +222,8 @@ class DataParallel:
         apart from that layer's, as if the two lay on different stages: autograd would add them in floating point."""
         if not self._repeated[index]:
             return layer(x)
-        own = {name: OwnGradient.apply(p, self._take_part) for name, p in self._repeated[index].items()}
-        return functional_call(layer, own, (x,))
+        separate = {name: OwnGradient.apply(p, self._take_part) for name, p in self._repeated[index].items()}
+        return functional_call(layer, separate, (x,))
 
     def _take_part(self, parameter: ShardedParameter, gradient: Tensor) -> None:
         self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
@@ -316,7 +316,7 @@ class DataParallel:
             self._reduce(self._due.pop(0))
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Begin a bucket's reduction; on stages 2 and 3 the one before ends first, so that whole gradients of two
+        """Begin a bucket's reduction; on stages 2 and 3 the one before ends first, so that complete gradients of two
         buckets are held at most: of the one that is reduced, and of the one that backward fills meanwhile."""
         if self._under_way is not None and self._under_way.options.stage >= 2:
             self._under_way.finish_reduction()
@@ -324,7 +324,7 @@ class DataParallel:
         self._under_way = bucket
 
     def segments_of(self, name: str) -> list[OwnedSegment]:
-        """What this rank owns of one parameter."""
+        """The segments of one parameter that this rank updates."""
         return [owned for owned in self.segments if owned.spec.name == name]
 
     # ---- weights
@@ -350,12 +350,12 @@ class DataParallel:
             if bucket.options.stage < 3:
                 bucket.wait()
 
-    def load_masters(self, whole: Mapping[str, Tensor]) -> None:
-        """Set the own master weights from whole local tensors, then publish them."""
+    def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set this rank's master weights from complete local tensors, then publish them."""
         with torch.no_grad():
             for owned in self.segments:
                 segment = owned.segment
-                owned.master.copy_(whole[segment.name].reshape(-1)[segment.start : segment.stop])
+                owned.master.copy_(tensors[segment.name].reshape(-1)[segment.start : segment.stop])
         self.publish()
 
     def note(self, names: Collection[str]) -> None:
@@ -367,12 +367,12 @@ class DataParallel:
         """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
         because what is not finite spreads in the backward from there."""
         bad = {name for bucket in self.buckets for name in bucket.offenders()}
-        places = [place for place, parameter in enumerate(self.parameters) if parameter.spec.name in bad]
-        if not places:
+        positions = [number for number, parameter in enumerate(self.parameters) if parameter.spec.name in bad]
+        if not positions:
             return None
-        name = self.parameters[places[-1]].spec.name
-        chunk = next(c for c, own in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in own)
-        return Offender(chunk=chunk, place=places[-1], name=name)
+        name = self.parameters[positions[-1]].spec.name
+        chunk = next(c for c, buckets in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in buckets)
+        return Offender(chunk=chunk, position=positions[-1], name=name)
 
 
 @dataclass(frozen=True)
@@ -426,12 +426,12 @@ def grown(bucket_bytes: int, ranks: int) -> int:
 def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:
     """For each layer its parameters that an earlier layer has too, by their name in the layer."""
     seen: set[str] = set()
-    found = []
+    repeated = []
     for layer in layers:
         named = {n: p for n, p in layer.named_parameters() if isinstance(p, ShardedParameter)}
-        found.append({name: p for name, p in named.items() if p.spec.name in seen})
+        repeated.append({name: p for name, p in named.items() if p.spec.name in seen})
         seen |= {p.spec.name for p in named.values()}
-    return found
+    return repeated
 
 
 def _without(

@@ -1,8 +1,8 @@
-"""Where parameters lie in a flat buffer, and which part of it a rank owns: arithmetic only.
+"""Where parameters lie in a flat buffer, and which part of it a rank updates: arithmetic only.
 
-A bucket is a run of parameters laid one after the other, each from an aligned place, and padded so that it divides into
-equal shards. A shard cuts parameters anywhere; a `Segment` is the part of one parameter inside a shard, by the name and
-the offset in the parameter, which makes sharded state independent of the sharding.
+A bucket is a run of parameters laid one after the other, each from an aligned offset, and padded so that it divides
+into equal shards. A shard cuts parameters anywhere; a `Segment` is the part of one parameter inside a shard, by the
+name and the offset in the parameter, which makes sharded state independent of the sharding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Segment:
 
     @property
     def place(self) -> slice:
-        """The run's place in the shard."""
+        """The run's elements of the shard."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
@@ -67,28 +67,28 @@ class FlatLayout:
         self.size = self.shard_size * shards
 
     def place(self, name: str) -> slice:
-        """The parameter's place in the flat buffer."""
+        """The parameter's elements of the flat buffer."""
         return slice(self.offsets[name], self.offsets[name] + self._sizes[name])
 
     def segments(self, shard: int) -> list[Segment]:
         """What shard number `shard` holds, in order."""
         begin, end = shard * self.shard_size, (shard + 1) * self.shard_size
-        found = []
+        segments = []
         for name, offset in self.offsets.items():
             first, last = max(begin, offset), min(end, offset + self._sizes[name])
             if first < last:
-                found.append(Segment(name=name, start=first - offset, stop=last - offset, offset=first - begin))
-        return found
+                segments.append(Segment(name=name, start=first - offset, stop=last - offset, offset=first - begin))
+        return segments
 
 
 def runs(segments: Iterable[Segment]) -> list[slice]:
-    """The segments' places in their shard, in order; those that only padding separates as one place."""
-    found: list[slice] = []
+    """The segments' elements of their shard, in order; those that only padding separates as one slice."""
+    joined: list[slice] = []
     for place in (segment.place for segment in segments):
-        if found and _aligned(found[-1].stop) == place.start:
-            place = slice(found.pop().start, place.stop)
-        found.append(place)
-    return found
+        if joined and _aligned(joined[-1].stop) == place.start:
+            place = slice(joined.pop().start, place.stop)
+        joined.append(place)
+    return joined
 
 
 BucketKey = tuple[ReplicaRole, torch.dtype]

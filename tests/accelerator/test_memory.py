@@ -137,7 +137,7 @@ def copies_of(rank: int, world_size: int, directory: str, precision: str) -> Cop
         down=counted.bytes_to_host,
         up=counted.bytes_to_device,
         waits=Counter(cause.rpartition(" in ")[2] for cause in counted.sync_causes),
-        owned=sum(bucket._own.nbytes for bucket in buckets),
+        owned=sum(bucket._shard_params.nbytes for bucket in buckets),
         buckets=len(buckets),
         uploads=uploads.found,
     )

@@ -28,14 +28,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_listed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["checkpoint", "step", "serial", "MB", "tp", "x", "pp", "x", "dp", "state"]
+    assert lines[0] == ["checkpoint", "step", "serial", "MB", "mesh", "state"]
     assert [line[:3] for line in lines[1:]] == [
         ["step_00000002.2", "2", "3"],
         ["step_00000002", "2", "2"],
         ["step_00000001", "1", "1"],
     ]
-    assert [line[4:] for line in lines[1:]] == [["1x1x1", "not", "verified,", "latest"]] + 2 * [
-        ["1x1x1", "not", "verified"]
+    layout = ["pp", "1", "x", "dp", "1", "x", "tp", "1"]
+    assert [line[4:] for line in lines[1:]] == [
+        [*layout, "not", "verified,", "latest"],
+        [*layout, "not", "verified"],
+        [*layout, "not", "verified"],
     ]
 
 
@@ -43,7 +46,7 @@ def test_a_checkpoint_is_shown_and_verified(run: Path, capsys: pytest.CaptureFix
     assert main([str(run / "step_00000001"), "--verify"]) == 0
     text = capsys.readouterr().out
     assert "step 1, 8 samples, schema 2" in text
-    assert "written on  tp 1, pp 1, dp 1" in text
+    assert "written on  pp 1 x dp 1 x tp 1" in text
     assert "every file has the size, the SHA-256 and the XXH3 of the manifest" in text
     assert ["embedding.tokens.weight", "131x32", "float32", "1", "model", "exp_avg", "exp_avg_sq"] in [
         line.split() for line in text.splitlines()

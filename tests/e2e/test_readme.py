@@ -1,7 +1,7 @@
 """The README and the documents tell the truth: what they name exists, and their runnable commands run as written.
 
-A ```bash block after a `<!-- runnable -->` line is run by bash in a folder that looks like a fresh checkout, with only
-the sizes made smaller (see SMALLER). Its flags, paths and their order are exactly those that a reader copies.
+In every document, bash runs each ```bash block after a `<!-- runnable -->` line, in a folder that looks like a fresh
+checkout. Only the sizes are smaller (see SMALLER). Flags, paths and their order are exactly those that a reader copies.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 BLOCK = re.compile(r"^(<!-- runnable -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Numbers that decide only how long a command takes; a test's corpus is small, too.
 SMALLER = {
@@ -35,10 +36,17 @@ SMALLER = {
 MADE = ("quickstart/", "output/", "models/mock", "OUTPUT_DIR/", "data/", ".venv/", "dist/")
 
 
-def blocks(language: str, *, runnable: bool) -> list[str]:
-    """The fenced blocks of the README in a language."""
-    found = [(bool(mark), kind, text) for mark, kind, text in BLOCK.findall(README)]
-    return [text for mark, kind, text in found if kind == language and mark == runnable]
+def blocks(document: Path, language: str, *, runnable: bool) -> list[str]:
+    """The fenced blocks of a document in a language."""
+    fenced = BLOCK.findall(document.read_text(encoding="utf-8"))
+    return [text for mark, kind, text in fenced if kind == language and bool(mark) == runnable]
+
+
+RUNNABLE = [
+    pytest.param(text, id=f"{document.name}-{number}")
+    for document in DOCUMENTS
+    for number, text in enumerate(blocks(document, "bash", runnable=True))
+]
 
 
 def smaller(text: str) -> str:
@@ -66,9 +74,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("number", range(len(blocks("bash", runnable=True))))
-def test_the_runnable_commands_run(number: int, checkout: Path) -> None:
-    script = smaller(blocks("bash", runnable=True)[number])
+@pytest.mark.parametrize("text", RUNNABLE)
+def test_the_runnable_commands_run(text: str, checkout: Path) -> None:
+    script = smaller(text)
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
     command = ["bash", "-euo", "pipefail", "-c", script]
     done = subprocess.run(
@@ -83,31 +91,50 @@ def test_the_runnable_commands_run(number: int, checkout: Path) -> None:
 
 
 def test_there_are_runnable_commands() -> None:
-    assert len(blocks("bash", runnable=True)) == 4
+    assert len(blocks(ROOT / "docs" / "getting-started.md", "bash", runnable=True)) == 4
 
 
-@pytest.mark.parametrize("text", blocks("bash", runnable=False) + blocks("bash", runnable=True))
-def test_every_command_parses(text: str) -> None:
-    assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0
+@PAGES
+def test_every_command_parses(document: Path) -> None:
+    for text in blocks(document, "bash", runnable=False) + blocks(document, "bash", runnable=True):
+        assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0, text
 
 
 def test_the_first_two_commands_are_quickstart_and_test() -> None:
-    lines = [line.split("#")[0].strip() for line in blocks("bash", runnable=False)[0].splitlines()]
+    lines = [line.split("#")[0].strip() for line in blocks(README, "bash", runnable=False)[0].splitlines()]
     assert lines == ["make quickstart", "make test"]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@PAGES
 def test_every_make_target_exists(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", document.read_text(encoding="utf-8"), re.MULTILINE))
     assert {name for name in named if not re.search(rf"^{name}:", makefile, re.MULTILINE)} == set()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@PAGES
 def test_every_link_leads_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text(encoding="utf-8"))
     local = [link for link in links if not re.match(r"[a-z]+:", link)]
     assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+def anchors(document: Path) -> set[str]:
+    """What GitHub makes of a document's headings: lower case, without punctuation, spaces as dashes."""
+    text = BLOCK.sub("", document.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@PAGES
+def test_every_link_to_a_section_leads_to_one(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text(encoding="utf-8"))
+    pages = {name: document.parent / name if name else document for name, _ in links}
+    assert [f"{name}#{anchor}" for name, anchor in links if anchor not in anchors(pages[name])] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").split()) < 900
 
 
 def named_file_exists(name: str) -> bool:
@@ -116,7 +143,7 @@ def named_file_exists(name: str) -> bool:
     return any((ROOT / spelling).exists() for spelling in spellings)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@PAGES
 def test_every_file_named_exists(document: Path) -> None:
     quoted = re.findall(r"`([\w./-]+)`", document.read_text(encoding="utf-8"))
     known = [name for name in quoted if named_file_exists(name.split("/")[0])]
@@ -125,7 +152,7 @@ def test_every_file_named_exists(document: Path) -> None:
 
 
 def test_every_name_in_the_tree_exists() -> None:
-    (tree,) = blocks("text", runnable=False)
+    (tree,) = blocks(ROOT / "docs" / "design.md", "text", runnable=False)
     folder = ""
     for line in tree.splitlines():
         name = line.split()[0]

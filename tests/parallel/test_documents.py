@@ -95,7 +95,7 @@ def on_ranks(rank: int, size: int) -> None:
     for config in (ROPE, dataclasses.replace(ALIBI, activation="swiglu", add_qkv_bias=False)):
         results = []
         for tp, mine in ((ALONE, slice(None)), (group, own)):
-            stage = stage_of(config, causal=False, window=6, tp=tp, sequence_parallel=tp is group)
+            stage = stage_of(config, causal=False, window=6, layer_group=tp, sequence_parallel=tp is group)
             stage.layers[0] = Recomputed(stage.layers[0], RandomStreams(0, CPU))
             x = packed()[:, mine].requires_grad_()
             y, *_ = stage((x, DOCUMENTS, POSITIONS))

@@ -176,7 +176,7 @@ def classic_config(**changes: object) -> ResolvedBertConfig:
 def stage_of(config: ResolvedBertConfig, values: dict[str, Tensor]) -> Stage:
     """megacore's model on one rank, with these weights, evaluated."""
     device = torch.device("cpu")
-    context = BuildContext.of(config, tp=ALONE, device=device, streams=RandomStreams(0, device))
+    context = BuildContext.of(config, layer_group=ALONE, device=device, streams=RandomStreams(0, device))
     stage = Stage(bert_layers(config, context)).eval()
     give(stage, values)
     return stage

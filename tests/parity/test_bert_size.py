@@ -62,7 +62,7 @@ def test_operations_are_those_that_a_forward_does() -> None:
     config = classic_config(sentence_task="none", make_vocab_size_divisible_by=1, attention="fused-softmax")
     device = torch.device("cpu")
     stage = Stage(
-        bert_layers(config, BuildContext.of(config, tp=ALONE, device=device, streams=RandomStreams(0, device)))
+        bert_layers(config, BuildContext.of(config, layer_group=ALONE, device=device, streams=RandomStreams(0, device)))
     )
     with FlopCounterMode(display=False) as counter:
         stage(bert_input(batch_of((POSITIONS,))))

@@ -110,7 +110,7 @@ def test_every_layout_loads_its_slices(converted: Converted, tp: int, pp: int) -
     seen: set[str] = set()
     for rank in range(tp):
         group = Group(ranks=tuple(range(tp)), rank=rank)
-        context = BuildContext(tp=group, device=CPU, streams=RandomStreams(0, CPU))
+        context = BuildContext(layer_group=group, device=CPU, streams=RandomStreams(0, CPU))
         layers = gpt_layers(hf.config, context)
         for numbers in partition(layers, pp, "parameters"):
             parameters = Stage([layers[number] for number in numbers]).by_name()

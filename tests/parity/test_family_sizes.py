@@ -84,7 +84,7 @@ def test_a_rank_holds_what_is_said(name: str, tp: int) -> None:
     sizes = gpt_outline(config, tp)
     for rank in {0, tp - 1}:
         group = Group(ranks=tuple(range(tp)), rank=rank)
-        for layer, size in zip(layers_of(config, META, tp=group), sizes, strict=True):
+        for layer, size in zip(layers_of(config, META, layer_group=group), sizes, strict=True):
             built = Stage([dataclasses.replace(layer, tied={})])
             assert sum(parameter.numel() for parameter in built.parameters()) == size.held == layer.held, layer.name
 
@@ -95,7 +95,7 @@ def test_a_bert_holds_what_is_said(style: str) -> None:
     streams = RandomStreams(0, CPU)
     for tp in (1, 2):
         own = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, tp=tp))
-        context = BuildContext(device=META, streams=streams, tp=Group(ranks=tuple(range(tp))))
+        context = BuildContext(device=META, streams=streams, layer_group=Group(ranks=tuple(range(tp))))
         for layer, size in zip(bert_layers(own, context), bert_outline(own), strict=True):
             built = Stage([dataclasses.replace(layer, tied={})])
             assert sum(math.prod(p.spec.shape) for p in sharded_parameters(built)) == size.parameters, layer.name

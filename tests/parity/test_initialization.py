@@ -41,7 +41,7 @@ def whole_model(model: ResolvedModel, tp: int, pp: int, seed: int = 1234) -> dic
     whole: dict[str, Tensor] = {}
     for tp_rank in range(tp):
         group = Group(ranks=tuple(range(tp)), rank=tp_rank)
-        layers = gpt_layers(model, BuildContext(tp=group, device=CPU, streams=RandomStreams(0, CPU)))
+        layers = gpt_layers(model, BuildContext(layer_group=group, device=CPU, streams=RandomStreams(0, CPU)))
         for part in partition(layers, pp):
             stage = Stage([layers[i] for i in part])
             initialize(stage.by_name().values(), model, seed=seed)
