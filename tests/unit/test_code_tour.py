@@ -34,13 +34,13 @@ def test_the_tour_has_ten_files_at_most() -> None:
 
 @pytest.mark.parametrize("stop", STOPS, ids=FILES)
 def test_an_anchor_points_at_what_it_names(stop: re.Match[str]) -> None:
-    assert definition(stop["path"], stop["symbol"]).lineno == int(stop["line"]), "python: update docs/code-tour.md"
+    assert definition(stop["path"], stop["symbol"]).lineno == int(stop["line"]), "update the line in docs/code-tour.md"
 
 
 def stored_callables(tree: ast.Module) -> Iterator[str]:
-    """Fields that hold a function without a name of its own: what is called through them, no editor finds.
+    """Fields that hold a function without a name: no editor finds what is called through them.
 
-    A field is `self.x = ...`, a keyword argument of a call in a class, or an annotated name in a class body.
+    A field is `self.x = ...`, or an annotated name in a class body.
     """
     for node in ast.walk(tree):
         value: ast.expr | None = None
