@@ -59,6 +59,7 @@ def training_state(megabytes: int, device: torch.device) -> TrainingState:
     layers = [Layer(number, device) for number in range(max(1, round(megabytes * 1e6 / (12 * 4 * WIDTH * WIDTH))))]
     data_parallel = DataParallel([layers], Mesh(device=device), options=ZeroOptions(), bucket_bytes=25 << 20)
     optimizer = build_optimizer(data_parallel.runs, OptimizerConfig())
+    assert optimizer is not None  # one process owns every parameter
     for run in data_parallel.runs:
         run.master.grad = torch.randn_like(run.master)
     optimizer.step()
