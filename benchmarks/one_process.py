@@ -29,7 +29,6 @@ from megacore.parallel.mesh import Mesh
 def plain_step(config: ResolvedConfig) -> Step:
     """One training step of the plain model, gradients accumulated over the same microbatches."""
     training, o = config.training, config.optimizer
-    assert training.global_batch_size is not None
     model = PlainGPT(config)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": o.weight_decay},

@@ -49,7 +49,6 @@ PEERS = {"stage 0": "DDP", "stage 1": "ZeroRedundancyOptimizer", "stage 2": "FSD
 def theirs(config: ResolvedConfig, mesh: Mesh, name: str) -> Step:
     """A step of the plain model under torch's own data parallelism, as its documentation writes it."""
     training = config.training
-    assert training.global_batch_size is not None
     torch.manual_seed(1)
     model: nn.Module = PlainGPT(config).to(mesh.device)
     if name.startswith("FSDP2"):

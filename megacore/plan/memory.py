@@ -91,10 +91,15 @@ class RankMemory:
         return max(self.building, training) + self.overhead[0]
 
     @property
-    def expected(self) -> float:
-        """Bytes that the rank is expected to take at its peak."""
+    def expected_tensors(self) -> float:
+        """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes."""
         training = sum(self.state.values()) - self.on_host + self.activations + self.working + self.passing
-        return max(self.building, training) * (1 + _FRAGMENTATION) + self.overhead[1]
+        return max(self.building, training)
+
+    @property
+    def expected(self) -> float:
+        """Bytes that the rank is expected to take at its peak, with what the allocator and the process add."""
+        return self.expected_tensors * (1 + _FRAGMENTATION) + self.overhead[1]
 
 
 def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
