@@ -213,9 +213,9 @@ class DataParallel:
         self._prefetch(index + 1, self._chunks[chunk])
         if self.options.stage < 3:
             return self._apply(index, layer, x)
-        y = self._apply(index, layer, when_backward(x, lambda: self._release(index)))
+        y = self._apply(index, layer, when_backward(x, _AfterBackward(self, index)))
         self._release(index)
-        return when_backward(y, lambda: self._before_backward(index, self._chunks[chunk]))
+        return when_backward(y, _BeforeBackward(self, index, self._chunks[chunk]))
 
     def _apply(self, index: int, layer: nn.Module, x: Any) -> Any:
         """layer(x). Where gradients are summed exactly, those of a parameter that an earlier layer has too are taken
@@ -373,6 +373,29 @@ class DataParallel:
         name = self.parameters[positions[-1]].spec.name
         chunk = next(c for c, buckets in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in buckets)
         return Offender(chunk=chunk, position=positions[-1], name=name)
+
+
+@dataclass(frozen=True)
+class _BeforeBackward:
+    """On stage 3, when backward comes to a layer's output: gather the layer's parameters."""
+
+    data_parallel: DataParallel
+    index: int
+    chunk: range
+
+    def gradients_pass(self) -> None:
+        self.data_parallel._before_backward(self.index, self.chunk)
+
+
+@dataclass(frozen=True)
+class _AfterBackward:
+    """On stage 3, when backward has passed a layer: let go of the layer's parameters."""
+
+    data_parallel: DataParallel
+    index: int
+
+    def gradients_pass(self) -> None:
+        self.data_parallel._release(self.index)
 
 
 def _own_segments(bucket: Bucket) -> Iterator[OwnedSegment]:
