@@ -4,12 +4,14 @@
     python benchmarks/memory.py activations    what a block keeps for backward: tp 1 to 4, every way to keep less
 
 The numbers are counts, not samples: they are the same on every machine with the same torch. The model is a small one
-and the ranks are CPU processes; what counts is bytes a parameter, and bytes an element of the residual stream.
+and the ranks are CPU processes; what counts is bytes a parameter, and bytes an element of the residual stream. Only the
+table goes to standard output.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -69,10 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=("state", "activations"))
     rows = {"state": state_rows, "activations": activation_rows}[parser.parse_args(argv).table]()
-    for number, row in enumerate(rows):
-        print("| " + " | ".join(row) + " |", flush=True)
-        if number == 0:
-            print("|" + "---|" * len(row), flush=True)
+    # Ranks inherit this process's standard output: what they print goes to standard error.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as table:
+        os.dup2(2, 1)
+        for number, row in enumerate(rows):
+            print("| " + " | ".join(row) + " |", file=table, flush=True)
+            if number == 0:
+                print("|" + "---|" * len(row), file=table, flush=True)
     return 0
 
 

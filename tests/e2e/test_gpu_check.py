@@ -21,6 +21,9 @@ needs_pretend = pytest.mark.skipif(
     importlib.util.find_spec("tests.accelerator.device") is None or shutil.which("g++") is None,
     reason="the pretend accelerator needs g++",
 )
+# State that lies on the device where the optimizer is offloaded.
+ON_DEVICE = {"params", "grads"}
+# What each part records, by name.
 KINDS = {
     "machine": {"machine", "rates"},
     "tests": {"test"},
@@ -61,22 +64,45 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     assert "--device cuda" in (tmp_path / "gpu-report.log").read_text(), said
 
 
+def kinds_of(report: dict[str, Any]) -> dict[str, set[str]]:
+    """What each part recorded."""
+    return {part["name"]: {record["kind"] for record in part["records"]} for part in report["parts"]}
+
+
+def check_records(report: dict[str, Any]) -> None:
+    """The figures of all parts are there and fit together."""
+    for record in (record for part in report["parts"] for record in part["records"]):
+        if record["kind"] == "training":
+            counted, predicted = record["state_bytes_counted"], record["state_bytes_predicted"]
+            assert all(counted[kind] == pytest.approx(predicted[kind], rel=0.01) for kind in predicted)
+            on_device = sum(counted[kind] for kind in counted if record["mode"] != "offload" or kind in ON_DEVICE)
+            assert record["peak_bytes"] > on_device
+            assert record["peak_bytes_predicted"] > on_device
+        elif record["kind"] == "kernel":
+            assert record["error"] is None and record["seconds"] > 0
+        elif record["kind"] == "synchronisations":
+            assert record["per_step"] >= 1
+
+
+@needs_pretend
+def test_one_training_part_on_the_pretend_accelerator(tmp_path: Path) -> None:
+    """Besides the machine; the other parts run in the slow test."""
+    status, said, report = check(tmp_path, "--device", "pretend", "--only", "offload")
+    assert status == 0, said + (tmp_path / "gpu-report.log").read_text()
+    assert kinds_of(report) == {
+        "machine": KINDS["machine"],
+        "train gpt2-xl, offload": {"fit", *KINDS["train gpt2-xl, offload"]},
+    }
+    check_records(report)
+
+
 @pytest.mark.slow
 @needs_pretend
 def test_every_part_on_the_pretend_accelerator(tmp_path: Path) -> None:
     status, said, report = check(tmp_path, "--device", "pretend")
     assert status == 0, said + (tmp_path / "gpu-report.log").read_text()
-    assert {part["name"]: {record["kind"] for record in part["records"]} for part in report["parts"]} == KINDS
-    for record in (record for part in report["parts"] for record in part["records"]):
-        if record["kind"] == "training":
-            counted, predicted = record["state_bytes_counted"], record["state_bytes_predicted"]
-            assert all(counted[kind] == pytest.approx(predicted[kind], rel=0.01) for kind in predicted)
-            on_device = ["params", "grads"] if record["mode"] == "offload" else list(predicted)
-            assert record["peak_bytes"] > sum(counted[kind] for kind in on_device)
-        elif record["kind"] == "kernel":
-            assert record["error"] is None and record["seconds"] > 0
-        elif record["kind"] == "synchronisations":
-            assert record["per_step"] >= 1
+    assert kinds_of(report) == KINDS
+    check_records(report)
 
 
 OUT_OF_MEMORY = """

@@ -42,6 +42,7 @@ ORDER = (
     {"tests"},
 )
 LEVEL = {group: level for level, groups in enumerate(ORDER) for group in groups}
+FOLDERS = ("megacore", "kernels", "tools", "tests", "benchmarks")
 PACKAGES = {name for groups in ORDER for name in groups} - {"scripts", "tools", "tests"}
 # A schedule is a list of actions, and belongs to what is computed without torch.
 PURE = {
@@ -90,7 +91,7 @@ class Source:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is product code, not a test."""
+        """Whether it is product code, not a test or a benchmark."""
         return self.group != "tests"
 
     @cached_property
@@ -109,8 +110,13 @@ class Import:
 
 
 def group_of(module: str) -> str:
-    """The group of a dotted module name: a package of megacore, `config` for megacore's own modules, or a top level."""
+    """The group of a dotted module name: a package of megacore, `config` for megacore's own modules, or a top level.
+
+    Benchmarks belong to the tests: nothing that is installed may import them.
+    """
     parts = module.split(".")
+    if parts[0] == "benchmarks":
+        return "tests"  # they measure what tests check, and each uses what is in the other
     if parts[0] != "megacore":
         return parts[0] if parts[0] in ("tools", "tests") else "scripts"
     if ".".join(parts[:3]) in PURE:
@@ -141,7 +147,7 @@ def upward_imports(sources: Iterable[Source]) -> list[str]:
     found = []
     for source in sources:
         for item in source.imports:
-            if item.module.split(".")[0] not in ("megacore", "tools", "tests"):
+            if item.module.split(".")[0] not in ("megacore", "tools", "tests", "benchmarks"):
                 if item.module.startswith(("pretrain_", ".")):
                     found.append(f"{source.path}:{item.line} imports {item.module}: no script, and no relative import")
                 continue
@@ -361,7 +367,7 @@ def _untyped(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
 
 if __name__ == "__main__":
     files = sorted(Path().glob("pretrain_*.py")) + sorted(
-        file for folder in ("megacore", "kernels", "tools", "tests") for file in Path(folder).rglob("*.py")
+        file for folder in FOLDERS for file in Path(folder).rglob("*.py")
     )
     for line in oversized(Source(file.as_posix(), file.read_text(encoding="utf-8")) for file in files):
         print(f"advice: {line}")

@@ -21,6 +21,9 @@ from benchmarks.gpu_check.fitting import largest_fitting
 from benchmarks.gpu_check.markdown import page
 from benchmarks.gpu_check.parts import Outcome, Part, run_parts
 from benchmarks.gpu_check.records import Record, Records, read_records
+from megacore.errors import ConfigError
+from megacore.plan import fit
+from megacore.plan.room import Room
 
 CPU = torch.device("cpu")
 RECORD = (
@@ -141,6 +144,16 @@ def test_memory_by_formula_is_what_is_counted(trained: Path) -> None:
         assert found["state_bytes_counted"][kind] == pytest.approx(size, rel=1e-2), kind
 
 
+def test_the_peak_by_formula_is_recorded_beside_the_measured_one(trained: Path) -> None:
+    """Korthikanti et al. 2022, arXiv 2205.05198: 34 s b h bytes per block with fused attention, two of them masks of
+    dropout; besides logits, two tensors of the residual stream, and the gradients of one block and its activations."""
+    parameters, sbh = 2 * (12 * 64**2 + 13 * 64) + 512 * 64 + 64 * 64 + 2 * 64, 64 * 4 * 64
+    kept, logits, stream = 2 * 32 * sbh, 2 * 64 * 4 * 512, 2 * 2 * sbh
+    gradients = 2 * (12 * 64**2 + 13 * 64) + 32 * sbh / 2
+    expected = 18 * parameters + kept + logits + stream + gradients
+    assert recorded(trained, "training")["peak_bytes_predicted"] == pytest.approx(expected, rel=0.01)
+
+
 def test_operations_by_both_conventions(trained: Path) -> None:
     """Narayanan et al. 2021: 72 B s L h^2 (1 + s / 6 h + V / 12 L h); causal attention has half of the second term."""
     found = recorded(trained, "training")
@@ -175,6 +188,17 @@ def test_too_large_a_micro_batch_is_halved(tmp_path: Path, monkeypatch: pytest.M
     assert training.main(words) == 0
     assert asked == [20, 10, 5]
     assert [record["micro_batch"] for record in read_records(path)] == [20, 10]
+
+
+def test_what_the_memory_check_refuses_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formula may be wrong: what fits is found on the device. With the check this run would be refused."""
+    monkeypatch.setattr(fit, "host_room", lambda: Room(1.0, "left by the test"))
+    run = training.Run(shape="gpt2-small", mode="plain", device=CPU, directory=tmp_path, small=True)
+    config = training.config_of("gpt2-small", "plain", 1, tmp_path, small=True)
+    checked = replace(config, training=replace(config.training, memory_check=True))
+    with pytest.raises(ConfigError, match="left by the test"), training.trainer_of(checked, CPU, compiled=False):
+        pass
+    assert run.peak_bytes(1) is not None
 
 
 # ---- kernels
@@ -254,6 +278,7 @@ def test_the_page_has_every_table(trained: Path) -> None:
     for line in (
         "| kernels | cut off | 1 of 2 s | 0 |", "1 failed.", "- `tests/a.py::b`: assert 1 == 2",
         "| save, GB/s | 1.50 | 1.50 |  |", "### Training", "### Memory", "### Kernels",
+        "| peak GiB, measured / formula |",
         "### Where a step of gpt2-small, plain, goes",
     ):  # fmt: skip
         assert line in text, text
