@@ -12,7 +12,7 @@ from pathlib import Path
 from megacore.checkpoint.check import check_settings
 from megacore.checkpoint.directory import MANIFEST_NAME, POINTER_NAME, lost
 from megacore.checkpoint.files import refuse_unlisted
-from megacore.checkpoint.load import verified_together
+from megacore.checkpoint.load import read_together, verified_together
 from megacore.checkpoint.manifest import checkpoints_of, read_manifest
 from megacore.config import ResolvedConfig
 from megacore.config.sections import AUTO
@@ -42,19 +42,20 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
         world: all ranks.
 
     Raises:
-        CheckpointError: there is nothing to continue from, or what there is belongs to another model.
+        CheckpointError: there is nothing to continue from, what there is belongs to another model, or the ranks were
+            given different checkpoints.
     """
     load = config.checkpoint.load
     if load is None:
         return Choice(directory=None)
     run = Path(config.training.output_dir if load == AUTO else load)
     if load != AUTO and (run / MANIFEST_NAME).is_file():
-        return Choice(directory=run)  # loading checks it
+        return Choice(directory=read_together(run, world)[0])  # loading checks its files
     refused: list[str] = []
     candidates, missed = _candidates(run, world)
     for directory in candidates:
         if (problem := whole(directory, world)) is None:
-            check_settings(config, directory, read_manifest(directory))
+            check_settings(config, *read_together(directory, world))
             return Choice(directory=directory, refused=(*missed, *refused))
         refused.append(problem)
     if load == AUTO and not candidates:

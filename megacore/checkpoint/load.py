@@ -15,6 +15,7 @@ from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState
 from megacore.checkpoint.tensor_file import DTYPES, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.config.fields import field_infos
+from megacore.config.messages import ranks_in_words
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
@@ -38,10 +39,10 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> M
         The checkpoint's manifest: step, position in the data, counters.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
+        CheckpointError: a file is missing or damaged, a tensor is missing or of another shape, each by name, or the
+            ranks were given different checkpoints.
     """
-    directory = find_checkpoint(path)
-    manifest = read_manifest(directory)
+    directory, manifest = read_together(path, world)
     _require_same_model(manifest, state.data_parallel.parameters, directory)
     updates = int(manifest.counters.get("updates", manifest.step))
     names = [kind.name for kind in state.optimizer.kinds]
@@ -60,6 +61,42 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> M
         raise CheckpointError(problem)
     state.fill(Reader(directory, manifest).read, kinds, updates)
     return manifest
+
+
+def read_together(path: Path, world: Group) -> tuple[Path, Manifest]:
+    """Find and read a checkpoint's manifest on all ranks; their paths may differ, but not the checkpoint.
+
+    Args:
+        path: a checkpoint, or a run's output directory, of which the newest is taken.
+        world: the ranks that call this together.
+
+    Returns:
+        This rank's directory of the checkpoint, and the manifest.
+
+    Raises:
+        CheckpointError: a rank cannot read it, or reads another one than rank 0; on every rank, with the same text.
+    """
+    directory, manifest, problem, read = path, None, None, ""
+    try:
+        directory = find_checkpoint(path)
+        manifest = read_manifest(directory)
+        read = f"step {manifest.step}, manifest {manifest.manifest_sha256[:16]}"
+    except CheckpointError as error:
+        problem = str(error)
+    everyone = all_gather_objects((str(directory), read, problem), world)
+    if failed := {rank: text for rank, (_, _, text) in enumerate(everyone) if text is not None}:
+        rank, text = next(iter(failed.items()))
+        raise CheckpointError(text if len(failed) == world.size else f"on rank {rank}: {text}")
+    assert manifest is not None
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (_, found, _) in enumerate(everyone):
+        ranks_of.setdefault(found, []).append(rank)
+    if len(ranks_of) > 1:
+        told = "; ".join(
+            f"{ranks_in_words(ranks)}: {everyone[ranks[0]][0]} ({found})" for found, ranks in ranks_of.items()
+        )
+        raise CheckpointError(f"the ranks load different checkpoints: {told}: give every rank the same one")
+    return directory, manifest
 
 
 def verified_together(

@@ -97,6 +97,7 @@ class Manifest:
         config: the full resolved configuration, section by section.
         files: every other file of the directory.
         tensors: kind (`model`, `exp_avg`, ...) -> global name -> entry.
+        manifest_sha256: the digest in the first line of the file that it was read from; "" for one that was not read.
     """
 
     serial: int = 1
@@ -110,6 +111,7 @@ class Manifest:
     config: dict[str, dict[str, Any]]
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
+    manifest_sha256: str = field(default="", compare=False)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -201,6 +203,7 @@ def read_manifest(directory: Path) -> Manifest:
             config={name: _take(raw["config"], name, dict, "config.") for name in _take(raw, "config", dict)},
             files={_own_name(name): _file_entry(raw["files"], name) for name in _take(raw, "files", dict)},
             tensors={kind: _table(raw["tensors"], kind) for kind in _take(raw, "tensors", dict)},
+            manifest_sha256=_take(raw, "manifest_sha256", str),
         )
         _require_files(manifest)
         return manifest

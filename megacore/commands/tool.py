@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import signal
 import sys
 import threading
@@ -16,6 +17,12 @@ from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+_MORE_ROOM = "make room there, or give an output path on another disk"
+_NO_ROOM = {
+    errno.ENOSPC: _MORE_ROOM,
+    errno.EDQUOT: _MORE_ROOM,
+    errno.EFBIG: "raise the largest size of a file (ulimit -f), or give an output path on a file system that allows it",
+}
 
 
 class _Refusal(Exception):
@@ -56,7 +63,8 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
         return _say(parser, "a worker process died, perhaps for lack of memory: use fewer --workers", EXIT_FAILED)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _say(parser, f"{where}{error.strerror or error}", EXIT_FAILED)
+        way_out = f"; {_NO_ROOM[error.errno]}" if error.errno in _NO_ROOM else ""
+        return _say(parser, f"{where}{error.strerror or error}{way_out}", EXIT_FAILED)
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)

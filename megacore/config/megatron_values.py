@@ -121,6 +121,11 @@ def _layout(flag: str, text: str, shape: Shape) -> Translation:
     layout = "|".join(",".join(_run(run[0]) for run in re.finditer(r"(.)\1*", stage)) for stage in stages)
     if not shape.pp:
         return Translation({"pipeline_layout": layout})
+    if shape.pp == 1 and len(stages) > 1:
+        raise ValueError(
+            f"{flag} {text} has {len(stages)} stages, and without a pipeline there is one: use --pp {len(stages)}, or "
+            f"leave {flag} out"
+        )
     virtual, left = divmod(len(stages), shape.pp)
     if left:
         raise ValueError(f"{flag} {text} has {len(stages)} stages, which --pp {shape.pp} must divide: change one")

@@ -61,3 +61,11 @@ def did_you_mean(name: str, accepted: Iterable[str]) -> str:
 def counted(n: int, noun: str, plural: str | None = None) -> str:
     """`1 problem`, `3 problems`."""
     return f"{n} {noun if n == 1 else plural or noun + 's'}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 2` or `ranks 4 to 7`, for ranks in ascending order."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    is_run = ranks[-1] - ranks[0] == len(ranks) - 1
+    return f"ranks {ranks[0]} to {ranks[-1]}" if is_run and len(ranks) > 2 else f"ranks {', '.join(map(str, ranks))}"

@@ -2,13 +2,15 @@
 
 Such a job hangs, or worse trains on something that nobody asked for. Every rank collects facts of its run by name; the
 ranks compare one digest of them, and exchange the facts themselves only where the digests differ. Paths may differ from
-node to node: of a file or directory only what is in it counts, and whether one was given at all.
+node to node: of a file or directory only what is in it counts, and whether one was given at all. The checkpoint of
+--load is compared where it is read (checkpoint/load.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,9 +20,12 @@ import numpy as np
 import torch
 
 import megacore
+from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.config import ResolvedConfig, sections_of
 from megacore.config.dimensions import degrees_of, describe_rank
 from megacore.config.fields import field_infos, flag
+from megacore.config.messages import ranks_in_words
+from megacore.config.sections import AUTO
 from megacore.data.gpt.build import tokenizer_of
 from megacore.data.indexed.reader import bin_path, idx_path
 from megacore.errors import ConfigError, DataError
@@ -30,7 +35,9 @@ from megacore.parallel.mesh import Group
 Facts = dict[str, str]  # what it is -> its value, in words of a message
 
 _PATHS = ("data_path", "tokenizer", "data_cache_path", "output_dir", "load", "init_from_hf", "schedule_csv")
-_SAMPLE = 1 << 16  # bytes at each end of a file that are read: its size changes with nearly every other difference
+_READ_WHOLE = 1 << 26  # bytes; of a larger file only samples are read
+_SAMPLE = 1 << 16  # bytes
+_SAMPLES = 64  # evenly spaced, the first and the last at the ends of the file
 _MOST = 12  # differences that one message names
 
 
@@ -56,7 +63,9 @@ def facts(config: ResolvedConfig) -> Facts:
     """What must be the same on every rank."""
     data = config.data
     found = dict(_settings(config))
-    for number, prefix in enumerate(data.blend()[0] if data.data_path else (), 1):
+    prefixes, weights = data.blend() if data.data_path else ((), None)
+    found["weights of --data-path"] = "none" if weights is None else " ".join(map(str, weights))
+    for number, prefix in enumerate(prefixes, 1):
         for path in (idx_path(prefix), bin_path(prefix)):
             found[f"--data-path, {path.suffix} of dataset {number}"] = _file(path)
     try:
@@ -69,10 +78,12 @@ def facts(config: ResolvedConfig) -> Facts:
     if config.checkpoint.init_from_hf is not None:
         for path in sorted(Path(config.checkpoint.init_from_hf).glob("*.*")):
             found[f"{path.name} of --init-from-hf"] = _file(path)
+    program = getattr(sys.modules["__main__"], "__file__", None)  # none in an interactive session
+    found["the program's source"] = "none" if program is None else f"{Path(program).name} {_digest(Path(program))}"
     package = Path(megacore.__file__).parent
     kernels = package / "kernels"  # in a checkout a link, which rglob does not follow
     for path in sorted({*package.rglob("*.py"), *kernels.rglob("*.py")}):
-        found[f"megacore's {path.relative_to(package)}"] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        found[f"megacore's {path.relative_to(package)}"] = _digest(path)
     versions = {"megacore": megacore.__version__, "torch": torch.__version__, "numpy": np.__version__}
     return found | {f"version of {name}": str(version) for name, version in versions.items()}
 
@@ -105,23 +116,35 @@ def _settings(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
         values = getattr(config, section)
         for name in field_infos(type(values)):
             value = getattr(values, name)
-            yield flag(name), _given(value) if name in _PATHS else str(value)
+            yield flag(name), _given(name, value) if name in _PATHS else str(value)
 
 
-def _given(path: Any) -> str:
+def _given(name: str, path: Any) -> str:
     if path is None or path == ():
         return "not given"
-    return "auto" if path == "auto" else "given"
+    if name != "load":
+        return "given"
+    if path == AUTO:
+        return AUTO
+    return "a checkpoint" if (Path(path) / MANIFEST_NAME).is_file() else "a directory of checkpoints"
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        return f"{path}: {error.strerror}"
 
 
 def _file(path: Path) -> str:
-    """A file's size, and a checksum of its beginning and end; cheap however large it is."""
+    """A file's size and a checksum: of all of it, or of samples where it is large."""
     try:
         with path.open("rb") as file:
-            size = path.stat().st_size
-            checksum = zlib.crc32(file.read(_SAMPLE))
-            file.seek(max(size - _SAMPLE, 0))
-            checksum = zlib.crc32(file.read(_SAMPLE), checksum)
+            size, checksum = path.stat().st_size, 0
+            spaced = ((size - _SAMPLE) * n // (_SAMPLES - 1) for n in range(_SAMPLES))
+            for start in range(0, size, _SAMPLE) if size <= _READ_WHOLE else spaced:
+                file.seek(start)
+                checksum = zlib.crc32(file.read(_SAMPLE), checksum)
     except OSError as error:
         return f"{path}: {error.strerror}"
     return f"{size} bytes ({checksum:08x})"
@@ -130,8 +153,4 @@ def _file(path: Path) -> str:
 def _who(ranks: list[int], first: Mapping[str, str]) -> str:
     """Ranks in words, the first of them with its place in the layout of rank 0."""
     place = describe_rank(ranks[0], degrees_of(lambda field: int(first[flag(field)])))
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} ({place})"
-    runs = ranks[-1] - ranks[0] == len(ranks) - 1
-    text = f"{ranks[0]} to {ranks[-1]}" if runs and len(ranks) > 2 else ", ".join(map(str, ranks))
-    return f"ranks {text} (the first: {place})"
+    return f"{ranks_in_words(ranks)} ({place if len(ranks) == 1 else f'the first: {place}'})"

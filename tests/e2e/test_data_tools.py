@@ -194,6 +194,34 @@ def test_bad_lines_are_reported_and_the_rest_is_used(
     assert len(data_bytes.read(tmp_path / "o_text_document")) == 2
 
 
+# The first argument is the largest size of a file in bytes, which stands for the end of the disk.
+LIMITED = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("tool", ["preprocess_data", "merge_datasets"])
+def test_a_file_that_grows_too_large_is_named_with_the_way_out(tool: str, folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    data_bytes.write(source, [[list(range(1000))]] * 30)
+    output = "o_text_document" if tool == "preprocess_data" else "o"
+    words = flags(input=source, output_prefix=tmp_path / "o")
+    if tool == "preprocess_data":
+        words = flags(input=folder / "corpus.jsonl", tokenizer=folder / "tokenizer", output_prefix=tmp_path / "o")
+    command = [sys.executable, "-c", LIMITED, "20000", str(REPOSITORY / "tools" / f"{tool}.py"), *words]
+    environment = dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert run.stderr.rstrip().splitlines()[-1] == (
+        f"{tool}.py: error: {tmp_path}/{output}.bin.partial: File too large; raise the largest "
+        "size of a file (ulimit -f), or give an output path on a file system that allows it"
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"in.bin", "in.idx"}
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_an_interrupted_run_leaves_no_dataset_and_no_process(name: str, folder: Path, tmp_path: Path) -> None:
     # The input is a pipe that stays open: the run is under way until it is ended.

@@ -3,42 +3,68 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megacore.checkpoint.manifest import read_manifest
 from megacore.config import ResolvedConfig
 from megacore.data.indexed.writer import IndexedWriter
 from megacore.train import same_run
 from megacore.train.same_run import differences, facts
-from tests.e2e.launching import PROGRAM, needs_proc, small_run, under_torchrun
+from tests.e2e.launching import PROGRAM, alone, needs_proc, small_run, under_torchrun
 from tests.parity.runs import make_config
 
-# Stands for another node's command line: rank 2's learning rate and rank 3's tensor-parallel degree.
+# Stands for the command lines of several nodes: flags by rank.
 OTHERWISE = """
 import os, runpy, sys
-own = {{"2": ["--lr", "0.002", "--dp", "4"], "3": ["--lr", "0.001", "--tp", "2"]}}
-sys.argv = [{program!r}, *sys.argv[1:], *own.get(os.environ["RANK"], ["--lr", "0.001", "--dp", "4"])]
+sys.argv = [{program!r}, *sys.argv[1:], *{flags!r}[int(os.environ["RANK"])]]
 sys.path.insert(0, {root!r})
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def run_with_own_flags(tmp_path: Path, flags: list[list[str]], *common: str) -> str:
+    """Start as many ranks as there are lists, each with the flags of its list; what they said."""
+    script = tmp_path / "otherwise.py"
+    script.write_text(OTHERWISE.format(program=str(PROGRAM), root=str(PROGRAM.parent), flags=flags))
+    with under_torchrun(tmp_path / "logs", len(flags), script, *common) as job:
+        job.ends(60.0)
+    return job.said()
+
+
 @needs_proc
 def test_a_rank_with_other_flags_is_named_with_both_values(tmp_path: Path) -> None:
-    script = tmp_path / "otherwise.py"
-    script.write_text(OTHERWISE.format(program=str(PROGRAM), root=str(PROGRAM.parent)))
-    flags = small_run(tmp_path / "out", global_batch_size=4)
-    with under_torchrun(tmp_path / "logs", 4, script, *flags) as job:
-        job.ends(60.0)
-    said = job.said()
+    usual, rate, degree = (
+        ["--lr", "0.001", "--dp", "4"],
+        ["--lr", "0.002", "--dp", "4"],
+        ["--lr", "0.001", "--tp", "2"],
+    )
+    said = run_with_own_flags(tmp_path, [usual, usual, rate, degree], *small_run(tmp_path / "out", global_batch_size=4))
     assert said.count("megacore: refused on rank ") == 1
     assert "rank 2 (pp 0, dp 2, tp 0): --lr 0.002, rank 0: 0.001\n" in said
     assert "rank 3 (pp 0, dp 3, tp 0): --tp 2, rank 0: 1\n" in said
     assert "rank 3 (pp 0, dp 3, tp 0): --dp 2, rank 0: 4\n" in said
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
+
+
+@needs_proc
+def test_ranks_that_load_other_checkpoints_of_one_step_are_refused(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        done = alone(*small_run(tmp_path / f"s{seed}", train_iters=1, seed=seed), timeout=60.0)
+        assert done.returncode == 0, done.stderr
+    loads = [["--load", str(tmp_path / name / "step_00000001")] for name in ("s1", "s2")]
+    said = run_with_own_flags(tmp_path, loads, *small_run(tmp_path / "out", global_batch_size=2))
+    assert said.count("megacore: refused on rank ") == 1
+    first, second = (read_manifest(tmp_path / name / "step_00000001").manifest_sha256[:16] for name in ("s1", "s2"))
+    assert (
+        f"the ranks load different checkpoints: rank 0: {tmp_path}/s1/step_00000001 (step 1, manifest {first}); "
+        f"rank 1: {tmp_path}/s2/step_00000001 (step 1, manifest {second}): give every rank the same one\n"
+    ) in said
+    assert "Traceback" not in said
 
 
 def changed(config: ResolvedConfig, section: str, **values: object) -> ResolvedConfig:
@@ -69,6 +95,52 @@ def test_a_path_may_differ_but_not_what_it_leads_to(tmp_path: Path) -> None:
     assert "No such file" in told(base, changed(base, "data", data_path=(str(tmp_path / "none"),)))
 
 
+def test_weights_of_a_blend_are_compared(tmp_path: Path) -> None:
+    one, other = (str(dataset(tmp_path / name, last)) for name, last in (("a", 7), ("b", 8)))
+    plain = make_config((1, 1, 2), tmp_path / "out")
+    base = changed(plain, "data", data_path=("0.3", one, "0.7", other), mock_data=False)
+    text = told(base, changed(base, "data", data_path=("0.7", one, "0.3", other)))
+    assert text == "rank 1 (pp 0, dp 1, tp 0): weights of --data-path 0.7 0.3, rank 0: 0.3 0.7"
+
+
+@pytest.mark.parametrize("read_whole", [1 << 26, 1 << 20])
+def test_a_byte_in_the_middle_of_a_dataset_is_compared(
+    read_whole: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(same_run, "_READ_WHOLE", read_whole)
+    base = make_config((1, 1, 2), tmp_path / "out")
+    configs = []
+    for name in ("a", "b"):
+        prefix = dataset(tmp_path / name, 7)
+        content = bytearray(5 << 20)
+        content[2_500_000] = ord(name)
+        prefix.with_suffix(".idx").write_bytes(content)
+        configs.append(changed(base, "data", data_path=(str(prefix),), mock_data=False))
+    text = told(*configs)
+    assert text.startswith("rank 1 (pp 0, dp 1, tp 0): --data-path, .idx of dataset 1 5242880 bytes (")
+    assert "\n" not in text
+
+
+def test_a_checkpoint_is_told_from_a_directory_of_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001").mkdir()
+    (tmp_path / "step_00000001" / "manifest.json").touch()
+    base = make_config((1, 1, 2), tmp_path / "out", load=str(tmp_path))
+    text = told(base, changed(base, "checkpoint", load=str(tmp_path / "step_00000001")))
+    assert text == "rank 1 (pp 0, dp 1, tp 0): --load a checkpoint, rank 0: a directory of checkpoints"
+
+
+def test_another_program_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = make_config((1, 1, 2), tmp_path)
+    found = []
+    for line in ("print(1)", "print(2)"):
+        (tmp_path / "program.py").write_text(line)
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "program.py"), raising=False)
+        found.append(facts(config))
+    text = differences(found)
+    assert text[0].startswith("rank 1 (pp 0, dp 1, tp 0): the program's source program.py ")
+    assert len(text) == 2
+
+
 def test_other_code_or_another_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = make_config((1, 1, 2), tmp_path)
     before = facts(config)
@@ -80,7 +152,7 @@ def test_other_code_or_another_library_is_named(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_ranks_that_differ_alike_share_a_line() -> None:
-    first = {"--tp": "2", "--dp": "4", "--seed": "1"}
+    first = {"--tp": "2", "--dp": "4", "--pp": "1", "--seed": "1"}
     lines = differences([first] * 4 + [first | {"--seed": "2"}] * 4)
     assert lines[0] == "ranks 4 to 7 (the first: pp 0, dp 2, tp 0): --seed 2, rank 0: 1"
     assert len(lines) == 2

@@ -208,6 +208,29 @@ def test_the_newest_complete_step_of_a_run_is_found(checkpoint: Path) -> None:
         find_checkpoint(run / "step_00000000")
 
 
+def load_another(rank: int, world_size: int, directories: list[str]) -> str:
+    """Load into a trainer's steps another checkpoint on each rank; what this rank is told."""
+    config = make_config((1, 1, 2), directories[0])
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    with pytest.raises(CheckpointError) as error:
+        trainer.train_steps.load(Path(directories[rank]))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_ranks_that_load_different_checkpoints_are_all_refused(missing: bool, tmp_path: Path) -> None:
+    steps((1, 1, 1), tmp_path / "a", None, 1)
+    if not missing:
+        steps((1, 1, 1), tmp_path / "b", None, 2)
+    told = run_distributed(load_another, 2, [str(tmp_path / name) for name in ("a", "b")])
+    assert told[0] == told[1]
+    if missing:
+        assert told[0].startswith(f"on rank 1: {tmp_path}/b holds no checkpoint")
+    else:
+        assert f"rank 0: {tmp_path}/a/step_00000001 (step 1, manifest " in told[0]
+        assert f"rank 1: {tmp_path}/b/step_00000002 (step 2, manifest " in told[0]
+
+
 def fail_to_save(rank: int, world_size: int, directory: str) -> str:
     """Save where rank 1 can write no file of 100 bytes, as on a full disk; what each rank is told."""
     config = make_config((2, 1, 1), directory)

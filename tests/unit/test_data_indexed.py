@@ -322,7 +322,7 @@ for limit in map(int, sys.argv[1:]):
         merge(["a", "b"], f"m{limit}")
         print(limit, "merged")
     except OSError as error:
-        print(limit, error.strerror)
+        print(limit, error.strerror, error.filename)
 """
 
 
@@ -336,7 +336,8 @@ def test_a_merge_beyond_the_largest_file_size_publishes_nothing(tmp_path: Path) 
     command = [sys.executable, "-c", LIMITED, *limits]
     environment = dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines() == [*(f"{limit} File too large" for limit in limits[:-1]), f"{enough} merged"]
+    refused = [f"{limit} File too large m{limit}.bin.partial" for limit in limits[:-1]]
+    assert run.stdout.splitlines() == [*refused, f"{enough} merged"]
     assert {path.name for path in tmp_path.glob("m*.*")} == {f"m{enough}.bin", f"m{enough}.idx"}
     assert data_bytes.read(tmp_path / f"m{enough}") == documents * 2
 

@@ -71,6 +71,14 @@ def test_what_has_no_counterpart_is_refused_by_name(given: list[str], said: str,
     assert any(word in problem for word in given if word.startswith("--"))
 
 
+def test_a_layout_without_a_pipeline_names_the_flag_that_was_given(refuse: Refuse) -> None:
+    (problem,) = problems(refuse(*GOOD, "--pipeline-model-parallel-layout", "Et|tL"))
+    assert problem == (
+        "--pipeline-model-parallel-layout Et|tL has 2 stages, and without a pipeline there is one: use --pp 2, or "
+        "leave --pipeline-model-parallel-layout out"
+    )
+
+
 @pytest.mark.usefixtures("four_ranks")
 def test_layers_of_unequal_stages_have_another_way(refuse: Refuse) -> None:
     (problem,) = problems(

@@ -7,6 +7,7 @@ so that memory does not grow with the corpus.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import tempfile
@@ -20,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from megacore.data.indexed.reader import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, dtype_code, idx_path
 from megacore.data.indexed.sidecar import Sidecar, read_sidecar, sidecar_path
 from megacore.errors import DataError
-from megacore.files import sync, take_lock
+from megacore.files import naming, sync, take_lock
 
 _PARTIAL = ".partial"
 _CHUNK = 1 << 20
@@ -91,12 +92,13 @@ class IndexedWriter:
         """
         assert tokens.dtype == self.dtype
         assert int(lengths.sum()) == tokens.size
-        self._bin.write(tokens.tobytes())
-        self._lengths.write(lengths.astype("<i4").tobytes())
-        if document_sizes.size:
-            # Sequences added since the last end_document() belong to the first document that ends here.
-            ends = self.num_sequences + np.cumsum(document_sizes, dtype=np.int64)
+        # Sequences added since the last end_document() belong to the first document that ends here.
+        ends = self.num_sequences + np.cumsum(document_sizes, dtype=np.int64)
+        with naming(self._partial):
+            self._bin.write(tokens.tobytes())
+            self._lengths.write(lengths.astype("<i4").tobytes())
             self._boundaries.write(ends.astype("<i8").tobytes())
+        if document_sizes.size:
             self.num_documents += document_sizes.size
             self._last_boundary = int(ends[-1])
         self.num_sequences += lengths.size
@@ -107,15 +109,15 @@ class IndexedWriter:
     def append(self, dataset: IndexedDataset) -> None:
         """Append all documents of another dataset of the same dtype, holes of sparse files included."""
         assert dataset.dtype == self.dtype
-        self._bin.flush()
-        with open(dataset.bin_path, "rb") as source:
+        with naming(self._partial), open(dataset.bin_path, "rb") as source:
+            self._bin.flush()
             _copy_sparse(source.fileno(), self._bin.fileno(), self.num_tokens * self.dtype.itemsize)
-        self._bin.seek(0, os.SEEK_END)
-        for start in range(0, len(dataset), _CHUNK):
-            self._lengths.write(dataset.sequence_lengths[start : start + _CHUNK].tobytes())
-        for start in range(1, len(dataset.document_indices), _CHUNK):
-            part = dataset.document_indices[start : start + _CHUNK] + np.int64(self.num_sequences)
-            self._boundaries.write(part.tobytes())
+            self._bin.seek(0, os.SEEK_END)
+            for start in range(0, len(dataset), _CHUNK):
+                self._lengths.write(dataset.sequence_lengths[start : start + _CHUNK].tobytes())
+            for start in range(1, len(dataset.document_indices), _CHUNK):
+                part = dataset.document_indices[start : start + _CHUNK] + np.int64(self.num_sequences)
+                self._boundaries.write(part.tobytes())
         self.num_sequences += len(dataset)
         self._last_boundary = self.num_sequences
         self.num_documents += dataset.num_documents
@@ -132,12 +134,13 @@ class IndexedWriter:
         assert self._last_boundary == self.num_sequences, "sequences after the last end_document()"
         index, note = Path(f"{self.prefix}.idx{_PARTIAL}"), Path(f"{self.prefix}.json{_PARTIAL}")
         try:
-            _sync(self._bin)
-            with open(index, "wb") as file:
+            with naming(self._partial):
+                _sync(self._bin)
+            with naming(index), open(index, "wb") as file:
                 self._write_index(file)
                 _sync(file)
             if sidecar is not None:
-                with open(note, "wb") as file:
+                with naming(note), open(note, "wb") as file:
                     file.write(sidecar.to_bytes())
                     _sync(file)
             self._publish(index, note if sidecar is not None else None)
@@ -152,9 +155,9 @@ class IndexedWriter:
             return
         if not self._published:
             self._partial.unlink(missing_ok=True)
-        self._bin.close()
-        self._lengths.close()
-        self._boundaries.close()
+        for file in (self._bin, self._lengths, self._boundaries):
+            with contextlib.suppress(OSError):  # what is still buffered of a dataset that is discarded
+                file.close()
 
     def _write_index(self, file: BinaryIO) -> None:
         file.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
