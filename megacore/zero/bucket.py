@@ -81,6 +81,7 @@ class Bucket:
         segments: what of which parameter this rank's shard holds.
         master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
             in host memory.
+        gathers: whether stage 3 gathers the parameters' values for a layer; otherwise the layer gets zeros.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], group: Group, options: ZeroOptions) -> None:
@@ -97,7 +98,7 @@ class Bucket:
         self._name_at = {segment.offset: segment.name for segment in self.segments}
 
         self._full, self._shard_params, self.master = self._move_parameters()
-        self._present = True
+        self._present, self.gathers = True, True
         self._gathering: Pending | None = None
 
         # Where nothing is summed over ranks and nothing converted, gradients stay where autograd puts them.
@@ -161,6 +162,10 @@ class Bucket:
         if not self._present and self._gathering is None:
             self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
             # `.data` has a version counter of its own: a refill is no change to what autograd has saved.
+            if not self.gathers:
+                self._full.data.zero_()
+                self._present = True
+                return
             self._gathering = start_all_gather(self._full.data, self._shard_params, self.group)
 
     def wait(self) -> None:

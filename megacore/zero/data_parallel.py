@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -251,6 +252,22 @@ class DataParallel:
             holders.discard(index)
             if not holders:
                 bucket.release()
+
+    @contextmanager
+    def zeros_for_weights(self) -> Iterator[None]:
+        """Stage 3: layers that are run inside compute with zeros in place of the parameters, which are not gathered.
+
+        The other replicas take no part. For trials between steps, of which only shapes matter.
+        """
+        for bucket in self.buckets:
+            bucket.gathers = False
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                self._holders[id(bucket)].clear()  # a layer that raised has not let go
+                bucket.release()
+                bucket.gathers = True
 
     # ---- gradients of a step
 
