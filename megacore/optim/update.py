@@ -202,9 +202,10 @@ class WeightUpdate:
 
     def _largest(self) -> tuple[float, str]:
         """The largest entry of the gradients on this rank, once summed, and its parameter; infinite for NaN."""
-        found = [(0.0, "")]
+        names, largest = [], []
         for owned in self.data_parallel.segments:
             if (gradient := owned.gradient) is not None:
-                value = float(gradient.abs().max())
-                found.append((value if math.isfinite(value) else math.inf, owned.spec.name))
-        return max(found)
+                names.append(owned.spec.name)
+                largest.append(gradient.abs().max().float())
+        values = torch.stack(largest).tolist() if largest else []  # one copy to the host
+        return max([(0.0, ""), *zip((v if math.isfinite(v) else math.inf for v in values), names, strict=True)])

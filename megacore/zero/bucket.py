@@ -360,14 +360,13 @@ class Bucket:
         if self.group.size == 1 and not self.options.exact_terms and noted:
             self._noted = dict(zip(noted, torch._foreach_norm(list(noted.values())), strict=True))
 
-    def offenders(self) -> list[str]:
-        """Parameters whose gradient was not finite on this rank before any reduction."""
-        bad = set()
+    def finite_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Whether this rank's gradients were finite before any reduction: parameters' names, each with a bool scalar on
+        the device. A name may come several times, for several parts of the gradient."""
         if self._marks is not None:
-            finite = self._marks.isfinite().tolist()
-            bad = {name for name, good in zip(self._marked, finite, strict=True) if not good}
-        bad |= {name for name, values in self._unreduced() if not self._noted.get(name, values).isfinite().all()}
-        return [name for name in self._by_name if name in bad]
+            yield from zip(self._marked, self._marks.isfinite().unbind(), strict=True)
+        for name, values in self._unreduced():
+            yield name, self._noted.get(name, values).isfinite().all()
 
     def _unreduced(self) -> Iterator[tuple[str, Tensor]]:
         """What there is of this rank's gradients that no reduction over replicas has overwritten; flat, by name."""

@@ -383,7 +383,9 @@ class DataParallel:
     def offender(self) -> Offender | None:
         """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
         because what is not finite spreads in the backward from there."""
-        bad = {name for bucket in self.buckets for name in bucket.offenders()}
+        known = [pair for bucket in self.buckets for pair in bucket.finite_gradients()]
+        finite = torch.stack([flag for _, flag in known]).tolist() if known else []  # one copy to the host
+        bad = {name for (name, _), good in zip(known, finite, strict=True) if not good}
         positions = [number for number, parameter in enumerate(self.parameters) if parameter.spec.name in bad]
         if not positions:
             return None
