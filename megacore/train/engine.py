@@ -317,7 +317,7 @@ class PipelineEngine:
         return batch
 
     def _learn_shapes(self, inputs: Sequence[Any]) -> None:
-        """Try inputs of shapes that are new. Other replicas may know theirs, and take no part: on ZeRO stage 3 the trial
+        """Try inputs of shapes that are new. Other replicas may know theirs, and take no part: on ZeRO stage 3 a trial
         gathers no weights from them, since their values do not change a shape."""
         for tried in self._shapes.unknown(inputs):
             with self.model.data_parallel.zeros_for_weights():

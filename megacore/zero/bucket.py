@@ -203,12 +203,15 @@ class Bucket:
         host = self._host_gradients
         if host is None or self._device.type == "cpu" or self._shard_params.dtype == self.master.dtype:
             return self.master
+        self._wait_for_download()  # of a step that was skipped
         return host.view(torch.uint8)[: self._shard_params.nbytes].view(self._shard_params.dtype).copy_(self.master)
 
     # ---- gradients
 
     def begin_step(self, loss_scale: float) -> None:
         """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
+        if self._all_there is not None:  # of a skipped step: what is copied must not be overwritten yet
+            self._all_there.wait()
         self._shard_gradients, self._marks = None, None
         self._noted.clear()
         self._unit = UNIT * loss_scale
@@ -348,10 +351,14 @@ class Bucket:
     def downloaded(self) -> Tensor:
         """The shard's gradients in host memory, flat and in fp32, once they are there; they may be changed, until the
         weights are published. Where there is no gradient, what stands there means nothing."""
-        if self._all_there is not None:
-            self._all_there.synchronize()
+        self._wait_for_download()
         assert self._host_gradients is not None
         return self._host_gradients.float()
+
+    def _wait_for_download(self) -> None:
+        if self._all_there is not None and not self._all_there.query():
+            self._all_there.synchronize()
+        self._all_there = None
 
     def note(self, names: Collection[str]) -> None:
         """Remember the norms of this rank's gradients of these parameters, before others' are added to them in place;

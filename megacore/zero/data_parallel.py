@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,6 +144,8 @@ class DataParallel:
         separate: frozenset[str] = frozenset(),
     ) -> None:
         self._mesh, self._separate = mesh, separate
+        copies = options.offload and mesh.device.type != "cpu"
+        self._downloads = torch.Stream(mesh.device) if copies else None
         self.options = options = options if mesh.replicas.size > 1 else replace(options, stage=0)
         layers: list[nn.Module] = []
         new: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
@@ -307,6 +309,15 @@ class DataParallel:
             bucket.reduce()
         for bucket in self.buckets:
             bucket.finish_reduction()
+
+    def begin_download(self) -> None:
+        """Begin to copy this rank's gradients into host memory, which `offload` asks for; the buckets in the order of
+        their use. An accelerator copies them in a stream of its own, after what is queued now."""
+        if self._downloads is not None:
+            self._downloads.wait_stream(torch.accelerator.current_stream(self._downloads.device))
+        with self._downloads or nullcontext():
+            for bucket in self.in_order_of_use():
+                bucket.begin_download()
 
     def settle(self) -> None:
         """Turn exact sums into fp32 gradients without the loss scale; in floating point there is nothing to turn."""
