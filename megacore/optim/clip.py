@@ -7,7 +7,7 @@ says whether this rank is among those that count it (`ShardSpec.is_counted_by`),
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -36,9 +36,22 @@ class Totals:
     loss: Tensor
     votes: Tensor
 
-    def to_host(self) -> Totals:
-        """The same numbers in host memory, by one copy: here the program waits for the accelerator."""
-        numbers = torch.cat([self.norm.view(1), self.loss.reshape(-1), self.votes]).cpu()
+    def to_host(self, queue_more: Callable[[], None] | None = None) -> Totals:
+        """The same numbers in host memory, by one copy: here the program waits for the accelerator.
+
+        Args:
+            queue_more: queues work that follows the copy; called before the wait.
+        """
+        numbers, copied = torch.cat([self.norm.view(1), self.loss.reshape(-1), self.votes]), None
+        if numbers.device.type != "cpu":
+            source, numbers = numbers, torch.empty_like(numbers, device="cpu", pin_memory=True)
+            numbers.copy_(source, non_blocking=True)
+            copied = torch.Event(source.device)
+            copied.record()
+        if queue_more is not None:
+            queue_more()
+        if copied is not None:
+            copied.synchronize()
         norm, loss, votes = numbers.split([1, self.loss.numel(), self.votes.numel()])
         return Totals(norm=norm[0], loss=loss.view_as(self.loss), votes=votes)
 

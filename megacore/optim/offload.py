@@ -1,9 +1,10 @@
 """The optimizer's step in host memory (ZeRO-Offload: Ren et al. 2021, arXiv 2101.06840, section 4).
 
-Master weights and moments never lie on the device. Each bucket's own gradients travel to the host while the buckets
-before it are updated there, and its updated weights travel back while those after it are, both in the formats that the
-device keeps. The update runs on all threads of the rank's share of the host. Where the device is the CPU itself the
-copies are plain ones: the same path, and the same numbers.
+Master weights and moments never lie on the device. The rank's gradients of all buckets travel to the host in a stream
+of their own, queued behind the numbers that decide whether there is an update. Each bucket travels while the buckets
+before it are updated, and its updated weights travel back while those after it are, both in the formats that the device
+keeps. The host waits for a bucket only where it has not arrived. The update runs on all threads of the rank's share of
+the host. Where the device is the CPU itself the copies are plain ones: the same path, and the same numbers.
 """
 
 from __future__ import annotations
@@ -27,16 +28,13 @@ def step_on_host(data_parallel: DataParallel, optimizer: Optimizer[Any], *, fact
     """Update the master weights bucket by bucket, and publish each as soon as it is done.
 
     Args:
-        data_parallel: made with `offload`; its gradients are reduced.
+        data_parallel: made with `offload`; its gradients are reduced, and their download has begun.
         optimizer: over its runs.
-        factor: what gradients are multiplied by first (clipping, loss scale).
+        factor: what gradients are multiplied by first (clipping, loss scale); a scalar in host memory.
         lr: the learning rate.
     """
-    factor = factor.cpu()  # before the downloads are queued: it would wait for all of them
     buckets = data_parallel.in_order_of_use()
     runs = {bucket: list(members) for bucket, members in groupby(data_parallel.runs, key=lambda run: run.bucket)}
-    for bucket in buckets:
-        bucket.begin_download()
     with _all_threads():
         for bucket in buckets:
             own, downloaded = runs.get(bucket, []), bucket.downloaded()

@@ -77,7 +77,7 @@ class WeightUpdate:
         """Update the weights from the step's gradients and publish them, or skip the step on all ranks.
 
         Which of the two is the only thing in a step that the program must know before it goes on, and so the only time
-        that it waits for an accelerator (once more for each bucket with `offload`, whose gradients it works on).
+        that it waits for an accelerator; with `offload` it may also wait for a bucket's gradients, which it works on.
 
         Args:
             loss: this rank's share of the summed loss.
@@ -105,7 +105,7 @@ class WeightUpdate:
             votes=votes,
             exact=exact,
         )
-        known = total.to_host()
+        known = total.to_host(data_parallel.begin_download if data_parallel.options.offload else None)
         norm, counted = known.norm / scale, tuple(map(int, known.votes.tolist()))
         if not torch.isfinite(norm):
             return Outcome(loss=total.loss, norm=norm, votes=counted, skipped=self._skip(known.loss))
@@ -200,9 +200,10 @@ class WeightUpdate:
 
     def _largest(self) -> tuple[float, str]:
         """The largest entry of the gradients on this rank, once summed, and its parameter; infinite for NaN."""
-        found = [(0.0, "")]
+        names, largest = [], []
         for owned in self.data_parallel.segments:
             if (gradient := owned.gradient) is not None:
-                value = float(gradient.abs().max())
-                found.append((value if math.isfinite(value) else math.inf, owned.spec.name))
-        return max(found)
+                names.append(owned.spec.name)
+                largest.append(gradient.abs().max().float())
+        values = torch.stack(largest).tolist() if largest else []  # one copy to the host
+        return max([(0.0, ""), *zip((v if math.isfinite(v) else math.inf for v in values), names, strict=True)])

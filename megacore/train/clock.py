@@ -39,8 +39,8 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside does not count."""
+        """What is done inside does not count; pauses may be nested."""
         synchronize(self._device)
-        since = time.perf_counter()
+        start, since = self._start, time.perf_counter()
         yield
-        self._start += time.perf_counter() - since
+        self._start = start + time.perf_counter() - since  # inner pauses are part of this one

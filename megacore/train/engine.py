@@ -36,7 +36,7 @@ from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_layers, is_split
 from megacore.optim.precision import DTYPES
-from megacore.parallel.collectives import all_gather_objects, all_reduce_
+from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
@@ -322,16 +322,11 @@ class PipelineEngine:
         return batch
 
     def _learn_shapes(self, inputs: Sequence[Any]) -> None:
-        """Try inputs of shapes that are new. On ZeRO stage 3 a replica whose are not tries along, as weights are
-        gathered from all replicas: these must ask each other first, and so wait for the accelerator."""
-        new = self._shapes.unknown(inputs)
-        tries = len(new)
-        if self.config.parallel.zero_stage == 3 and self.mesh.replicas.size > 1:
-            asked = torch.full((), tries, dtype=torch.int64, device=self.mesh.device)
-            tries = int(all_reduce_(asked, self.mesh.replicas, "max"))
-        for number in range(tries):
-            tried = new[number] if number < len(new) else inputs[0]
-            self._shapes.learn(tried, self.task.in_training_format(tried))
+        """Try inputs of shapes that are new. Other replicas may know theirs, and take no part: on ZeRO stage 3 a trial
+        gathers no weights from them, since their values do not change a shape."""
+        for tried in self._shapes.unknown(inputs):
+            with self.model.data_parallel.zeros_for_weights():
+                self._shapes.learn(tried, self.task.in_training_format(tried))
 
 
 def _replicas(parallel: ParallelConfig) -> int:

@@ -114,7 +114,9 @@ class Trainer:
         while not self.is_done:
             result = self.train_step(next(self.batches))
             if self._is_due(self.config.logging.log_interval):
-                self.log(result, self.clock.per_step(self.step))
+                step_seconds = self.clock.per_step(self.step)
+                with self.unclocked():
+                    self.log(result, step_seconds)
             if self.valid_batches is not None and training.eval_interval > 0 and self._is_due(training.eval_interval):
                 with self.unclocked():
                     self.evaluate()

@@ -85,6 +85,7 @@ class Bucket:
         uncut: names of the parameters that no shard cuts.
         master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
             in host memory.
+        gathers: whether stage 3 gathers the parameters' values for a layer; otherwise the layer gets zeros.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], group: Group, options: ZeroOptions) -> None:
@@ -102,7 +103,7 @@ class Bucket:
         self._name_at = {segment.offset: segment.name for segment in self.segments}
 
         self._full, self._shard_params, self.master = self._move_parameters()
-        self._present = True
+        self._present, self.gathers = True, True
         self._gathering: Pending | None = None
 
         # Where nothing is summed over ranks and nothing converted, gradients stay where autograd puts them.
@@ -166,6 +167,10 @@ class Bucket:
         if not self._present and self._gathering is None:
             self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
             # `.data` has a version counter of its own: a refill is no change to what autograd has saved.
+            if not self.gathers:
+                self._full.data.zero_()
+                self._present = True
+                return
             self._gathering = start_all_gather(self._full.data, self._shard_params, self.group)
 
     def wait(self) -> None:
@@ -203,12 +208,15 @@ class Bucket:
         host = self._host_gradients
         if host is None or self._device.type == "cpu" or self._shard_params.dtype == self.master.dtype:
             return self.master
+        self._wait_for_download()  # of a step that was skipped
         return host.view(torch.uint8)[: self._shard_params.nbytes].view(self._shard_params.dtype).copy_(self.master)
 
     # ---- gradients
 
     def begin_step(self, loss_scale: float) -> None:
         """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
+        if self._all_there is not None:  # of a skipped step: what is copied must not be overwritten yet
+            self._all_there.wait()
         self._shard_gradients, self._marks = None, None
         self._noted.clear()
         self._unit = UNIT * loss_scale
@@ -354,10 +362,14 @@ class Bucket:
     def downloaded(self) -> Tensor:
         """The shard's gradients in host memory, flat and in fp32, once they are there; they may be changed, until the
         weights are published. Where there is no gradient, what stands there means nothing."""
-        if self._all_there is not None:
-            self._all_there.synchronize()
+        self._wait_for_download()
         assert self._host_gradients is not None
         return self._host_gradients.float()
+
+    def _wait_for_download(self) -> None:
+        if self._all_there is not None and not self._all_there.query():
+            self._all_there.synchronize()
+        self._all_there = None
 
     def note(self, names: Collection[str]) -> None:
         """Remember the norms of this rank's gradients of these parameters, before others' are added to them in place;
@@ -366,14 +378,13 @@ class Bucket:
         if self.group.size == 1 and not self.options.exact_terms and noted:
             self._noted = dict(zip(noted, torch._foreach_norm(list(noted.values())), strict=True))
 
-    def offenders(self) -> list[str]:
-        """Parameters whose gradient was not finite on this rank before any reduction."""
-        bad = set()
+    def finite_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Whether this rank's gradients were finite before any reduction: parameters' names, each with a bool scalar on
+        the device. A name may come several times, for several parts of the gradient."""
         if self._marks is not None:
-            finite = self._marks.isfinite().tolist()
-            bad = {name for name, good in zip(self._marked, finite, strict=True) if not good}
-        bad |= {name for name, values in self._unreduced() if not self._noted.get(name, values).isfinite().all()}
-        return [name for name in self._by_name if name in bad]
+            yield from zip(self._marked, self._marks.isfinite().unbind(), strict=True)
+        for name, values in self._unreduced():
+            yield name, self._noted.get(name, values).isfinite().all()
 
     def _unreduced(self) -> Iterator[tuple[str, Tensor]]:
         """What there is of this rank's gradients that no reduction over replicas has overwritten; flat, by name."""

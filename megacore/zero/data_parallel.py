@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -157,6 +158,8 @@ class DataParallel:
         separate: frozenset[str] = frozenset(),
     ) -> None:
         self._mesh, self._separate = mesh, separate
+        copies = options.offload and mesh.device.type != "cpu"
+        self._downloads = torch.Stream(mesh.device) if copies else None
         self.options = options = options if mesh.replicas.size > 1 else replace(options, stage=0)
         layers: list[nn.Module] = []
         new: list[list[ShardedParameter]] = []  # of each layer the parameters that no earlier layer has
@@ -270,6 +273,22 @@ class DataParallel:
             if not holders:
                 bucket.release()
 
+    @contextmanager
+    def zeros_for_weights(self) -> Iterator[None]:
+        """Stage 3: layers that are run inside compute with zeros in place of the parameters, which are not gathered.
+
+        The other replicas take no part. For trials between steps, of which only shapes matter.
+        """
+        for bucket in self.buckets:
+            bucket.gathers = False
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                self._holders[id(bucket)].clear()  # a layer that raised has not let go
+                bucket.release()
+                bucket.gathers = True
+
     # ---- gradients of a step
 
     def begin_step(self, loss_scale: float) -> None:
@@ -308,6 +327,15 @@ class DataParallel:
             bucket.reduce()
         for bucket in self.buckets:
             bucket.finish_reduction()
+
+    def begin_download(self) -> None:
+        """Begin to copy this rank's gradients into host memory, which `offload` asks for; the buckets in the order of
+        their use. An accelerator copies them in a stream of its own, after what is queued now."""
+        if self._downloads is not None:
+            self._downloads.wait_stream(torch.accelerator.current_stream(self._downloads.device))
+        with self._downloads or nullcontext():
+            for bucket in self.in_order_of_use():
+                bucket.begin_download()
 
     def settle(self) -> None:
         """Turn exact sums into fp32 gradients without the loss scale; in floating point there is nothing to turn."""
@@ -390,7 +418,9 @@ class DataParallel:
     def offender(self) -> Offender | None:
         """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
         because what is not finite spreads in the backward from there."""
-        bad = {name for bucket in self.buckets for name in bucket.offenders()}
+        known = [pair for bucket in self.buckets for pair in bucket.finite_gradients()]
+        finite = torch.stack([flag for _, flag in known]).tolist() if known else []  # one copy to the host
+        bad = {name for (name, _), good in zip(known, finite, strict=True) if not good}
         positions = [number for number, parameter in enumerate(self.parameters) if parameter.spec.name in bad]
         if not positions:
             return None

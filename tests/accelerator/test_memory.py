@@ -99,19 +99,28 @@ class Copies:
     owned: int
     buckets: int
     uploads: list[tuple[bool, bool]]
+    downloads: list[tuple[bool, bool]]
 
 
-class Uploads(TorchDispatchMode):
+class Transfers(TorchDispatchMode):
     """Notes of each copy to the device whether it leaves the format as it is, and whether it is from pinned memory: a
-    GPU does all others while the host waits."""
+    GPU does all others while the host waits. Of each copy to the host, whether it is a few numbers, and whether it is
+    in the stream that computes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[bool, bool]] = []
+        self.uploads: list[tuple[bool, bool]] = []
+        self.downloads: list[tuple[bool, bool]] = []
+        self._main = torch.accelerator.current_stream()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operator is torch.ops.aten.copy_.default and args[0].device.type != "cpu" and args[1].device.type == "cpu":
-            self.found.append((args[0].dtype == args[1].dtype, args[1].is_pinned()))
+        if operator is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+            if target.device.type != "cpu" and source.device.type == "cpu":
+                self.uploads.append((target.dtype == source.dtype, source.is_pinned()))
+            if target.device.type == "cpu" and source.device.type != "cpu":
+                in_main = torch.accelerator.current_stream() == self._main
+                self.downloads.append((source.numel() < 16, in_main))
         return operator(*args, **(kwargs or {}))
 
 
@@ -130,7 +139,9 @@ def copies_of(rank: int, world_size: int, directory: str, precision: str) -> Cop
     batch = next(trainer.batches)
     with counting() as counted:
         trainer.train_step(batch)
-    with Uploads() as uploads:
+    with Transfers() as step:
+        trainer.train_step(next(trainer.batches))
+    with Transfers() as publication:
         trainer.model.data_parallel.publish()
     buckets = trainer.model.data_parallel.buckets
     return Copies(
@@ -139,16 +150,49 @@ def copies_of(rank: int, world_size: int, directory: str, precision: str) -> Cop
         waits=Counter(cause.rpartition(" in ")[2] for cause in counted.sync_causes),
         owned=sum(bucket._shard_params.nbytes for bucket in buckets),
         buckets=len(buckets),
-        uploads=uploads.found,
+        uploads=publication.uploads,
+        downloads=step.downloads,
     )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_go_back_while_the_next_bucket_is_updated(precision: str, tmp_path: Path) -> None:
-    """The host waits for gradients, once a bucket, and never for weights; both travel in the device's format."""
+    """The host waits for the decision, and never for weights; of gradients the pretend device is always done. These are
+    queued behind the decision, beside what the device computes. Both travel in the device's format."""
     for found in run_distributed(copies_of, 2, str(tmp_path), precision, backend="pretend"):
-        assert found.waits.pop("downloaded") == found.buckets
-        assert found.waits.keys() <= {"to_host", "step_on_host"}, found.waits  # to step or to skip; the factor
+        assert found.waits == {"to_host": 1}
+        assert found.downloads == [(True, True)] + [(False, False)] * found.buckets
         assert found.uploads == [(True, True)] * found.buckets
         assert found.down == pytest.approx(found.owned, abs=SMALL)
         assert found.up == pytest.approx(found.owned, abs=SMALL)  # the batch is small
+
+
+def losses_around_a_skip(rank: int, world_size: int, directory: str, zero_stage: int) -> list[list[float]]:
+    """Of four steps, the second of which overflows, without and with offload."""
+    found = []
+    for offload in (False, True):
+        config = make_config(
+            (1, 1, world_size),
+            f"{directory}/{offload}",
+            device="pretend",
+            zero_stage=zero_stage,
+            precision="fp16",
+            initial_loss_scale=1024.0,
+            hysteresis=2,
+            offload_optimizer=offload,
+        )
+        trainer = make_trainer(config, build_mesh(config.parallel))
+        losses = []
+        for step in range(4):
+            trainer.update.scaler.scale = 2.0**120 if step == 1 else 1024.0
+            losses.append(float(trainer.train_step(next(trainer.batches)).loss))
+        assert trainer.update.skipped_steps == 1
+        found.append(losses)
+    return found
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_gradients_of_a_skipped_step_on_their_way_to_the_host_do_no_harm(zero_stage: int, tmp_path: Path) -> None:
+    """The device says so where their memory is written to before they are copied."""
+    for plain, offloaded in run_distributed(losses_around_a_skip, 2, str(tmp_path), zero_stage, backend="pretend"):
+        assert offloaded == plain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from megacore.checkpoint.save import Saved
 from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.train import clock
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
 from tests.distributed import run_distributed
@@ -69,12 +71,37 @@ class Fails(Callback):
         raise OSError("and cannot say so")
 
 
+class Takes(Callback):
+    """Lets time pass on a clock of its own: a second for each step, and more for what is no part of one."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.now += 1.0
+
+    def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
+        self.now += 100.0
+        with run.unclocked():
+            self.now += 30.0
+
+    def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
+        self.now += 1000.0
+
+
 OPTIONS: dict[str, Any] = {"train_iters": 4, "log_interval": 2, "eval_interval": 3, "eval_iters": 1, "save_interval": 2}
 
 
 def run(directory: Path, *callbacks: Callback, **changes: Any) -> None:
     config = make_config((1, 1, 1), directory, **OPTIONS | changes)
     make_trainer(config, Mesh(device=torch.device("cpu")), callbacks=callbacks).run()
+
+
+def test_time_of_logs_and_evaluations_is_no_time_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes, collect = Takes(), Collect()
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: takes.now))
+    run(tmp_path, takes, collect, log_interval=1)
+    assert collect.columns["perf/step_time_s"] == [1.0] * 4
 
 
 def test_a_sink_collects_what_is_logged(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_wrong_model_is_refused(layers: list[Layer], said: str) -> None:
         ({"tp": 2}, "tp 2: no layer is split; use tp 1, or layers such as ColumnParallelLinear"),
         ({"pipeline_layout": "E,t|t,H"}, "pipeline_layout E,t|t,H is GPT's"),
         ({"pipeline_balance": "flops"}, "use parameters or uniform"),
-        ({"schedule": "interleaved"}, "needs several stages a rank"),
+        ({"schedule": "interleaved"}, "needs several stages per rank"),
         ({"zero_stage": 4}, "--zero-stage 4"),
     ],
     ids=str,

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from megacore.config import AdamWConfig, OptimizerConfig, SGDConfig
-from megacore.optim.adamw import AdamW
+from megacore.config import OptimizerConfig, SGDConfig
 from megacore.optim.clip import clip_factor, scale_gradients, square_sum, totals
 from megacore.optim.lr_schedules import learning_rate
-from megacore.optim.offload import step_on_host
 from megacore.optim.sgd import SGD
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
@@ -24,39 +20,6 @@ from megacore.zero.flat import FlatLayout, assign_buckets
 
 def rate(step: int, **changes: object) -> float:
     return learning_rate(step, OptimizerConfig(lr=0.1, min_lr=0.01, **changes), train_iters=1000)  # type: ignore[arg-type]
-
-
-class Recorded:
-    """Stands for a bucket and for the clipping factor; notes what happens to them in `order`."""
-
-    def __init__(self, order: list[str]) -> None:
-        self.order = order
-
-    def begin_download(self) -> None:
-        self.order.append("download")
-
-    def downloaded(self) -> torch.Tensor:
-        return torch.zeros(0)
-
-    def publish(self) -> None:
-        self.order.append("publish")
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def cpu(self) -> torch.Tensor:
-        self.order.append("factor")
-        return torch.ones(())
-
-
-def test_the_factor_does_not_wait_for_the_downloads() -> None:
-    """On an accelerator a copy to the host waits for all that was queued before it."""
-    order: list[str] = []
-    one: Any = Recorded(order)
-    holder: Any = SimpleNamespace(in_order_of_use=lambda: [one, one], runs=[])
-    step_on_host(holder, AdamW([], AdamWConfig(), weight_decay=0.0), factor=one, lr=0.1)
-    assert order == ["factor", "download", "download", "publish", "publish"]
 
 
 def parameter(*shape: int, name: str = "p") -> ShardedParameter:
