@@ -16,8 +16,9 @@ from megacore.optim.offload import step_on_host
 from megacore.optim.optimizers import parameter_groups
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
+from megacore.plan.buckets import grown
 from megacore.zero.bucket import ZeroOptions
-from megacore.zero.data_parallel import DataParallel, grown
+from megacore.zero.data_parallel import DataParallel
 from megacore.zero.flat import FlatLayout, assign_buckets
 
 
