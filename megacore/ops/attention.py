@@ -230,11 +230,13 @@ def _split_root(head_size: int) -> tuple[float, float]:
 def _dropped_mix(weights: Tensor, value: Tensor, dropout: float) -> Tensor:
     """dropout(weights) @ value, [b, n, s, d].
 
-    The result is divided by 1 - dropout, not the weights: a weight of 1, as the first position has, would be rounded to
-    1.109 in bf16 every time.
+    In 16 bits the result is divided by 1 - dropout, not the weights: a weight of 1, as the first position has, would be
+    rounded to 1.109 in bf16 every time. fp32 rounds without a bias that matters.
     """
     if dropout == 0.0:
         return weights @ value
+    if weights.dtype == torch.float32:
+        return F.dropout(weights, dropout) @ value
     kept = torch.empty_like(weights, dtype=torch.bool).bernoulli_(1.0 - dropout)
     return (weights * kept) @ value * (1.0 / (1.0 - dropout))
 

@@ -71,7 +71,10 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
         return normed + taken
     weights, dropout = tokens * s * n / t, block.attention_dropout > 0
     if config.training.attention == "fused-softmax":
-        kept = (3 * e if on_cpu else 2 * e + 1) if dropout else e  # with dropout also its mask, and what it leaves
+        mask = (
+            4 if on_cpu and e == 4 else 1
+        )  # torch has no fused dropout on a CPU; `ops.attention` masks 16 bits itself
+        kept = 2 * e + mask if dropout else e  # with dropout also its mask, and what it leaves
         return normed + taken + kept * weights
     if dropout and on_cpu:  # no fused operator: in fp32, a key and a value for each query, and all weights as above
         return normed + 4 * 3 * tokens * queries + 12 * weights

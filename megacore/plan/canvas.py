@@ -104,7 +104,7 @@ def require_writable(path: Path) -> None:
     if path.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"-o {path} needs matplotlib, which is not installed: use -o {path.with_suffix('.svg')}, "
-            "or pip install 'megacore[plot]'"
+            "or pip install matplotlib"
         )
 
 

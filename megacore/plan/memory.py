@@ -7,6 +7,7 @@ which a run may be refused, and what it is expected to take, by which a way out 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from megacore.plan.activations import (
     residual_bytes,
     shared_bytes,
 )
+from megacore.plan.buckets import grown
 
 GIB = 2.0**30
 # torch, its threads and its allocator in a process that computes on a CPU; on an accelerator workspaces of its
@@ -65,6 +67,7 @@ class RankMemory:
         in_flight: microbatches of which the rank's stages keep activations, of all its stages together.
         working: what exists beside them at the end of a forward: logits, or a block that is computed again.
         building: what exists when the last layer has been made.
+        late: of the state, what the optimizer makes when the activations of the run's only step are gone.
         gradients_apart: whether gradients are gone while all activations are there.
         passing: an estimate of what exists for a moment: buckets under way, gradients of one layer.
         overhead: of the process, certain and expected.
@@ -78,6 +81,7 @@ class RankMemory:
     in_flight: int
     working: float
     building: float
+    late: float
     gradients_apart: bool
     passing: float
     overhead: tuple[float, float]
@@ -87,14 +91,14 @@ class RankMemory:
         """Bytes that the rank cannot do without, of the memory in which it computes."""
         gradients, kept = self.state["grads"], self.activations + self.working
         moving = max(gradients, kept) if self.gradients_apart else gradients + kept
-        training = sum(self.state.values()) - self.on_host - gradients + moving
-        return max(self.building, training) + self.overhead[0]
+        state = sum(self.state.values()) - self.on_host
+        return max(self.building, state, state - self.late - gradients + moving) + self.overhead[0]
 
     @property
     def expected_tensors(self) -> float:
         """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes."""
-        training = sum(self.state.values()) - self.on_host + self.activations + self.working + self.passing
-        return max(self.building, training)
+        state = sum(self.state.values()) - self.on_host
+        return max(self.building, state, state - self.late + self.activations + self.working + self.passing)
 
     @property
     def expected(self) -> float:
@@ -124,17 +128,23 @@ def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
     }
 
 
-def plan_memory(config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool) -> list[RankMemory]:
+def plan_memory(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool, torch_is_loaded: bool = False
+) -> list[RankMemory]:
     """What the ranks take, one for each place in the pipeline; tensor- and data-parallel ranks take the same.
 
     Args:
         config: a resolved configuration.
         layers: the whole model.
         on_cpu: whether the ranks compute in host memory.
+        torch_is_loaded: whether what torch takes of host memory is taken already, and does not count again.
     """
     stages = stage_ranges(layers, config.parallel)
-    pp = config.parallel.pp
-    return [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in range(pp)]
+    ranks = [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in range(config.parallel.pp)]
+    if on_cpu and torch_is_loaded:
+        overhead = (0.0, CPU_OVERHEAD - _CERTAIN_CPU_OVERHEAD)
+        return [dataclasses.replace(rank, overhead=overhead) for rank in ranks]
+    return ranks
 
 
 def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:
@@ -173,6 +183,7 @@ def _rank_memory(
         in_flight=sum(flying),
         working=max(logits, again),
         building=_building_bytes(config, state, [layers[i] for numbers in own for i in numbers]),
+        late=_late_bytes(config, state, on_cpu=on_cpu),
         gradients_apart=forgotten > 0 and sum(flying) == 1 and num_microbatches(config) == 1,
         passing=_passing_bytes(config, [layers[i] for numbers in own for i in numbers], blocks, on_cpu=on_cpu)
         + max(_products(longer, chunks) - _products(flying, chunks), 0.0),
@@ -199,6 +210,13 @@ def held_parameters(layers: Sequence[PlannedLayer], own: Sequence[range]) -> int
         if any(owner.startswith(f"{name}.") for owner in layer.tied.values() for name in names - {layer.name}):
             count -= layer.shared
     return count
+
+
+def whole_parameters(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> int:
+    """Of the whole model, a tied one counted once."""
+    tables = config.model.vocab_size * config.model.hidden_size if config.model.vocab_size else 0
+    tied = (tables if layer.held is not None else layer.shared for layer in layers if layer.tied)
+    return sum(layer.parameters for layer in layers) - sum(tied)
 
 
 def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: Op = Op.INPUT_GRAD) -> tuple[int, ...]:
@@ -282,6 +300,17 @@ def _building_bytes(config: ResolvedConfig, state: Mapping[str, float], layers: 
     return state["params"] + master + whole
 
 
+def _late_bytes(config: ResolvedConfig, state: Mapping[str, float], *, on_cpu: bool) -> float:
+    """The optimizer's state without master weights, in a run of one step: it is made after the first backward."""
+    if config.training.train_iters > 1 or config.checkpoint.load is not None:
+        return 0.0
+    if config.parallel.offload_optimizer and not on_cpu:
+        return 0.0  # in host memory
+    moments = config.optimizer_settings.bytes_per_parameter
+    master = 4 if config.precision.precision != "fp32" or config.parallel.offload_optimizer else 0
+    return state["optimizer"] * moments / (moments + master) if moments else 0.0
+
+
 def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
     """Parameters that a rank holds of its largest layer."""
     return max((layer.parameters if layer.held is None else layer.held for layer in layers), default=0)
@@ -307,7 +336,8 @@ def _passing_bytes(
     stage = config.parallel.zero_stage if config.parallel.dp > 1 else 0
     moment = e * largest + _largest_block(config, blocks, on_cpu=on_cpu) / 2
     if stage == 2:
-        moment += 2 * min(config.parallel.bucket_size_mb * 2**20, 4.0 * sum(layer.parameters for layer in layers) / 4)
+        bucket = grown(int(config.parallel.bucket_size_mb * 2**20), config.parallel.dp)
+        moment += 2 * min(bucket, 4.0 * sum(layer.parameters for layer in layers) / 4)
     if stage == 3:
         moment += 2 * largest * (4 + e)
     return moment

@@ -2,10 +2,10 @@
 
 Dense throughput (without structured sparsity) of matrix products with fp32 accumulation, at the boost clock, from the
 manufacturers' data sheets and architecture white papers (NVIDIA: V100, T4, A100, A30, A10, A40, L4, L40, L40S, H100,
-H200, GH200, HGX B200/B300, GB200/GB300 data sheets; Ampere GA102, Ada and Blackwell RTX white papers. AMD: Instinct
-MI200, MI300 and MI350 series data sheets). Names are those that the drivers report, matched whole: cards of one chip
-may differ by a third (H100 SXM, PCIe, NVL), and a slice of a device (MIG) has a part of its peak. What is not here is
-unknown, and `--peak-tflops` says it.
+H20, H200, GH200 and HGX B200 data sheets; Ampere GA102 and Ada white papers. AMD: Instinct MI200 and MI300 series
+data sheets). Names are those that the drivers report, matched whole: cards of one chip may differ by a third (H100 SXM,
+PCIe, NVL), and a slice of a device (MIG) has a part of its peak. A device whose figure is not certain is not listed:
+`--peak-tflops` gives it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ _TABLE: tuple[tuple[str, Peaks], ...] = (
     (r"NVIDIA RTX 6000 Ada Generation", _ampere(364.2, 91.1)),
     (r"NVIDIA GeForce RTX 4080", _ampere(97.5, 48.7)),
     (r"NVIDIA GeForce RTX 4090", _ampere(165.2, 82.6)),
-    (r"NVIDIA GeForce RTX 5090", _ampere(209.5, 104.8)),
     (r"NVIDIA H[18]00( 80GB HBM3| SXM5?)?", _ampere(989.4, 66.9)),
     (r"NVIDIA H[18]00( 80GB)? PCIe", _ampere(756.0, 51.2)),
     (r"NVIDIA H100 NVL", _ampere(835.0, 60.0)),
@@ -61,16 +60,11 @@ _TABLE: tuple[tuple[str, Peaks], ...] = (
     (r"NVIDIA H200 NVL", _ampere(835.0, 60.0)),
     (r"NVIDIA GH200 \d+G[B]?( HBM3e?)?", _ampere(989.4, 66.9)),
     (r"NVIDIA B200", _ampere(2250.0)),
-    (r"NVIDIA GB200", _ampere(2500.0)),
-    (r"NVIDIA B300( SXM6 AC)?", _ampere(2250.0)),
-    (r"NVIDIA GB300", _ampere(2500.0)),
     (r"AMD Instinct MI210", Peaks(181.0, 181.0, None, 45.3)),
     (r"AMD Instinct MI250", Peaks(181.0, 181.0, None, 45.3)),
     (r"AMD Instinct MI250X", Peaks(191.5, 191.5, None, 47.9)),
     (r"AMD Instinct MI300A", Peaks(980.6, 980.6, 490.3, 122.6)),
     (r"AMD Instinct MI3(00|25)X( OAM)?", Peaks(1307.4, 1307.4, 653.7, 163.4)),
-    (r"AMD Instinct MI350X", Peaks(2306.9, 2306.9, None, 144.2)),
-    (r"AMD Instinct MI355X", Peaks(2516.6, 2516.6, None, 157.3)),
 )
 
 

@@ -7,6 +7,7 @@ ranks agree before any of them allocates: one has not enough, and all end with i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,12 +15,12 @@ from megacore.config import ResolvedConfig
 from megacore.errors import ConfigError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
-from megacore.plan.fit import device_problem, host_problem, offload_problem
+from megacore.plan.fit import device_problem, device_warning, host_problem, host_warning, offload_problem
 from megacore.plan.memory import PlannedLayer
 from megacore.plan.room import Room
 
 
-def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> None:
+def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> str | None:
     """Refuse a run that does not fit, on all ranks alike.
 
     Args:
@@ -27,25 +28,44 @@ def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[P
         mesh: this rank's place.
         layers: the whole model.
 
+    Returns:
+        A line to print where a rank fits by what is certain, but not by what is expected; the same on all ranks.
+
     Raises:
         ConfigError: what a rank's device or machine lacks, and what would fit.
     """
     if not config.training.memory_check:
-        return
-    problems = all_gather_objects(_problem(config, mesh, layers), mesh.world)
-    for number, problem in enumerate(problems):
-        if problem is not None:
-            where = f" (rank {number}: {mesh.describe(number)})" if mesh.world.size > 1 else ""
-            raise ConfigError([problem + where])
+        return None
+    verdicts = all_gather_objects(_verdict(config, mesh, layers), mesh.world)
+    told = [verdict.and_rank(f" (rank {n}: {mesh.describe(n)})") for n, verdict in enumerate(verdicts)]
+    told = told if mesh.world.size > 1 else verdicts
+    for verdict in told:
+        if verdict.problem is not None:
+            raise ConfigError([verdict.problem])
+    return next((verdict.warning for verdict in told if verdict.warning is not None), None)
 
 
-def _problem(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> str | None:
+@dataclass(frozen=True)
+class _Verdict:
+    """Why a rank is refused, or what it is warned of."""
+
+    problem: str | None = None
+    warning: str | None = None
+
+    def and_rank(self, where: str) -> _Verdict:
+        return _Verdict(self.problem and self.problem + where, self.warning and self.warning + where)
+
+
+def _verdict(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> _Verdict:
     if mesh.device.type == "cpu":
-        return host_problem(config, layers)
-    room = device_room(mesh.device)
-    if room is not None and (problem := device_problem(config, layers, mesh.pipeline.rank, room)):
-        return problem
-    return offload_problem(config, layers) if config.parallel.offload_optimizer else None
+        problem = host_problem(config, layers, torch_is_loaded=True)
+        return _Verdict(problem, None if problem else host_warning(config, layers))
+    room, place, problem = device_room(mesh.device), mesh.pipeline.rank, None
+    if room is not None:
+        problem = device_problem(config, layers, place, room)
+    if problem is None and config.parallel.offload_optimizer:
+        problem = offload_problem(config, layers)
+    return _Verdict(problem, None if problem or room is None else device_warning(config, layers, place, room))
 
 
 def device_room(device: torch.device) -> Room | None:

@@ -63,7 +63,8 @@ class Trainer:
         self.config, self.mesh, self.task = config, mesh, task
         self.metrics = StepMetrics(config, mesh, task)
         self._announce(train_samples=len(train_data), valid_samples=0 if valid_data is None else len(valid_data))
-        check_memory_of_ranks(config, mesh, task.layers)
+        if (tight := check_memory_of_ranks(config, mesh, task.layers)) and mesh.world.rank == 0:
+            say(f"  {'warning':<10}{tight}", may_fail=config.checkpoint.on_save_error == "warn")
         self.train_steps = TrainStep(task, config, mesh)
         self.model, self.update = self.train_steps.model, self.train_steps.update
         self.parameters = self.model.parameters

@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
+from megacore.plan.buckets import grown
 from megacore.zero.backward_hooks import OwnGradient, when_backward
 from megacore.zero.bucket import Bucket, ZeroOptions
 from megacore.zero.flat import Segment, assign_buckets
@@ -30,10 +31,6 @@ from megacore.zero.flat import Segment, assign_buckets
 # A chunk has at least about so many buckets, however small it is: the first must be full early for its reduction to
 # overlap with the rest of backward.
 _BUCKETS = 4
-# A rank's share of a bucket has at least so many bytes, or this part of the bucket where that is less: what each rank
-# sends to each other is a share, and small messages do not use the network (Megatron-LM's buckets grow likewise).
-_SHARE_BYTES = 1 << 20
-_SMALLEST_SHARE = 16
 # A shard of a bucket has room for at least so many parameters that no shard may cut, so that little of it stays empty.
 _WHOLE_PER_SHARD = 4
 
@@ -470,12 +467,6 @@ def _own_segments(bucket: Bucket) -> Iterator[OwnedSegment]:
         )
         for segment in members:
             yield OwnedSegment(spec=specs[segment.name], segment=segment, run=run)
-
-
-def grown(bucket_bytes: int, ranks: int) -> int:
-    """The size of a bucket that is divided over so many ranks: as given, until a rank's share were below 1 MiB or a
-    sixteenth of the bucket; from there on it grows with the ranks."""
-    return max(bucket_bytes, ranks * min(_SHARE_BYTES, bucket_bytes // _SMALLEST_SHARE))
 
 
 def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:

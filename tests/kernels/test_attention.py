@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -121,6 +122,23 @@ def test_scaling_the_query_first_costs_no_bit_of_fp32(head_size: int) -> None:
     scores = query @ key.transpose(-1, -2)
     expected = ops.fused_softmax(scores, scale=1.0 / math.sqrt(head_size), causal=True) @ value
     assert torch.equal(ops.attention(query, key, value, causal=True, implementation="fused-softmax"), expected)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_dropout_in_fp32_is_torchs_to_the_bit(groups: int) -> None:
+    """F.dropout of the weights before the product, with the same draws: outputs and gradients."""
+    query, key, value = ours = [x.detach().requires_grad_() for x in drawn(groups)]
+    torch.manual_seed(7)
+    found = ops.attention(query, key, value, causal=True, dropout=0.3, implementation="fused-softmax")
+    repeated = [x.repeat_interleave(4 // groups, 1) if groups < 4 else x for x in (key, value)]
+    scores = query @ repeated[0].transpose(-1, -2)
+    torch.manual_seed(7)
+    dropped = F.dropout(ops.fused_softmax(scores, scale=1.0 / math.sqrt(D), causal=True), 0.3)
+    expected = dropped @ repeated[1]
+    assert torch.equal(found, expected)
+    outer = torch.randn(found.shape, generator=torch.Generator().manual_seed(6))
+    gradients = [torch.autograd.grad(mixed, ours, outer, retain_graph=True) for mixed in (found, expected)]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "fused-softmax"])

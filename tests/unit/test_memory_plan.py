@@ -16,6 +16,7 @@ from megacore.plan.fit import check_memory, host_problem
 from megacore.plan.memory import GIB, in_flight, plan_memory, state_bytes
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
+from megacore.plan.ways_out import size_text
 from tests.unit import refusals
 from tests.unit.refusals import Refuse, parse
 
@@ -68,7 +69,7 @@ def test_what_is_recommended_fits(
 ) -> None:
     """Each way out, typed as it stands, is accepted, and needs no more than it says."""
     given = [*MOCK, "--device", "cpu", "--preset", *flags]
-    ways = re.findall(r"^ +\d\. (--.*?)(?:, on (\d+) machines.*?)?(?:, a smaller model)?: ([\d.]+) GiB a rank$",
+    ways = re.findall(r"^ +\d\. (--.*?)(?:, on (\d+) machines.*?)?(?:, a smaller model)?: ([\d.]+ [GM]iB) per rank$",
                       refuse(*given, checks=[check_memory]), re.MULTILINE)  # fmt: skip
     assert len(ways) >= 3
     for words, machines, size in ways:
@@ -80,8 +81,129 @@ def test_what_is_recommended_fits(
         ranks_of(int(machines or 1), monkeypatch)
         config = parse(*kept, *changed, checks=[check_memory])
         needed = max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=True)) / GIB
-        assert needed == pytest.approx(float(size), abs=0.06)
+        told, unit = size.split()
+        assert needed == pytest.approx(float(told) / (1 if unit == "GiB" else 1024), abs=0.06)
         assert needed <= 23
+
+
+def ways(text: str) -> list[str]:
+    """The ways out that a message lists."""
+    return re.findall(r"^ +\d\. (.*)$", text, re.MULTILINE)
+
+
+WIDE = ("--hidden-size", "16384", "--num-attention-heads", "128", "--num-layers", "2", "--vocab-size", "50257")
+
+
+@pytest.mark.parametrize("gib", [0.3, 1, 2, 4, 8, 16, 17.4, 20, 60])
+@pytest.mark.parametrize(
+    "flags",
+    [("--preset", "llama-3-8b"), ("--preset", "mistral-7b", "--num-layers", "30"), WIDE],
+    ids=lambda flags: " ".join(flags[:4]),
+)
+def test_there_are_three_ways_out_however_little_there_is(gib: float, flags: tuple[str, ...]) -> None:
+    config = parse(*MOCK, *flags, "--device", "cpu")
+    text = host_problem(config, outline(config), room=Room(gib * GIB, ""))
+    assert text is not None
+    found = ways(text)
+    assert len(set(found)) == len(found) >= 3
+    for way in found:
+        size = re.search(r"([\d.]+) ([GM]iB) per rank$", way)
+        assert size is not None
+        fits = float(size[1]) / (1 if size[2] == "GiB" else 1024) <= gib + 0.05
+        assert fits != ("machines with at least" in way), way
+
+
+def on_device(flags: tuple[str, ...], device: float, host: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(fit, "host_room", lambda: Room(host * GIB, "host"))
+    config = parse(*MOCK, *flags)
+    text = fit.device_problem(config, outline(config), 0, Room(device * GIB, "device"))
+    assert text is not None
+    return ways(text)
+
+
+def test_no_device_is_told_to_offload_more_than_its_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 16 bytes for each of 8.03e9 parameters are 119.7 GiB."""
+    flags = ("--preset", "llama-3-8b", "--precision", "bf16")
+    assert "--offload-optimizer" in " ".join(on_device(flags, 79, 200, monkeypatch))
+    found = on_device(flags, 79, 100, monkeypatch)
+    assert "--offload-optimizer" not in " ".join(found)
+    assert len(found) >= 3
+
+
+def test_a_checkpoint_is_not_given_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse(*MOCK, "--preset", "llama-3-8b", "--device", "cpu", "--load", "auto")
+    text = host_problem(config, outline(config), room=Room(8 * GIB, ""))
+    assert text is not None
+    assert len(ways(text)) >= 3
+    assert "smaller model" not in text
+
+
+def test_torch_counts_once() -> None:
+    """What torch takes is gone from MemAvailable once it is loaded: as much less is needed, and not more."""
+    config = parse(*MOCK, "--preset", "gpt2-small", "--micro-batch-size", "1")
+    (rank,) = plan_memory(config, outline(config), on_cpu=True)
+    room = Room(rank.certain - 0.1 * GIB, "")
+    assert host_problem(config, outline(config), room=room) is not None
+    assert host_problem(config, outline(config), room=room, torch_is_loaded=True) is None
+
+
+@pytest.mark.parametrize(("precision", "size"), [("fp32", 4 + 4), ("bf16", 2 + 4 + 4)])
+def test_one_step_has_no_moments_beside_its_activations(precision: str, size: int) -> None:
+    """Bytes of parameters, gradients and master weights while activations are there; then with moments, without them.
+    Of gradients and activations fp32 keeps the larger, as in later steps."""
+    flags = shlex.split(
+        f"--mock-data --preset gpt2-small --precision {precision} --micro-batch-size 4 --global-batch-size 8"
+    )
+    (two,), (one,) = (
+        plan_memory(config, outline(config), on_cpu=False)
+        for config in (parse(*flags, "--train-iters", count) for count in ("2", "1"))
+    )
+    assert one.certain == size * one.parameters + one.activations + one.working
+    assert two.certain == one.certain + 8 * one.parameters
+    (small,) = (
+        plan_memory(config, outline(config), on_cpu=False)[0]
+        for config in [parse("--mock-data", "--preset", "gpt2-small", "--train-iters", "1", "--seq-length", "8")]
+    )
+    assert small.certain == 16 * small.parameters  # the update is the peak
+
+
+def test_buckets_grow_with_the_replicas() -> None:
+    """ZeRO stage 2 keeps two buckets: of 1 MiB for 16 replicas, of 4 for 64, a sixteenth of a MiB for each."""
+    flags = (*MOCK, "--preset", "gpt2-small", "--zero-stage", "2", "--bucket-size-mb", "1", "--global-batch-size", "64")
+    passing = []
+    for dp in (16, 64):
+        config = parse(*flags)
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, dp=dp))
+        passing.append(plan_memory(config, outline(config), on_cpu=True)[0].passing)
+    assert passing[1] - passing[0] == 2 * 3 * 2**20
+
+
+def test_sizes_are_told_in_units_that_say_something() -> None:
+    assert [size_text(size) for size in (5.25 * GIB, 0.5 * GIB, 3 * 2**20, 2048)] == [
+        "5.2 GiB",
+        "512.0 MiB",
+        "3.0 MiB",
+        "2.0 KiB",
+    ]
+    config = parse(*MOCK, "--preset", "gpt2-small")
+    (rank,) = plan_memory(config, outline(config), on_cpu=True)
+    text = host_problem(config, outline(config), room=Room(rank.certain - 2**20, ""))
+    assert text is not None
+    needed, available = re.findall(r"([\d,.]+) MiB", text.splitlines()[0])
+    assert float(needed.replace(",", "")) - float(available.replace(",", "")) == pytest.approx(1.0, abs=0.01)
+
+
+def test_what_may_not_fit_is_warned_of() -> None:
+    config = parse(*MOCK, "--preset", "gpt2-small", "--micro-batch-size", "1")
+    (rank,) = plan_memory(config, outline(config), on_cpu=True, torch_is_loaded=True)
+    between = Room((rank.certain + rank.expected) / 2, "MemAvailable of this machine")
+    assert host_problem(config, outline(config), room=between, torch_is_loaded=True) is None
+    told = fit.host_warning(config, outline(config), between)
+    assert told is not None
+    assert re.fullmatch(
+        r"tight: expected [\d.]+ GiB of [\d.]+ GiB available \(MemAvailable of this machine\); see docs/memory.md", told
+    )
+    assert fit.host_warning(config, outline(config), Room(rank.expected, "")) is None
 
 
 @pytest.mark.parametrize(

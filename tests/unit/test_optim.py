@@ -13,8 +13,9 @@ from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.sgd import SGD
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
+from megacore.plan.buckets import grown
 from megacore.zero.bucket import ZeroOptions
-from megacore.zero.data_parallel import DataParallel, grown
+from megacore.zero.data_parallel import DataParallel
 from megacore.zero.flat import FlatLayout, assign_buckets
 
 

@@ -31,6 +31,10 @@ from megacore.plan.peaks import Format, peak_tflops
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
         ("NVIDIA H1000", "bf16", None),
+        ("NVIDIA GB200", "bf16", None),  # its figure depends on the power limit: --peak-tflops says it
+        ("NVIDIA B300 SXM6 AC", "bf16", None),
+        ("NVIDIA GeForce RTX 5090", "bf16", None),
+        ("AMD Instinct MI355X", "bf16", None),
         ("cpu", "fp32", None),
     ],
 )

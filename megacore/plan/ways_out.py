@@ -1,0 +1,352 @@
+"""What to change of a run that does not fit into memory: other flags, more ranks, a smaller model, a larger machine.
+
+Every way out passes the same checks as the run itself, with what the formulas of memory.py expect, not only with what
+is certain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megacore.config import ModelConfig, ResolvedConfig, validate
+from megacore.config.fields import field_infos
+from megacore.config.messages import counted
+from megacore.plan.memory import GIB, plan_memory, whole_parameters
+from megacore.plan.outline import outline
+from megacore.plan.room import Room
+
+_MOST_RANKS = 4096
+_WAYS = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another configuration, and the flags that make it of the given one."""
+
+    config: ResolvedConfig
+    flags: tuple[str, ...] = ()
+
+    def and_(self, section: str, flag: str, **values: Any) -> Change:
+        """With other values in a section."""
+        changed = dataclasses.replace(getattr(self.config, section), **values)
+        return Change(dataclasses.replace(self.config, **{section: changed}), (*self.flags, flag))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The memory that every check of a run compares with.
+
+    Attributes:
+        room: of the device on which a rank computes; on a CPU all ranks of the machine share it.
+        host: host memory beside a device, for what is offloaded; None: not known.
+        on_cpu: whether the ranks compute on a CPU.
+        local_ranks: ranks on each machine.
+        torch_is_loaded: whether `room` is what is left with torch loaded.
+    """
+
+    room: Room
+    host: Room | None = None
+    on_cpu: bool
+    local_ranks: int = 1
+    torch_is_loaded: bool = False
+
+    def demand(self, config: ResolvedConfig) -> Demand:
+        """What the fullest rank of a configuration is expected to take."""
+        ranks = plan_memory(config, outline(config), on_cpu=self.on_cpu, torch_is_loaded=self.torch_is_loaded)
+        return Demand(max(rank.expected for rank in ranks), max(rank.on_host for rank in ranks))
+
+    def allow(self, demand: Demand) -> bool:
+        """Whether the device and the host have as much."""
+        return demand.computing * (self.local_ranks if self.on_cpu else 1) <= self.room.available and self.host_allows(
+            demand
+        )
+
+    def host_allows(self, demand: Demand) -> bool:
+        """Whether the host has as much as is offloaded."""
+        return self.host is None or demand.on_host * self.local_ranks <= self.host.available
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Bytes that one rank is expected to take where it computes, and beside that in host memory."""
+
+    computing: float
+    on_host: float
+
+    def __str__(self) -> str:
+        beside = f" and {size_text(self.on_host)} of host memory" if self.on_host else ""
+        return f"{size_text(self.computing)}{beside} per rank"
+
+
+def size_text(size: float) -> str:
+    """Bytes in GiB, or in the smaller unit that says something."""
+    for unit, factor in (("GiB", GIB), ("MiB", 2.0**20)):
+        if size >= factor or (unit == "MiB" and size >= factor / 10):
+            return f"{size / factor:,.1f} {unit}"
+    return f"{size / 1024:,.1f} KiB"
+
+
+def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
+    """At least three ways out, each as a line to read: flags that fit, and where too few do, larger machines.
+
+    Args:
+        config: a resolved configuration that does not fit.
+        limits: what there is.
+    """
+    start = Change(config)
+    ways: dict[tuple[str, ...], str] = {}
+
+    def add(candidates: Iterator[Change], note: str = "") -> None:
+        for change in candidates:
+            if any(set(way) <= set(change.flags) for way in ways) or validate(
+                change.config, change.config.parallel.ranks
+            ):
+                continue
+            if limits.allow(demand := limits.demand(change.config)):
+                ways[change.flags] = f"{' '.join(change.flags)}{_where(change, config, limits)}{note}: {demand}"
+                return
+
+    add(_savings(start, on_cpu=limits.on_cpu))
+    add(_more_replicas(config, limits))
+    add(_more_stages(config, limits))
+    add(_smaller_models(start), ", a smaller model")
+    further: list[tuple[Callable[[], Iterator[Change]], str]] = [
+        (lambda: _more_of_all(config, limits), ""),
+        (lambda: _shorter(start), ", shorter sequences"),
+        (lambda: _fewer_layers(start), ", a smaller model"),
+        (lambda: _smallest(start), ", a smaller model"),
+    ]
+    for family, note in further:
+        if len(ways) < _WAYS:
+            add(family(), note)
+    lines = list(ways.values())
+    return [*lines, *itertools.islice(_larger_machines(start, limits), max(_WAYS - len(lines), 0))]
+
+
+def _where(change: Change, config: ResolvedConfig, limits: Limits) -> str:
+    """On how many machines or devices, where it is not as many as before."""
+    world = change.config.parallel.ranks
+    if world == config.parallel.ranks:
+        return ""
+    if limits.on_cpu:
+        return f", on {counted(world // limits.local_ranks, 'machine')} with as much memory"
+    return f", on {world} devices"
+
+
+def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
+    """The same ranks and model with flags that save memory, the fewest and gentlest first."""
+    training, parallel, dp = start.config.training, start.config.parallel, start.config.parallel.dp
+    kinds = ("none", "selective", "full")
+    batch = training.global_batch_size // dp
+    smaller = [m for m in (training.micro_batch_size // n for n in (2, 4, 8)) if m] + [1]
+    groups: list[list[tuple[str, str, dict[str, Any]]]] = [
+        [
+            ("training", f"--recompute {kind}", {"recompute": kind})
+            for kind in kinds[kinds.index(training.recompute) + 1 :]
+        ],
+        [
+            ("training", f"--micro-batch-size {size}", {"micro_batch_size": size})
+            for size in dict.fromkeys(smaller)
+            if size < training.micro_batch_size and batch % size == 0
+        ],
+        [
+            ("parallel", f"--zero-stage {stage}", {"zero_stage": stage})
+            for stage in range(parallel.zero_stage + 1, 4 if dp > 1 else 0)
+        ],
+    ]
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        groups.append([("parallel", "--sequence-parallel", {"sequence_parallel": True})])
+    if not on_cpu and not parallel.offload_optimizer:
+        groups.append([("parallel", "--offload-optimizer", {"offload_optimizer": True})])
+    if start.config.precision.precision == "fp32":
+        groups.append([("precision", "--precision bf16", {"precision": "bf16"})])
+    choices = itertools.product(*(range(len(group) + 1) for group in groups))
+    for choice in sorted(choices, key=lambda chosen: (sum(map(bool, chosen)), sum(chosen))):
+        change = start
+        for group, number in zip(groups, choice, strict=True):
+            if number:
+                section, flag, values = group[number - 1]
+                change = change.and_(section, flag, **values)
+        if change is not start:
+            yield change
+
+
+def _thrifty(change: Change) -> Iterator[Change]:
+    """The same, then with every activation that can be computed again, then with the smallest microbatch as well."""
+    yield change
+    if change.config.training.recompute != "full":
+        change = change.and_("training", "--recompute full", recompute="full", recompute_num_layers=None)
+        yield change
+    if change.config.training.micro_batch_size > 1:
+        yield change.and_("training", "--micro-batch-size 1", micro_batch_size=1)
+
+
+def _more_replicas(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
+    """ZeRO stage 3 over more and more data-parallel ranks."""
+    parallel, dp = config.parallel, config.parallel.dp
+    while (dp := dp * 2) * parallel.tp * parallel.pp <= _MOST_RANKS:
+        if dp * parallel.tp * parallel.pp % limits.local_ranks == 0:
+            for start in _thrifty(Change(config)):
+                change = _with_batch(start, dp)
+                yield change.and_("parallel", f"--dp {dp} --zero-stage 3", dp=dp, zero_stage=3)
+
+
+def _more_stages(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
+    """The layers split over more and more ranks, by tp up to eight neighbours, and beyond by pp."""
+    parallel = config.parallel
+    if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
+        return
+    for ranks in (2**n for n in range(1, 9)):
+        for start in _thrifty(Change(config)):
+            for tp in (t for t in (8, 4, 2, 1) if ranks % t == 0):
+                pp = ranks // tp
+                grown = tp >= parallel.tp and pp >= parallel.pp and tp * pp > parallel.tp * parallel.pp
+                if grown and tp * pp * parallel.dp % limits.local_ranks == 0:
+                    degrees = [f"--{name} {degree}" for name, degree in (("tp", tp), ("pp", pp)) if degree > 1]
+                    yield start.and_("parallel", " ".join(degrees), tp=tp, pp=pp)
+
+
+def _more_of_all(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
+    """More ranks in every dimension together, with every flag that saves memory."""
+    parallel = config.parallel
+    if parallel.schedule_csv is not None or parallel.pipeline_layout is not None:
+        return
+    for factor in (2**n for n in range(1, 13)):
+        ranks = parallel.ranks * factor
+        if ranks > _MOST_RANKS or ranks % limits.local_ranks:
+            continue
+        for more_tp, more_pp in itertools.product((8, 4, 2, 1), (1, 2, 4, 8, 16, 32)):
+            tp, pp, rest = parallel.tp * more_tp, parallel.pp * more_pp, factor // (more_tp * more_pp)
+            if tp > 8 * max(parallel.tp // 8, 1) or rest * more_tp * more_pp != factor:
+                continue
+            dp = parallel.dp * rest
+            degrees = [
+                f"--{name} {degree}" for name, degree in (("tp", tp), ("pp", pp)) if degree > getattr(parallel, name)
+            ]
+            change = Change(config).and_("parallel", " ".join(degrees), tp=tp, pp=pp) if degrees else Change(config)
+            if rest > 1:
+                change = _with_batch(change, dp).and_("parallel", f"--dp {dp}", dp=dp)
+            yield _thriftiest(change)
+
+
+def _thriftiest(change: Change) -> Change:
+    """Every flag that saves device memory and changes neither the model nor the ranks."""
+    *_, change = _thrifty(change)
+    parallel = change.config.parallel
+    if change.config.precision.precision == "fp32":
+        change = change.and_("precision", "--precision bf16", precision="bf16")
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        change = change.and_("parallel", "--sequence-parallel", sequence_parallel=True)
+    if parallel.dp > 1 and parallel.zero_stage < 3:
+        change = change.and_("parallel", "--zero-stage 3", zero_stage=3)
+    return change
+
+
+def _with_batch(change: Change, dp: int) -> Change:
+    """A global batch that so many replicas can share: the given one, or one microbatch for each."""
+    training = change.config.training
+    batch = training.micro_batch_size * dp
+    if training.global_batch_size % batch == 0:
+        return change
+    return change.and_("training", f"--global-batch-size {batch}", global_batch_size=batch)
+
+
+def _may_change_model(config: ResolvedConfig) -> bool:
+    """Whether the weights are not those of a checkpoint, which decide the model's shape."""
+    return config.checkpoint.load is None and config.checkpoint.init_from_hf is None
+
+
+def _smaller_models(start: Change) -> Iterator[Change]:
+    """The larger presets before the smaller ones; without a preset, or where flags change its shape, fewer layers."""
+    name = start.config.model.preset
+    if name is None or not _is_as_named(start.config, name):  # the flags would change another preset's shape as well
+        yield from _fewer_layers(start)
+        return
+    for change in _smaller_presets(start):
+        yield from _thrifty(change)
+
+
+def _smaller_presets(start: Change) -> list[Change]:
+    """Presets with fewer parameters, the largest first."""
+    config, name = start.config, start.config.model.preset
+    if not _may_change_model(config):
+        return []
+    candidates = [_as_preset(config, other) for other in config.presets if other != name]
+    sized = [(whole_parameters(c.config, outline(c.config)), c) for c in candidates if c is not None]
+    own = whole_parameters(config, outline(config))
+    return [change for size, change in sorted(sized, key=lambda item: item[0], reverse=True) if size < own]
+
+
+def _fewer_layers(start: Change) -> Iterator[Change]:
+    """As many of the layers as fit."""
+    layers = start.config.model.num_layers
+    fractions = {layers * n // 8 for n in range(1, 8)} | {layers >> n for n in range(4, 16)}
+    if _may_change_model(start.config):
+        for fewer in sorted(fractions - {0}, reverse=True):
+            yield from _thrifty(start.and_("model", f"--num-layers {fewer}", num_layers=fewer))
+
+
+def _shorter(start: Change) -> Iterator[Change]:
+    """Half the sequence, a quarter, and so on."""
+    length = start.config.data.seq_length
+    while (length := length // 2) >= 16:
+        change = start.and_("data", f"--seq-length {length}", seq_length=length)
+        yield from _thrifty(change)
+        yield _thriftiest(change)
+
+
+def _much_smaller(start: Change) -> list[Change]:
+    """Presets, or fewer layers, the largest model first."""
+    name = start.config.model.preset
+    as_named = name is not None and _is_as_named(start.config, name)
+    return _smaller_presets(start) if as_named else list(_fewer_layers(start))
+
+
+def _smallest(start: Change) -> Iterator[Change]:
+    """Smaller models with every other saving as well."""
+    for change in _much_smaller(start):
+        thrifty = _thriftiest(change)
+        yield thrifty
+        yield from _shorter(thrifty)
+
+
+def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
+    """How much memory the run needs as it stands, with every saving flag, and with the smallest change of model."""
+    where = "machines" if limits.on_cpu else "devices"
+    smallest = [_thriftiest(change) for change in _much_smaller(start)[-1:]]
+    seen: set[tuple[str, ...]] = set()
+    for change in (_thriftiest(start), start, *smallest):
+        if change.flags in seen or validate(change.config, change.config.parallel.ranks):
+            continue
+        seen.add(change.flags)
+        demand = limits.demand(change.config)
+        if not limits.host_allows(demand):
+            continue
+        flags = " ".join(change.flags) or "the same flags"
+        yield f"{flags}, on {where} with at least {math.ceil(demand.computing / GIB * 10) / 10:,.1f} GiB per rank"
+
+
+def _as_preset(config: ResolvedConfig, name: str) -> Change | None:
+    """The run with another preset; None where that is of another kind of model."""
+    shape = dict(config.presets[name])
+    bert = getattr(config, "bert", None)
+    if bert is not None and shape.get("bert_style", "classic") != bert.bert_style:
+        return None
+    values = {**config.defaults(shape), **shape}
+    if config.data.tokenizer is not None:
+        values["vocab_size"] = config.model.vocab_size
+    model = ModelConfig(preset=name, **{k: v for k, v in values.items() if k in field_infos(ModelConfig)})
+    data = dataclasses.replace(config.data, seq_length=values.get("seq_length", config.data.seq_length))
+    resolved = model.resolve(seq_length=data.seq_length, vocab_size=config.model.vocab_size)
+    return Change(dataclasses.replace(config, model=resolved, data=data), (f"--preset {name}",))
+
+
+def _is_as_named(config: ResolvedConfig, name: str) -> bool:
+    """Whether no flag changes the preset's shape."""
+    change = _as_preset(config, name)
+    return change is not None and (change.config.model, change.config.data) == (config.model, config.data)
