@@ -50,7 +50,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "implementation is 'flash': it must be one of auto, sdpa, fused-softmax",
     ),
     "half a window of attention": (lambda: attended(window=2.5), "window is 2.5: it must be a whole number"),
-    "dropout": (lambda: attended(dropout=1.5), r"dropout is 1.5: it must be in \[0, 1\]"),
+    "dropout": (lambda: attended(dropout=1.5), r"dropout is 1.5: it must be in \[0, 1\)"),
     "label_smoothing above": (lambda: ops.CrossEntropyOptions(label_smoothing=1.5), "label_smoothing is 1.5"),
     "label_smoothing below": (lambda: ops.CrossEntropyOptions(label_smoothing=-1.0), "label_smoothing is -1.0"),
     "z_loss": (lambda: ops.CrossEntropyOptions(z_loss=-1.0), "z_loss is -1.0: it must be finite and not negative"),

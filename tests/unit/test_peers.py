@@ -42,7 +42,7 @@ def test_a_death_is_seen_through_descriptors_of_any_number() -> None:
         """
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-watch = peers.PeerWatch(Mesh(device=torch.device("cpu")))
+watch = peers.PeerWatch(Mesh(device=torch.device("cpu"), degrees={"pp": 2, "dp": 1, "tp": 1}))
 assert watch.dead(0.0) == []
 other.kill()
 time.sleep(30)
@@ -56,7 +56,7 @@ time.sleep(30)
 def test_a_stopped_watch_leaves_no_thread_and_no_handler() -> None:
     done = run(
         """
-watch = peers.PeerWatch(Mesh(device=torch.device("cpu")))
+watch = peers.PeerWatch(Mesh(device=torch.device("cpu"), degrees={"pp": 2, "dp": 1, "tp": 1}))
 start = time.monotonic()
 watch.stop()
 assert time.monotonic() - start < 5
