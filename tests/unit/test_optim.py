@@ -54,7 +54,7 @@ def test_the_factor_does_not_wait_for_the_downloads() -> None:
     order: list[str] = []
     one: Any = Recorded(order)
     holder: Any = SimpleNamespace(in_order_of_use=lambda: [one, one], runs=[])
-    step_on_host(holder, None, factor=one, rate=0.1)
+    step_on_host(holder, None, factor=one, rate=0.1, cores=1)
     assert order == ["factor", "download", "download", "publish", "publish"]
 
 
