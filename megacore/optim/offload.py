@@ -10,6 +10,7 @@ the host. Where the device is the CPU itself the copies are plain ones: the same
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -19,12 +20,16 @@ import torch
 from torch import Tensor
 
 from megacore.optim.optimizer import Optimizer
-from megacore.parallel.processors import cores_of_rank
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Group
+from megacore.parallel.processors import cores_of_process, share_of_cores
 from megacore.zero.data_parallel import DataParallel
 
 
 @torch.no_grad()
-def step_on_host(data_parallel: DataParallel, optimizer: Optimizer[Any], *, factor: Tensor, lr: float) -> None:
+def step_on_host(
+    data_parallel: DataParallel, optimizer: Optimizer[Any], *, factor: Tensor, lr: float, cores: int
+) -> None:
     """Update the master weights bucket by bucket, and publish each as soon as it is done.
 
     Args:
@@ -32,10 +37,11 @@ def step_on_host(data_parallel: DataParallel, optimizer: Optimizer[Any], *, fact
         optimizer: over its runs.
         factor: what gradients are multiplied by first (clipping, loss scale); a scalar in host memory.
         lr: the learning rate.
+        cores: this rank's share of its node's (`host_cores`).
     """
     buckets = data_parallel.in_order_of_use()
     runs = {bucket: list(members) for bucket, members in groupby(data_parallel.runs, key=lambda run: run.bucket)}
-    with _all_threads():
+    with _all_threads(cores):
         for bucket in buckets:
             own, downloaded = runs.get(bucket, []), bucket.downloaded()
             gradients = [None if run.gradient is None else downloaded[run.place] for run in own]
@@ -43,8 +49,14 @@ def step_on_host(data_parallel: DataParallel, optimizer: Optimizer[Any], *, fact
             bucket.publish()
 
 
+def host_cores(world: Group) -> int:
+    """This rank's share of the cores of its node; all ranks call this together."""
+    own = (socket.gethostname(), cores_of_process())
+    return share_of_cores(own[1], [cores for host, cores in all_gather_objects(own, world) if host == own[0]])
+
+
 @contextmanager
-def _all_threads() -> Iterator[None]:
+def _all_threads(cores: int) -> Iterator[None]:
     """Operators on host memory use this rank's share of the cores inside; elementwise ones give the same bits on any
     number of threads.
 
@@ -53,7 +65,7 @@ def _all_threads() -> Iterator[None]:
     """
     before = torch.get_num_threads()
     by_itself = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
-    torch.set_num_threads(before if by_itself and "OMP_NUM_THREADS" in os.environ else max(before, cores_of_rank()))
+    torch.set_num_threads(before if by_itself and "OMP_NUM_THREADS" in os.environ else max(before, cores))
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megacore.config import ResolvedConfig
 from megacore.errors import TrainingStopped
 from megacore.optim.clip import clip_factor, totals
-from megacore.optim.offload import step_on_host
+from megacore.optim.offload import host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
 from megacore.optim.precision import LossScaler
 from megacore.parallel.collectives import all_gather_objects, all_reduce_, sum_copies_
@@ -68,6 +68,7 @@ class WeightUpdate:
         self._fp16 = config.precision.precision == "fp16"
         self._sequence_parallel = config.parallel.sequence_parallel
         self._clip = config.optimizer.clip_grad
+        self._host_cores = host_cores(mesh.world) if data_parallel.options.offload else 1
         self._shared = dict(sorted(shared.items()))
         replicated = {owned.spec.name for owned in data_parallel.segments if owned.spec.is_replicated}
         self._added_to = {*shared, *(replicated if self._sequence_parallel else ())}  # by ranks other than replicas
@@ -111,7 +112,7 @@ class WeightUpdate:
             return Outcome(loss=total.loss, norm=norm, votes=counted, skipped=self._skip(known.loss))
         factor = clip_factor(norm, self._clip) / scale
         if data_parallel.options.offload:
-            step_on_host(data_parallel, self.optimizer, factor=factor, lr=lr)
+            step_on_host(data_parallel, self.optimizer, factor=factor, lr=lr, cores=self._host_cores)
         else:
             self._step_in_place(factor, lr)
         self.scaler.good_step()

@@ -335,6 +335,12 @@ def _job_store(timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"megacore/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def serves_store() -> bool:
+    """Whether the job's store ends with this process: without torchrun the first rank serves it."""
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return world_size() > 1 and not has_agent and os.environ.get("RANK") == "0"
+
+
 def is_first_of_job(event: str, *, otherwise: bool) -> bool:
     """Whether no other rank of the job has asked this before; true for exactly one of them.
 

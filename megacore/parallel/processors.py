@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from fractions import Fraction
+
+
+def cores_of_process() -> frozenset[int]:
+    """Numbers of the cores that this process may use."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many cores this process may use."""
+    return len(cores_of_process())
 
 
-def cores_of_rank() -> int:
-    """This rank's share of them, among the ranks that the launcher started on its node; at least 1."""
-    return max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+def share_of_cores(own: frozenset[int], node: Sequence[frozenset[int]]) -> int:
+    """A rank's share of its node's cores, at least 1: a core that n ranks may use counts 1/n for each of them.
+
+    So a rank whose launcher binds it to cores of its own has all of them, and ranks that may all use the same ones
+    divide them.
+
+    Args:
+        own: cores that the rank may use.
+        node: the same for every rank of its node, this one among them.
+    """
+    return max(1, int(sum(Fraction(1, sum(core in cores for cores in node)) for core in own)))

@@ -16,7 +16,7 @@ import torch
 from megacore import ops
 from megacore.config import ResolvedConfig
 from megacore.errors import EXIT_REFUSED, ConfigError, OutputClosed, TrainingStopped, UserError, WorkerDied
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave, world_size
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave, serves_store, world_size
 from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.output import output_directory
@@ -29,6 +29,7 @@ C = TypeVar("C", bound=ResolvedConfig)
 EXIT_FAILED = 1
 _SECONDS_FOR_A_PEER_TO_DIE = 1.0
 _SECONDS_FOR_A_PEER_TO_SPEAK = 5.0
+_SECONDS_FOR_PEERS_TO_ASK = 1.0
 
 
 def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
@@ -84,6 +85,8 @@ def _end(text: str, status: int, watch: PeerWatch | None) -> int:
             time.sleep(_SECONDS_FOR_A_PEER_TO_SPEAK)
         else:
             watch.dead(_SECONDS_FOR_A_PEER_TO_SPEAK)
+    elif serves_store():
+        time.sleep(_SECONDS_FOR_PEERS_TO_ASK)  # who speaks; without the store each of them would
     return status
 
 

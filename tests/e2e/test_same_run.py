@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,6 +52,44 @@ def test_a_rank_with_other_flags_is_named_with_both_values(tmp_path: Path) -> No
     assert "rank 3 (pp 0, dp 3, tp 0): --dp 2, rank 0: 4\n" in said
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
+
+
+# A rank that asks some seconds late whether another one has spoken.
+LATE = """
+import runpy, sys, time
+from megacore.train import launch
+report = launch.report_cause
+launch.report_cause = lambda text: (time.sleep({delay}), report(text))[1]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_without_torchrun_a_refusal_is_said_once(tmp_path: Path) -> None:
+    """Rank 0 serves the store in which the ranks agree on who speaks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank, seed in enumerate(("1", "2")):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in own.items()}
+        command = [
+            sys.executable,
+            str(PROGRAM),
+            *small_run(tmp_path / "out", dp=2, global_batch_size=2),
+            "--seed",
+            seed,
+        ]
+        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        said = [process.communicate(timeout=60.0)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [2, 2]
+    assert sum(text.count("refused on rank") for text in said) == 1, said
+    assert "frame #" not in "".join(said)
 
 
 @needs_proc

@@ -168,9 +168,16 @@ def test_norms_read_no_gradient_that_no_sum_changes_twice(tmp_path_factory: pyte
         assert found == pytest.approx([expected] * world_size, rel=0.05)
 
 
-def how_the_host_updates(rank: int, world_size: int, directory: str) -> tuple[list[int], set[int], int, int, int]:
+def how_the_host_updates(
+    rank: int, world_size: int, directory: str, bound: bool
+) -> tuple[list[int], set[int], int, int, int]:
     """Of one step with offload: tensors in each call of AdamW, threads meanwhile and afterwards, and what a rank owns:
-    runs and segments."""
+    runs and segments.
+
+    Args:
+        bound: whether each rank has eight cores of its own; otherwise both may use the same eight.
+    """
+    os.sched_getaffinity = lambda process: set(range(8 * rank, 8 * rank + 8) if bound else range(8))
     config = make_config((1, 1, world_size), directory, zero_stage=1, offload_optimizer=True, num_layers=2)
     trainer = make_trainer(config, build_mesh(config.parallel))
     tensors, threads, adamw = list[int](), set[int](), torch._fused_adamw_
@@ -180,17 +187,18 @@ def how_the_host_updates(rank: int, world_size: int, directory: str) -> tuple[li
         threads.add(torch.get_num_threads())
         adamw(parameters, *arguments, **options)
 
-    os.sched_getaffinity = lambda process: set(range(8))
     torch._fused_adamw_ = watched  # type: ignore[assignment]
     trainer.train_step(next(trainer.batches))
     data_parallel = trainer.model.data_parallel
     return tensors, threads, torch.get_num_threads(), len(data_parallel.runs), len(data_parallel.segments)
 
 
-def test_the_host_updates_in_one_pass_on_all_threads_of_the_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Eight cores, two ranks."""
+@pytest.mark.parametrize(("bound", "share"), [(False, 4), (True, 8)])
+def test_the_host_updates_in_one_pass_on_all_threads_of_the_rank(
+    bound: bool, share: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     for tensors, threads, after, runs, segments in run_distributed(
-        how_the_host_updates, 2, str(tmp_path_factory.mktemp("run"))
+        how_the_host_updates, 2, str(tmp_path_factory.mktemp("run")), bound
     ):
-        assert (threads, after) == ({4}, 1)
+        assert (threads, after) == ({share}, 1)
         assert sum(tensors) == runs < segments

@@ -111,7 +111,7 @@ class IndexedWriter:
         assert dataset.dtype == self.dtype
         with naming(self._partial), open(dataset.bin_path, "rb") as source:
             self._bin.flush()
-            _copy_sparse(source.fileno(), self._bin.fileno(), self.num_tokens * self.dtype.itemsize)
+            _copy_sparse(source, self._bin.fileno(), self.num_tokens * self.dtype.itemsize)
             self._bin.seek(0, os.SEEK_END)
             for start in range(0, len(dataset), _CHUNK):
                 self._lengths.write(dataset.sequence_lengths[start : start + _CHUNK].tobytes())
@@ -274,8 +274,9 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
     return iter(lambda: file.read(8 * _CHUNK), b"")
 
 
-def _copy_sparse(source: int, target: int, offset: int) -> None:
+def _copy_sparse(file: BinaryIO, target: int, offset: int) -> None:
     """Copy a whole file to an offset of another; holes stay holes."""
+    source = file.fileno()
     size = os.fstat(source).st_size
     position = 0
     while position < size:
@@ -289,7 +290,7 @@ def _copy_sparse(source: int, target: int, offset: int) -> None:
         while start < stop:
             data = os.pread(source, min(_COPY, stop - start), start)
             if not data:
-                raise OSError(errno.EIO, "the dataset became shorter while it was read")
+                raise OSError(errno.EIO, "the dataset became shorter while it was read", file.name)
             _write_at(target, memoryview(data), offset + start)
             start += len(data)
         position = stop
