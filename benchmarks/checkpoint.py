@@ -32,8 +32,8 @@ from benchmarks.gpu_check.records import Records, one_line
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
-from megacore.config import CheckpointConfig, Config, DataConfig, OptimizerConfig, ResolvedConfig, TrainingConfig
-from megacore.optim.optimizers import build_optimizer
+from megacore.config import AdamWConfig, CheckpointConfig, Config, DataConfig, ResolvedConfig, TrainingConfig
+from megacore.optim.adamw import AdamW
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import replicated
 from megacore.train.metrics import synchronize
@@ -58,18 +58,15 @@ def training_state(megabytes: int, device: torch.device) -> TrainingState:
     """Weights and moments of about so many MB on a device, after one update."""
     layers = [Layer(number, device) for number in range(max(1, round(megabytes * 1e6 / (12 * 4 * WIDTH * WIDTH))))]
     data_parallel = DataParallel([layers], Mesh(device=device), options=ZeroOptions(), bucket_bytes=25 << 20)
-    optimizer = build_optimizer(data_parallel.runs, OptimizerConfig())
-    for run in data_parallel.runs:
-        run.master.grad = torch.randn_like(run.master)
-    optimizer.step()
-    for run in data_parallel.runs:
-        run.master.grad = None
+    optimizer = AdamW(data_parallel.runs, AdamWConfig(), weight_decay=0.01)
+    with torch.no_grad():
+        gradients = [torch.randn_like(run.master) for run in data_parallel.runs]
+        optimizer.step(data_parallel.runs, gradients, lr=3e-4, factor=torch.ones(()))
     return TrainingState(
         step=1,
         consumed_samples=0,
         data_parallel=data_parallel,
         optimizer=optimizer,
-        kinds=("exp_avg", "exp_avg_sq"),
         counters={"updates": 1},
     )
 

@@ -29,13 +29,14 @@ from megacore.parallel.mesh import Mesh
 def plain_step(config: ResolvedConfig) -> Step:
     """One training step of the plain model, gradients accumulated over the same microbatches."""
     training, o = config.training, config.optimizer
-    assert training.global_batch_size is not None
     model = PlainGPT(config)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": o.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
+    adamw = torch.optim.AdamW(
+        groups, lr=o.lr, betas=(config.adamw.adam_beta1, config.adamw.adam_beta2), eps=config.adamw.adam_eps, fused=True
+    )
     data = dataset(config)
     pieces = training.global_batch_size // training.micro_batch_size
     position = 0

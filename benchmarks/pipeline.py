@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -52,9 +53,12 @@ from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import TensorSpec, Transport
 from megacore.train.ending import exit_with
 
-OURS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 1}  # schedule -> stages a rank
+ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
+
+# Schedule -> stages per rank.
+OURS: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 1}
 DEEPSPEED = "DeepSpeed"
-THEIRS = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 2}
+THEIRS: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 2}
 
 
 class PlainStage(nn.Module):
@@ -63,7 +67,6 @@ class PlainStage(nn.Module):
     def __init__(self, config: ResolvedConfig, blocks: int, *, first: bool, last: bool) -> None:
         super().__init__()
         m = config.model
-        assert m.vocab_size is not None
         self.tokens = nn.Embedding(m.vocab_size, m.hidden_size) if first else None
         self.positions = nn.Embedding(config.data.seq_length, m.hidden_size) if first else None
         self.blocks = nn.ModuleList(PlainBlock(m.hidden_size, m.num_attention_heads) for _ in range(blocks))
@@ -89,11 +92,10 @@ def blocks_of(config: ResolvedConfig, stage: range) -> int:
     return sum(0 < number <= config.model.num_layers for number in stage)
 
 
-def theirs(config: ResolvedConfig, mesh: Mesh, name: str, stages: list[range]) -> Step:
+def theirs(config: ResolvedConfig, mesh: Mesh, name: ScheduleName, stages: list[range]) -> Step:
     """A step under torch's schedule of this name, the stages cut as ours are."""
     training, virtual, last = config.training, THEIRS[name], len(stages) - 1
-    assert training.global_batch_size is not None
-    own = []
+    own: list[Any] = []
     for index in range(mesh.pipeline.rank, len(stages), mesh.pipeline.size):
         module = PlainStage(config, blocks_of(config, stages[index]), first=index == 0, last=index == last)
         own.append(PipelineStage(module, index, len(stages), mesh.device, group=mesh.pipeline.handle))
@@ -101,11 +103,15 @@ def theirs(config: ResolvedConfig, mesh: Mesh, name: str, stages: list[range]) -
 
     kinds = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
     many = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
-    schedule = kinds[name](own[0], count, cross_entropy) if virtual == 1 else many[name](own, count, cross_entropy)  # type: ignore[abstract]
+    schedule = kinds[name](own[0], count, cross_entropy) if virtual == 1 else many[name](own, count, cross_entropy)
     o = config.optimizer
     parameters = [p for stage in own for p in stage.submod.parameters()]
     adamw = torch.optim.AdamW(
-        parameters, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), weight_decay=o.weight_decay, fused=True
+        parameters,
+        lr=o.lr,
+        betas=(config.adamw.adam_beta1, config.adamw.adam_beta2),
+        weight_decay=o.weight_decay,
+        fused=True,
     )
     data, batch, position = dataset(config), training.global_batch_size, 0
 
@@ -116,7 +122,7 @@ def theirs(config: ResolvedConfig, mesh: Mesh, name: str, stages: list[range]) -
         tokens, labels = (torch.stack([torch.as_tensor(s[k]) for s in samples]) for k in ("tokens", "labels"))
         adamw.zero_grad()
         inputs = (tokens,) if mesh.pipeline.is_first else ()
-        targets = {"target": labels, "losses": []} if mesh.pipeline.is_last else {}
+        targets: dict[str, Any] = {"target": labels, "losses": []} if mesh.pipeline.is_last else {}
         schedule.step(*inputs, **targets)
         adamw.step()
 
@@ -130,7 +136,6 @@ def deepspeeds(config: ResolvedConfig, mesh: Mesh, stages: list[range]) -> Step:
     from deepspeed.pipe import PipelineModule
 
     training, o, last = config.training, config.optimizer, len(stages) - 1
-    assert training.global_batch_size is not None
     layers = [
         Layer(PlainStage, config, blocks_of(config, stage), first=index == 0, last=index == last)
         for index, stage in enumerate(stages)
@@ -147,7 +152,7 @@ def deepspeeds(config: ResolvedConfig, mesh: Mesh, stages: list[range]) -> Step:
                 "type": "AdamW",
                 "params": {
                     "lr": o.lr,
-                    "betas": [o.adam_beta1, o.adam_beta2],
+                    "betas": [config.adamw.adam_beta1, config.adamw.adam_beta2],
                     "weight_decay": o.weight_decay,
                     "torch_adam": True,
                 },
@@ -280,10 +285,10 @@ def main(argv: list[str] | None = None) -> int:
         }
         mesh = build_mesh(configs["1f1b"].parallel)
         trainers = {name: megacore_trainer(config, mesh) for name, config in configs.items()}
-        steps = {name: megacore_step(trainer) for name, trainer in trainers.items()}
-        for name, virtual in THEIRS.items():
+        steps: dict[str, Step] = {name: megacore_step(trainer) for name, trainer in trainers.items()}
+        for schedule, virtual in THEIRS.items():
             like = next(ours for ours, stages in OURS.items() if stages == virtual)
-            steps[f"torch {name}"] = theirs(configs[name], mesh, name, trainers[like].model.stages)
+            steps[f"torch {schedule}"] = theirs(configs[schedule], mesh, schedule, trainers[like].model.stages)
         if importlib.util.find_spec("deepspeed") is not None:
             steps[DEEPSPEED] = deepspeeds(configs["1f1b"], mesh, trainers["1f1b"].model.stages)
         seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -12,7 +12,16 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megacore.config import (
+    AdamWConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ResolvedConfig,
+    TrainingConfig,
+)
 from megacore.data.gpt.mock import MockDataset
 from megacore.models.initialize import InitialWeights
 from megacore.parallel.mesh import Mesh, world_size
@@ -37,8 +46,8 @@ def configuration(
     micro_batch: int,
     tied: bool = False,
     clip_grad: float = 0.0,
-) -> Config:
-    """The workload's configuration.
+) -> ResolvedConfig:
+    """The workload's configuration, resolved.
 
     Args:
         sizes: what `add_sizes` parsed.
@@ -60,18 +69,25 @@ def configuration(
     training = TrainingConfig(
         micro_batch_size=micro_batch, global_batch_size=sizes.batch, train_iters=100_000, output_dir=directory
     )
-    optimizer = OptimizerConfig(lr=1e-3, adam_beta2=0.95, weight_decay=0.1, clip_grad=clip_grad)
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=clip_grad)
     data = DataConfig(seq_length=sizes.seq, mock_data=True)
-    config = Config(model=model, parallel=parallel, data=data, optimizer=optimizer, training=training)
+    config = Config(
+        model=model,
+        parallel=parallel,
+        data=data,
+        optimizer=optimizer,
+        adamw=AdamWConfig(adam_beta2=0.95),
+        training=training,
+    )
     return config.resolve(world_size())
 
 
-def megacore_trainer(config: Config, mesh: Mesh, *, weights: InitialWeights | None = None) -> Trainer:
+def megacore_trainer(config: ResolvedConfig, mesh: Mesh, *, weights: InitialWeights | None = None) -> Trainer:
     """megacore's trainer on generated data.
 
     Args:
         config: resolved.
-        mesh: this rank's place.
+        mesh: this rank's groups and device.
         weights: where initial values come from; None: drawn from the run's seed.
     """
     return Trainer(config, mesh, GPTTask(config, mesh, weights=weights), dataset(config), None)
@@ -79,11 +95,15 @@ def megacore_trainer(config: Config, mesh: Mesh, *, weights: InitialWeights | No
 
 def megacore_step(trainer: Trainer) -> Step:
     """A step of the trainer, from the data on."""
-    return lambda: trainer.train_step(next(trainer.batches)) and None
+
+    def step() -> None:
+        trainer.train_step(next(trainer.batches))
+
+    return step
 
 
-def dataset(config: Config) -> MockDataset:
-    assert config.model.vocab_size is not None
+def dataset(config: ResolvedConfig) -> MockDataset:
+    """Generated training data."""
     return MockDataset(config.model.vocab_size, config.data.seq_length, 10_000_000, seed=1)
 
 
@@ -108,10 +128,9 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     """GPT-2 in one file."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ResolvedConfig) -> None:
         super().__init__()
         m = config.model
-        assert m.vocab_size is not None
         self.tokens = nn.Embedding(m.vocab_size, m.hidden_size)
         self.positions = nn.Embedding(config.data.seq_length, m.hidden_size)
         self.blocks = nn.ModuleList(PlainBlock(m.hidden_size, m.num_attention_heads) for _ in range(m.num_layers))

@@ -49,7 +49,6 @@ PEERS = {"stage 0": "DDP", "stage 1": "ZeroRedundancyOptimizer", "stage 2": "FSD
 def theirs(config: ResolvedConfig, mesh: Mesh, name: str) -> Step:
     """A step of the plain model under torch's own data parallelism, as its documentation writes it."""
     training = config.training
-    assert training.global_batch_size is not None
     torch.manual_seed(1)
     model: nn.Module = PlainGPT(config).to(mesh.device)
     if name.startswith("FSDP2"):
@@ -59,7 +58,12 @@ def theirs(config: ResolvedConfig, mesh: Mesh, name: str) -> Step:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     parameters = [p for p in model.parameters() if p.requires_grad]
     o = config.optimizer
-    settings = {"lr": o.lr, "betas": (o.adam_beta1, o.adam_beta2), "weight_decay": o.weight_decay, "fused": True}
+    settings = {
+        "lr": o.lr,
+        "betas": (config.adamw.adam_beta1, config.adamw.adam_beta2),
+        "weight_decay": o.weight_decay,
+        "fused": True,
+    }
     optimizer: torch.optim.Optimizer = (
         ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **settings)  # type: ignore[arg-type]
         if name == "ZeroRedundancyOptimizer"

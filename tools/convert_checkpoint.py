@@ -14,8 +14,8 @@ from pathlib import Path
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.convert.command import convert, parser
-from megacore.data.command import run_tool
+from megacore.commands.convert import convert, parser
+from megacore.commands.tool import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,8 +22,8 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 
 from rich.console import Console
 
+from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
-from megacore.data.command import ToolParser, positive, run_tool
 from megacore.errors import UserError
 from megacore.pipeline.actions import Schedule
 from megacore.pipeline.schedule import SCHEDULES, build_schedule

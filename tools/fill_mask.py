@@ -16,10 +16,10 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
+from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import ResolvedModel, TrainingConfig
 from megacore.config.bert import BertConfig, ResolvedBert, ResolvedBertConfig
 from megacore.data.bert.masking import special_tokens
-from megacore.data.command import ToolParser, positive, run_tool
 from megacore.errors import UserError
 from megacore.inference.fill_mask import fill_mask
 from megacore.inference.trained import model_of, tokenizer_of

@@ -17,10 +17,10 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
+from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import ResolvedModel
 from megacore.config.fields import Range
 from megacore.config.sections import MAX_SEED
-from megacore.data.command import ToolParser, positive, run_tool
 from megacore.errors import UserError
 from megacore.inference.generate import Sampling, generate
 from megacore.inference.trained import model_of, tokenizer_of

@@ -28,8 +28,8 @@ from megacore.checkpoint.directory import MANIFEST_NAME, pointed_to, published
 from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
 from megacore.checkpoint.state import MODEL
+from megacore.commands.tool import ToolParser, run_tool
 from megacore.config.dimensions import describe_degrees
-from megacore.data.command import ToolParser, run_tool
 from megacore.errors import CheckpointError
 from megacore.parallel.mesh import ALONE
 

@@ -16,7 +16,7 @@ from pathlib import Path
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.data.command import ToolParser, run_tool
+from megacore.commands.tool import ToolParser, run_tool
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.indexed.writer import merge
 

@@ -19,11 +19,11 @@ from typing import get_args
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megacore.commands.progress import Progress, figures
+from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
-from megacore.data.command import ToolParser, positive, run_tool
 from megacore.data.indexed.corpus import TextUnit, check_files
 from megacore.data.indexed.preprocess import Job, Report, preprocess
-from megacore.data.indexed.progress import Progress, figures
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.parallel.processors import available_cores
 

@@ -17,8 +17,8 @@ from typing import get_args
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
-from megacore.data.command import ToolParser, positive, run_tool
 from megacore.data.indexed.corpus import TextUnit, check_files, read_chunks
 from megacore.data.indexed.documents import BadLine, parse
 from megacore.data.indexed.writer import refuse_overwriting

@@ -20,8 +20,8 @@ from megacore.parallel.mesh import select_device
 from megacore.train.metrics import device_name, synchronize
 
 _HOST_CALLS = 3
-# Where the tests have an accelerator that needs no hardware; `register()` makes torch know it.
-_PRETEND = "tests.accelerator.device"
+# The tests' accelerator, which needs no hardware: what makes it known to torch, and what counts on it.
+_REGISTER, _COUNT = "tests.accelerator.collectives", "tests.accelerator.device"
 
 
 def open_device(name: str) -> torch.device:
@@ -34,7 +34,7 @@ def open_device(name: str) -> torch.device:
         ConfigError: this machine has no such device.
     """
     if name == "pretend":
-        importlib.import_module(_PRETEND).register()
+        importlib.import_module(_REGISTER).register()
     return select_device(name)
 
 
@@ -93,7 +93,7 @@ def host_synchronisations(function: Callable[[], object], device: torch.device) 
     among them.
     """
     if device.type == "pretend":
-        with importlib.import_module(_PRETEND).counting() as counters:
+        with importlib.import_module(_COUNT).counting() as counters:
             function()
         return int(counters.host_syncs)
     if device.type == "cpu":

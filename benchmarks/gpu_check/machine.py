@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu_check.device import copy_rate, matmul_rate, open_device, total_memory, version_of
 from benchmarks.gpu_check.records import Records
-from megacore.plan.flops import peak_tflops
+from megacore.plan.peaks import peak_tflops
 from megacore.train.metrics import device_name
 
 # What nvidia-smi is asked for; it reads, and changes nothing.
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device_type=device.type,
         devices=0 if device.type == "cpu" else torch.accelerator.device_count(),
         memory_bytes=total_memory(device),
-        peak_tflops=peak_tflops(device_name(device)),
+        peak_tflops=peak_tflops(device_name(device), "bf16"),
         cpus=os.cpu_count(),
         python=platform.python_version(),
         cuda=torch.version.cuda,

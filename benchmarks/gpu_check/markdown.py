@@ -129,7 +129,13 @@ def _memory(runs: list[Record]) -> str:
     if not runs:
         return ""
     kinds = list(runs[0]["state_bytes_counted"])
-    head = ("shape", "mode", *(f"{kind}, counted / formula" for kind in kinds), "peak GiB", "KiB a token beyond state")
+    head = (
+        "shape",
+        "mode",
+        *(f"{kind}, counted / formula" for kind in kinds),
+        "peak GiB, measured / formula",
+        "KiB a token beyond state",
+    )
     rows = []
     for run in runs:
         counted, predicted = run["state_bytes_counted"], run["state_bytes_predicted"]
@@ -137,11 +143,13 @@ def _memory(runs: list[Record]) -> str:
         beyond = run["beyond_state_bytes_per_token"]
         rows.append(
             (
-                run["shape"], run["mode"], *pairs, _number(run["peak_bytes"] / 2**30, ".2f"),
+                run["shape"], run["mode"], *pairs,
+                f"{run['peak_bytes'] / 2**30:.2f} / {run['peak_bytes_predicted'] / 2**30:.2f}",
                 _number(None if beyond is None else beyond / 1024, ",.1f"),
             )
         )  # fmt: skip
-    return f"### Memory\n\nState in MiB.\n\n{_table(head, rows)}"
+    text = "State in MiB. The formulas are those of docs/memory.md."
+    return f"### Memory\n\n{text}\n\n{_table(head, rows)}"
 
 
 def _profile(profile: Record) -> str:

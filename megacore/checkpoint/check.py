@@ -96,9 +96,8 @@ def check_settings(config: ResolvedConfig, directory: Path, manifest: Manifest) 
 
 def changed_settings(config: ResolvedConfig, manifest: Manifest) -> list[str]:
     """What is set otherwise than in the run that wrote a checkpoint, and changes what follows: a line for the log."""
-    changes = []
+    changes, there = [], manifest.settings
     for section, values in dataclasses.asdict(config).items():
-        there = manifest.config.get(section, {})
         for name, here in values.items():
             here = list(here) if isinstance(here, tuple) else here
             if section not in _UNREPORTED and name in there and there[name] != here and name != "output_dir":

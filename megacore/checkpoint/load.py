@@ -14,6 +14,8 @@ from megacore.checkpoint.manifest import Manifest, Piece, find_checkpoint, read_
 from megacore.checkpoint.state import BUFFERS, MODEL, TrainingState
 from megacore.checkpoint.tensor_file import DTYPES, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
+from megacore.config.fields import field_infos
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import ALONE, Group
@@ -42,17 +44,19 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> M
     manifest = read_manifest(directory)
     _require_same_model(manifest, state.data_parallel.parameters, directory)
     updates = int(manifest.counters.get("updates", manifest.step))
-    missing = [kind for kind in state.kinds if kind not in manifest.tensors]
-    if updates > 0 and any(kind not in _never_kept(manifest) for kind in missing):
+    names = [kind.name for kind in state.optimizer.kinds]
+    missing = [name for name in names if name not in manifest.tensors]
+    if updates > 0 and not never_kept(manifest).issuperset(missing):
         raise CheckpointError(
             f"{directory} has no {' and no '.join(missing)} of the optimizer, after {updates} updates: "
             "its manifest is damaged: use an earlier step"
         )
-    kinds = () if missing else state.kinds
+    kinds = () if missing else state.optimizer.kinds
     buffers = {name for name, buffer in state.buffers.items() if buffer.numel()}
     if lacking := sorted(buffers - manifest.tensors.get(BUFFERS, {}).keys()):
         raise CheckpointError(f"{directory} is of another model: buffer {lacking[0]} is missing")
-    if problem := verified_together(directory, manifest, world, kinds=(MODEL, *kinds, BUFFERS)):
+    names = [kind.name for kind in kinds]
+    if problem := verified_together(directory, manifest, world, kinds=(MODEL, *names, BUFFERS)):
         raise CheckpointError(problem)
     state.fill(Reader(directory, manifest).read, kinds, updates)
     return manifest
@@ -109,11 +113,14 @@ def check_header(path: Path, manifest: Manifest) -> None:
         raise CheckpointError(f"{path} does not hold {name} as its manifest says: the file is of another checkpoint")
 
 
-def _never_kept(manifest: Manifest) -> tuple[str, ...]:
-    """Optimizer state that the run which wrote the checkpoint had no use for: plain SGD may go on with momentum."""
-    optimizer = manifest.config.get("optimizer", {})
-    plain = optimizer.get("optimizer") == "sgd" and not optimizer.get("sgd_momentum")
-    return ("momentum_buffer",) if plain else ()
+def never_kept(manifest: Manifest) -> set[str]:
+    """Kinds of state that the optimizer has under some settings, but not under those of the run that wrote the
+    checkpoint: a run of plain SGD may be resumed with momentum."""
+    kind = OPTIMIZERS.get(str(manifest.settings.get("optimizer")))
+    if kind is None:
+        return set()
+    written = kind(**{name: value for name, value in manifest.settings.items() if name in field_infos(kind)})
+    return {state.name for state in kind().state} - {state.name for state in written.state}
 
 
 @torch.no_grad()

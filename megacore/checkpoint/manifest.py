@@ -111,6 +111,13 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     tensors: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration's fields by their names, which are unique, whatever the section: that depends on the
+        version that wrote the manifest."""
+        sections = [section for section in self.config.values() if isinstance(section, dict)]
+        return {name: value for section in sections for name, value in section.items()}
+
     def to_json(self) -> str:
         """The manifest's text, with its digest."""
         return sealed(asdict(self))

@@ -1,20 +1,23 @@
 """What a checkpoint holds of a rank: tensors by (kind, global name), each with the slice of the global tensor that
 it is.
 
-Kinds are `model` for the fp32 weights and the optimizer's own names for its state (`exp_avg`, `exp_avg_sq`,
-`momentum_buffer`). What ZeRO divides over replicas is gathered here, and padding is left out, so that nothing written
-depends on the layout.
+Kinds are `model` for the fp32 weights and the names that the optimizer gives to its state (`exp_avg`, for example).
+What ZeRO divides over replicas is gathered here, and padding is left out, so that nothing written depends on the
+layout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megacore.config.optimizers import StateKind
+from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_or_none
 from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.zero.bucket import Bucket
@@ -23,6 +26,7 @@ from megacore.zero.flat import Segment
 
 MODEL = "model"
 BUFFERS = "buffers"  # what belongs to a layer and is no weight: BatchNorm's running averages, frozen parameters
+_WEIGHTS = StateKind(name=MODEL)
 Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
 
 
@@ -34,8 +38,7 @@ class TrainingState:
         step: steps done.
         consumed_samples: the data loader's whole state.
         data_parallel: holds the weights.
-        optimizer: holds the state of what this rank updates; None where it updates nothing.
-        kinds: names of the optimizer's per-element state, the same on every rank.
+        optimizer: holds the state of what this rank updates.
         counters: further numbers, the same on every rank (updates done, loss scale).
         buffers: by global name; replicas may have different ones, of which those of one replica are kept.
     """
@@ -43,8 +46,7 @@ class TrainingState:
     step: int
     consumed_samples: int
     data_parallel: DataParallel
-    optimizer: torch.optim.Optimizer | None
-    kinds: tuple[str, ...]
+    optimizer: Optimizer[Any]
     counters: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -58,19 +60,21 @@ class TrainingState:
         """
         for bucket in self.data_parallel.buckets:
             specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
-            for kind in (MODEL, *self.kinds):
+            for kind in (_WEIGHTS, *self.optimizer.kinds):
                 if bucket.options.stage == 0:  # this rank has all of every parameter
                     tensors = self._live(bucket, kind)
                 else:
                     with all_or_none(bucket.group, bucket.parameters[0].device):
-                        shard = bucket.master if kind == MODEL else self._optimizer_shard(bucket, kind)
+                        shard = bucket.master if kind is _WEIGHTS else self._optimizer_shard(bucket, kind)
                     tensors = bucket.gather(shard)
                 for name, tensor in tensors.items():
-                    yield kind, specs[name], specs[name].unpadded(tensor)
+                    if kind.exists(whole=name in bucket.uncut):
+                        spec = _spec_of_state(kind, specs[name])
+                        yield kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind))
         for name, buffer in self.buffers.items():
             yield BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer
 
-    def fill(self, read: Read, kinds: tuple[str, ...], updates: int) -> None:
+    def fill(self, read: Read, kinds: Sequence[StateKind], updates: int) -> None:
         """Set everything that this rank updates, and publish the weights.
 
         One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank updates.
@@ -90,50 +94,63 @@ class TrainingState:
                 part = scratch[: math.prod(shape)].view(shape)
                 wanted = _wanted(parameter.spec, rows)
                 first = owned.segment.start - rows.start * width
-                for kind in (MODEL, *kinds):
-                    _read_part(part, read, kind, parameter.spec.name, wanted)
-                    values = part.view(-1)[first : first + owned.segment.stop - owned.segment.start]
-                    self._fill_segment(owned, kind, values, updates)
+                for kind in (_WEIGHTS, *kinds):
+                    if not kind.exists(whole=owned.run.shape is not None):
+                        continue
+                    if kind.per == "element":
+                        _read_part(part, read, kind.name, parameter.spec.name, wanted)
+                        values = part.view(-1)[first : first + owned.segment.stop - owned.segment.start]
+                    else:
+                        spec = _spec_of_state(kind, parameter.spec)
+                        values = read(kind.name, spec.name, spec.slices, None).view(-1)
+                    self._fill_segment(owned, kind, values)
+        if kinds:
+            self.optimizer.resume(updates)
         self.data_parallel.publish()
         for name, buffer in self.buffers.items():
             if buffer.numel():  # nothing is stored of an empty one
                 buffer.copy_(read(BUFFERS, name, tuple((0, size) for size in buffer.shape), None))
 
     @torch.no_grad()
-    def _fill_segment(self, owned: OwnedSegment, kind: str, values: Tensor, updates: int) -> None:
-        if kind == MODEL:
+    def _fill_segment(self, owned: OwnedSegment, kind: StateKind, values: Tensor) -> None:
+        if kind is _WEIGHTS:
             owned.master.copy_(values)
             return
-        assert self.optimizer is not None
-        master, state = owned.run.master, self.optimizer.state[owned.run.master]
-        if kind not in state:
-            state[kind] = torch.zeros_like(master)
-        part = owned.state(self.optimizer, kind)
+        self.optimizer.tensor(owned.run, kind)
+        part = owned.state(self.optimizer, kind.name)
         assert part is not None
         part.copy_(values)
-        if isinstance(self.optimizer, torch.optim.AdamW):
-            state["step"] = torch.tensor(float(updates), device=master.device)
 
-    def _live(self, bucket: Bucket, kind: str) -> dict[str, Tensor]:
-        """Local tensors by name, where this rank updates all of every parameter."""
+    def _live(self, bucket: Bucket, kind: StateKind) -> dict[str, Tensor]:
+        """Whole local tensors by name, where this rank owns all of every parameter."""
         shapes = {parameter.spec.name: parameter.shape for parameter in bucket.parameters}
-        tensors = {}
+        live = {}
         for owned in self.data_parallel.segments:
             if owned.bucket is bucket:
-                flat = owned.master if kind == MODEL else self._of_optimizer(owned, kind)
-                flat = torch.zeros_like(owned.master) if flat is None else flat
-                tensors[owned.spec.name] = flat.view(shapes[owned.spec.name])
-        return tensors
+                flat = owned.master if kind is _WEIGHTS else owned.state(self.optimizer, kind.name)
+                if flat is None:
+                    flat = torch.zeros_like(owned.master, dtype=getattr(torch, kind.dtype))
+                live[owned.spec.name] = flat.view(shapes[owned.spec.name]) if kind.per == "element" else flat
+        return live
 
-    def _of_optimizer(self, owned: OwnedSegment, kind: str) -> Tensor | None:
-        return None if self.optimizer is None else owned.state(self.optimizer, kind)
-
-    def _optimizer_shard(self, bucket: Bucket, kind: str) -> Tensor:
-        shard = torch.zeros_like(bucket.master)
+    def _optimizer_shard(self, bucket: Bucket, kind: StateKind) -> Tensor:
+        """One kind of state of the shard, where the weights lie; what has fewer numbers, where its parameter begins."""
+        shard = torch.zeros_like(bucket.master, dtype=getattr(torch, kind.dtype))
         for owned in self.data_parallel.segments:
-            if owned.bucket is bucket and (state := self._of_optimizer(owned, kind)) is not None:
-                shard[owned.segment.place] = state
+            if owned.bucket is bucket and (state := owned.state(self.optimizer, kind.name)) is not None:
+                first = owned.segment.offset
+                shard[first : first + state.numel()] = state
         return shard
+
+
+def _spec_of_state(kind: StateKind, spec: ShardSpec) -> ShardSpec:
+    """Which slice of which global tensor the state of a parameter is."""
+    return spec if kind.per == "element" else ShardSpec(name=spec.name, shape=kind.shape(spec.shape))
+
+
+def _leading(tensor: Tensor, shape: tuple[int, ...], kind: StateKind) -> Tensor:
+    """The state of a parameter, from a tensor that begins with it."""
+    return tensor if kind.per == "element" else tensor.reshape(-1)[: math.prod(shape)].view(shape)
 
 
 def _rows(segment: Segment, shape: torch.Size) -> tuple[range, int]:

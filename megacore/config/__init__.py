@@ -1,10 +1,11 @@
 """The configuration of a run: sections, validation, presets, the command line, TOML files.
 
-schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py and bert.py its sections, validation.py
-what must hold between them. cli.py turns a command line into a configuration.
+schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizers.py and bert.py its sections,
+validation.py what must hold between them. cli.py turns a command line into a configuration.
 """
 
 from megacore.config.model import ModelConfig, ResolvedModel
+from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
 from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
 from megacore.config.sections import (
     CheckpointConfig,
@@ -22,12 +23,14 @@ from megacore.config.validation import validate
 
 __all__ = [
     "SECTIONS",
+    "AdamWConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "OptimizerSettings",
     "ParallelConfig",
     "PrecisionConfig",
     "ResolvedConfig",
@@ -35,6 +38,7 @@ __all__ = [
     "ResolvedOptimizer",
     "ResolvedParallel",
     "ResolvedTraining",
+    "SGDConfig",
     "TrainingConfig",
     "sections_of",
     "validate",

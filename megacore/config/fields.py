@@ -15,9 +15,9 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megacore.config.messages import did_you_mean, number, one_of
 
@@ -58,6 +58,13 @@ class Range:
         return " and ".join(f"{words} {number(bound)}" for words, bound in bounds if bound is not None)
 
 
+@dataclass(frozen=True)
+class Choices:
+    """The names that a field may have, of a registry that may grow."""
+
+    names: Collection[str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FieldInfo:
     """One field of a section, as its annotation describes it."""
@@ -65,11 +72,15 @@ class FieldInfo:
     name: str
     kind: type  # bool, int, float, str, or tuple for a tuple of strings
     optional: bool
-    choices: tuple[str, ...]
+    registered: Collection[str]  # the names that it may have; empty: any value of its kind
     range: Range | None
     aliases: tuple[str, ...]
     metavar: str
     default: Any  # dataclasses.MISSING where the field is required
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return tuple(self.registered)
 
     @property
     def flag(self) -> str:
@@ -125,14 +136,15 @@ def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any) -> Fi
     hint, *extras = get_args(declared) if get_origin(declared) is Annotated else (declared,)
     if type(None) in get_args(hint):
         hint = next(a for a in get_args(hint) if a is not type(None))
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    choices: Collection[str] = get_args(hint) if get_origin(hint) is Literal else ()
+    choices = next((e.names for e in extras if isinstance(e, Choices)), choices)
     kind = str if choices else (get_origin(hint) or hint)
     names = next((e for e in extras if isinstance(e, Flag)), Flag())
     return FieldInfo(
         name=field.name,
         kind=kind,
         optional=type(None) in get_args(narrowed),
-        choices=choices,
+        registered=choices,
         range=next((e for e in extras if isinstance(e, Range)), None),
         aliases=names.aliases,
         metavar=names.metavar or (f"{{{','.join(choices)}}}" if choices else kind.__name__.upper()),
@@ -155,6 +167,9 @@ def field_docs(section: type) -> dict[str, str]:
 
 class Section:
     """A part of the configuration that validates itself."""
+
+    earlier_table: ClassVar[str | None] = None
+    """The table that had these fields in files of an earlier version; they are read from there too."""
 
     def wrong_fields(self) -> dict[str, str]:
         """The fields whose value is invalid whatever the other fields are, each with its message."""

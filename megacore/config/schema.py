@@ -18,6 +18,7 @@ from typing import Any, ClassVar, get_type_hints
 
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
+from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
 from megacore.config.presets import GPT_PRESETS, Shape, preset_problem
 from megacore.config.sections import (
     CheckpointConfig,
@@ -42,6 +43,8 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    sgd: SGDConfig = field(default_factory=SGDConfig)
     training: TrainingConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -66,6 +69,12 @@ class Config:
         ),
     }
     """Commands for the help, each with its purpose. A line is at most 76 characters."""
+
+    @property
+    def optimizer_settings(self) -> OptimizerSettings:
+        """The section of the optimizer that is chosen."""
+        settings: OptimizerSettings = getattr(self, self.optimizer.optimizer)
+        return settings
 
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from functools import partial
 from typing import Annotated, Literal
 
 from megacore.config.dimensions import degrees_of
-from megacore.config.fields import Flag, Range, Section
+from megacore.config.fields import Choices, Flag, Range, Section
 from megacore.config.messages import number
+from megacore.config.optimizers import OPTIMIZERS
 
 MAX_SEED = 2**63 - 1
 AUTO = "auto"
@@ -267,10 +268,11 @@ class DataConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """The optimizer and its learning-rate schedule."""
+    """The optimizer, its learning-rate schedule, weight decay and clipping."""
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer. adamw: Adam with decoupled weight decay. sgd: stochastic gradient descent with --sgd-momentum."""
+    optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
+    """Optimizer; each has a section of settings. adamw: Adam with decoupled weight decay. sgd: stochastic gradient
+    descent with --sgd-momentum."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float, Range(0)] = 0.0
@@ -290,21 +292,11 @@ class OptimizerConfig(Section):
     """Weight decay of matrices. Biases and norm weights are not decayed. 0: off."""
     clip_grad: Annotated[float, Range(0)] = 1.0
     """Gradient clipping: gradients are scaled down so that their global 2-norm is at most this. 0: no clipping."""
-    adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
-    """Decay rate of AdamW's running mean of the gradients."""
-    adam_beta2: Annotated[float, Range(0, below=1)] = 0.999
-    """Decay rate of AdamW's running mean of the squared gradients."""
-    adam_eps: Annotated[float, Range(above=0)] = 1e-8
-    """Epsilon: the term added to AdamW's denominator."""
-    sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
-    """Momentum of --optimizer sgd. 0: no momentum."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         lr, min_lr = number(self.lr), number(self.min_lr)
         if not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
             yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
-        if self.optimizer != "sgd" and "optimizer" not in wrong:
-            yield from self.without_effect(("sgd_momentum",), wrong, f"--optimizer {self.optimizer}", "--optimizer sgd")
         if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
             return
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:

@@ -118,7 +118,7 @@ def unreadable(path: str | Path) -> str | None:
 
 def _read_key(given: Given, kind: type[Config], where: Callable[[], str], name: tuple[str, str], value: Any) -> None:
     table, key = name
-    info = field_infos(sections_of(kind)[table]).get(key)
+    info = _field(kind, table, key)
     if info is None:
         given.problems.append(f"{where()}: [{table}] {_unknown_key(kind, key)}")
         given.unread.add(_nearest_field(kind, key))
@@ -128,6 +128,13 @@ def _read_key(given: Given, kind: type[Config], where: Callable[[], str], name: 
     except (TypeError, OverflowError):
         given.problems.append(f"{where()}: [{table}] {key} = {_shown(value)} must be {_EXPECTED[info.kind]}")
         given.unread.add(key)
+
+
+def _field(kind: type[Config], table: str, key: str) -> FieldInfo | None:
+    """The field of a key, also where a file of an earlier version has it under another table; None: there is none."""
+    tables = {name for name, section in sections_of(kind).items() if section.earlier_table == table}
+    infos = (field_infos(sections_of(kind)[name]) for name in (table, *sorted(tables)))
+    return next((fields[key] for fields in infos if key in fields), None)
 
 
 def _converted(value: Any, info: FieldInfo) -> Any:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megacore.config.fields import Section
+from megacore.config.fields import Section, field_infos
 from megacore.config.messages import counted, divisors, nearest_multiples, one_of
+from megacore.config.optimizers import OptimizerSettings
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.schema import Config, sections_of
 from megacore.config.sections import AUTO
@@ -197,6 +198,25 @@ def _schedule(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"--lr-warmup-iters {warmup} + --lr-wsd-decay-iters {final} = {warmup + final} must be at most "
             f"{name} {end}: use --lr-wsd-decay-iters {end - warmup} or less"
+        )
+
+
+@_about("optimizer")
+def _idle_optimizers(config: Config, world_size: int) -> Iterator[str]:
+    for name in sections_of(type(config)):
+        section = getattr(config, name)
+        if isinstance(section, OptimizerSettings) and name != config.optimizer.optimizer:
+            wrong, fields = frozenset(section.wrong_fields()), tuple(field_infos(type(section)))
+            chosen = f"--optimizer {config.optimizer.optimizer}"
+            yield from section.without_effect(fields, wrong, chosen, f"--optimizer {name}")
+
+
+@_about("optimizer", "tp")
+def _whole_matrices(config: Config, world_size: int) -> Iterator[str]:
+    if config.parallel.tp > 1 and config.optimizer_settings.takes_some_whole:
+        yield (
+            f"--optimizer {config.optimizer.optimizer} needs whole matrices, which --tp {config.parallel.tp} splits: "
+            "use --tp 1, or another --optimizer"
         )
 
 

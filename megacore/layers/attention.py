@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
             self.query_norm = build_norm(config, device=context.device, size=d, group=ranks)
             self.key_norm = build_norm(config, device=context.device, size=d, group=ranks)
         bias = not config.disable_bias_linear
-        self.output = RowParallelLinear(n * d, h, bias=bias, **context.parallel_arguments)
+        self.output = RowParallelLinear(n * d, h, bias=bias, **context.linear_arguments)
 
     def forward(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Mix positions that see each other.

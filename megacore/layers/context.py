@@ -10,6 +10,7 @@ import torch
 from megacore.config import ResolvedConfig
 from megacore.ops import Attention
 from megacore.parallel.mesh import ALONE, Group
+from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
 
 
@@ -21,8 +22,14 @@ class ParallelArguments(TypedDict):
     device: torch.device
 
 
-class ColumnArguments(ParallelArguments):
-    """And those of column-parallel layers alone."""
+class LinearArguments(ParallelArguments):
+    """Those of every parallel linear layer."""
+
+    products: Products
+
+
+class ColumnArguments(LinearArguments):
+    """Those of column-parallel layers."""
 
     split_backward: bool
 
@@ -39,6 +46,7 @@ class BuildContext:
         recompute_attention: attention keeps queries, keys and values alone, and mixes them again in backward.
         split_backward: input and weight gradients are computed apart, at different times or to the same bits as if.
         attention: which implementation mixes them.
+        products: computes the matrix products of every linear layer, the output layer's included.
     """
 
     layer_group: Group = ALONE
@@ -48,6 +56,7 @@ class BuildContext:
     recompute_attention: bool = False
     split_backward: bool = False
     attention: Attention = "auto"
+    products: Products = TORCH
 
     @classmethod
     def of(
@@ -66,13 +75,18 @@ class BuildContext:
 
     @property
     def parallel_arguments(self) -> ParallelArguments:
-        """What a column- or row-parallel layer is told about its place."""
+        """Arguments of every parallel layer."""
         return {"group": self.layer_group, "sequence_parallel": self.sequence_parallel, "device": self.device}
 
     @property
+    def linear_arguments(self) -> LinearArguments:
+        """Arguments of a row-parallel layer."""
+        return {**self.parallel_arguments, "products": self.products}
+
+    @property
     def column_arguments(self) -> ColumnArguments:
-        """What a column-parallel layer is told about its place."""
-        return {**self.parallel_arguments, "split_backward": self.split_backward}
+        """Arguments of a column-parallel layer."""
+        return {**self.linear_arguments, "split_backward": self.split_backward}
 
     @property
     def residual_shard(self) -> int:

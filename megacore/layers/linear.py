@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megacore.parallel.products import TORCH, Products
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 
 
@@ -19,15 +19,23 @@ class ReplicatedLinear(ShardedModule):
         in_features: input features.
         out_features: output features.
         bias: whether there is a bias.
+        products: computes the layer's matrix products.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool = True, device: torch.device | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        products: Products = TORCH,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.products = products
         self.weight = replicated(out_features, in_features, device=device)
         self.bias: ShardedParameter | None = replicated(out_features, device=device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., i] -> [..., o]"""
-        return F.linear(x, self.weight, self.bias)
+        return self.products.linear(x, self.weight, self.bias)

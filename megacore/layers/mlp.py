@@ -44,7 +44,7 @@ class MLP(nn.Module):
         if config.gated:
             self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.column_arguments)
         self.up = ColumnParallelLinear(h, inner, bias=bias, **context.column_arguments)
-        self.down = RowParallelLinear(inner, h, bias=bias, **context.parallel_arguments)
+        self.down = RowParallelLinear(inner, h, bias=bias, **context.linear_arguments)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""

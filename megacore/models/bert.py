@@ -83,9 +83,11 @@ class BertHead(ShardedModule):
         model, device = config.model, context.device
         h, vocabulary, multiple = model.hidden_size, model.vocab_size, model.make_vocab_size_divisible_by
         self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
-        self.split_backward = context.split_backward
+        self.split_backward, self.products = context.split_backward, context.products
         self.norm = build_norm(model, device=device) if config.bert.packed else nn.Identity()  # after pre-norm blocks
-        self.transform = ReplicatedLinear(h, h, bias=not model.disable_bias_linear, device=device)
+        self.transform = ReplicatedLinear(
+            h, h, bias=not model.disable_bias_linear, products=context.products, device=device
+        )
         self.transform_norm = build_norm(model, device=device)
         self.weight = vocab_parallel_weight(vocabulary, h, group=context.layer_group, multiple=multiple, device=device)
         self.bias = vocab_parallel_bias(vocabulary, group=context.layer_group, multiple=multiple, device=device)
@@ -101,6 +103,7 @@ class BertHead(ShardedModule):
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
+            products=self.products,
         )
         return logits if self.sentence is None else (logits, self.sentence(x))
 
@@ -112,8 +115,8 @@ class SentenceHead(nn.Module):
         super().__init__()
         h = config.hidden_size
         self.split = context.layer_group if context.sequence_parallel else ALONE
-        self.pooler = ReplicatedLinear(h, h, device=context.device)
-        self.classifier = ReplicatedLinear(h, 2, device=context.device)
+        self.pooler = ReplicatedLinear(h, h, products=context.products, device=context.device)
+        self.classifier = ReplicatedLinear(h, 2, products=context.products, device=context.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, 2], the same on every rank"""

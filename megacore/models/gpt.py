@@ -65,7 +65,7 @@ class GPTHead(ShardedModule):
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
         self.group, self.sequence_parallel = context.layer_group, context.sequence_parallel
-        self.split_backward = context.split_backward
+        self.split_backward, self.products = context.split_backward, context.products
         self.norm = build_norm(config, device=context.device)
         self.weight = vocab_parallel_weight(
             config.vocab_size,
@@ -84,6 +84,7 @@ class GPTHead(ShardedModule):
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
+            products=self.products,
         )
 
 

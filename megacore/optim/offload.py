@@ -12,27 +12,25 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore.optim.clip import scale_gradients
-from megacore.optim.optimizers import update
+from megacore.optim.optimizer import Optimizer
 from megacore.parallel.processors import cores_of_rank
 from megacore.zero.data_parallel import DataParallel
 
 
 @torch.no_grad()
-def step_on_host(
-    data_parallel: DataParallel, optimizer: torch.optim.Optimizer | None, *, factor: Tensor, rate: float
-) -> None:
+def step_on_host(data_parallel: DataParallel, optimizer: Optimizer[Any], *, factor: Tensor, lr: float) -> None:
     """Update the master weights bucket by bucket, and publish each as soon as it is done.
 
     Args:
         data_parallel: made with `offload`; its gradients are reduced.
-        optimizer: over its runs; None where this rank owns nothing.
+        optimizer: over its runs.
         factor: what gradients are multiplied by first (clipping, loss scale).
-        rate: the learning rate.
+        lr: the learning rate.
     """
     factor = factor.cpu()  # before the downloads are queued: it would wait for all of them
     buckets = data_parallel.in_order_of_use()
@@ -43,9 +41,7 @@ def step_on_host(
         for bucket in buckets:
             own, downloaded = runs.get(bucket, []), bucket.downloaded()
             gradients = [None if run.gradient is None else downloaded[run.place] for run in own]
-            scale_gradients([gradient for gradient in gradients if gradient is not None], factor)
-            if optimizer is not None and own:
-                update(optimizer, own, gradients, rate)
+            optimizer.step(own, gradients, lr=lr, factor=factor)
             bucket.publish()
 
 

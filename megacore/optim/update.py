@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megacore.config import ResolvedConfig
 from megacore.errors import TrainingStopped
-from megacore.optim.clip import clip_factor, scale_gradients, totals
+from megacore.optim.clip import clip_factor, totals
 from megacore.optim.offload import step_on_host
-from megacore.optim.optimizers import build_optimizer, update
+from megacore.optim.optimizers import build_optimizer
 from megacore.optim.precision import LossScaler
 from megacore.parallel.collectives import all_gather_objects, all_reduce_, sum_copies_
 from megacore.parallel.mesh import Holders, Mesh
@@ -60,7 +60,7 @@ class WeightUpdate:
         shared: Mapping[str, Holders],
     ) -> None:
         self.data_parallel, self.mesh = data_parallel, mesh
-        self.optimizer = build_optimizer(data_parallel.runs, config.optimizer)
+        self.optimizer = build_optimizer(data_parallel.runs, config)
         self.scaler = LossScaler(config.precision)
         self.updates = 0
         self.skipped_steps = 0
@@ -73,7 +73,7 @@ class WeightUpdate:
         self._added_to = {*shared, *(replicated if self._sequence_parallel else ())}  # by ranks other than replicas
 
     @torch.no_grad()
-    def apply(self, loss: Tensor, rate: float, *, votes: Sequence[int] = ()) -> Outcome:
+    def apply(self, loss: Tensor, lr: float, *, votes: Sequence[int] = ()) -> Outcome:
         """Update the weights from the step's gradients and publish them, or skip the step on all ranks.
 
         Which of the two is the only thing in a step that the program must know before it goes on, and so the only time
@@ -81,7 +81,7 @@ class WeightUpdate:
 
         Args:
             loss: this rank's share of the summed loss.
-            rate: the learning rate.
+            lr: the learning rate.
             votes: what this rank adds to sums over all ranks that travel along; as many on every rank.
 
         Raises:
@@ -111,19 +111,17 @@ class WeightUpdate:
             return Outcome(loss=total.loss, norm=norm, votes=counted, skipped=self._skip(known.loss))
         factor = clip_factor(norm, self._clip) / scale
         if data_parallel.options.offload:
-            step_on_host(data_parallel, self.optimizer, factor=factor, rate=rate)
+            step_on_host(data_parallel, self.optimizer, factor=factor, lr=lr)
         else:
-            self._step_in_place(factor, rate)
+            self._step_in_place(factor, lr)
         self.scaler.good_step()
         self.updates, self._bad_steps = self.updates + 1, 0
         return Outcome(loss=total.loss, norm=norm, votes=counted)
 
-    def _step_in_place(self, factor: Tensor, rate: float) -> None:
+    def _step_in_place(self, factor: Tensor, lr: float) -> None:
         runs = self.data_parallel.runs
         gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
-        scale_gradients([gradient for gradient in gradients if gradient is not None], factor)
-        if self.optimizer is not None:
-            update(self.optimizer, runs, gradients, rate)
+        self.optimizer.step(runs, gradients, lr=lr, factor=factor)
         self.data_parallel.publish()
 
     def counters(self) -> dict[str, float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megacore.parallel.collectives import Pending, start_all_gather, start_reduce_scatter
 from megacore.parallel.mesh import Group
-from megacore.parallel.products import Parameters, input_gradient, parameter_gradients, products
+from megacore.parallel.products import TORCH, Parameters, Products, input_gradient, outputs, parameter_gradients
 
 
 class _GatherOfPieces:
@@ -74,18 +74,21 @@ class _Gather(torch.autograd.Function):
 
 class _LinearOfGatheredInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, products: Products, x: Tensor, group: Group, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *parameters[::2])
-        ctx.group, ctx.has_bias = group, [bias is not None for bias in parameters[1::2]]
-        return products(_GatherOfPieces(x, group).wait(), parameters)
+        ctx.products, ctx.group = products, group
+        ctx.has_bias = [bias is not None for bias in parameters[1::2]]
+        return outputs(products, _GatherOfPieces(x, group).wait(), parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         gathering = _GatherOfPieces(x, ctx.group)
-        scattering = _ScatterOfSum(input_gradient(grads, weights), ctx.group)
-        found = parameter_gradients(gathering.wait(), grads, ctx.has_bias)
-        return scattering.wait(), None, *found
+        scattering = _ScatterOfSum(input_gradient(ctx.products, grads, weights), ctx.group)
+        gradients = parameter_gradients(ctx.products, gathering.wait(), grads, ctx.has_bias)
+        return None, scattering.wait(), None, *gradients
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
@@ -98,13 +101,22 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _Gather.apply(x, group)
 
 
-def products_of_gathered_input(x: Tensor, parameters: Parameters, group: Group) -> tuple[Tensor, ...]:
-    """x W^T + b over all positions for each weight and bias: [b, s/t, i] of every rank -> [b, s, o/t], the weights
-    holding this rank's features."""
-    if group.size == 1:
-        return products(x, parameters)
-    found: tuple[Tensor, ...] = _LinearOfGatheredInput.apply(x, group, *parameters)
-    return found
+def linears_of_gathered_input(
+    x: Tensor, parameters: Parameters, group: Group, products: Products = TORCH
+) -> tuple[Tensor, ...]:
+    """x W^T + b over all positions for each weight and bias, whose rows are this rank's output features.
+
+    Args:
+        x: [b, s/t, i]
+        parameters: weight, bias, weight, bias, ...
+        group: the tensor-parallel group, of two ranks or more.
+        products: computes the matrix products.
+
+    Returns:
+        [b, s, o/t] of each.
+    """
+    y: tuple[Tensor, ...] = _LinearOfGatheredInput.apply(products, x, group, *parameters)
+    return y
 
 
 def own_positions(length: int, group: Group) -> slice:

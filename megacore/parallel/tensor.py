@@ -20,29 +20,40 @@ from torch import Tensor
 from megacore.config.model import padded_rows
 from megacore.parallel.collectives import copy_to_group, reduce_from_group, start_all_reduce_
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.products import Parameters, input_gradient, parameter_gradients, products
-from megacore.parallel.sequence import gather_sequence, products_of_gathered_input, reduce_scatter_sequence
+from megacore.parallel.products import (
+    TORCH,
+    Parameters,
+    Products,
+    input_gradient,
+    linears,
+    outputs,
+    parameter_gradients,
+)
+from megacore.parallel.sequence import gather_sequence, linears_of_gathered_input, reduce_scatter_sequence
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
 
 
 class _LinearOfCopiedInput(torch.autograd.Function):
-    """Products of an input that every rank holds: the input gradient's all-reduce runs while the weight gradients are
-    computed."""
+    """Linear layers of an input that every rank holds: the all-reduce of the input's gradient runs while the weight
+    gradients are computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, products: Products, x: Tensor, group: Group, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *parameters[::2])
-        ctx.group, ctx.has_bias = group, [bias is not None for bias in parameters[1::2]]
-        return products(x, parameters)
+        ctx.products, ctx.group = products, group
+        ctx.has_bias = [bias is not None for bias in parameters[1::2]]
+        return outputs(products, x, parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        grad_x = input_gradient(grads, weights).contiguous()
+        grad_x = input_gradient(ctx.products, grads, weights).contiguous()
         pending = start_all_reduce_(grad_x, ctx.group)
-        found = parameter_gradients(x, grads, ctx.has_bias)
+        gradients = parameter_gradients(ctx.products, x, grads, ctx.has_bias)
         pending.wait()
-        return grad_x, None, *found
+        return None, grad_x, None, *gradients
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -55,6 +66,7 @@ class ColumnParallelLinear(ShardedModule):
         bias: whether there is a bias (split like the output).
         sequence_parallel: the input is split along the sequence, [b, s/t, i], and gathered here.
         split_backward: as for `column_parallel`.
+        products: computes the layer's matrix products.
 
     Raises:
         ValueError: the group's size does not divide `out_features`.
@@ -69,11 +81,13 @@ class ColumnParallelLinear(ShardedModule):
         bias: bool = True,
         sequence_parallel: bool = False,
         split_backward: bool = False,
+        products: Products = TORCH,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         _require_divisible("out_features", out_features, group)
         self.group, self.sequence_parallel, self.split_backward = group, sequence_parallel, split_backward
+        self.products = products
         start, stop = split_evenly(out_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(stop - start, in_features, device=device),
@@ -93,6 +107,7 @@ class ColumnParallelLinear(ShardedModule):
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
+            products=self.products,
         )
 
 
@@ -105,6 +120,7 @@ class RowParallelLinear(ShardedModule):
         group: the tensor-parallel group.
         bias: whether there is a bias.
         sequence_parallel: the output is split along the sequence, [b, s/t, o].
+        products: computes the layer's matrix products.
 
     Raises:
         ValueError: the group's size does not divide `in_features`.
@@ -118,11 +134,12 @@ class RowParallelLinear(ShardedModule):
         group: Group = ALONE,
         bias: bool = True,
         sequence_parallel: bool = False,
+        products: Products = TORCH,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         _require_divisible("in_features", in_features, group)
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group, self.sequence_parallel, self.products = group, sequence_parallel, products
         start, stop = split_evenly(in_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(out_features, stop - start, device=device),
@@ -135,9 +152,9 @@ class RowParallelLinear(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
         if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return self.products.linear(x, self.weight, self.bias)
         leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
-        y = leave(F.linear(x, self.weight), self.group)
+        y = leave(self.products.linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -192,14 +209,34 @@ def column_parallel(
     *,
     sequence_parallel: bool = False,
     split_backward: bool = False,
+    products: Products = TORCH,
 ) -> Tensor:
-    """A column-parallel product: every rank needs all of x, `weight` holds this rank's output features.
+    """A column-parallel linear layer: every rank needs all of x, `weight` holds this rank's output features.
 
-    With `split_backward` communication and product are operators of their own, so that autograd can compute the input's
-    gradient alone; otherwise one operator overlaps the communication of that gradient with the weight's.
+    With `split_backward` communication and product are separate operators, so that autograd can compute the gradient of
+    the input without that of the weight. Otherwise one operator overlaps the communication of the input's gradient with
+    the product for the weight's.
+
+    Args:
+        x: [b, s, i], or, sequence parallel, [b, s/t, i].
+        weight: [o/t, i]
+        bias: [o/t], or None.
+        group: the tensor-parallel group.
+        sequence_parallel: the input is split along the sequence.
+        split_backward: see above.
+        products: computes the matrix products.
+
+    Returns:
+        [b, s, o/t]
     """
-    parameters = (weight, bias)
-    return _products(x, parameters, group, sequence_parallel=sequence_parallel, split_backward=split_backward)[0]
+    return _linears(
+        x,
+        (weight, bias),
+        group,
+        sequence_parallel=sequence_parallel,
+        split_backward=split_backward,
+        products=products,
+    )[0]
 
 
 def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
@@ -213,27 +250,34 @@ def columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple
         [b, s, o/t] of each.
     """
     first = layers[0]
-    return _products(
+    return _linears(
         x,
         [parameter for layer in layers for parameter in (layer.weight, layer.bias)],
         first.group,
         sequence_parallel=first.sequence_parallel,
         split_backward=first.split_backward,
+        products=first.products,
     )
 
 
-def _products(
-    x: Tensor, parameters: Parameters, group: Group, *, sequence_parallel: bool, split_backward: bool
+def _linears(
+    x: Tensor,
+    parameters: Parameters,
+    group: Group,
+    *,
+    sequence_parallel: bool,
+    split_backward: bool,
+    products: Products,
 ) -> tuple[Tensor, ...]:
     if group.size == 1:
-        return products(x, parameters)
+        return linears(products, x, parameters)
     if split_backward:
         enter = gather_sequence if sequence_parallel else copy_to_group
-        return products(enter(x, group), parameters)
+        return linears(products, enter(x, group), parameters)
     if sequence_parallel:
-        return products_of_gathered_input(x, parameters, group)
-    found: tuple[Tensor, ...] = _LinearOfCopiedInput.apply(x, group, *parameters)
-    return found
+        return linears_of_gathered_input(x, parameters, group, products)
+    y: tuple[Tensor, ...] = _LinearOfCopiedInput.apply(products, x, group, *parameters)
+    return y
 
 
 def vocab_parallel_weight(

@@ -95,11 +95,16 @@ class RankMemory:
         return max(self.building, state, state - self.late - gradients + moving) + self.overhead[0]
 
     @property
-    def expected(self) -> float:
-        """Bytes that the rank is expected to take at its peak."""
+    def expected_tensors(self) -> float:
+        """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes."""
         state = sum(self.state.values()) - self.on_host
         training = state - self.late + self.activations + self.working + self.passing
-        return max(self.building, state, training) * (1 + _FRAGMENTATION) + self.overhead[1]
+        return max(self.building, state, training)
+
+    @property
+    def expected(self) -> float:
+        """Bytes that the rank is expected to take at its peak, with what the allocator and the process add."""
+        return self.expected_tensors * (1 + _FRAGMENTATION) + self.overhead[1]
 
 
 def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
@@ -119,16 +124,9 @@ def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
     return {
         "params": parameters * compute / (ranks if stage >= 3 else 1),
         "grads": parameters * reduce / (ranks if stage >= 2 else 1),
-        "optimizer": own * (4 * optimizer_moments(config) + master),
+        "optimizer": own * (config.optimizer_settings.bytes_per_parameter + master),
         "buffers": own * summed if offload else 0.0,
     }
-
-
-def optimizer_moments(config: ResolvedConfig) -> int:
-    """fp32 numbers that the optimizer keeps for each parameter besides its weight."""
-    if config.optimizer.optimizer == "sgd":
-        return 1 if config.optimizer.sgd_momentum else 0
-    return 2
 
 
 def plan_memory(
@@ -295,10 +293,10 @@ def _computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, 
 
 def _building_bytes(config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
     """What exists when the last layer has been made: parameters and master weights, and on stage 3 that layer whole."""
-    dp, moments = config.parallel.dp, optimizer_moments(config)
+    dp, kept = config.parallel.dp, config.optimizer_settings.bytes_per_parameter
     master = 0.0
     if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
-        master = state["optimizer"] / (moments + 1)
+        master = state["optimizer"] * 4 / (kept + 4)
     whole = 4.0 * _largest_layer(layers) if dp > 1 and config.parallel.zero_stage == 3 else 0.0
     return state["params"] + master + whole
 
@@ -309,9 +307,9 @@ def _late_bytes(config: ResolvedConfig, state: Mapping[str, float], *, on_cpu: b
         return 0.0
     if config.parallel.offload_optimizer and not on_cpu:
         return 0.0  # in host memory
-    moments, has_master = optimizer_moments(config), config.precision.precision != "fp32"
-    has_master = has_master or config.parallel.offload_optimizer
-    return state["optimizer"] * moments / (moments + has_master) if moments else 0.0
+    kept = config.optimizer_settings.bytes_per_parameter
+    master = 4 if config.parallel.offload_optimizer or config.precision.precision != "fp32" else 0
+    return state["optimizer"] * kept / (kept + master) if kept else 0.0
 
 
 def _largest_layer(layers: Iterable[PlannedLayer]) -> int:

@@ -25,12 +25,14 @@ from megacore.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    OptimizerSettings,
     ParallelConfig,
     PrecisionConfig,
     ResolvedConfig,
     TrainingConfig,
     validate,
 )
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_layers, is_split
 from megacore.optim.precision import DTYPES
@@ -62,7 +64,8 @@ class PipelineEngine:
         num_microbatches: of one step, on each data-parallel replica.
         parallel: tp, pp, dp, schedule, ZeRO stage and so on. tp is for layers that are split, such as
             ColumnParallelLinear; pipeline_layout and sequence_parallel are GPT's.
-        optimizer: with its learning-rate schedule and the clipping of gradients.
+        optimizer: which one, its learning-rate schedule and the clipping of gradients.
+        optimizer_settings: of that optimizer, such as `AdamWConfig(adam_beta2=0.95)`; None: its defaults.
         precision: format of parameters and activations; None: fp32.
         recompute: "full" keeps only the input of each layer, and computes the layer again in backward.
         seed: of initial weights and dropout.
@@ -92,6 +95,7 @@ class PipelineEngine:
         num_microbatches: int = 1,
         parallel: ParallelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
+        optimizer_settings: OptimizerSettings | None = None,
         precision: PrecisionConfig | None = None,
         recompute: Literal["none", "full"] = "none",
         seed: int = 1234,
@@ -111,6 +115,7 @@ class PipelineEngine:
             layers,
             parallel=parallel or ParallelConfig(),
             optimizer=optimizer or OptimizerConfig(),
+            settings=optimizer_settings,
             precision=precision or PrecisionConfig(),
             training=training,
         )
@@ -338,6 +343,7 @@ def _checked_config(
     *,
     parallel: ParallelConfig,
     optimizer: OptimizerConfig,
+    settings: OptimizerSettings | None,
     precision: PrecisionConfig,
     training: TrainingConfig,
 ) -> ResolvedConfig:
@@ -376,6 +382,9 @@ def _checked_config(
             precision=precision,
             training=training,
         )
+        if settings is not None:
+            sections: dict[str, Any] = {name: settings for name, kind in OPTIMIZERS.items() if kind is type(settings)}
+            config = dataclasses.replace(config, **sections)
         problems += validate(config, world_size())
         if not problems:
             return config.resolve(world_size())

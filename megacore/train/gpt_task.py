@@ -5,6 +5,7 @@ Shape legend: s sequence, b micro-batch, V vocabulary, t tensor-parallel ranks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -17,6 +18,7 @@ from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
 from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
 from megacore.parallel.mesh import Mesh
+from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.transport import TensorSpec
@@ -34,12 +36,20 @@ class GPTTask(Task):
         config: resolved.
         mesh: this rank's groups and device.
         weights: where initial values come from; None: drawn from the run's seed.
+        products: computes the matrix products of linear layers.
     """
 
-    def __init__(self, config: ResolvedConfig, mesh: Mesh, *, weights: InitialWeights | None = None) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        mesh: Mesh,
+        *,
+        weights: InitialWeights | None = None,
+        products: Products = TORCH,
+    ) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
         context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
-        super().__init__(gpt_layers(config.model, context), streams)
+        super().__init__(gpt_layers(config.model, dataclasses.replace(context, products=products)), streams)
         self.config, self.group = config, mesh.layer
         self.vocab_size = config.model.vocab_size
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)

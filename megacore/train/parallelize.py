@@ -160,6 +160,7 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         offload=parallel.offload_optimizer,
+        optimizer=config.optimizer_settings,
         exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )
 

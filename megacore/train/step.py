@@ -21,7 +21,6 @@ from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
 from megacore.optim.lr_schedules import learning_rate
-from megacore.optim.optimizers import state_kinds
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
@@ -191,7 +190,6 @@ class TrainStep:
             consumed_samples=consumed_samples,
             data_parallel=self.model.data_parallel,
             optimizer=self.update.optimizer,
-            kinds=state_kinds(self.config.optimizer),
             counters=self.update.counters() | {"learning_rate": self.lr()},
             buffers=dict(buffers or {}),
         )

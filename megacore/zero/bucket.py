@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megacore.config.optimizers import AdamWConfig, OptimizerSettings
 from megacore.parallel.collectives import (
     Pending,
     all_or_none,
@@ -43,6 +44,7 @@ class ZeroOptions:
         exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks, and
             then they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
         offload: keep master weights, and what the optimizer needs beside them, in host memory.
+        optimizer: says which parameters no shard may cut.
     """
 
     stage: int = 0
@@ -52,6 +54,7 @@ class ZeroOptions:
     overlap_param_gather: bool = True
     exact_terms: int = 0
     offload: bool = False
+    optimizer: OptimizerSettings = field(default_factory=AdamWConfig)
 
     @property
     def largest_exact(self) -> float:
@@ -79,6 +82,7 @@ class Bucket:
 
     Attributes:
         segments: what of which parameter this rank's shard holds.
+        uncut: names of the parameters that no shard cuts.
         master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
             in host memory.
     """
@@ -90,7 +94,8 @@ class Bucket:
         self._order = {name: i for i, name in enumerate(self._by_name)}
         self._device = self.parameters[0].device
         shards, rank = (group.size, group.rank) if options.stage else (1, 0)
-        self.layout = FlatLayout(parameters, shards)
+        self.uncut = {p.spec.name for p in parameters if options.optimizer.takes_whole(p.spec.name, p.spec.shape)}
+        self.layout = FlatLayout(parameters, shards, self.uncut)
         self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
         self.segments: list[Segment] = self.layout.segments(rank)
 
@@ -300,11 +305,17 @@ class Bucket:
     def runs(self, kind: Callable[[Segment], bool]) -> list[list[Segment]]:
         """The shard's segments, those together that are of one kind and have nothing between them, padding included:
         an operator on all of them then computes each entry as on its segment alone, vector by vector. Gradients that
-        stay where autograd puts them lie apart."""
+        stay where autograd puts them lie apart, and so do parameters that the optimizer takes whole."""
         grouped: list[list[Segment]] = []
         for segment in self.segments:
             last = grouped[-1][-1] if grouped and not self._in_place else None
-            if last is not None and last.place.stop == segment.place.start and kind(last) == kind(segment):
+            apart = last is None or not self.uncut.isdisjoint((last.name, segment.name))
+            if (
+                last is not None
+                and not apart
+                and last.place.stop == segment.place.start
+                and kind(last) == kind(segment)
+            ):
                 grouped[-1].append(segment)
             else:
                 grouped.append([segment])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from megacore.zero.flat import Segment, assign_buckets
 # A chunk has at least about so many buckets, however small it is: the first must be full early for its reduction to
 # overlap with the rest of backward.
 _BUCKETS = 4
+# A shard of a bucket has room for at least so many parameters that no shard may cut, so that little of it stays empty.
+_WHOLE_PER_SHARD = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,17 +43,27 @@ class OwnedRun:
         place: in the bucket's shard.
         master: their fp32 weights, a view of the bucket's shard.
         is_matrix: whether they are parts of matrices, judged by the global shape, and not of vectors.
+        shape: of the one parameter that the run is, if the optimizer takes it whole; None: the run is flat.
     """
 
     bucket: Bucket
     place: slice
     master: nn.Parameter
     is_matrix: bool
+    shape: tuple[int, ...] | None = None
 
     @property
     def gradient(self) -> Tensor | None:
         """The reduced gradient, flat; None where the parameters took no part in any loss."""
         return self.bucket.gradient(self.place)
+
+
+class HasState(Protocol):
+    """An optimizer, as far as ZeRO looks into it."""
+
+    @property
+    def state(self) -> Mapping[OwnedRun, Mapping[str, Tensor]]:
+        """The tensors that it keeps for each run, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +94,12 @@ class OwnedSegment:
         """The reduced gradient, flat; None where the parameter took no part in any loss."""
         return self.bucket.gradient(self.segment.place)
 
-    def state(self, optimizer: torch.optim.Optimizer, kind: str) -> Tensor | None:
-        """What the optimizer keeps for it under a name such as `exp_avg`, a view; None before the first update."""
-        values = optimizer.state.get(self.run.master, {}).get(kind)
-        return None if values is None else values[self._part]
+    def state(self, optimizer: HasState, kind: str) -> Tensor | None:
+        """What the optimizer keeps for it under a name such as `exp_avg`, a flat view; None before the first update."""
+        whole = optimizer.state[self.run].get(kind)
+        if whole is None or self.run.shape is not None:  # a run of its own
+            return None if whole is None else whole.view(-1)
+        return whole[self._part]
 
     @property
     def _part(self) -> slice:
@@ -183,8 +197,12 @@ class DataParallel:
     def _make_buckets(self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None) -> list[Bucket]:
         """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as may be."""
         groups = {role: self._mesh.replica_group(role) for role in {p.spec.replica_role for p in parameters}}
+        takes_whole = self.options.optimizer.takes_whole
+        uncut = max((4 * p.numel() for p in parameters if takes_whole(p.spec.name, p.spec.shape)), default=0)
         limits = {
-            role: sys.maxsize if bucket_bytes is None else grown(bucket_bytes, group.size)
+            role: sys.maxsize
+            if bucket_bytes is None
+            else max(grown(bucket_bytes, group.size), _WHOLE_PER_SHARD * group.size * uncut)
             for role, group in groups.items()
         }
         buckets = []
@@ -210,9 +228,9 @@ class DataParallel:
         self._prefetch(index + 1, self._chunks[chunk])
         if self.options.stage < 3:
             return self._apply(index, layer, x)
-        y = self._apply(index, layer, when_backward(x, lambda: self._release(index)))
+        y = self._apply(index, layer, when_backward(x, _AfterBackward(self, index)))
         self._release(index)
-        return when_backward(y, lambda: self._before_backward(index, self._chunks[chunk]))
+        return when_backward(y, _BeforeBackward(self, index, self._chunks[chunk]))
 
     def _apply(self, index: int, layer: nn.Module, x: Any) -> Any:
         """layer(x). Where gradients are summed exactly, those of a parameter that an earlier layer has too are taken
@@ -320,6 +338,12 @@ class DataParallel:
         bucket.reduce()
         self._under_way = bucket
 
+    @property
+    def padding(self) -> float:
+        """Share of the flat buffers that holds no parameter; large if parameters that no shard may cut are few."""
+        size = sum(bucket.layout.size for bucket in self.buckets)
+        return sum(bucket.layout.padding for bucket in self.buckets) / max(size, 1)
+
     def segments_of(self, name: str) -> list[OwnedSegment]:
         """The segments of one parameter that this rank updates."""
         return [owned for owned in self.segments if owned.spec.name == name]
@@ -372,6 +396,29 @@ class DataParallel:
         return Offender(chunk=chunk, position=positions[-1], name=name)
 
 
+@dataclass(frozen=True)
+class _BeforeBackward:
+    """On stage 3, when backward comes to a layer's output: gather the layer's parameters."""
+
+    data_parallel: DataParallel
+    index: int
+    chunk: range
+
+    def gradients_pass(self) -> None:
+        self.data_parallel._before_backward(self.index, self.chunk)
+
+
+@dataclass(frozen=True)
+class _AfterBackward:
+    """On stage 3, when backward has passed a layer: let go of the layer's parameters."""
+
+    data_parallel: DataParallel
+    index: int
+
+    def gradients_pass(self) -> None:
+        self.data_parallel._release(self.index)
+
+
 def _own_segments(bucket: Bucket) -> Iterator[OwnedSegment]:
     """The segments of a bucket's shard, in runs as long as may be."""
     specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
@@ -386,6 +433,7 @@ def _own_segments(bucket: Bucket) -> Iterator[OwnedSegment]:
             place=place,
             master=nn.Parameter(bucket.master[place].detach(), requires_grad=False),
             is_matrix=is_matrix(members[0]),
+            shape=tuple(specs[members[0].name].shape) if members[0].name in bucket.uncut else None,
         )
         for segment in members:
             yield OwnedSegment(spec=specs[segment.name], segment=segment, run=run)

@@ -1,14 +1,15 @@
 """Where parameters lie in a flat buffer, and which part of it a rank updates: arithmetic only.
 
 A bucket is a run of parameters laid one after the other, each from an aligned offset, and padded so that it divides
-into equal shards. A shard cuts parameters anywhere; a `Segment` is the part of one parameter inside a shard, by the
-name and the offset in the parameter, which makes sharded state independent of the sharding.
+into equal shards. A shard cuts parameters anywhere, except those that the optimizer takes whole; a `Segment` is the
+part of one parameter inside a shard, by the name and the offset in the parameter, which makes sharded state independent
+of the sharding.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,22 +50,31 @@ class FlatLayout:
     Args:
         parameters: in order.
         shards: number of equal shards.
+        whole: names of parameters that no shard may cut. They come after the others, and are dealt out to the shards
+            so that the largest shard is small.
 
     Attributes:
-        offsets: name -> where the parameter begins.
+        offsets: name -> where the parameter begins; in ascending order.
         shard_size: elements of a shard, padding included.
+        padding: elements of all shards that belong to no parameter.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], shards: int) -> None:
+    def __init__(
+        self, parameters: Sequence[ShardedParameter], shards: int, whole: Collection[str] = frozenset()
+    ) -> None:
+        self._sizes = {parameter.spec.name: parameter.numel() for parameter in parameters}
+        uncut = {n: _aligned(size) for n, size in self._sizes.items() if n in whole} if shards > 1 else {}
         self.offsets: dict[str, int] = {}
-        self._sizes: dict[str, int] = {}
         used = 0
-        for parameter in parameters:
-            name = parameter.spec.name
-            self.offsets[name], self._sizes[name] = used, parameter.numel()
-            used += _aligned(parameter.numel())
-        self.shard_size = _aligned(-(-used // shards))
+        for name, size in self._sizes.items():
+            if name not in uncut:
+                self.offsets[name] = used
+                used += _aligned(size)
+        self.shard_size = _smallest_shard(used, uncut, shards)
+        self.offsets |= _dealt_out(used, uncut, shards, self.shard_size) or {}
+        self.offsets = dict(sorted(self.offsets.items(), key=lambda item: item[1]))
         self.size = self.shard_size * shards
+        self.padding = self.size - sum(self._sizes.values())
 
     def place(self, name: str) -> slice:
         """The parameter's elements of the flat buffer."""
@@ -79,6 +89,40 @@ class FlatLayout:
             if first < last:
                 segments.append(Segment(name=name, start=first - offset, stop=last - offset, offset=first - begin))
         return segments
+
+
+def _smallest_shard(used: int, uncut: Mapping[str, int], shards: int) -> int:
+    """The smallest size of a shard, of those that bisection tries, into which everything goes.
+
+    Args:
+        used: elements before the uncut parameters.
+        uncut: name -> elements, aligned.
+        shards: number of shards.
+    """
+    total = used + sum(uncut.values())
+    low = max(_aligned(-(-total // shards)), max(uncut.values(), default=0))
+    high = max(low, _aligned(total))
+    while low < high:
+        middle = (low + high) // 2 // ALIGNMENT * ALIGNMENT
+        if _dealt_out(used, uncut, shards, middle) is None:
+            low = middle + ALIGNMENT
+        else:
+            high = middle
+    return high
+
+
+def _dealt_out(used: int, uncut: Mapping[str, int], shards: int, shard_size: int) -> dict[str, int] | None:
+    """Where uncut parameters begin, the largest first, each in the shard with most room; None if one does not fit."""
+    ends = [min(max(shard * shard_size, used), (shard + 1) * shard_size) for shard in range(shards)]
+    offsets: dict[str, int] = {}
+    for name, size in sorted(uncut.items(), key=lambda item: -item[1]):
+        room = [(shard + 1) * shard_size - end for shard, end in enumerate(ends)]
+        shard = room.index(max(room))
+        if room[shard] < size:
+            return None
+        offsets[name] = ends[shard]
+        ends[shard] += size
+    return offsets
 
 
 def runs(segments: Iterable[Segment]) -> list[slice]:

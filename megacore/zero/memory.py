@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
-from megacore.zero.data_parallel import DataParallel
+from megacore.zero.data_parallel import DataParallel, HasState
 
 KINDS = ("params", "grads", "optimizer", "buffers")
 
 
-def measured_bytes(data_parallel: DataParallel, optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+def measured_bytes(data_parallel: DataParallel, optimizer: HasState) -> dict[str, int]:
     """Bytes this rank holds now, by kind; every storage counts once, under the first kind that has it.
 
     Gradients are those of the last step, so that this is what a step keeps until its end. `buffers` are reductions
@@ -23,9 +22,7 @@ def measured_bytes(data_parallel: DataParallel, optimizer: torch.optim.Optimizer
     for bucket in data_parallel.buckets:
         for kind, held in bucket.storages().items():
             tensors[kind] += held
-    if optimizer is not None:
-        states = (state.values() for state in optimizer.state.values())
-        tensors["optimizer"] += [value for values in states for value in values if isinstance(value, Tensor)]
+    tensors["optimizer"] += [tensor for state in optimizer.state.values() for tensor in state.values()]
     seen: set[int] = set()
     return {kind: _new_bytes(held, seen) for kind, held in tensors.items()}
 

@@ -148,7 +148,7 @@ def test_weights_go_back_while_the_next_bucket_is_updated(precision: str, tmp_pa
     """The host waits for gradients, once a bucket, and never for weights; both travel in the device's format."""
     for found in run_distributed(copies_of, 2, str(tmp_path), precision, backend="pretend"):
         assert found.waits.pop("downloaded") == found.buckets
-        assert found.waits.keys() <= {"apply", "step_on_host"}, found.waits  # to step or to skip; the factor
+        assert found.waits.keys() <= {"to_host", "step_on_host"}, found.waits  # to step or to skip; the factor
         assert found.uploads == [(True, True)] * found.buckets
         assert found.down == pytest.approx(found.owned, abs=SMALL)
         assert found.up == pytest.approx(found.owned, abs=SMALL)  # the batch is small

@@ -10,7 +10,7 @@ import tokenizers
 import torch
 from safetensors.torch import load_file
 
-from megacore.convert.command import size
+from megacore.commands.convert import size
 from megacore.data.tokenizers.tokenizer import JsonTokenizer
 from tests.e2e.launching import alone, words
 from tests.parity.hf_models import make_model, save_model

@@ -50,7 +50,6 @@ def run_steps(
 
 def whole_state(trainer: Trainer, mesh: Mesh) -> State:
     optimizer = trainer.update.optimizer
-    assert optimizer is not None
     state = {"model": gather(trainer, mesh, lambda owned: owned.master)}
     for kind in ("exp_avg", "exp_avg_sq"):
         state[kind] = gather(trainer, mesh, lambda owned: owned.state(optimizer, kind))  # noqa: B023

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.save import CheckpointSaver
 from megacore.checkpoint.state import TrainingState
-from megacore.config import OptimizerConfig
+from megacore.config import AdamWConfig
 from megacore.config.dimensions import DIMENSIONS, Dimension, coordinates_of, describe_rank
+from megacore.optim.adamw import AdamW
 from megacore.optim.clip import totals
-from megacore.optim.optimizers import build_optimizer, state_kinds
 from megacore.parallel.mesh import ALONE, Group, Mesh, ReplicaRole, build_mesh, groups_of_role
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, split_evenly
 from megacore.zero.bucket import ZeroOptions
@@ -105,7 +105,7 @@ def test_a_dimension_that_replicates_changes_no_number(layout: Layout, changes: 
 # ---- a parameter that is split in two dimensions
 
 SHAPES = {"both": (10, 7), "columns": (3, 9), "norm": (5,)}
-KINDS = ("model", *state_kinds(OptimizerConfig()))
+KINDS = ("model", *(kind.name for kind in AdamWConfig().state))
 
 
 def value(name: str, kind: str) -> Tensor:
@@ -147,12 +147,10 @@ def state_of(mesh: Mesh, stage: int, *, filled: bool) -> TrainingState:
     layer = Blocks(mesh)
     local = {name: parameter.data.clone() for name, parameter in layer.named_parameters()}
     data_parallel = DataParallel([[layer]], mesh, options=ZeroOptions(stage=stage), bucket_bytes=1 << 20)
-    optimizer = build_optimizer(data_parallel.runs, OptimizerConfig())
-    assert optimizer is not None
+    optimizer = AdamW(data_parallel.runs, AdamWConfig(), weight_decay=0.01)
     for owned in data_parallel.segments:
-        state = optimizer.state[owned.run.master]
         for kind in KINDS[1:]:
-            state.setdefault(kind, torch.zeros_like(owned.run.master))
+            optimizer.tensors(kind, [owned.run])
             part = torch.zeros_like(local[owned.spec.name])
             owned.spec.unpadded(part).copy_(owned.spec.take(value(owned.spec.name, kind)))
             segment = owned.segment
@@ -167,7 +165,6 @@ def state_of(mesh: Mesh, stage: int, *, filled: bool) -> TrainingState:
         consumed_samples=0,
         data_parallel=data_parallel,
         optimizer=optimizer,
-        kinds=KINDS[1:],
         counters={"updates": 1},
     )
 

@@ -53,7 +53,6 @@ def train(trainer: Trainer, steps: int) -> list[float]:
 def whole_state(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
     """Masters and moments of all ranks, whole."""
     optimizer = trainer.update.optimizer
-    assert optimizer is not None
     state = {"model": gather(trainer, mesh, lambda owned: owned.master)}
     for kind in KINDS:
         state[kind] = gather(trainer, mesh, lambda owned: owned.state(optimizer, kind))  # noqa: B023

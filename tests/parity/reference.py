@@ -85,7 +85,9 @@ def plain_torch(directory: Path, **changes: object) -> Outcome:
         {"params": [p for p in twin.parameters() if p.dim() >= 2], "weight_decay": o.weight_decay},
         {"params": [p for p in twin.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    adamw = torch.optim.AdamW(
+        groups, lr=o.lr, betas=(config.adamw.adam_beta1, config.adamw.adam_beta2), eps=config.adamw.adam_eps
+    )
     losses, norms, gradients = [], [], {}
     for step in range(config.training.train_iters):
         adamw.zero_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import (
+    AdamWConfig,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -25,11 +26,12 @@ from megacore.config import (
     ParallelConfig,
     PrecisionConfig,
     ResolvedConfig,
+    SGDConfig,
     TrainingConfig,
 )
-from megacore.optim.optimizers import state_kinds
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
+from megacore.parallel.products import TORCH, Products
 from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.train.callbacks import Callback
 from megacore.train.engine import PipelineEngine
@@ -115,6 +117,8 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
         "parallel": ParallelConfig(tp=tp, pp=pp, dp=dp, bucket_size_mb=0.02, device="cpu"),
         "precision": PrecisionConfig(),
         "data": DataConfig(seq_length=SEQUENCE, mock_data=True),
+        "adamw": AdamWConfig(),
+        "sgd": SGDConfig(),
         "optimizer": OptimizerConfig(lr=1e-3, lr_warmup_iters=4, clip_grad=0.5, weight_decay=0.1),
         "training": TrainingConfig(
             micro_batch_size=2 if dp < 4 else 1,
@@ -133,11 +137,16 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
 
 
 def make_trainer(
-    config: ResolvedConfig, mesh: Mesh, data: Any = None, *, callbacks: Sequence[Callback] = ()
+    config: ResolvedConfig,
+    mesh: Mesh,
+    data: Any = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    products: Products = TORCH,
 ) -> Trainer:
-    """A trainer on `data`, by default as many random samples as the run takes."""
+    """A trainer on `data`, by default as many random samples as the run takes, whose linear layers use `products`."""
     data = data or RaggedData(config.training.global_batch_size * config.training.train_iters)
-    return Trainer(config, mesh, GPTTask(config, mesh), data, data, callbacks=callbacks)
+    return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
 
 
 def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> Outcome | None:
@@ -155,8 +164,8 @@ def train_on(mesh: Mesh, config: ResolvedConfig) -> Outcome:
     return outcome_of(make_trainer(config, mesh))
 
 
-def outcome_of(trainer: Trainer) -> Outcome:
-    """Run a trainer to its end; every rank returns what came out."""
+def outcome_of(trainer: Trainer, *, moments: bool = True) -> Outcome:
+    """Run a trainer to its end; every rank returns what came out, the optimizer's state too if `moments`."""
     config, mesh = trainer.config, trainer.mesh
     losses, norms, gradients = [], [], {}
     initial = gather(trainer, mesh, lambda owned: owned.master)
@@ -167,7 +176,7 @@ def outcome_of(trainer: Trainer) -> Outcome:
         if step == 0:
             gradients = gather(trainer, mesh, lambda owned: owned.gradient)
     final = gather(trainer, mesh, lambda owned: owned.master)
-    return Outcome(losses, norms, gradients, initial, final, _moments(trainer, mesh))
+    return Outcome(losses, norms, gradients, initial, final, _moments(trainer, mesh) if moments else {})
 
 
 def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
@@ -175,12 +184,11 @@ def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
     optimizer = trainer.update.optimizer
 
     def take(kind: str, owned: OwnedSegment) -> Tensor:
-        assert optimizer is not None
         value = owned.state(optimizer, kind)
         assert value is not None
         return value
 
-    return {kind: gather(trainer, mesh, partial(take, kind)) for kind in state_kinds(trainer.config.optimizer)}
+    return {kind.name: gather(trainer, mesh, partial(take, kind.name)) for kind in optimizer.kinds}
 
 
 def gather(

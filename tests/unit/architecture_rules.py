@@ -37,6 +37,7 @@ ORDER = (
     {"checkpoint"},
     {"convert", "inference"},
     {"train"},
+    {"commands"},
     {"scripts", "tools"},
     {"tests"},
 )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config.cli import load_toml
+from megacore.config import Config
+from megacore.config.cli import load_toml, save_toml
 from megacore.errors import ConfigError
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, parse, problems
@@ -54,6 +55,16 @@ def test_a_wrong_file_is_refused_with_its_place(
     (problem,) = problems(refuse(*GOOD, "--config", str(file)))
     assert all(word in problem for word in words), problem
     assert str(file) in problem or "--lr inf" in problem
+
+
+def test_a_file_of_an_earlier_version_has_the_settings_of_optimizers_in_their_old_table(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[optimizer]\nadam_beta2 = 0.95\n\n[data]\nmock_data = true\n\n[training]\ntrain_iters = 1\n")
+    config: Config = load_toml(file)
+    assert config.adamw.adam_beta2 == 0.95
+    save_toml(config, tmp_path / "again.toml")
+    assert "[adamw]\nadam_beta1 = 0.9\nadam_beta2 = 0.95\n" in (tmp_path / "again.toml").read_text()
+    assert load_toml(tmp_path / "again.toml") == config
 
 
 @pytest.mark.parametrize("flag", ["--config", "--schedule-csv", "--tokenizer"])

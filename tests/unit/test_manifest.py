@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from megacore.checkpoint.check import changed_settings
+from megacore.checkpoint.load import never_kept
 from megacore.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, read_manifest, sealed
+from megacore.config import Config, ModelConfig, TrainingConfig
 from megacore.errors import CheckpointError
 
 WRITTEN = Manifest(
@@ -30,6 +34,19 @@ WRITTEN = Manifest(
     },
 )
 Place = tuple[str | int, ...]
+OLD_SGD = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.0, "adam_beta2": 0.95}}  # before each had a section
+NEW_SGD = {"optimizer": {"optimizer": "sgd"}, "sgd": {"sgd_momentum": 0.0}, "adamw": {"adam_beta2": 0.95}}
+
+
+@pytest.mark.parametrize("settings", [OLD_SGD, NEW_SGD], ids=["old", "new"])
+def test_settings_of_optimizers_are_read_wherever_they_stand(settings: dict[str, dict[str, Any]]) -> None:
+    manifest = dataclasses.replace(WRITTEN, config=settings)
+    assert never_kept(manifest) == {"momentum_buffer"}
+    kept: dict[str, dict[str, Any]] = {"optimizer": {"optimizer": "sgd"}, "sgd": {"sgd_momentum": 0.9}}
+    assert never_kept(dataclasses.replace(WRITTEN, config=kept)) == set()
+    assert never_kept(WRITTEN) == set()
+    config = Config(model=ModelConfig(vocab_size=8), training=TrainingConfig(train_iters=1)).resolve(1)
+    assert "--adam-beta2 0.95 -> 0.999" in changed_settings(config, manifest)
 
 
 def places(value: Any, here: Place = ()) -> Iterator[Place]:

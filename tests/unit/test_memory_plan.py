@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import OptimizerConfig, ResolvedOptimizer
-from megacore.optim.optimizers import state_kinds
+from megacore.config import OptimizerConfig, ResolvedOptimizer, SGDConfig
 from megacore.pipeline.actions import Op
 from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
-from megacore.plan.memory import GIB, in_flight, optimizer_moments, plan_memory, state_bytes
+from megacore.plan.memory import GIB, in_flight, plan_memory, state_bytes
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
 from megacore.plan.ways_out import size_text
@@ -269,10 +268,10 @@ def test_microbatches_in_flight() -> None:
 
 def test_the_optimizers_moments() -> None:
     config = parse(*MOCK, "--vocab-size", "64")
-    sgd = OptimizerConfig(optimizer="sgd")
-    for optimizer in (OptimizerConfig(), sgd, dataclasses.replace(sgd, sgd_momentum=0.0)):
-        own = dataclasses.replace(config, optimizer=optimizer.resolved_as(ResolvedOptimizer, lr_decay_iters=1))
-        assert optimizer_moments(own) == len(state_kinds(optimizer))
+    sgd = OptimizerConfig(optimizer="sgd").resolved_as(ResolvedOptimizer, lr_decay_iters=1)
+    plain = dataclasses.replace(config, optimizer=sgd, sgd=SGDConfig(sgd_momentum=0.0))
+    for own, moments in ((config, 2), (dataclasses.replace(plain, sgd=SGDConfig()), 1), (plain, 0)):
+        assert state_bytes(100, own)["optimizer"] == 4 * 100 * moments
 
 
 def test_offloaded_state_lies_in_host_memory() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import OptimizerConfig
+from megacore.config import AdamWConfig, OptimizerConfig, SGDConfig
+from megacore.optim.adamw import AdamW
 from megacore.optim.clip import clip_factor, scale_gradients, square_sum, totals
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.offload import step_on_host
-from megacore.optim.optimizers import parameter_groups
+from megacore.optim.sgd import SGD
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.plan.buckets import grown
@@ -55,7 +56,7 @@ def test_the_factor_does_not_wait_for_the_downloads() -> None:
     order: list[str] = []
     one: Any = Recorded(order)
     holder: Any = SimpleNamespace(in_order_of_use=lambda: [one, one], runs=[])
-    step_on_host(holder, None, factor=one, rate=0.1)
+    step_on_host(holder, AdamW([], AdamWConfig(), weight_decay=0.0), factor=one, lr=0.1)
     assert order == ["factor", "download", "download", "publish", "publish"]
 
 
@@ -159,10 +160,41 @@ def test_a_small_norm_and_a_limit_of_zero_change_nothing() -> None:
 
 def test_only_matrices_decay() -> None:
     layer = Layer()
-    owned = {o.spec.name: o.master for o in data_parallel(layer).segments}
-    decaying, still = parameter_groups(data_parallel(layer).runs, 0.1)
-    assert (decaying["params"][0].numel(), decaying["weight_decay"]) == (owned["w"].numel(), 0.1)
-    assert (still["params"][0].numel(), still["weight_decay"]) == (owned["b"].numel(), 0.0)
+    torch.nn.init.ones_(layer.weight), torch.nn.init.ones_(layer.bias)
+    runs = data_parallel(layer).runs
+    optimizer = SGD(runs, SGDConfig(sgd_momentum=0.0), weight_decay=0.5)
+    with torch.no_grad():
+        optimizer.step(runs, [torch.zeros_like(run.master) for run in runs], lr=0.5, factor=torch.ones(()))
+    assert torch.all(layer.weight == 0.75)
+    assert torch.all(layer.bias == 1.0)
+
+
+UNCUT = (
+    [5, 40, 700, 33, 64, 999],
+    [1, 3, 64 * 64, 64 * 192, 64 * 256, 64 * 256, 64 * 64, 64 * 192, 64 * 256, 64 * 256],
+)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("sizes", UNCUT, ids=["small", "two layers"])
+def test_no_shard_cuts_what_is_taken_whole(sizes: list[int], shards: int) -> None:
+    parameters = [parameter(n, name=str(i)) for i, n in enumerate(sizes)]
+    whole = {p.spec.name for p in parameters if p.numel() >= 40}
+    layout = FlatLayout(parameters, shards, whole)
+    held: dict[str, list[int]] = {}
+    for shard in range(shards):
+        offset = 0
+        for segment in layout.segments(shard):
+            assert offset <= segment.place.start
+            assert segment.name not in whole or segment.stop - segment.start == sizes[int(segment.name)]
+            held.setdefault(segment.name, []).extend(range(segment.start, segment.stop))
+            offset = segment.place.stop
+        assert offset <= layout.shard_size
+    assert held == {str(i): list(range(n)) for i, n in enumerate(sizes)}
+    assert layout.padding == layout.size - sum(sizes)
+    # Largest first into the shard with most room is at most a third worse than the best (Graham 1969).
+    best = max(sum(sizes) / shards, max(sizes))
+    assert layout.shard_size <= 4 / 3 * best + 32 * len(sizes)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8, 64])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from megacore.commands.tool import ToolParser, positive
 from megacore.config.messages import one_of
 from megacore.convert.check import Agreement, check_tokens, compare, not_crossed
 from megacore.convert.freed_memory import give_back_what_is_freed
@@ -17,7 +18,6 @@ from megacore.convert.from_hf import open_model, write_checkpoint
 from megacore.convert.megatron import describe, open_megatron, write_megatron
 from megacore.convert.publish import published
 from megacore.convert.to_hf import plan_export, write_directory
-from megacore.data.command import ToolParser, positive
 from megacore.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

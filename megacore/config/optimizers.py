@@ -1,0 +1,111 @@
+"""The optimizers that a run can choose: the settings and the state of each.
+
+An optimizer has two parts. Its settings are a section of the configuration and stand here, because flags are checked
+and memory is planned before torch is loaded. Its step is a class in a file of its own (megacore/optim/adamw.py), which
+megacore/optim/optimizers.py lists by these settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from megacore.config.fields import Range, Section
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateKind:
+    """One tensor that an optimizer keeps for each parameter besides the weight.
+
+    Attributes:
+        name: of the tensor, in checkpoints too.
+        per: what has a number of its own: each element, each row of a matrix, or the parameter as a whole. The latter
+            two exist only for parameters that the optimizer takes whole.
+        parameters: which ones have it: all, those that the optimizer takes whole, or the others.
+        dtype: in which it is kept.
+    """
+
+    name: str
+    per: Literal["element", "row", "parameter"] = "element"
+    parameters: Literal["all", "whole", "others"] = "all"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor, from that of the parameter."""
+        return {"element": parameter, "row": parameter[:1], "parameter": ()}[self.per]
+
+    def exists(self, *, whole: bool) -> bool:
+        """Whether a parameter has it.
+
+        Args:
+            whole: whether the optimizer takes that parameter whole.
+        """
+        return self.parameters in ("all", "whole" if whole else "others") and (whole or self.per == "element")
+
+
+class OptimizerSettings(Section):
+    """The settings of one optimizer. A subclass is a section of the configuration, named as the optimizer."""
+
+    earlier_table: ClassVar[str | None] = "optimizer"
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        """What the optimizer keeps beside the weights."""
+        return ()
+
+    def takes_whole(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the optimizer needs all of a parameter at once, so that no shard may cut it.
+
+        Args:
+            name: global name of the parameter.
+            shape: global shape.
+        """
+        return False
+
+    @property
+    def takes_some_whole(self) -> bool:
+        """Whether there may be such parameters at all; they need --tp 1."""
+        return type(self).takes_whole is not OptimizerSettings.takes_whole
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Bytes of state per element, without the master weight: those of the kind of parameter that has more."""
+        kept = (
+            sum(_BYTES[kind.dtype] for kind in self.state if kind.per == "element" and kind.exists(whole=whole))
+            for whole in (False, True)
+        )
+        return max(kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(OptimizerSettings):
+    """Settings of --optimizer adamw."""
+
+    adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
+    """Decay rate of AdamW's running mean of the gradients."""
+    adam_beta2: Annotated[float, Range(0, below=1)] = 0.999
+    """Decay rate of AdamW's running mean of the squared gradients."""
+    adam_eps: Annotated[float, Range(above=0)] = 1e-8
+    """Epsilon: the term added to AdamW's denominator."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (StateKind(name="exp_avg"), StateKind(name="exp_avg_sq"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDConfig(OptimizerSettings):
+    """Settings of --optimizer sgd."""
+
+    sgd_momentum: Annotated[float, Range(0, below=1)] = 0.9
+    """Momentum of --optimizer sgd. 0: no momentum."""
+
+    @property
+    def state(self) -> tuple[StateKind, ...]:
+        return (StateKind(name="momentum_buffer"),) if self.sgd_momentum else ()
+
+
+OPTIMIZERS: dict[str, type[OptimizerSettings]] = {"adamw": AdamWConfig, "sgd": SGDConfig}
+"""The settings of every optimizer, by the value of --optimizer and the name of the section in `Config`."""

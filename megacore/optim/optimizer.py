@@ -1,0 +1,103 @@
+"""What every optimizer is: state beside this rank's master weights, and a step that updates both.
+
+A subclass in a file of its own implements `update`. What it keeps, and which parameters it needs whole, its settings
+say (megacore/config/optimizers.py): from there follow the cutting of shards, the memory plan and the checkpoints. With
+an entry in megacore/optim/optimizers.py the optimizer is complete.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from megacore.config.optimizers import OptimizerSettings, StateKind
+from megacore.optim.clip import scale_gradients
+from megacore.zero.data_parallel import OwnedRun
+
+S = TypeVar("S", bound=OptimizerSettings)
+
+
+class Optimizer(ABC, Generic[S]):
+    """Updates what this rank holds of the master weights, run by run.
+
+    A run is a flat piece of a shard: parts of several parameters that decay alike, or exactly one parameter that the
+    optimizer takes whole (`run.shape` is then its shape).
+
+    Args:
+        runs: all that this rank updates; none where it has no part of any parameter.
+        settings: of this optimizer.
+        weight_decay: of matrices; vectors (biases, norm weights) have none.
+
+    Attributes:
+        state: for each run its tensors by the name of their kind; empty before the run's first update. `step` is no
+            kind: it counts the run's updates (a float32 scalar), for bias correction.
+    """
+
+    counts_updates: ClassVar[bool] = False
+    """Whether `update` needs the number of updates (`steps`), which a resumed run continues."""
+
+    def __init__(self, runs: Sequence[OwnedRun], settings: S, *, weight_decay: float) -> None:
+        self.runs, self.settings, self.weight_decay = list(runs), settings, weight_decay
+        self.state: dict[OwnedRun, dict[str, Tensor]] = {run: {} for run in runs}
+
+    @property
+    def kinds(self) -> tuple[StateKind, ...]:
+        """The kinds of state, the same on every rank."""
+        return self.settings.state
+
+    def step(self, runs: Sequence[OwnedRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
+        """Update the master weights of some runs.
+
+        Args:
+            runs: of this optimizer: all, or, with offload, those of one bucket.
+            gradients: of each run, fp32 and reduced; they are changed. None leaves the run as it is.
+            lr: the learning rate.
+            factor: what gradients are multiplied by first (clipping, loss scale), a scalar in host memory.
+        """
+        present = [(run, grad) for run, grad in zip(runs, gradients, strict=True) if grad is not None]
+        scale_gradients([grad for _, grad in present], factor)
+        for is_matrix in (True, False):
+            members = [(run, grad) for run, grad in present if run.is_matrix is is_matrix]
+            if members:
+                decay = self.weight_decay if is_matrix else 0.0
+                self.update([run for run, _ in members], [grad for _, grad in members], lr=lr, weight_decay=decay)
+
+    @abstractmethod
+    def update(self, runs: Sequence[OwnedRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+        """Update `run.master` and the state of each run.
+
+        Args:
+            runs: one or more, all matrices or all vectors.
+            gradients: of each run, fp32, flat, clipped and without the loss scale.
+            lr: the learning rate.
+            weight_decay: of these runs.
+        """
+
+    def tensors(self, kind: str, runs: Sequence[OwnedRun]) -> list[Tensor]:
+        """The state of one kind for each run; zeros where there was none."""
+        by_name = {each.name: each for each in self.kinds}
+        return [self.tensor(run, by_name[kind]) for run in runs]
+
+    def tensor(self, run: OwnedRun, kind: StateKind) -> Tensor:
+        """The state of one kind of a run; zeros where there was none. Flat, unless the run is a whole parameter."""
+        state = self.state[run]
+        if kind.name not in state:
+            shape = tuple(run.master.shape) if run.shape is None else kind.shape(run.shape)
+            state[kind.name] = torch.zeros(shape, dtype=getattr(torch, kind.dtype), device=run.master.device)
+        return state[kind.name]
+
+    def steps(self, runs: Sequence[OwnedRun]) -> list[Tensor]:
+        """How many updates each run has had, float32 scalars where its weights are; `update` counts them up."""
+        for run in runs:
+            self.state[run].setdefault("step", torch.zeros((), dtype=torch.float32, device=run.master.device))
+        return [self.state[run]["step"] for run in runs]
+
+    def resume(self, updates: int) -> None:
+        """Continue after so many updates, with the state that was loaded."""
+        if self.counts_updates:
+            for step in self.steps(self.runs):
+                step.fill_(float(updates))

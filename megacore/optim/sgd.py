@@ -1,0 +1,34 @@
+"""Stochastic gradient descent, with momentum (Sutskever et al. 2013) or without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from megacore.config.optimizers import SGDConfig
+from megacore.optim.optimizer import Optimizer
+from megacore.zero.data_parallel import OwnedRun
+
+
+class SGD(Optimizer[SGDConfig]):
+    """PyTorch's operator. Elementwise: a shard is updated as it would be within the whole parameter."""
+
+    def update(self, runs: Sequence[OwnedRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+        momentum = self.settings.sgd_momentum
+        buffers = [self.state[run].get("momentum_buffer") for run in runs]
+        sgd(
+            [run.master for run in runs],
+            list(gradients),
+            buffers,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+        for run, buffer in zip(runs, buffers, strict=True):  # the first update makes them: the gradient itself
+            if buffer is not None:
+                self.state[run]["momentum_buffer"] = buffer
