@@ -98,7 +98,8 @@ class RankMemory:
     def expected_tensors(self) -> float:
         """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes."""
         state = sum(self.state.values()) - self.on_host
-        return max(self.building, state, state - self.late + self.activations + self.working + self.passing)
+        training = state - self.late + self.activations + self.working + self.passing
+        return max(self.building, state, training)
 
     @property
     def expected(self) -> float:
@@ -306,9 +307,9 @@ def _late_bytes(config: ResolvedConfig, state: Mapping[str, float], *, on_cpu: b
         return 0.0
     if config.parallel.offload_optimizer and not on_cpu:
         return 0.0  # in host memory
-    moments = config.optimizer_settings.bytes_per_parameter
-    master = 4 if config.precision.precision != "fp32" or config.parallel.offload_optimizer else 0
-    return state["optimizer"] * moments / (moments + master) if moments else 0.0
+    kept = config.optimizer_settings.bytes_per_parameter
+    master = 4 if config.parallel.offload_optimizer or config.precision.precision != "fp32" else 0
+    return state["optimizer"] * kept / (kept + master) if kept else 0.0
 
 
 def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
