@@ -125,7 +125,7 @@ def test_an_exception_is_told_once_and_ends_the_others(tmp_path: Path, error: st
 
 
 def test_too_little_memory_is_told_once_without_a_traceback(tmp_path: Path) -> None:
-    flags = small_run(tmp_path / "out", dp=2, hidden_size=1_000_000, ffn_hidden_size=8, memory_check=False)
+    flags = small_run(tmp_path / "out", dp=2, hidden_size=1_000_000, ffn_hidden_size=8, no_memory_check=True)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
         status, _ = job.ends(START)
         said = job.said()

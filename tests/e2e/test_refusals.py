@@ -54,7 +54,7 @@ WRONG_CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ({"load": "nowhere"}, "--load nowhere is not a directory"),
     (
         {"output_dir": "/tmp/" + "x" * 300},
-        "has 300 bytes, and a name may have at most 255 there: choose a shorter name",
+        "has 300 bytes, and a name may have at most 255: choose a shorter name",
     ),
     ({"output_dir": "/tmp/" + "x/" * 2040}, "which leaves no room for the files in it: choose a shorter name"),
     ({"output_dir": PROGRAM / "under_a_file"}, "is not a directory: choose another name"),
