@@ -66,7 +66,8 @@ class PeerWatch:
             if signal.getsignal(number) is _arrives:  # what has taken it over keeps it
                 signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
-        os.close(self._wakeup)  # which the other end takes for readable
+        os.write(self._wakeup, b"\0")  # closing is not enough: data workers have inherited this end of the pipe
+        os.close(self._wakeup)
         self._thread.join()
         os.close(self._arrived)
 
