@@ -181,7 +181,11 @@ def test_a_flag_is_found_by_every_name_and_a_section_by_its_own() -> None:
 @pytest.mark.parametrize(
     ("topic", "kind", "message"),
     [
-        ("paralel", Config, "use model, parallel, precision, data, optimizer, adamw, sgd, training, checkpoint, logging or all"),
+        (
+            "paralel",
+            Config,
+            "use model, parallel, precision, data, optimizer, adamw, sgd, training, checkpoint, logging or all",
+        ),
         ("paralel", Config, "(did you mean parallel?)"),
         ("learning-rate-warmup", Config, "--help learning-rate-warmup: there is no such section or flag"),
         ("bert", Config, "there is no such section or flag"),
