@@ -198,14 +198,14 @@ def test_the_engine_trains_any_model_as_plain_torch_does() -> None:
 def synchronisations(rank: int, world_size: int, directory: str, planted: bool) -> list[str]:
     """What makes the host wait in a steady step of four microbatches."""
     trainer = trainer_of(((1, 1, 1), {"log_interval": 100}), "pretend", directory)
-    plain = trainer.model.runtime.loss
+    plain = trainer.model.runtime.task.loss
 
     def loss(output: Any, microbatch: Any) -> Any:
         if planted:
             output.sum().item()
         return plain(output, microbatch)
 
-    trainer.model.runtime.loss = loss
+    trainer.model.runtime.task.loss = loss
     trainer.train_step(next(trainer.batches))
     with counting() as c:
         trainer.train_step(next(trainer.batches))

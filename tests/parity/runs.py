@@ -75,7 +75,7 @@ def agree(found: Outcome, expected: Outcome) -> None:
 
 def bitwise(found: Outcome, expected: Outcome, kinds: Sequence[str] = ("gradients", "initial", "final")) -> None:
     assert found.losses == expected.losses
-    assert found.norms == expected.norms
+    assert list(map(repr, found.norms)) == list(map(repr, expected.norms))  # that of a skipped step is NaN
     for kind in kinds:
         one, other = getattr(found, kind), getattr(expected, kind)
         assert one.keys() == other.keys()

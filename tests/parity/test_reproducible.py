@@ -47,7 +47,7 @@ def test_nor_beside_tensor_parallelism(stage: int, layout: Layout, sequence_para
     "changes",
     [
         {"precision": "bf16"},
-        {"precision": "fp16", "initial_loss_scale": 65536.0},
+        {"precision": "fp16"},
         {"untie_embeddings_and_output_weights": True, "optimizer": "sgd", "lr": 0.1},
         {"hidden_dropout": 0.2, "attention_dropout": 0.2},
         {"micro_batch_size": 2},
