@@ -20,7 +20,7 @@ from megacore.ops.checks import (
     require_same_device,
     require_shape,
 )
-from megacore.ops.dispatch import runs_triton, uses_triton
+from megacore.ops.dispatch import is_fused, runs_triton, uses_triton
 
 
 @torch.library.custom_op("megacore::gelu_forward", mutates_args=())
@@ -118,6 +118,10 @@ def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
         from megacore.kernels import swiglu as kernel
 
         return kernel.forward(gate, up)
+    return _swiglu_reference(gate, up)
+
+
+def _swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
@@ -172,6 +176,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     require_same_device(gate=gate, up=up)
     require_floats(gate=gate, up=up)
     require_shape(gate.shape, "like gate", up=up)
+    if is_fused(gate):
+        return _swiglu_reference(gate, up)
     return _swiglu_forward(_rows(gate, "gate"), _rows(up, "up")).view(gate.shape)
 
 

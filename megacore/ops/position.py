@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
-from megacore.ops.dispatch import runs_triton
+from megacore.ops.dispatch import is_fused, runs_triton
 
 
 @torch.library.custom_op("megacore::rotary", mutates_args=())
@@ -72,4 +72,4 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     require_floats(cos=cos, sin=sin)
     require_shape((x.shape[1], cos.shape[1]), "positions of x times r/2", cos=cos, sin=sin)
     require_contiguous(x=x, cos=cos, sin=sin)
-    return _rotary(x, cos, sin, False)
+    return rotary_reference(x, cos, sin, backwards=False) if is_fused(x) else _rotary(x, cos, sin, False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +28,9 @@ def recompute(function: Callable[..., T], *inputs: Tensor, streams: RandomStream
         inputs: kept for backward.
         streams: the source of the function's dropout masks.
     """
+    if torch.compiler.is_compiling():  # compiled code takes the seeds of its masks as tensors
+        compiled: T = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return compiled
     index = streams.index
 
     def again(*tensors: Tensor) -> T:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.parallel.collectives import Pending, start_all_gather, start_reduce_scatter
+from megacore.parallel.collectives import ShardsGathered, SumScattered
 from megacore.parallel.mesh import Group
 from megacore.parallel.products import TORCH, Parameters, Products, input_gradient, outputs, parameter_gradients
 
@@ -25,14 +25,13 @@ class _GatherOfPieces:
     """An all-gather along the sequence, under way."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
-        self._pieces = x.new_empty((group.size, *x.shape))
-        self._pending = start_all_gather(self._pieces.view(-1), x.contiguous().view(-1), group)
+        self._gathering = ShardsGathered(x, group)
 
     def wait(self) -> Tensor:
         """[b, s, h] from every rank's [b, s/t, h]"""
-        self._pending.wait()
-        t, b, s, h = self._pieces.shape
-        return self._pieces.transpose(0, 1).reshape(b, t * s, h)
+        pieces = self._gathering.wait()
+        t, b, s, h = pieces.shape
+        return pieces.transpose(0, 1).reshape(b, t * s, h)
 
 
 class _ScatterOfSum:
@@ -40,14 +39,12 @@ class _ScatterOfSum:
 
     def __init__(self, x: Tensor, group: Group) -> None:
         b, s, h = x.shape
-        self._pieces = x.view(b, group.size, s // group.size, h).transpose(0, 1).contiguous()
-        self._own = x.new_empty((b, s // group.size, h))
-        self._pending: Pending = start_reduce_scatter(self._own.view(-1), self._pieces.view(-1), group)
+        pieces = x.view(b, group.size, s // group.size, h).transpose(0, 1).contiguous()
+        self._scattering = SumScattered(pieces, group)
 
     def wait(self) -> Tensor:
         """[b, s/t, h], summed over the ranks' [b, s, h]"""
-        self._pending.wait()
-        return self._own
+        return self._scattering.wait()
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config.model import padded_rows
-from megacore.parallel.collectives import copy_to_group, reduce_from_group, start_all_reduce_
+from megacore.parallel.collectives import Sum, copy_to_group, reduce_from_group
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import (
     TORCH,
@@ -49,11 +49,9 @@ class _LinearOfCopiedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        grad_x = input_gradient(ctx.products, grads, weights).contiguous()
-        pending = start_all_reduce_(grad_x, ctx.group)
+        summing = Sum(input_gradient(ctx.products, grads, weights), ctx.group)
         gradients = parameter_gradients(ctx.products, x, grads, ctx.has_bias)
-        pending.wait()
-        return None, grad_x, None, *gradients
+        return None, summing.wait(), None, *gradients
 
 
 class ColumnParallelLinear(ShardedModule):

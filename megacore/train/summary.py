@@ -66,6 +66,7 @@ def launch_summary(
             + (" (mock)" if config.data.mock_data else ""),
         ),
         ("operators", _operators(config, mesh.device)),
+        *([("compiled", f"transformer blocks, {training.compile_backend}")] if training.compile else []),
         ("output", training.output_dir),
     ]
     return "\n".join(f"  {label:<10}{text}" for label, text in lines)
