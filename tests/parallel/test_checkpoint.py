@@ -289,6 +289,36 @@ def test_a_checkpoint_that_is_gone_is_missed(checkpoint: Path, others: bool) -> 
     assert choose_checkpoint(make_config((1, 1, 1), run, load="auto"), ALONE).refused == ()
 
 
+def chosen(rank: int, world_size: int, runs: list[str]) -> str:
+    """What this rank continues from where --load names its own of these run directories, or why it is refused."""
+    config = make_config((1, 1, world_size), "unused", load=runs[rank])
+    try:
+        return str(choose_checkpoint(config, build_mesh(config.parallel).world).directory)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_each_rank_loads_from_its_own_path_and_all_the_same_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """A run's directory may be mounted elsewhere on another node; another run's directory is refused."""
+    run, copy, other, lacking = checkpoint.parent, tmp_path / "copy", tmp_path / "other", tmp_path / "lacking"
+    shutil.copytree(run, copy)
+    trainer = one_process(other, seed=2)
+    trainer.train_step(next(trainer.batches))
+    trainer.save()
+    lacking.mkdir()
+    name = checkpoint.name
+    assert run_distributed(chosen, 2, [str(run), str(copy)]) == [str(run / name), str(copy / name)]
+    first, second = (read_manifest(at / name).manifest_sha256[:16] for at in (run, other))
+    differs = (
+        f"the ranks load different checkpoints: rank 0: {run / name} (step 1, manifest {first}); "
+        f"rank 1: {other / name} (step 1, manifest {second}): give every rank the same one"
+    )
+    assert run_distributed(chosen, 2, [str(run), str(other)]) == [differs] * 2
+    misses = f"none of the 1 checkpoints of {{}} is whole: on rank 1: {lacking / name}"
+    for found, own in zip(run_distributed(chosen, 2, [str(run), str(lacking)]), (run, lacking), strict=True):
+        assert misses.format(own) in found
+
+
 def test_the_tokenizer_is_the_one_that_the_run_began_with(tmp_path: Path) -> None:
     """Its file may change while the run goes on."""
     file = tmp_path / "tokenizer.json"
