@@ -25,9 +25,8 @@ from megacore.layers.rotary import Rotary
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import seeded
 from megacore.parallel.recompute import recompute
-from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.sharding import split_evenly
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, gather_sequence
 
 
 class SelfAttention(nn.Module):

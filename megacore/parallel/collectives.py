@@ -129,18 +129,18 @@ class SumScattered:
     def __init__(self, x: Tensor, group: Group) -> None:
         self._compiled = torch.compiler.is_compiling()
         if self._compiled:
-            self._own = _compiled_ops.reduce_scatter_tensor(x.flatten(0, 1), "sum", group.size, group.name)
+            self._local = _compiled_ops.reduce_scatter_tensor(x.flatten(0, 1), "sum", group.size, group.name)
         else:
             self._parts = x  # until the sum is there
-            self._own = x.new_empty(x.shape[1:])
-            self._pending = start_reduce_scatter(self._own.view(-1), x.view(-1), group)
+            self._local = x.new_empty(x.shape[1:])
+            self._pending = start_reduce_scatter(self._local.view(-1), x.view(-1), group)
 
     def wait(self) -> Tensor:
         """The shape of a part."""
         if self._compiled:
-            return _compiled_ops.wait_tensor(self._own)
+            return _compiled_ops.wait_tensor(self._local)
         self._pending.wait()
-        return self._own
+        return self._local
 
 
 def _by_messages(whole: Tensor) -> bool:
