@@ -86,8 +86,13 @@ class SelfAttention(nn.Module):
         Returns:
             Like x.
         """
-        query, key, value = self._heads(self.qkv(x))
-        query, key, value = self._placed(query, key, value, positions)
+        projected = self.qkv(x)
+        if self.rotary is not None and self.query_norm is None and self.layer_group.size <= self.groups:
+            packed = projected.unflatten(-1, (-1, self.head_size))
+            groups = self.groups // self.layer_group.size
+            query, key, value = self.rotary.split(packed, groups=groups, positions=positions)
+        else:
+            query, key, value = self._placed(*self._heads(projected), positions)
         mixed = self._mixed(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
