@@ -237,12 +237,17 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduced(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
+        if torch.compiler.is_compiling():  # the compiler finds out itself whether a copy is needed
+            return all_reduced(x, group)
+        if not in_place or x._is_view() or not x.is_contiguous():
+            return all_reduced(x, group)
+        ctx.mark_dirty(x)
+        return all_reduce_(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -272,9 +277,16 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _Copy.apply(x, group)
 
 
-def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """Leave a tensor-parallel region: partial results summed forward, identity backward."""
-    return x if group.size == 1 else _Reduce.apply(x, group)
+def reduce_from_group(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
+    """Leave a tensor-parallel region: partial results summed forward, identity backward.
+
+    Args:
+        x: of every rank.
+        group: that sums them.
+        in_place: x may be overwritten, which saves a copy, if it is contiguous and no view: neither the caller nor the
+            operator that made it reads it again.
+    """
+    return x if group.size == 1 else _Reduce.apply(x, group, in_place)
 
 
 def gather_from_group(x: Tensor, group: Group) -> Tensor:

@@ -164,8 +164,11 @@ class RowParallelLinear(ShardedModule):
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
         if self.group.size == 1:
             return self.products.linear(x, self.weight, self.bias)
-        leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
-        y = leave(self.products.linear(x, self.weight), self.group)
+        partial = self.products.linear(x, self.weight)
+        if self.sequence_parallel:
+            y = reduce_scatter_sequence(partial, self.group)
+        else:
+            y = reduce_from_group(partial, self.group, in_place=True)
         return y if self.bias is None else y + self.bias
 
 
@@ -239,7 +242,7 @@ def _linears(
 ) -> tuple[Tensor, ...]:
     if group.size == 1:
         return linears(products, x, parameters)
-    if split_backward:
+    if split_backward or not torch.is_grad_enabled():
         enter = gather_sequence if sequence_parallel else copy_to_group
         return linears(products, enter(x, group), parameters)
     if sequence_parallel:
