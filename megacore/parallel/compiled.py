@@ -66,12 +66,15 @@ class _UncompiledLinears(Products):
         return self._products.linear(x, weight, bias)
 
 
-def compile_layer(layer: nn.Module, *, backend: Backend = "inductor", split_backward: bool = False) -> None:
+def compile_layer(
+    layer: nn.Module, *, backend: Backend = "inductor", fixed_shapes: bool = True, split_backward: bool = False
+) -> None:
     """Let the layer's forward and backward run as compiled code, from its first call on.
 
     Args:
         layer: takes a tensor, or a tuple of tensors of which the first holds the hidden states.
         backend: `inductor` generates kernels; `aot-eager` runs the captured graphs with torch's own operators.
+        fixed_shapes: whether the layer's input has one shape, or a few; otherwise the second shape is compiled for all.
         split_backward: gradients of inputs and of weights may be computed separately.
     """
     dynamo = torch._dynamo.config  # loaded here: it takes seconds
@@ -98,7 +101,9 @@ def compile_layer(layer: nn.Module, *, backend: Backend = "inductor", split_back
         layer.register_forward_pre_hook(prepare)
     # Random operators of plain layers stay torch's own: they draw the same masks as without compiling.
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
-    layer.forward = torch.compile(layer.forward, backend=_BACKENDS[backend], options=options)
+    layer.forward = torch.compile(
+        layer.forward, backend=_BACKENDS[backend], options=options, dynamic=False if fixed_shapes else None
+    )
 
 
 def why_not_compile(backend: Backend, device: torch.device) -> str | None:

@@ -123,6 +123,7 @@ def _layers(
             compile_layer(
                 layer,
                 backend=config.training.compile_backend,
+                fixed_shapes=chunk.specs[index].block is not None,
                 split_backward=config.training.reproducible or config.parallel.may_split_backward,
             )
         if index in recomputed:
