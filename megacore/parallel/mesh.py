@@ -8,6 +8,7 @@ get the one `Group` they need. A group of size 1 has no process group behind it 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from megacore.config import ParallelConfig, ResolvedParallel
 from megacore.config.dimensions import DIMENSIONS, Dimension, Divides, coordinates_of, degrees_of, describe_rank
+from megacore.config.messages import ranks_in_words
 from megacore.errors import ConfigError
 
 
@@ -204,7 +206,7 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
         This rank's device, and the group of all ranks.
 
     Raises:
-        ConfigError: the device that is asked for is not here, or another rank has it too.
+        ConfigError: the device that is asked for is not here, another rank has it too, or one of another kind.
     """
     device = select_device(config.device)
     if world_size() == 1:
@@ -212,8 +214,7 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     if not dist.is_initialized():
         timeout, rank = _timeout(config), int(os.environ["RANK"])
         store = _job_store(timeout)
-        if device.type != "cpu":
-            refuse_shared_devices(store, rank, world_size(), _identity(device))
+        refuse_unfit_devices(store, rank, world_size(), device.type, _identity(device))
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
             timeout=timeout,
@@ -233,7 +234,7 @@ def build_mesh(config: ResolvedParallel, dimensions: Sequence[Dimension] = DIMEN
         dimensions: the table, outermost first.
 
     Raises:
-        ConfigError: the device that is asked for is not here, or another rank has it too.
+        ConfigError: the device that is asked for is not here, another rank has it too, or one of another kind.
     """
     device, world = join_job(config)
     degrees = degrees_of(partial(getattr, config), dimensions)
@@ -292,37 +293,47 @@ def _splits(device: torch.device) -> bool:
 
 def _identity(device: torch.device) -> str | None:
     """What tells this device from every other one of the cluster; None where its kind has nothing of that sort."""
+    if device.type == "cpu":
+        return None
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = getattr(properties(device.index), "uuid", None) if properties is not None else None
     return None if uuid is None else str(uuid)
 
 
-def refuse_shared_devices(store: dist.Store, rank: int, world_size: int, identity: str | None) -> None:
-    """Compare the ranks' devices before a backend meets one twice, which NCCL reports as an internal error.
+def refuse_unfit_devices(store: dist.Store, rank: int, world_size: int, kind: str, identity: str | None) -> None:
+    """Compare the ranks' devices before backends meet: two of a different kind never do, and one device twice is an
+    internal error of NCCL's.
 
     Args:
         store: of the job.
         rank: of this process.
         world_size: number of processes, each of which calls this.
+        kind: torch's name of this rank's kind of device.
         identity: of this rank's device; None if it is not known.
 
     Raises:
-        ConfigError: two ranks have the same device; on every rank.
+        ConfigError: two ranks have the same device, or another kind of device; on every rank.
     """
-    name = "" if identity is None else f"{identity} on {socket.gethostname()}"
-    store.set(f"device/{rank}", name)
-    devices = [value.decode() for value in store.multi_get([f"device/{other}" for other in range(world_size)])]
-    problems = []
-    for device in sorted(set(devices) - {""}):
-        ranks = [str(other) for other, name in enumerate(devices) if name == device]
-        if len(ranks) > 1:
-            problems.append(f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} have the same device, {device}")
-    if problems:
-        way_out = (
-            "start no more ranks on a node than it has devices, with LOCAL_RANK as torchrun sets it or with one "
-            "device bound to each (srun --gpus-per-task 1), or use --device cpu"
+    store.set(f"device/{rank}", json.dumps([kind, identity, socket.gethostname()]))
+    told = [json.loads(value) for value in store.multi_get([f"device/{other}" for other in range(world_size)])]
+    problems, first = [], told[0][0]
+    for other in sorted({kind for kind, _, _ in told} - {first}):
+        ranks = [number for number, (kind, _, _) in enumerate(told) if kind == other]
+        problems.append(
+            f"{ranks_in_words(ranks)} would compute on {other} (rank {ranks[0]} on {told[ranks[0]][2]}), rank 0 on "
+            f"{first} (on {told[0][2]}): with --device auto a machine whose accelerator does not work takes its CPU; "
+            "repair it or leave it out, or give every rank the same --device"
         )
-        raise ConfigError([f"{problem}: {way_out}" for problem in problems])
+    for device in sorted({f"{identity} on {host}" for _, identity, host in told if identity is not None}):
+        ranks = [number for number, (_, identity, host) in enumerate(told) if f"{identity} on {host}" == device]
+        if len(ranks) > 1:
+            problems.append(
+                f"{ranks_in_words(ranks)} have the same device, {device}: start no more ranks on a node than it has "
+                "devices, with LOCAL_RANK as torchrun sets it or with one device bound to each (srun --gpus-per-task 1), "
+                "or use --device cpu"
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _job_store(timeout: timedelta) -> dist.Store:

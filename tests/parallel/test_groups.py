@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megacore.config import ParallelConfig
 from megacore.errors import ConfigError
 from megacore.parallel import direct
 from megacore.parallel.collectives import sum_copies_
-from megacore.parallel.mesh import Holders, build_mesh, refuse_shared_devices, select_device
+from megacore.parallel.mesh import Holders, build_mesh, join_job, refuse_unfit_devices, select_device
+from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
 
@@ -92,25 +95,46 @@ def test_a_process_that_sees_one_device_takes_it_whatever_its_local_rank(acceler
         select_device("auto")
 
 
-def refusals(identities: list[str | None]) -> list[str]:
-    """What each rank says of these devices."""
+def refusals(*devices: tuple[str, str | None]) -> list[str]:
+    """What each rank says of these devices, each its kind and its identity."""
     store = dist.HashStore()
 
     def compare(rank: int) -> str:
         try:
-            refuse_shared_devices(store, rank, len(identities), identities[rank])
+            refuse_unfit_devices(store, rank, len(devices), *devices[rank])
         except ConfigError as error:
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(len(identities)) as ranks:
-        return list(ranks.map(compare, range(len(identities))))
+    with ThreadPoolExecutor(len(devices)) as ranks:
+        return list(ranks.map(compare, range(len(devices))))
 
 
 def test_ranks_that_share_a_device_are_refused_on_all() -> None:
-    assert refusals(["GPU-1", "GPU-2", "GPU-3"]) == [""] * 3
-    assert refusals([None, None]) == [""] * 2  # a kind of device that has no identity
-    told = refusals(["GPU-1", "GPU-2", "GPU-1"])
+    assert refusals(*(("cuda", f"GPU-{number}") for number in (1, 2, 3))) == [""] * 3
+    assert refusals(("xpu", None), ("xpu", None)) == [""] * 2  # a kind of device that has no identity
+    told = refusals(*(("cuda", f"GPU-{number}") for number in (1, 2, 1)))
     assert told == told[:1] * 3
-    assert "ranks 0 and 2 have the same device, GPU-1 on " in told[0]
+    assert "ranks 0, 2 have the same device, GPU-1 on " in told[0]
     assert "srun --gpus-per-task 1" in told[0]
+
+
+def test_ranks_on_devices_of_different_kinds_are_refused_on_all() -> None:
+    """A node whose driver does not work has none: its ranks would meet the others' in another backend, and never."""
+    told = refusals(("cuda", "GPU-1"), ("cuda", "GPU-2"), ("cpu", None), ("cpu", None))
+    assert told == told[:1] * 4
+    host = socket.gethostname()
+    assert f"ranks 2, 3 would compute on cpu (rank 2 on {host}), rank 0 on cuda (on {host}): with --device auto" in told[0]
+
+
+def joins(rank: int, world_size: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        join_job(ParallelConfig(device="pretend" if rank == 0 else "cpu"))
+    return str(error.value)
+
+
+@needs_pretend
+def test_a_rank_without_the_others_kind_of_device_does_not_keep_them_waiting() -> None:
+    told = run_distributed(joins, 2, backend="pretend", init=False, timeout=30)
+    assert told == told[:1] * 2
+    assert "rank 1 would compute on cpu" in told[0]
