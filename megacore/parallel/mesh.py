@@ -329,8 +329,8 @@ def refuse_unfit_devices(store: dist.Store, rank: int, world_size: int, kind: st
         if len(ranks) > 1:
             problems.append(
                 f"{ranks_in_words(ranks)} have the same device, {device}: start no more ranks on a node than it has "
-                "devices, with LOCAL_RANK as torchrun sets it or with one device bound to each (srun --gpus-per-task 1), "
-                "or use --device cpu"
+                "devices, with LOCAL_RANK as torchrun sets it or with one device bound to each "
+                "(srun --gpus-per-task 1), or use --device cpu"
             )
     if problems:
         raise ConfigError(problems)

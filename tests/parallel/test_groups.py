@@ -124,7 +124,7 @@ def test_ranks_on_devices_of_different_kinds_are_refused_on_all() -> None:
     told = refusals(("cuda", "GPU-1"), ("cuda", "GPU-2"), ("cpu", None), ("cpu", None))
     assert told == told[:1] * 4
     host = socket.gethostname()
-    assert f"ranks 2, 3 would compute on cpu (rank 2 on {host}), rank 0 on cuda (on {host}): with --device auto" in told[0]
+    assert f"ranks 2, 3 would compute on cpu (rank 2 on {host}), rank 0 on cuda (on {host}): " in told[0]
 
 
 def joins(rank: int, world_size: int) -> str:
