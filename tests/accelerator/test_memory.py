@@ -96,7 +96,7 @@ def test_one_layer_at_most_is_whole_while_a_run_is_built(source: str, precision:
 
 def refused(rank: int, world_size: int, directory: str, changes: dict[str, Any]) -> str:
     """What a rank says where the device of the last one has 32 MiB, and the host 64 KiB; nothing is allocated."""
-    fit.host_room = partial(Room, 2.0**16, "a small host")  # type: ignore[assignment]
+    fit.host_room = partial(Room, 2.0**16, "a small host")
     config = make_config((1, world_size, 1), directory, device="pretend", **changes)
     mesh = build_mesh(config.parallel)
     task, before = GPTTask(config, mesh), torch.accelerator.memory_allocated(mesh.device)
