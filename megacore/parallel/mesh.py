@@ -12,8 +12,8 @@ import json
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -208,13 +208,12 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     Raises:
         ConfigError: the device that is asked for is not here, another rank has it too, or one of another kind.
     """
-    device = select_device(config.device)
-    if world_size() == 1:
-        return device, ALONE
-    if not dist.is_initialized():
+    if world_size() == 1 or dist.is_initialized():
+        device = select_device(config.device)
+    else:
         timeout, rank = _timeout(config), int(os.environ["RANK"])
         store = _job_store(timeout)
-        refuse_unfit_devices(store, rank, world_size(), device.type, _identity(device))
+        device = agree_on_devices(store, rank, world_size(), partial(select_device, config.device))
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
             timeout=timeout,
@@ -223,6 +222,8 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
             world_size=world_size(),
             device_id=device if device.type != "cpu" else None,
         )
+    if world_size() == 1:
+        return device, ALONE
     return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
 
 
@@ -300,40 +301,70 @@ def _identity(device: torch.device) -> str | None:
     return None if uuid is None else str(uuid)
 
 
-def refuse_unfit_devices(store: dist.Store, rank: int, world_size: int, kind: str, identity: str | None) -> None:
-    """Compare the ranks' devices before backends meet: two of a different kind never do, and one device twice is an
-    internal error of NCCL's.
+def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Callable[[], torch.device]) -> torch.device:
+    """This rank's device, once every rank has one: before backends meet, of which two kinds never do, and NCCL reports
+    one device twice as an internal error.
 
     Args:
         store: of the job.
         rank: of this process.
         world_size: number of processes, each of which calls this.
-        kind: torch's name of this rank's kind of device.
-        identity: of this rank's device; None if it is not known.
+        select: finds this rank's device.
 
     Raises:
-        ConfigError: two ranks have the same device, or another kind of device; on every rank.
+        ConfigError: a rank has no device, another kind of device, or that of another rank; on every rank.
     """
-    store.set(f"device/{rank}", json.dumps([kind, identity, socket.gethostname()]))
-    told = [json.loads(value) for value in store.multi_get([f"device/{other}" for other in range(world_size)])]
-    problems, first = [], told[0][0]
-    for other in sorted({kind for kind, _, _ in told} - {first}):
-        ranks = [number for number, (kind, _, _) in enumerate(told) if kind == other]
-        problems.append(
-            f"{ranks_in_words(ranks)} would compute on {other} (rank {ranks[0]} on {told[ranks[0]][2]}), rank 0 on "
-            f"{first} (on {told[0][2]}): with --device auto a machine whose accelerator does not work takes its CPU; "
-            "repair it or leave it out, or give every rank the same --device"
+    device, problem = None, None
+    try:
+        device = select()
+    except ConfigError as error:
+        problem = "; ".join(error.problems)
+    own = _Device(None, None, problem) if device is None else _Device(device.type, _identity(device))
+    store.set(f"device/{rank}", json.dumps(asdict(own)))
+    told = store.multi_get([f"device/{other}" for other in range(world_size)])
+    if problems := list(_unfit([_Device(**json.loads(value)) for value in told])):
+        raise ConfigError(problems)
+    assert device is not None
+    return device
+
+
+@dataclass(frozen=True)
+class _Device:
+    """What a rank says of its device: torch's name of its kind, what tells it from others, why there is none."""
+
+    kind: str | None
+    identity: str | None
+    problem: str | None = None
+    host: str = field(default_factory=socket.gethostname)
+
+
+def _unfit(devices: Sequence[_Device]) -> Iterator[str]:
+    """What is wrong with the ranks' devices together."""
+    for problem, ranks in _alike(device.problem for device in devices):
+        yield f"{problem} ({ranks_in_words(ranks)}, {devices[ranks[0]].host})"
+    kinds = _alike(device.kind for device in devices)
+    for kind, ranks in kinds[1:]:
+        yield (
+            f"{ranks_in_words(ranks)} would compute on {kind} (rank {ranks[0]} on {devices[ranks[0]].host}), "
+            f"{ranks_in_words(kinds[0][1])} on {kinds[0][0]}: with --device auto a machine whose accelerator does not "
+            "work takes its CPU; repair it or leave it out, or give every rank the same --device"
         )
-    for device in sorted({f"{identity} on {host}" for _, identity, host in told if identity is not None}):
-        ranks = [number for number, (_, identity, host) in enumerate(told) if f"{identity} on {host}" == device]
+    for place, ranks in _alike(device.identity and f"{device.identity} on {device.host}" for device in devices):
         if len(ranks) > 1:
-            problems.append(
-                f"{ranks_in_words(ranks)} have the same device, {device}: start no more ranks on a node than it has "
+            yield (
+                f"{ranks_in_words(ranks)} have the same device, {place}: start no more ranks on a node than it has "
                 "devices, with LOCAL_RANK as torchrun sets it or with one device bound to each "
                 "(srun --gpus-per-task 1), or use --device cpu"
             )
-    if problems:
-        raise ConfigError(problems)
+
+
+def _alike(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
+    """Each value with the ranks that have it; None is none."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        if value is not None:
+            ranks.setdefault(value, []).append(rank)
+    return list(ranks.items())
 
 
 def _job_store(timeout: timedelta) -> dist.Store:
