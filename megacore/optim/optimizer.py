@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megacore.config.optimizers import OptimizerSettings, StateKind
-from megacore.optim.clip import scale_gradients
-from megacore.zero.data_parallel import OwnedRun
+from megacore.zero.data_parallel import LocalRun
 
 S = TypeVar("S", bound=OptimizerSettings)
 
@@ -40,16 +39,16 @@ class Optimizer(ABC, Generic[S]):
     counts_updates: ClassVar[bool] = False
     """Whether `update` needs the number of updates (`steps`), which a resumed run continues."""
 
-    def __init__(self, runs: Sequence[OwnedRun], settings: S, *, weight_decay: float) -> None:
+    def __init__(self, runs: Sequence[LocalRun], settings: S, *, weight_decay: float) -> None:
         self.runs, self.settings, self.weight_decay = list(runs), settings, weight_decay
-        self.state: dict[OwnedRun, dict[str, Tensor]] = {run: {} for run in runs}
+        self.state: dict[LocalRun, dict[str, Tensor]] = {run: {} for run in runs}
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
         """The kinds of state, the same on every rank."""
         return self.settings.state
 
-    def step(self, runs: Sequence[OwnedRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
+    def step(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
         """Update the master weights of some runs.
 
         Args:
@@ -67,7 +66,7 @@ class Optimizer(ABC, Generic[S]):
                 self.update([run for run, _ in members], [grad for _, grad in members], lr=lr, weight_decay=decay)
 
     @abstractmethod
-    def update(self, runs: Sequence[OwnedRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+    def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         """Update `run.master` and the state of each run.
 
         Args:
@@ -77,12 +76,12 @@ class Optimizer(ABC, Generic[S]):
             weight_decay: of these runs.
         """
 
-    def tensors(self, kind: str, runs: Sequence[OwnedRun]) -> list[Tensor]:
+    def tensors(self, kind: str, runs: Sequence[LocalRun]) -> list[Tensor]:
         """The state of one kind for each run; zeros where there was none."""
         by_name = {each.name: each for each in self.kinds}
         return [self.tensor(run, by_name[kind]) for run in runs]
 
-    def tensor(self, run: OwnedRun, kind: StateKind) -> Tensor:
+    def tensor(self, run: LocalRun, kind: StateKind) -> Tensor:
         """The state of one kind of a run; zeros where there was none. Flat, unless the run is a whole parameter."""
         state = self.state[run]
         if kind.name not in state:
@@ -90,7 +89,7 @@ class Optimizer(ABC, Generic[S]):
             state[kind.name] = torch.zeros(shape, dtype=getattr(torch, kind.dtype), device=run.master.device)
         return state[kind.name]
 
-    def steps(self, runs: Sequence[OwnedRun]) -> list[Tensor]:
+    def steps(self, runs: Sequence[LocalRun]) -> list[Tensor]:
         """How many updates each run has had, float32 scalars where its weights are; `update` counts them up."""
         for run in runs:
             self.state[run].setdefault("step", torch.zeros((), dtype=torch.float32, device=run.master.device))
@@ -101,3 +100,10 @@ class Optimizer(ABC, Generic[S]):
         if self.counts_updates:
             for step in self.steps(self.runs):
                 step.fill_(float(updates))
+
+
+@torch.no_grad()
+def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply fp32 gradients in place by a scalar in host memory; a factor of exactly 1 costs nothing."""
+    if gradients and (number := factor.item()) != 1.0:
+        torch._foreach_mul_(list(gradients), number)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megacore.errors import ConfigError
 from megacore.parallel import direct
-from megacore.parallel.collectives import sum_copies_
+from megacore.parallel.collectives import all_reduce_tied_
 from megacore.parallel.mesh import Holders, build_mesh, refuse_shared_devices, select_device
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
@@ -53,7 +53,7 @@ def sums_over_some(rank: int, world_size: int) -> list[bool]:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         terms = [torch.randn(7, 41, generator=torch.Generator().manual_seed(m)).mul(1000).to(dtype) for m in members]
         own = terms[members.index(rank)].clone()
-        sum_copies_(own, Holders(pipeline=pipeline, positions=members))
+        all_reduce_tied_(own, Holders(pipeline=pipeline, positions=members))
         found.append(torch.equal(own, terms[0] + terms[1] + terms[2]))
     return found
 
