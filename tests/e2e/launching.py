@@ -11,13 +11,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.patience import patience, until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
@@ -60,10 +61,13 @@ class Job:
         return "".join(path.read_text() for path in sorted(self.logs.rglob(f"{stream}.log")))
 
     def ends(self, within: float) -> tuple[int, str]:
-        """Wait for the end of all processes; torchrun's exit status and what it printed itself."""
-        deadline = time.monotonic() + within
-        _, text = self.torchrun.communicate(timeout=within)
-        until(lambda: not self.pids(), max(deadline - time.monotonic(), 1.0), "processes are left running")
+        """Wait for the end of all processes; torchrun's exit status and what it printed itself.
+
+        Args:
+            within: Seconds that it may take on a quiet machine.
+        """
+        _, text = self.torchrun.communicate(timeout=patience(within))
+        until(lambda: not self.pids(), within, "processes are left running")
         return self.torchrun.returncode, text
 
 
@@ -85,18 +89,12 @@ def under_torchrun(logs: Path, processes: int, *command: object, max_restarts: i
 
 
 def alone(*flags: object, timeout: float = 10.0, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
-    """Run pretrain_gpt.py, or another program, in one process."""
+    """Run pretrain_gpt.py, or another program, in one process; `timeout` is in seconds of a quiet machine."""
     command = [sys.executable, str(program), *map(str, flags)]
     environment = _environment(uuid.uuid4().hex)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-
-
-def until(condition: Callable[[], object], seconds: float, failure: str) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, failure
-        time.sleep(0.05)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=patience(timeout), check=False
+    )
 
 
 def _environment(mark: str) -> dict[str, str]:

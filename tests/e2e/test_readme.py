@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -80,7 +82,7 @@ def test_the_runnable_commands_run(text: str, checkout: Path) -> None:
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
     command = ["bash", "-euo", "pipefail", "-c", script]
     done = subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=patience(300), check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     runs = list((checkout / "output").iterdir())

@@ -58,6 +58,7 @@ WRONG_CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ),
     ({"output_dir": "/tmp/" + "x/" * 2040}, "which leaves no room for the files in it: choose a shorter name"),
     ({"output_dir": PROGRAM / "under_a_file"}, "is not a directory: choose another name"),
+    ({"preset": "bloom-176b", "vocab_size": None, "device": "cpu"}, "--preset bloom-176b needs at least "),
 ]
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.lock import WriterLock
-from tests.e2e.launching import PROGRAM, ROOT, alone, needs_proc, small_run, under_torchrun, until
+from tests.e2e.launching import PROGRAM, ROOT, alone, needs_proc, small_run, under_torchrun
+from tests.patience import until
 
 pytestmark = needs_proc
 PATIENCE = 120.0

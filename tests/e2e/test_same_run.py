@@ -19,6 +19,7 @@ from megacore.train import same_run
 from megacore.train.same_run import differences, facts
 from tests.e2e.launching import PROGRAM, alone, needs_proc, small_run, under_torchrun
 from tests.parity.runs import make_config
+from tests.patience import patience
 
 # Stands for the command lines of several nodes: flags by rank.
 OTHERWISE = """
@@ -83,7 +84,7 @@ def test_without_torchrun_a_refusal_is_said_once(tmp_path: Path) -> None:
         ]
         started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     try:
-        said = [process.communicate(timeout=60.0)[1] for process in started]
+        said = [process.communicate(timeout=patience(60))[1] for process in started]
     finally:
         for process in started:
             process.kill()
