@@ -1,8 +1,8 @@
-"""What every optimizer is: state beside this rank's master weights, and a step that updates both.
+"""The optimizer protocol: state beside this rank's master weights, and a step that updates both.
 
-A subclass in a file of its own implements `update`. What it keeps, and which parameters it needs whole, its settings
-say (megacore/config/optimizers.py): from there follow the cutting of shards, the memory plan and the checkpoints. With
-an entry in megacore/optim/optimizers.py the optimizer is complete.
+A subclass implements `update`. Its settings (megacore/config/optimizers.py) declare its state and the parameters that
+it needs whole; shard boundaries, the memory plan and checkpoints follow from them. An entry in
+megacore/optim/optimizers.py makes it selectable.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ S = TypeVar("S", bound=OptimizerSettings)
 
 
 class Optimizer(ABC, Generic[S]):
-    """Updates what this rank holds of the master weights, run by run.
+    """Updates this rank's part of the master weights, run by run.
 
-    A run is a flat piece of a shard: parts of several parameters that decay alike, or exactly one parameter that the
-    optimizer takes whole (`run.shape` is then its shape).
+    A run is a flat part of a shard: parts of several parameters with the same weight decay, or exactly one parameter
+    that the optimizer needs whole (`run.shape` is then its shape).
 
     Args:
-        runs: all that this rank updates; none where it has no part of any parameter.
+        runs: all that this rank updates; there may be none.
         settings: of this optimizer.
         weight_decay: of matrices; vectors (biases, norm weights) have none.
 
     Attributes:
+        kinds: of state, the same on every rank.
         state: for each run its tensors by the name of their kind; empty before the run's first update. `step` is no
             kind: it counts the run's updates (a float32 scalar), for bias correction.
     """
@@ -41,12 +42,8 @@ class Optimizer(ABC, Generic[S]):
 
     def __init__(self, runs: Sequence[LocalRun], settings: S, *, weight_decay: float) -> None:
         self.runs, self.settings, self.weight_decay = list(runs), settings, weight_decay
+        self.kinds: tuple[StateKind, ...] = settings.state
         self.state: dict[LocalRun, dict[str, Tensor]] = {run: {} for run in runs}
-
-    @property
-    def kinds(self) -> tuple[StateKind, ...]:
-        """The kinds of state, the same on every rank."""
-        return self.settings.state
 
     def step(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
         """Update the master weights of some runs.
@@ -96,7 +93,7 @@ class Optimizer(ABC, Generic[S]):
         return [self.state[run]["step"] for run in runs]
 
     def resume(self, updates: int) -> None:
-        """Continue after so many updates, with the state that was loaded."""
+        """Continue after `updates` updates, with the state that was loaded."""
         if self.counts_updates:
             for step in self.steps(self.runs):
                 step.fill_(float(updates))
