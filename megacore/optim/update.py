@@ -1,4 +1,4 @@
-"""One update of the weights: the global gradient norm, clipping, and the optimizer step or the decision to skip it.
+"""One update of the weights: gradient norm, clipping, loss scale, and the optimizer step or the decision to skip it.
 
 Every rank decides alike, because every rank has the same global norm, which is not finite if any rank's loss or
 gradient is not. The norm, the loss and the votes of a step are sums over ranks, and a parallel layout holds some
@@ -17,17 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megacore.config import ResolvedConfig
+from megacore.config import PrecisionConfig, ResolvedConfig
 from megacore.errors import TrainingStopped
 from megacore.optim.offload import host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
-from megacore.optim.precision import LossScaler
 from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
 from megacore.zero.data_parallel import DataParallel, LocalSegment
 from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
 
 _ROW = 4096
+# Backward begins with the scale in fp32; 1e38 is the largest that can be configured, and its double is finite.
+_LARGEST_SCALE = 2.0**127
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,3 +354,73 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
         limit: largest norm; 0 does not clip.
     """
     return torch.ones_like(norm) if limit == 0.0 else (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+# ---- the fp16 loss scale
+
+
+class LossScaler:
+    """The factor by which the loss is multiplied before backward and gradients are divided after it, which keeps fp16
+    gradients in range (Micikevicius et al. 2018, arXiv 1710.03740).
+
+    A dynamic scale doubles after `loss_scale_window` good steps in a row, and halves once `hysteresis` steps have
+    overflowed without it having doubled in between; each further overflow then halves it again, until it has doubled.
+    Outside fp16, and where `loss_scale` is given, the scale is fixed.
+
+    Args:
+        config: precision and the scale's rules, resolved.
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self._config = config
+        self.dynamic = config.precision == "fp16" and config.loss_scale is None
+        self.scale = config.loss_scale if config.loss_scale is not None else 1.0
+        if self.dynamic:
+            assert config.initial_loss_scale is not None, "resolve() fills it in"
+            self.scale = config.initial_loss_scale
+        self._good_steps, self._allowance = 0, config.hysteresis
+
+    def good_step(self) -> None:
+        """All gradients were finite."""
+        if not self.dynamic:
+            return
+        self._good_steps += 1
+        if self._good_steps % self._config.loss_scale_window == 0:
+            self.scale = min(self.scale * 2.0, _LARGEST_SCALE)
+            self._allowance = self._config.hysteresis
+
+    def overflow(self, where: str = "a gradient") -> None:
+        """A gradient was not finite, though the loss was finite.
+
+        Args:
+            where: which gradient, for the message.
+
+        Raises:
+            TrainingStopped: the scale is at its minimum already.
+        """
+        if not self.dynamic:
+            return
+        self._good_steps = 0
+        self._allowance -= 1
+        if self._allowance > 0:
+            return
+        if self.scale <= self._config.min_loss_scale:
+            raise TrainingStopped(
+                f"{where} overflowed fp16 even at the smallest loss scale, --min-loss-scale "
+                f"{self._config.min_loss_scale:g}: the run diverges. Use --precision bf16, a smaller --lr or a longer "
+                "warm-up"
+            )
+        self.scale = max(self.scale / 2.0, self._config.min_loss_scale)
+
+    def state(self) -> dict[str, float]:
+        """The state for a resumed run; empty if the scale is fixed."""
+        if not self.dynamic:
+            return {}
+        return {"scale": self.scale, "good_steps": self._good_steps, "allowance": self._allowance}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Continue from the state of a run with a dynamic scale; without one the scale stays as configured."""
+        if self.dynamic:
+            self.scale = state.get("scale", self.scale)
+            self._good_steps = int(state.get("good_steps", self._good_steps))
+            self._allowance = int(state.get("allowance", self._allowance))

@@ -25,8 +25,8 @@ from megacore.parallel.random import RandomStreams
 from megacore.pipeline.backward import WeightHalf, input_half
 from megacore.pipeline.schedule import Action, Op, Schedule, build_schedule, peer_stage
 from megacore.pipeline.schedule_file import training_schedule
-from megacore.pipeline.stage import Stage, tensors_of
-from megacore.pipeline.transport import Arrival, Receive, Send, TensorSpec, Transfer, Transport
+from megacore.pipeline.stage import Stage, TensorSpec, tensors_of
+from megacore.pipeline.transport import Arrival, Receive, Send, Transfer, Transport
 from megacore.pipeline.validation import prove
 from megacore.plan.trace import Kind, Timed
 
@@ -212,8 +212,9 @@ class _Run:
                 continue
             for action in batch:
                 self.compute(action)
-        with self.runtime.timer.waiting():
-            self.runtime.transport.drain()
+        if self.plan.schedule.ranks > 1:
+            with self.runtime.timer.waiting():
+                self.runtime.transport.drain()
         return self.total_loss
 
     # ---- computations

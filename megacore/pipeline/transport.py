@@ -16,26 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.parallel.mesh import Group
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor, known before it is received."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a gradient of this shape travels back: real and complex numbers have one, integers do not."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} {self.dtype}"
+from megacore.pipeline.stage import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from torch import nn
 
 from megacore.config import ResolvedConfig
 from megacore.models.spec import LayerSpec
-from megacore.optim.precision import DTYPES
 from megacore.parallel.collectives import all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
 from megacore.parallel.recompute import Recomputed
@@ -29,7 +28,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import PipelineRuntime
 from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import Transport
-from megacore.train.task import Task
+from megacore.train.task import DTYPES, Task
 from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
 
