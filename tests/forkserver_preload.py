@@ -19,12 +19,7 @@ import torch
 import torch._dynamo
 import torch.distributed.device_mesh
 import torch.distributed.elastic.multiprocessing.errors
-import transformers.modeling_utils
 
-import megacore.train.bert_task
-import megacore.train.engine
-import megacore.train.gpt_task
-import megacore.train.trainer
 import tests.distributed
 
 
