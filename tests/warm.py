@@ -62,7 +62,7 @@ class Program:
         os.environ.clear()
         os.environ.update(self.environment)
         sys.argv = [self.script, *self.words]
-        sys.path[0] = str(Path(self.script).parent)
+        sys.path[0] = str(Path(self.script).resolve().parent)
         _leave(_status_of(self.script))
 
 
@@ -132,7 +132,12 @@ class Started:
 
 
 def start(
-    script: Path, *words: object, stdout: Path, stderr: Path, environment: Mapping[str, str] | None = None
+    script: Path,
+    *words: object,
+    stdout: Path,
+    stderr: Path,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
 ) -> Started:
     """Start a Python script in a process forked from the warmed server.
 
@@ -142,13 +147,14 @@ def start(
         stdout: The file for its output.
         stderr: The file for what goes to stderr; the same path as `stdout` shares it.
         environment: All of its environment; None takes the caller's.
+        directory: Its working directory; None takes the caller's.
     """
     start_server()
     program = Program(
         script=str(script),
         words=tuple(map(str, words)),
         environment=dict(os.environ if environment is None else environment),
-        directory=os.getcwd(),
+        directory=str(directory or Path.cwd()),
         stdout=str(stdout),
         stderr=str(stderr),
     )

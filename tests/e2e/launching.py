@@ -118,16 +118,22 @@ def alone(
         return subprocess.run(
             command, env=environment(), capture_output=True, text=True, timeout=patience(timeout), check=False
         )
-    with tempfile.TemporaryDirectory(prefix="alone-") as folder:
+    return run_warm(program, *flags, timeout=timeout)
+
+
+def run_warm(
+    script: Path, *words: object, timeout: float, directory: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end as subprocess.run would, but warm; `timeout` is in seconds of a quiet machine."""
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
         output, errors = Path(folder, "stdout"), Path(folder, "stderr")
-        run = start(program, *flags, stdout=output, stderr=errors, environment=environment())
+        run = start(script, *words, stdout=output, stderr=errors, environment=environment(), directory=directory)
         try:
             status = run.wait(patience(timeout))
         finally:
             run.kill_all()
-        return subprocess.CompletedProcess(
-            [str(program), *map(str, flags)], status, output.read_text(), errors.read_text()
-        )
+        command = [str(script), *map(str, words)]
+        return subprocess.CompletedProcess(command, status, output.read_text(), errors.read_text())
 
 
 def environment() -> dict[str, str]:
