@@ -99,8 +99,8 @@ def warm(script: str, checkout: Path) -> None:
     lines = [shlex.split(line) for line in script.replace("\\\n", " ").splitlines() if line.strip()]
     assert lines[0] == ["source", ".venv/bin/activate"]
     for program, *arguments in lines[1:]:
-        script, words = {"python": (Path(arguments[0]), arguments[1:]), "torchrun": (TORCHRUN, arguments)}[program]
-        done = run_warm(script, *words, timeout=120, directory=checkout)
+        command = {"python": arguments, "torchrun": [str(TORCHRUN), *arguments]}[program]
+        done = run_warm(Path(command[0]), *command[1:], timeout=120, directory=checkout)
         assert done.returncode == 0, f"{program} {arguments}\n{done.stdout}\n{done.stderr}"
 
 

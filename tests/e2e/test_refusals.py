@@ -1,7 +1,8 @@
 """What cannot work is refused as the user sees it: exit status 2, one clear message, no traceback, within seconds.
 
 The real program runs in a process of its own, started warm (tests/warm.py), for every wrong configuration and every
-broken input. Nearly all of them are refused before torch is loaded; what only the ranks can find out is reported by one of them.
+broken input. Nearly all of them are refused before torch is loaded; what only the ranks can find out is reported by one
+of them.
 """
 
 from __future__ import annotations
