@@ -9,7 +9,7 @@ pages.
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
 import os
 from unittest import mock
 
@@ -25,14 +25,18 @@ import torch.distributed.run
 
 import tests.distributed
 
-PROGRAMS = ("megacore.train.launch", "megacore.train.trainer", "megacore.train.gpt_task", "megacore.train.bert_task")
-TESTS = ("pytest", "pretrain_gpt", "pretrain_bert")
+# What programs and tests import, as far as it is installed: a GPU's machine may lack transformers.
+IMPORTED = [
+    *(f"megacore.train.{name}" for name in ("bert_task", "engine", "gpt_task", "launch", "trainer")),
+    *("pretrain_bert", "pretrain_gpt", "pytest", "transformers.modeling_utils"),
+]
 
 
 def warm_up() -> None:
     """Run one small training step, so that everything imported or built lazily exists before the fork."""
-    for name in (*PROGRAMS, *TESTS):
-        importlib.import_module(name)
+    for name in IMPORTED:
+        if importlib.util.find_spec(name.split(".")[0]):
+            importlib.import_module(name)
     torch.set_num_threads(1)  # OpenMP threads do not survive a fork
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
