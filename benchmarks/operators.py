@@ -52,11 +52,11 @@ GPT2: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 SHAPES: dict[str, dict[str, Any]] = {"Llama": LLAMA, "GPT-2": GPT2, "GPT-2, dropout": {"attention_dropout": 0.0}}
 
 # Operators that launch nothing: they look at memory in another way, or allocate it.
-_FREE = frozenset(
-    ("alias", "as_strided", "chunk", "detach", "device", "empty", "empty_like", "empty_strided", "expand", "lift_fresh")
-    + ("narrow", "new_empty", "new_empty_strided", "permute", "reshape", "_reshape_alias", "select", "slice", "split")
-    + ("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "_unsafe_view", "view")
-)
+_FREE = frozenset({
+    "alias", "as_strided", "chunk", "detach", "device", "empty", "empty_like", "empty_strided", "expand", "lift_fresh",
+    "narrow", "new_empty", "new_empty_strided", "permute", "reshape", "_reshape_alias", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "_unsafe_view", "view",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
