@@ -7,13 +7,14 @@ The models compute on fake tensors, with the operators that they use on a GPU. E
 counted, collectives included; views and allocations are not. Some operators launch more than one kernel: torch's flash
 attention does backward, and so do our norms.
 
-With --compiled a block is compiled for the CPU. Generated kernels are counted, and the operators that the compiled code
-calls. It takes a minute, and needs a C++ compiler. The code for a GPU may be divided otherwise.
+With --compiled a block is compiled for the CPU, and what the generated code calls is counted: generated kernels and
+operators. It takes a minute, and needs a C++ compiler. The code for a GPU may be divided otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,6 +59,8 @@ _FREE = frozenset({
     "narrow", "new_empty", "new_empty_strided", "permute", "reshape", "_reshape_alias", "select", "slice", "split",
     "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "_unsafe_view", "view",
 })  # fmt: skip
+# A call in the code that inductor generates for the CPU.
+_CALL = re.compile(r"^ +(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -150,19 +154,22 @@ def count_head(tp: int) -> Count:
     return Count(forward.names, backward.names)
 
 
-def count_compiled(shape: str) -> tuple[int, int]:
-    """Generated kernels of one compiled block, and operators that it calls; forward and backward together."""
-    torch._dynamo.reset()
+def count_compiled(shape: str) -> tuple[list[str], list[str]]:
+    """What the compiled forward and backward of one block call: generated kernels, and operators."""
     layer = build(shape, 1, 1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.02)
-    compile_layer(layer)
-    torch._inductor.metrics.reset()
-    calls = torch._dynamo.utils.counters["inductor"]
-    calls.clear()
-    y = layer(hidden_states())
-    y.backward(torch.zeros_like(y))
-    return torch._inductor.metrics.generated_kernel_count, calls["extern_calls"]
+
+    def run() -> None:
+        y = layer(hidden_states())
+        y.backward(torch.zeros_like(y))
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):  # which would leave nothing to look at
+        compile_layer(layer)
+        _, code = run_and_get_code(run)
+    forward, backward = (_CALL.findall(text.split("def call(")[1]) for text in code)
+    return forward, backward
 
 
 def table() -> str:
@@ -184,10 +191,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--names", action="store_true", help="list the operators too")
     arguments = parser.parse_args(argv)
     if arguments.compiled:
-        print("| block | generated kernels | operators called |\n|---|---|---|")
+        print("| compiled block | tp | forward + backward | generated |\n|---|---|---|---|")
         for shape in SHAPES:
-            kernels, called = count_compiled(shape)
-            print(f"| {shape} | {kernels} | {called} |", flush=True)
+            forward, backward = count_compiled(shape)
+            generated = sum(name.startswith("cpp_fused") for name in forward + backward)
+            print(f"| {shape} | 1 | {len(forward)} + {len(backward)} | {generated} |", flush=True)
         return 0
     print(table())
     for shape in SHAPES if arguments.names else ():
