@@ -66,10 +66,15 @@ def launch_summary(
             + (" (mock)" if config.data.mock_data else ""),
         ),
         ("operators", _operators(config, mesh.device)),
-        *([("compiled", f"transformer blocks, {training.compile_backend}")] if training.compile else []),
+        *([("compiled", _compiled(config))] if training.compile else []),
         ("output", training.output_dir),
     ]
     return "\n".join(f"  {label:<10}{text}" for label, text in lines)
+
+
+def _compiled(config: ResolvedConfig) -> str:
+    inside = "around the Triton kernels" if config.training.kernels == "triton" else "with their operators"
+    return f"transformer blocks, {inside}, by {config.training.compile_backend}"
 
 
 def _operators(config: ResolvedConfig, device: torch.device) -> str:
