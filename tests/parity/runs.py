@@ -198,7 +198,13 @@ def gather(
     shapes = {name: tuple(parameter.shape) for name, parameter in trainer.model.parameters.items()}
     mine = [
         # NumPy's arrays are pickled and read several times as fast as torch's tensors; wider numbers lose nothing.
-        (owned.spec, shapes[owned.spec.name], owned.segment.start, owned.segment.stop, value.detach().float().numpy(force=True))
+        (
+            owned.spec,
+            shapes[owned.spec.name],
+            owned.segment.start,
+            owned.segment.stop,
+            value.detach().float().numpy(force=True),
+        )
         for owned in trainer.model.data_parallel.segments
         if (value := take(owned)) is not None
     ]

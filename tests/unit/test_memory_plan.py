@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -160,7 +161,7 @@ def test_there_are_three_ways_out_on_devices_and_many_ranks(
     assert all(size < sizes[as_it_is] for way, size in sizes.items() if way != as_it_is)
 
 
-def _on_host(config: ResolvedConfig, layers: list[PlannedLayer], place: int, room: Room) -> str | None:
+def _on_host(config: ResolvedConfig, layers: Sequence[PlannedLayer], place: int, room: Room) -> str | None:
     return host_problem(config, layers, room=room)
 
 
