@@ -21,8 +21,8 @@ _PATIENCE_SECONDS = 5.0
 class WriterLock:
     """Holds a run's output directory from its making to `release`.
 
-    The file says who holds it, with a token that `sees_lock` looks for on other ranks. It stays behind: it is the lock
-    on it that counts, not its presence, so that nothing a dead process leaves is in the way.
+    The file says who holds it, with a token that `sees_lock` looks for on other ranks. The file stays behind: only the
+    lock on it counts, so nothing that a dead process leaves is in the way.
 
     Args:
         output_dir: is made where it does not exist.

@@ -35,7 +35,6 @@ from megacore.config import (
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_layers, is_split
-from megacore.optim.precision import DTYPES
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
 from megacore.parallel.random import RandomStreams
@@ -49,6 +48,7 @@ from megacore.train.same_run import refuse_different_ranks
 from megacore.train.step import TrainStep
 
 __all__ = ["Layer", "PipelineEngine"]
+from megacore.train.task import DTYPES
 
 
 class PipelineEngine:

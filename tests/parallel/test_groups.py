@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megacore.config import ParallelConfig
 from megacore.errors import ConfigError
 from megacore.parallel import direct, mesh
-from megacore.parallel.collectives import sum_copies_
+from megacore.parallel.collectives import all_reduce_tied_
 from megacore.parallel.mesh import Holders, agree_on_devices, build_mesh, join_job, select_device
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
@@ -56,7 +56,7 @@ def sums_over_some(rank: int, world_size: int) -> list[bool]:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         terms = [torch.randn(7, 41, generator=torch.Generator().manual_seed(m)).mul(1000).to(dtype) for m in members]
         own = terms[members.index(rank)].clone()
-        sum_copies_(own, Holders(pipeline=pipeline, positions=members))
+        all_reduce_tied_(own, Holders(pipeline=pipeline, positions=members))
         found.append(torch.equal(own, terms[0] + terms[1] + terms[2]))
     return found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, SGDConfig
-from megacore.pipeline.actions import Op
+from megacore.pipeline.schedule import Op
 from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
 from megacore.plan.memory import GIB, PlannedLayer, in_flight, plan_memory, state_bytes
