@@ -123,7 +123,7 @@ def run_distributed(
     """
     if backend == "pretend":
         build.library()  # before there are ranks that wait for each other
-    _start_server()
+    start_server()
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as stacks:
         launch = _Launch(
@@ -142,8 +142,8 @@ def run_distributed(
     return [pickle.loads(reply.payload or b"") for reply in replies]
 
 
-def _start_server() -> None:
-    """Start the fork server unless it runs; its preload is found from the repository's root."""
+def start_server() -> None:
+    """Start the fork server of this process unless it runs; its preload is found from the repository's root."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.forkserver_preload"])
     before = os.environ.get("PYTHONPATH")

@@ -5,8 +5,6 @@ The norm comes before the layer, as in GPT-2, or after the residual sum, as in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import overload
 
 import torch
@@ -21,27 +19,16 @@ from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": ops.gelu,
-    "gelu-exact": partial(ops.gelu, exact=True),
-    "relu": torch.relu,
-}
-_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "swiglu": ops.swiglu,
-    "geglu": ops.geglu,
-    "geglu-exact": partial(ops.geglu, exact=True),
-}
-
 
 class MLP(nn.Module):
     """h -> ffn_hidden_size -> h with an activation between; one all-reduce forward and one backward.
 
-    A gated one (Shazeer 2020, arXiv 2002.05202) multiplies two projections of its input, which are parameters of their
-    own, so that a rank's slice of each is contiguous; they share the communication of that input.
+    A gated MLP (Shazeer 2020, arXiv 2002.05202) multiplies two projections of its input. They are separate parameters,
+    so that a rank's slice of each is contiguous, and share the communication of the input.
 
     Args:
         config: sizes, biases, activation; the group's size divides `ffn_hidden_size`.
-        context: where the layer stands.
+        context: groups, device and what else a layer is built with.
     """
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
@@ -57,9 +44,29 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
         if self.gate is None:
-            return self.down(_ACTIVATIONS[self.activation](self.up(x)))
+            return self.down(self._activate(self.up(x)))
         gate, up = columns_parallel(x, [self.gate, self.up])
-        return self.down(_GATES[self.activation](gate, up))
+        return self.down(self._activate_gate(gate, up))
+
+    def _activate(self, x: Tensor) -> Tensor:
+        match self.activation:
+            case "gelu":
+                return ops.gelu(x)
+            case "gelu-exact":
+                return ops.gelu(x, exact=True)
+            case "relu":
+                return torch.relu(x)
+        raise AssertionError(self.activation)
+
+    def _activate_gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        match self.activation:
+            case "swiglu":
+                return ops.swiglu(gate, up)
+            case "geglu":
+                return ops.geglu(gate, up)
+            case "geglu-exact":
+                return ops.geglu(gate, up, exact=True)
+        raise AssertionError(self.activation)
 
 
 class TransformerBlock(nn.Module):
@@ -68,7 +75,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         config: sizes, kinds of layers and dropout.
-        context: where the layer stands.
+        context: groups, device and what else a layer is built with.
         name: the block's global name, `blocks.17`.
         causal: as for SelfAttention, and so are
         window: the most recent positions that are seen,
@@ -132,7 +139,7 @@ class PostNormBlock(nn.Module):
 
     Args:
         config: sizes and dropout.
-        context: where the layer stands.
+        context: groups, device and what else a layer is built with.
         name: the block's global name, `blocks.17`.
     """
 

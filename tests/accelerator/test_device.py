@@ -193,7 +193,7 @@ def check_reuse(rank: int, world_size: int) -> None:
             x.sum()
         return x
 
-    x, told = used_beside(), "memory is freed that aten::sum still reads on another stream than the one it was allocated"
+    x, told = used_beside(), "memory is freed that aten::sum still reads on another stream than the one it was"
     del x
     with pytest.raises(RuntimeError, match=told):
         torch.ones(4, device="pretend")

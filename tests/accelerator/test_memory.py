@@ -1,4 +1,5 @@
-"""What a device holds while a run is built on ZeRO-3, what it is too small for, and what the step in host memory copies and waits for."""
+"""What a device holds while a run is built on ZeRO-3, and what it is too small for; what the step in host memory copies
+and waits for."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import dataclasses
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,7 @@ def test_one_layer_at_most_is_whole_while_a_run_is_built(source: str, precision:
 
 def refused(rank: int, world_size: int, directory: str, changes: dict[str, Any]) -> str:
     """What a rank says where the device of the last one has 32 MiB, and the host 64 KiB; nothing is allocated."""
-    fit.host_room = lambda: Room(2.0**16, "a small host")  # type: ignore[assignment]
+    fit.host_room = partial(Room, 2.0**16, "a small host")
     config = make_config((1, world_size, 1), directory, device="pretend", **changes)
     mesh = build_mesh(config.parallel)
     task, before = GPTTask(config, mesh), torch.accelerator.memory_allocated(mesh.device)

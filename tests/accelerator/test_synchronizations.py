@@ -20,8 +20,8 @@ from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
 from megacore.errors import DataError
 from megacore.models.plain import Layer
 from megacore.parallel.mesh import Mesh, build_mesh
-from megacore.pipeline.actions import Action, Op
-from megacore.pipeline.timing import ActionTimer
+from megacore.pipeline.runtime import ActionTimer
+from megacore.pipeline.schedule import Action, Op
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import PipelineEngine
 from megacore.train.gpt_task import GPTTask

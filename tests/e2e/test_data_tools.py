@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
 import os
 import shutil
@@ -9,7 +11,9 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import termios
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -234,6 +238,8 @@ def test_an_interrupted_run_leaves_no_dataset_and_no_process(name: str, folder: 
             feed.write((folder / "corpus.jsonl").read_text() * 40)
             feed.flush()
             until(lambda: len(at_work(process.pid)) == 2, 30, "the workers did not start")
+            # It waits for more: Python forgets a signal that comes while it fills a buffer from a file.
+            until(lambda: waits_to_read(process.pid, feed), 30, "the run does not read on")
             workers = at_work(process.pid)
             process.send_signal(getattr(signal, name))
             errors = process.communicate(timeout=patience(30))[1]
@@ -256,9 +262,21 @@ def at_work(pid: int) -> list[int]:
     return [int(child) for child in children if len(list(Path(f"/proc/{child}/task").iterdir())) > 1]
 
 
+def waits_to_read(pid: int, pipe: TextIO) -> bool:
+    """Whether a process has read all of a pipe, and sleeps."""
+    unread = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, unread)
+    return unread[0] == 0 and state(pid) == "S"
+
+
+def state(pid: int) -> str:
+    """The scheduler's letter for a process: S asleep, R running, Z ended and not reaped."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
 def gone(pid: int) -> bool:
     """Whether a process has ended, even if it still waits to be reaped."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return state(pid) == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True

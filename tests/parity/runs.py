@@ -37,7 +37,7 @@ from megacore.train.callbacks import Callback
 from megacore.train.engine import PipelineEngine
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
-from megacore.zero.data_parallel import OwnedSegment
+from megacore.zero.data_parallel import LocalSegment
 
 Layout = tuple[int, int, int]  # tp, pp, dp
 VOCAB, SEQUENCE, BATCH = 131, 16, 8
@@ -183,7 +183,7 @@ def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
     """The optimizer's state, where it keeps any."""
     optimizer = trainer.update.optimizer
 
-    def take(kind: str, owned: OwnedSegment) -> Tensor:
+    def take(kind: str, owned: LocalSegment) -> Tensor:
         value = owned.state(optimizer, kind)
         assert value is not None
         return value
@@ -192,13 +192,19 @@ def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
 
 
 def gather(
-    trainer: Trainer | PipelineEngine, mesh: Mesh, take: Callable[[OwnedSegment], Tensor | None]
+    trainer: Trainer | PipelineEngine, mesh: Mesh, take: Callable[[LocalSegment], Tensor | None]
 ) -> dict[str, Tensor]:
     """Whole tensors from what every rank owns; where several ranks own the same, they must agree bit for bit."""
     shapes = {name: tuple(parameter.shape) for name, parameter in trainer.model.parameters.items()}
     mine = [
         # NumPy's arrays are pickled and read several times as fast as torch's tensors; wider numbers lose nothing.
-        (owned.spec, shapes[owned.spec.name], owned.segment.start, owned.segment.stop, value.detach().float().numpy(force=True))
+        (
+            owned.spec,
+            shapes[owned.spec.name],
+            owned.segment.start,
+            owned.segment.stop,
+            value.detach().float().numpy(force=True),
+        )
         for owned in trainer.model.data_parallel.segments
         if (value := take(owned)) is not None
     ]

@@ -7,12 +7,13 @@ import itertools
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, SGDConfig
-from megacore.pipeline.actions import Op
+from megacore.pipeline.schedule import Op
 from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
 from megacore.plan.memory import GIB, PlannedLayer, in_flight, plan_memory, state_bytes
@@ -160,7 +161,7 @@ def test_there_are_three_ways_out_on_devices_and_many_ranks(
     assert all(size < sizes[as_it_is] for way, size in sizes.items() if way != as_it_is)
 
 
-def _on_host(config: ResolvedConfig, layers: list[PlannedLayer], place: int, room: Room) -> str | None:
+def _on_host(config: ResolvedConfig, layers: Sequence[PlannedLayer], place: int, room: Room) -> str | None:
     return host_problem(config, layers, room=room)
 
 
