@@ -97,7 +97,7 @@ def shape_of(name: str) -> dict[str, Any]:
     if name == "one key and value head":
         return {**shape_of("qwen3"), "num_query_groups": 1, "add_qkv_bias": True}
     family = FAMILIES[name]
-    return {"num_query_groups": family.groups, **family.changes, "num_layers": 2, "train_iters": 3}
+    return {"num_query_groups": family.groups, **family.changes, "num_layers": 4, "train_iters": 3}
 
 
 def train_alone(directory: str, **changes: Any) -> Outcome:
