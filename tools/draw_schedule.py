@@ -25,8 +25,7 @@ from rich.console import Console
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
 from megacore.errors import UserError
-from megacore.pipeline.actions import Schedule
-from megacore.pipeline.schedule import SCHEDULES, build_schedule
+from megacore.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.canvas import require_writable, save
 from megacore.plan.closed_forms import closed_form

@@ -102,10 +102,11 @@ def flag(name: str) -> str:
 
 
 def flag_and_value(name: str, value: Any) -> str:
-    """A field as it stands on a command line: `--num-layers 12`, `--mock-data`, `--no-mock-data`."""
+    """A field on a command line: `--num-layers 12`, `--mock-data`, `--no-mock-data`, `--data-path A B`, `--dp None`."""
     if isinstance(value, bool):
         return flag(name) if value else flag(f"no_{name}")
-    return f"{flag(name)} {value if isinstance(value, str) else number(value)}"
+    words = value if isinstance(value, list | tuple) else [value]
+    return " ".join([flag(name), *(number(word) if isinstance(word, int | float) else str(word) for word in words)])
 
 
 def field_infos(section: type) -> dict[str, FieldInfo]:

@@ -24,6 +24,8 @@ from megacore.config.optimizers import OPTIMIZERS
 MAX_SEED = 2**63 - 1
 AUTO = "auto"
 """The value of `--load` that selects the newest checkpoint of the output directory, or a fresh start without one."""
+OR_AUTO = f"or --load {AUTO}, which starts from the beginning if --output-dir has no checkpoint"
+"""The way out for who gives --load on the first start too, as Megatron-LM's scripts do."""
 
 # Backward starts from the loss scale in fp32, where it must be neither 0 nor infinite.
 _LOSS_SCALES = Range(1e-37, 1e38)

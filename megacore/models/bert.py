@@ -20,21 +20,20 @@ from torch import Tensor, nn
 from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
-from megacore.layers.block import TransformerBlock
+from megacore.layers.block import PostNormBlock, TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.linear import ReplicatedLinear
 from megacore.layers.norm import build_norm
-from megacore.layers.post_norm import PostNormBlock
 from megacore.layers.rotary import Rotary
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import Dropout
-from megacore.parallel.sequence import own_positions
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 from megacore.parallel.tensor import (
     VocabParallelEmbedding,
     column_parallel,
+    local_positions,
     vocab_parallel_bias,
     vocab_parallel_weight,
 )
@@ -72,7 +71,7 @@ class BertEmbedding(ShardedModule):
         tokens, segments, documents = inputs
         x = self.tokens(tokens)
         if self.positions is not None and self.segments is not None:
-            own = own_positions(tokens.shape[1], self.split)
+            own = local_positions(tokens.shape[1], self.split)
             x = x + F.embedding(segments[:, own], self.segments) + self.positions[own]
         return self.dropout(self.norm(x)), documents
 

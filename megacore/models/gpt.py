@@ -22,9 +22,8 @@ from megacore.models.spec import LayerSpec
 from megacore.ops import CrossEntropyOptions
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import Dropout
-from megacore.parallel.sequence import own_positions
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
-from megacore.parallel.tensor import VocabParallelEmbedding, column_parallel, vocab_parallel_weight
+from megacore.parallel.tensor import VocabParallelEmbedding, column_parallel, local_positions, vocab_parallel_weight
 from megacore.plan.outline import gpt_outline
 
 
@@ -55,7 +54,7 @@ class GPTEmbedding(ShardedModule):
         if self.norm is not None:
             x = self.norm(x)
         if self.positions is not None:
-            x = x + self.positions[own_positions(tokens.shape[1], self.split)]
+            x = x + self.positions[local_positions(tokens.shape[1], self.split)]
         embedded: Tensor = self.dropout(x)
         return embedded
 

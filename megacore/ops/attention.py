@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.ops.checks import (
+from megacore.ops.dispatch import (
     require,
     require_floats,
     require_integers,

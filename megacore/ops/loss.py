@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops.checks import (
+from megacore.ops.dispatch import (
     require,
     require_integers,
     require_rows,
     require_same_device,
     require_shape,
     require_whole,
+    runs_triton,
 )
-from megacore.ops.dispatch import runs_triton
 
 _CACHED = 1 << 18  # elements that stay in a core's cache
 _LOWEST = -1e30  # below any logit, and finite: its differences are never NaN

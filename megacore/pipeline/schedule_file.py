@@ -13,9 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from megacore.config import ParallelConfig, ResolvedConfig
-from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
-from megacore.pipeline.schedule import build_schedule
-from megacore.pipeline.transfers import with_transfers
+from megacore.pipeline.schedule import Action, Op, Schedule, ScheduleError, build_schedule, with_transfers
 from megacore.pipeline.validation import prove
 
 _CELL = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")

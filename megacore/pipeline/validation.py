@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from itertools import product
 
-from megacore.pipeline.actions import (
+from megacore.pipeline.schedule import (
     Action,
     Key,
     Op,

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
-from megacore.pipeline.actions import Action, Op
 from megacore.pipeline.partition import LayerCost, stage_ranges
-from megacore.pipeline.schedule import rank_order
+from megacore.pipeline.schedule import Action, Op, rank_order
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import (
     ELEMENT_BYTES,

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megacore.pipeline.actions import (
+from megacore.pipeline.schedule import (
     Action,
     Key,
     Op,

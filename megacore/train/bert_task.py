@@ -26,7 +26,7 @@ from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
-from megacore.pipeline.transport import TensorSpec
+from megacore.pipeline.stage import TensorSpec
 from megacore.train.task import Task, document_numbers_spec, hidden_states_spec
 
 _NO_PAIR = -1
@@ -45,12 +45,11 @@ class BertTask(Task):
     def __init__(self, config: ResolvedBertConfig, mesh: Mesh) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
         context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
-        super().__init__(bert_layers(config, context), streams)
+        losses = ("mlm_loss", "sentence_loss") if config.bert.has_sentence_head else ("mlm_loss",)
+        accuracies = tuple(name.replace("loss", "accuracy") for name in losses)
+        super().__init__(bert_layers(config, context), streams, loss_names=losses, evaluation_names=losses + accuracies)
         self.config, self.group = config, mesh.layer
         self.vocab_size, self.has_pairs = config.model.vocab_size, config.bert.has_sentence_head
-        self.loss_names = ("mlm_loss", "sentence_loss") if self.has_pairs else ("mlm_loss",)
-        accuracies = tuple(name.replace("loss", "accuracy") for name in self.loss_names)
-        self.evaluation_names = self.loss_names + accuracies
         self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:

@@ -21,7 +21,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
-from megacore.pipeline.transport import TensorSpec
+from megacore.pipeline.stage import TensorSpec
 from megacore.plan.flops import flops_per_sequence
 from megacore.train.task import Task, hidden_states_spec
 

@@ -15,8 +15,8 @@ from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.runtime import TimedPass
 from megacore.pipeline.schedule_file import training_schedule
-from megacore.pipeline.timing import TimedPass
 from megacore.plan.memory import fullest_state, plan_memory
 from megacore.plan.peaks import Format, peak_tflops
 from megacore.plan.simulator import Costs, simulate

@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from megacore.data.indexed.reader import bin_path, idx_path
 from megacore.errors import ConfigError, DataError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group
+from megacore.plan.memory import PlannedLayer
 
 Facts = dict[str, str]  # what it is -> its value, in words of a message
 
@@ -41,19 +42,20 @@ _SAMPLES = 64  # evenly spaced, the first and the last at the ends of the file
 _MOST = 12  # differences that one message names
 
 
-def refuse_different_ranks(config: ResolvedConfig, world: Group) -> None:
+def refuse_different_ranks(config: ResolvedConfig, world: Group, layers: Sequence[PlannedLayer] = ()) -> None:
     """Compare configuration, data and code of all ranks; every rank calls this before anything depends on them.
 
     Args:
         config: resolved.
         world: all ranks.
+        layers: the whole model, where it does not follow from the configuration.
 
     Raises:
         ConfigError: a rank differs from rank 0; on every rank, with the same text.
     """
     if world.size == 1:
         return
-    own = facts(config)
+    own = facts(config) | {f"layer {layer.name!r}": f"of {layer.parameters} parameters" for layer in layers}
     digests = all_gather_objects(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest(), world)
     if len(set(digests)) > 1:
         raise ConfigError(differences(all_gather_objects(own, world)))

@@ -136,12 +136,12 @@ class Trainer:
         """One update of the weights; what ranks agree on meanwhile is in `decision`.
 
         Args:
-            microbatches: this data-parallel rank's share of the global batch.
+            microbatches: this data-parallel rank's share of the global batch, on the device.
         """
         number = self.step + 1
         self.model.runtime.timer.enabled = self._is_due(self.config.logging.log_interval, number)
         self.callbacks.on_step_begin(number)
-        self.train_steps.compute_gradients(self._on_device(microbatches))
+        self.train_steps.compute_gradients(microbatches)
         self.batches.prefetch()  # while an accelerator computes
         self.consumed_samples = self.batches.consumed_samples
         votes = self.stop_requests.votes(number, waiting=self.saving.is_busy and self.saving.is_waiting)

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from megacore.checkpoint.manifest import find_checkpoint
-from tests.e2e.launching import PROGRAM, Job, needs_proc, small_run, under_torchrun, until
+from tests.e2e.launching import PROGRAM, Job, needs_proc, small_run, under_torchrun
+from tests.patience import patience, until
 
 pytestmark = needs_proc
 START, END = 90.0, 12.0  # seconds that four processes may take to begin on a busy machine, and to end
@@ -144,7 +145,7 @@ def test_an_output_that_nobody_reads_ends_the_run_quietly(tmp_path: Path, closed
         run.stdout.readline()
         run.stdout.close()
         said = run.stderr.read() if run.stderr is not None else ""
-        assert run.wait(timeout=START) == 1
+        assert run.wait(timeout=patience(START)) == 1
     assert said == ("" if closed == "both" else "megacore: stopped: what read the output has closed it\n")
 
 

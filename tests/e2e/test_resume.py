@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,9 @@ import pytest
 
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.lock import WriterLock
-from tests.e2e.launching import PROGRAM, ROOT, alone, needs_proc, small_run, under_torchrun, until
+from tests.e2e.launching import PROGRAM, alone, environment, needs_proc, small_run, under_torchrun
+from tests.patience import until
+from tests.warm import start
 
 pytestmark = needs_proc
 PATIENCE = 120.0
@@ -41,12 +41,12 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_that_is_killed_again_and_again_is_the_uninterrupted_one(straight: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(PROGRAM), *small_run(tmp_path, **OPTIONS, num_workers=2, async_save=True)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    flags, output = small_run(tmp_path, **OPTIONS, num_workers=2, async_save=True), Path(os.devnull)
     for least in (5, 17):
-        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as run:
-            until(lambda: newest(tmp_path) >= least or run.poll() is not None, PATIENCE, "no checkpoint")  # noqa: B023
-            run.send_signal(signal.SIGKILL)
+        run = start(PROGRAM, *flags, stdout=output, stderr=output, environment=environment())
+        until(lambda: newest(tmp_path) >= least or run.poll() is not None, PATIENCE, "no checkpoint")  # noqa: B023
+        run.kill()
+        run.wait()
     assert 17 <= newest(tmp_path) < STEPS
     done = alone(*small_run(tmp_path, **OPTIONS), timeout=PATIENCE)
     assert done.returncode == 0

@@ -13,8 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megacore.pipeline.actions import Action, Schedule
-from megacore.pipeline.schedule import build_schedule
+from megacore.pipeline.schedule import Action, Schedule, build_schedule
 from megacore.plan.closed_forms import closed_form
 from megacore.plan.simulator import Costs, simulate
 from tests.unit.packaging_builds import ROOT

@@ -7,9 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
-from megacore.pipeline.schedule import build_schedule, one_forward_one_backward, zero_bubble
-from megacore.pipeline.transfers import with_transfers
+from megacore.pipeline.schedule import (
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    build_schedule,
+    one_forward_one_backward,
+    with_transfers,
+    zero_bubble,
+)
 from megacore.pipeline.validation import held, in_flight, prove
 from megacore.plan.simulator import Costs, simulate
 
