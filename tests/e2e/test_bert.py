@@ -162,6 +162,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"bert_style": "modern", "sentence_task": "sop"}, "--sentence-task sop needs pairs"),
     ({"mock_data": True, "data_path": None, "tokenizer": None, "vocab_size": 99, "preset": "gpt2-tiny"}, "is GPT's"),
     ({"causal": True}, "--causal is not a flag"),
+    ({"hidden_size": 1 << 17, "device": "cpu"}, "the model needs at least "),
 ]
 
 
@@ -173,6 +174,7 @@ def test_flags_that_are_not_berts_are_refused(
     assert refused.returncode == 2, refused.stderr
     assert message in refused.stderr
     assert "Traceback" not in refused.stderr
+    assert refused.stdout == ""  # before the run is announced
 
 
 def test_inputs_that_bert_cannot_use_are_refused(corpus: Corpus, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ WRONG_CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ),
     ({"output_dir": "/tmp/" + "x/" * 2040}, "which leaves no room for the files in it: choose a shorter name"),
     ({"output_dir": PROGRAM / "under_a_file"}, "is not a directory: choose another name"),
+    ({"preset": "bloom-176b", "vocab_size": None, "device": "cpu"}, "--preset bloom-176b needs at least "),
 ]
 
 
@@ -282,7 +283,7 @@ BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
     "bad TOML": (config_file("[model\nnum_layers = 2"), "bad.toml"),
     "unknown key": (config_file("[model]\nnum_layer = 2\n"), "num_layer is not a key: did you mean num_layers"),
     "wrong type": (config_file("[model]\nnum_layers = '2'\n"), "num_layers"),
-    "no checkpoint": (no_checkpoint, "holds no checkpoint"),
+    "no checkpoint": (no_checkpoint, "run's output directory, or --load auto"),
     "damaged manifest": (damaged_manifest, "manifest.json cannot be read as a manifest"),
     "manifest of another structure": (manifest_without_sections, "manifest.json cannot be read as a manifest"),
     "manifest of no optimizer": (manifest_without_optimizer, "does not say which model and optimizer it is of"),

@@ -22,7 +22,7 @@ from megacore.checkpoint.state import TrainingState
 from megacore.config import AdamWConfig
 from megacore.config.dimensions import DIMENSIONS, Dimension, coordinates_of, describe_rank
 from megacore.optim.adamw import AdamW
-from megacore.optim.clip import totals
+from megacore.optim.update import totals
 from megacore.parallel.mesh import ALONE, Group, Mesh, ReplicaRole, build_mesh, groups_of_role
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, split_evenly
 from megacore.zero.bucket import ZeroOptions
@@ -71,7 +71,7 @@ def train_copies(
     """Train and save on meshes with so many copies; None: without the dimension."""
     outcomes = []
     for degree in degrees:
-        config = make_config(layout, f"{directory}/{degree}", train_iters=3, **changes)
+        config = make_config(layout, f"{directory}/{degree}", num_layers=2, train_iters=3, **changes)
         mesh = build_mesh(config.parallel, DIMENSIONS if degree is None else with_copies(degree))
         trainer = make_trainer(config, mesh)
         outcomes.append(outcome_of(trainer))
