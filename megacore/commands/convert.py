@@ -145,10 +145,10 @@ def _from_megatron(args: Namespace, temporary: Path) -> None:
 
 def size(text: str) -> int:
     """A number of bytes, such as 500MB."""
-    found = re.fullmatch(r"(\d{1,12})\s*([A-Z]*)", text.strip().upper())
-    if found is None or found[2] not in _UNITS or int(found[1]) < 1:
+    match = re.fullmatch(r"(\d{1,12})\s*([A-Z]*)", text.strip().upper())
+    if match is None or match[2] not in _UNITS or int(match[1]) < 1:
         raise ArgumentTypeError(f"{text!r} is no size: use, for example, 500MB or 5GB")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def tolerance(text: str) -> float:

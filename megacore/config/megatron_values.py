@@ -90,7 +90,7 @@ def _layers_of_virtual_stage(flag: str, text: str, shape: Shape) -> Translation:
     if left:
         raise ValueError(
             f"{flag} {layers} counts layers of equal stages, and --pp {shape.pp} does not divide --num-layers "
-            f"{shape.num_layers}: say instead how many stages a rank holds, with --virtual-stages and --schedule "
+            f"{shape.num_layers}: give the number of stages per rank instead, with --virtual-stages and --schedule "
             "interleaved; uneven ones are balanced"
         )
     if own % layers:

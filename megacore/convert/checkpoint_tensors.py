@@ -108,7 +108,7 @@ def _model_of(manifest: Manifest, directory: Path) -> ResolvedModel:
 
 
 def shards(forms: Forms, most_bytes: int) -> list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Deal tensors out to files of at most so many bytes, in order; a larger tensor has a file of its own."""
+    """Assign tensors to files of at most `max_bytes`, in order; a larger tensor gets a file of its own."""
     files: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = 0
     for name, (dtype, shape) in forms.items():
@@ -156,7 +156,7 @@ def weights_manifest(
     *,
     tokenizer: str | None = None,
 ) -> Manifest:
-    """The manifest of a checkpoint of weights alone, at step 0: what a run starts from.
+    """The manifest of a checkpoint with only weights, at step 0, from which a run starts.
 
     Args:
         directory: where the files lie.

@@ -133,11 +133,11 @@ def make_plan(family: Family, config: ResolvedModel, bert: ResolvedBert | None =
     rules = {rule.ours: rule for rule in family.rules}
     steps = []
     for name, shape in model_shapes(config, bert).items():
-        found = _BLOCK.match(name)
+        match = _BLOCK.match(name)
         rule = rules.get(_BLOCK.sub("blocks.{i}.", name))
         if rule is None:
             raise CheckpointError(f"a {family.model_type} model has no tensor for {name}")
-        steps.append(_step(rule, name, shape, config, number=found[1] if found else ""))
+        steps.append(_step(rule, name, shape, config, number=match[1] if match else ""))
     return steps
 
 

@@ -69,8 +69,8 @@ class BertEmbedding(ShardedModule):
         tokens, segments, documents = inputs
         x = self.tokens(tokens)
         if self.positions is not None and self.segments is not None:
-            own = local_positions(tokens.shape[1], self.split)
-            x = x + F.embedding(segments[:, own], self.segments) + self.positions[own]
+            positions = local_positions(tokens.shape[1], self.split)
+            x = x + F.embedding(segments[:, positions], self.segments) + self.positions[positions]
         return self.dropout(self.norm(x)), documents
 
 
@@ -145,7 +145,7 @@ def _builds(config: ResolvedBertConfig, context: BuildContext) -> list[Callable[
     model, modern = config.model, config.bert.packed
     bases = (model.rotary_base, config.bert.local_rotary_base) if modern else ()
     turns = [Rotary(model.rotary_dimensions, base=base) for base in bases]
-    found: list[Callable[[], nn.Module]] = []
+    builders: list[Callable[[], nn.Module]] = []
     for i in range(model.num_layers):
         own, name = bert_block(config, i), f"blocks.{i}"
         if modern:
@@ -161,8 +161,8 @@ def _builds(config: ResolvedBertConfig, context: BuildContext) -> list[Callable[
             )
         else:
             build = partial(PostNormBlock, own, context, name)
-        found.append(build)
-    return found
+        builders.append(build)
+    return builders
 
 
 def bert_flops(config: ResolvedBertConfig) -> float:

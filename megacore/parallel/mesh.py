@@ -118,7 +118,7 @@ class Mesh:
         return group
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a global rank stands along each dimension, by name."""
+        """The coordinate of a global rank along each dimension, by name."""
         return coordinates_of(rank, self.degrees)
 
     def describe(self, rank: int) -> str:
@@ -167,7 +167,7 @@ def select_device(wanted: str) -> torch.device:
         raise ConfigError(
             [
                 f"--device {wanted}: local rank {local_rank}, but this process sees {count} devices: "
-                f"start at most {count} ranks a node, let each see one device of its own, or use --device cpu"
+                f"start at most {count} ranks per node, let each see one device of its own, or use --device cpu"
             ]
         )
     index = local_rank if count > 1 else 0
@@ -190,7 +190,7 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     """Join the job, unless this process has; a world of one process joins nothing.
 
     Args:
-        config: of which only the device and the timeout are read.
+        config: only its device and timeout are read.
 
     Returns:
         This rank's device, and the group of all ranks.
@@ -298,7 +298,7 @@ def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Call
     Args:
         store: of the job.
         rank: of this process.
-        world_size: number of processes, each of which calls this.
+        world_size: number of processes, which all call this.
         select: finds this rank's device.
 
     Raises:

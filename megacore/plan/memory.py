@@ -64,7 +64,7 @@ class RankMemory:
         state: by kind, as `state_bytes` has them; where the optimizer is offloaded also what lies in host memory.
         on_host: how much of the state lies in host memory while the rank computes on an accelerator.
         activations: kept for backward by the microbatches in flight.
-        in_flight: microbatches of which the rank's stages keep activations, of all its stages together.
+        in_flight: microbatches whose activations the rank keeps, summed over its stages.
         working: what exists beside them at the end of a forward: logits, or a block that is computed again.
         building: what exists when the last layer has been made.
         late: of the state, what the optimizer makes when the activations of the run's only step are gone.

@@ -10,7 +10,7 @@ sample k is:
 - shuffle_index: which window sample k is. Every epoch is shuffled by itself, and the window that runs over into the
   next epoch comes last.
 
-So the order is a function of (seed, epoch, k) alone. Megatron-LM shuffles all epochs together, unless the last supplies
+So the order depends only on (seed, epoch, k). Megatron-LM shuffles all epochs together, unless the last supplies
 less than 80% of an epoch's samples; there, asking for more samples changes the whole order, and a longer run cannot
 continue a shorter one.
 """
@@ -197,11 +197,11 @@ class GPTDataset:
 
     def _spans(self, window: int) -> Iterator[tuple[int, int]]:
         """The ranges of the .bin that make up a window."""
-        (place, offset), (last_place, last_offset) = self.sample_index[window : window + 2].tolist()
-        for at in range(place, last_place + 1):
-            document = int(self.document_index[at])
+        (first, offset), (last, last_offset) = self.sample_index[window : window + 2].tolist()
+        for index in range(first, last + 1):
+            document = int(self.document_index[index])
             start = self.indexed.document_start(document)
-            stop = start + last_offset + 1 if at == last_place else self.indexed.document_start(document + 1)
+            stop = start + last_offset + 1 if index == last else self.indexed.document_start(document + 1)
             yield start + offset, stop
             offset = 0
 

@@ -1,11 +1,11 @@
-"""Random orders that are functions of (seed, epoch) alone, so that asking for more epochs changes none of them."""
+"""Random orders that depend only on (seed, epoch), so that more epochs change none of them."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-# So many epochs have a generator each. The later ones, of which a small dataset may have millions, are drawn together,
+# Number of epochs with a generator each. The later ones, possibly millions for a small dataset, are drawn together,
 # one after the other from one generator, because making a generator takes as long as shuffling a thousand numbers.
 EPOCHS_DRAWN_ALONE = 1024
 _ORDER = 0  # this use of an epoch's random numbers
