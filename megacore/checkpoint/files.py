@@ -119,14 +119,14 @@ def verified_tokenizer(directory: Path, files: Mapping[str, FileEntry]) -> Path 
         CheckpointError: a file is missing, damaged, or not of the checkpoint.
     """
     refuse_unlisted(directory, files)
-    own = [name for name in files if name.startswith(f"{TOKENIZER_DIRECTORY}/")]
-    for name in own:
+    listed = [name for name in files if name.startswith(f"{TOKENIZER_DIRECTORY}/")]
+    for name in listed:
         verify(directory / name, files[name])
-    return directory / TOKENIZER_DIRECTORY if own else None
+    return directory / TOKENIZER_DIRECTORY if listed else None
 
 
 def refuse_unlisted(directory: Path, names: Iterable[str]) -> None:
-    """Refuse files beside a checkpoint's tokenizer, which would be read in its place.
+    """Refuse files beside a checkpoint's tokenizer, which would be read instead of it.
 
     Args:
         directory: the checkpoint.

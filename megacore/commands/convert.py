@@ -101,10 +101,10 @@ def convert(args: Namespace) -> None:
 
 def _from_hf(args: Namespace, temporary: Path) -> None:
     model = open_model(args.input)
-    print(f"{args.input}: {model.family.model_type}, {len(model.found.tensors)} tensors")
-    if model.found.left_out:
-        names = ", ".join(model.found.left_out[:3])
-        print(f"left out, as the model does not compute with them: {names} ({len(model.found.left_out)} in all)")
+    print(f"{args.input}: {model.family.model_type}, {len(model.stored.tensors)} tensors")
+    if model.stored.left_out:
+        names = ", ".join(model.stored.left_out[:3])
+        print(f"left out, as the model does not compute with them: {names} ({len(model.stored.left_out)} in all)")
     write_checkpoint(model, temporary, most_bytes=args.max_shard_size)
     tokens = check_tokens(model.config, args.input, args.check_tokens)
     agreement = compare(args.input, temporary, tokens)

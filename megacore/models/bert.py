@@ -147,20 +147,20 @@ def _builds(config: ResolvedBertConfig, context: BuildContext) -> list[Callable[
     turns = [Rotary(model.rotary_dimensions, base=base) for base in bases]
     builders: list[Callable[[], nn.Module]] = []
     for i in range(model.num_layers):
-        own, name = bert_block(config, i), f"blocks.{i}"
+        block, name = bert_block(config, i), f"blocks.{i}"
         if modern:
             build: Callable[[], nn.Module] = partial(
                 TransformerBlock,
-                own,
+                block,
                 context,
                 name,
                 causal=False,
-                window=own.window_size,
-                rotary=turns[own.window_size is not None],
+                window=block.window_size,
+                rotary=turns[block.window_size is not None],
                 attention_norm=i > 0,  # the first block reads what the embedding has normed already
             )
         else:
-            build = partial(PostNormBlock, own, context, name)
+            build = partial(PostNormBlock, block, context, name)
         builders.append(build)
     return builders
 

@@ -197,17 +197,17 @@ def _products(counts: Iterable[int], sizes: Iterable[float]) -> float:
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
-def held_parameters(layers: Sequence[PlannedLayer], own: Sequence[range]) -> int:
+def held_parameters(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
     """Parameters of one rank, padding included; a table that two of its layers share counts once.
 
     Args:
         layers: the whole model.
-        own: the layers of each of the rank's stages.
+        stages: the numbers of the layers of each of the rank's stages.
     """
-    here = [layers[i] for numbers in own for i in numbers]
-    names = {layer.name for layer in here}
+    held = [layers[i] for numbers in stages for i in numbers]
+    names = {layer.name for layer in held}
     count = 0
-    for layer in here:
+    for layer in held:
         count += layer.parameters if layer.held is None else layer.held
         if any(owner.startswith(f"{name}.") for owner in layer.tied.values() for name in names - {layer.name}):
             count -= layer.shared

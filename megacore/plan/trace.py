@@ -96,7 +96,11 @@ def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]
             start, stop = (_microseconds(moment, origin) for moment in (timed.start, timed.end))
             if start - at >= _SHORTEST_IDLE:
                 yield {**_event("idle", "idle", at, start, about), "pid": pid, "tid": _ACTIONS}
-            yield {**_event(_name(timed), timed.kind, start, stop, about | _place(timed)), "pid": pid, "tid": _ACTIONS}
+            yield {
+                **_event(_name(timed), timed.kind, start, stop, about | _coordinates(timed)),
+                "pid": pid,
+                "tid": _ACTIONS,
+            }
             at = stop
         if end - at >= _SHORTEST_IDLE:
             yield {**_event("idle", "idle", at, end, about), "pid": pid, "tid": _ACTIONS}
@@ -106,7 +110,7 @@ def _event(name: str, category: str, start: float, stop: float, arguments: dict[
     return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": round(stop - start, 1), "args": arguments}
 
 
-def _place(timed: Timed) -> dict[str, int]:
+def _coordinates(timed: Timed) -> dict[str, int]:
     """Stage and microbatch, where there is only one."""
     actions = timed.actions
     return {"stage": actions[0].stage, "microbatch": actions[0].microbatch} if len(actions) == 1 else {}
