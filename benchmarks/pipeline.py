@@ -215,6 +215,9 @@ class _Sum:
     def first_input(self, microbatch: _Microbatch) -> Tensor:
         return microbatch.values
 
+    def last_inputs(self, microbatch: _Microbatch) -> tuple[Tensor, ...]:
+        return ()
+
     def loss(self, output: Tensor, microbatch: _Microbatch) -> Tensor:
         return output.sum()
 

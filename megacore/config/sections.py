@@ -372,6 +372,10 @@ class TrainingConfig(Section):
     z_loss: Annotated[float, Range(0)] = 0.0
     """Weight of the z-loss, the square of the softmax's log-normaliser, in the training loss. 0: off. Evaluations do
     not use it."""
+    loss_chunks: Annotated[int | None, Range(1, 1024), Flag()] = None
+    """Number of chunks of the vocabulary in which the head computes its logits and the loss. The logits of one chunk
+    exist at a time. With more than one, backward computes them again. Default: the fewest with at most 2 GiB of
+    logits."""
     memory_check: bool = True
     """Refuses a run that by formula needs more memory than there is, before anything is allocated, and says what would
     fit (docs/memory.md)."""

@@ -9,12 +9,16 @@ MLP, V vocabulary, t tensor-parallel ranks, e bytes of an element.
 
 from __future__ import annotations
 
+import math
+
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import ranks_of_role
 from megacore.plan.model_size import vocabulary_rows
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MOST_LOGITS = 2.0**31
+"""Bytes of logits that exist at a time, unless --loss-chunks says otherwise."""
 
 
 def residual_bytes(config: ResolvedConfig) -> float:
@@ -104,8 +108,22 @@ def shared_bytes(config: ResolvedConfig) -> float:
 
 
 def logits_bytes(config: ResolvedConfig) -> float:
-    """The logits [b, s, padded V/t], over which the loss writes their gradient."""
+    """All logits [b, s, padded V/t], over which the loss writes their gradient."""
     return _element(config) * _tokens(config) * vocabulary_rows(config.model, _layer_ranks(config))
+
+
+def loss_chunks(config: ResolvedConfig) -> int:
+    """In how many chunks of the vocabulary the head computes its logits: what --loss-chunks says, or the fewest that
+    keep them within `MOST_LOGITS`."""
+    return config.training.loss_chunks or max(1, math.ceil(logits_bytes(config) / MOST_LOGITS))
+
+
+def head_bytes(config: ResolvedConfig) -> float:
+    """What exists in the head while its gradients are computed: its input, the norm's output, and a chunk of logits;
+    with several chunks also the sum of the input's gradient in fp32."""
+    chunks = loss_chunks(config)
+    summed = 4.0 * _tokens(config) * config.model.hidden_size if chunks > 1 else 0.0
+    return logits_bytes(config) / chunks + 2 * residual_bytes(config) + summed
 
 
 def _has_documents(config: ResolvedConfig) -> bool:

@@ -24,7 +24,7 @@ from megacore.plan.activations import (
     ELEMENT_BYTES,
     attention_core_bytes,
     block_bytes,
-    logits_bytes,
+    head_bytes,
     residual_bytes,
     shared_bytes,
 )
@@ -173,7 +173,7 @@ def _rank_memory(
     longer = in_flight(config.parallel, rank, num_microbatches(config), until=Op.WEIGHT_GRAD)
     has_head = stages[-1] in on_rank and layers[-1].block is None and bool(blocks)
     again = _computed_again(config, blocks, on_cpu=on_cpu)
-    logits = logits_bytes(config) + 2 * residual_bytes(config) if has_head else 0.0
+    head = head_bytes(config) if has_head else 0.0
     # Gradients in autograd's hands, or divided ones, are forgotten when a step begins.
     forgotten = state["grads"] if _forgets_gradients(config) else 0.0
     return RankMemory(
@@ -183,7 +183,7 @@ def _rank_memory(
         on_host=0.0 if on_cpu or not config.parallel.offload_optimizer else state["optimizer"] + state["buffers"],
         activations=_products(flying, chunks) + (shared_bytes(config) if blocks else 0.0),
         in_flight=sum(flying),
-        working=max(logits, again),
+        working=max(head, again),
         building=_building_bytes(config, state, [layers[i] for numbers in on_rank for i in numbers]),
         late=_late_bytes(config, state, on_cpu=on_cpu),
         gradients_apart=forgotten > 0 and sum(flying) == 1 and num_microbatches(config) == 1,

@@ -9,6 +9,7 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import describe_degrees
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
+from megacore.plan.activations import loss_chunks
 
 
 def launch_summary(
@@ -66,6 +67,7 @@ def launch_summary(
             + (" (mock)" if config.data.mock_data else ""),
         ),
         ("operators", _operators(config, mesh.device)),
+        *([("loss", f"logits in {chunks} chunks of the vocabulary")] if (chunks := loss_chunks(config)) > 1 else []),
         ("output", training.output_dir),
     ]
     return "\n".join(f"  {label:<10}{text}" for label, text in lines)
