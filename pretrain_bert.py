@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 pretrain_bert.py --tp 2 --pp 2 --dp 2 --config examples/bert_tiny.toml
 
 The way of one batch is GPT's, but for its ends: data/bert -> data/loader -> train/trainer -> pipeline/runtime ->
-models/bert -> layers/post_norm. As in pretrain_gpt.py, torch is imported inside the functions: what cannot run is
+models/bert -> layers/block. As in pretrain_gpt.py, torch is imported inside the functions: what cannot run is
 refused before it is loaded.
 """
 

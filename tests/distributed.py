@@ -11,7 +11,8 @@ a second. They meet at a TCPStore which the calling process serves on a port tha
         assert run_distributed(check, 4) == [6.0] * 4
 
 An exception or a death in one rank fails the call with that rank's traceback and kills the others at once; a hang
-fails it after `timeout` seconds with the Python stack of every thread of every rank. Nothing is left running.
+fails it after `timeout` seconds (longer on a busy machine, `tests/patience.py`) with the Python stack of every thread
+of every rank. Nothing is left running.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ import torch.distributed as dist
 
 from tests.accelerator import build
 from tests.accelerator.collectives import register
+from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parent.parent
 DUMP_SIGNAL = signal.SIGUSR1
-# How long the ranks may take to write their stacks after a hang, in seconds.
+# How long the ranks may take to write their stacks after a hang, in seconds of a quiet machine.
 DUMP_GRACE = 2.0
 # Set by the preload, and so True only in the server and the ranks it forks.
 SERVER_READY = False
@@ -71,7 +73,8 @@ class _Launch:
     world_size: int
     backend: str
     init: bool
-    timeout: float
+    timeout: float  # in seconds of a quiet machine
+    patience: float  # the same on this machine
     environment: dict[str, str]
     import_path: list[str]
     stacks: str  # directory of the hang dumps
@@ -109,7 +112,7 @@ def run_distributed(
         fn: A module-level function; it and its arguments are pickled.
         world_size: Number of ranks.
         args: Further arguments, the same for every rank.
-        timeout: Seconds after which the ranks are taken to hang.
+        timeout: Seconds after which the ranks are taken to hang on a quiet machine; `patience` scales them.
         backend: `gloo`, `nccl` where there is a GPU for every rank, or `pretend`; with the last two each rank is given
             its device.
         init: Whether the harness initialises the default process group; without it, `init_process_group()` in `fn`
@@ -120,7 +123,7 @@ def run_distributed(
     """
     if backend == "pretend":
         build.library()  # before there are ranks that wait for each other
-    _start_server()
+    start_server()
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as stacks:
         launch = _Launch(
@@ -129,6 +132,7 @@ def run_distributed(
             backend=backend,
             init=init,
             timeout=timeout,
+            patience=patience(timeout),
             environment=_environment(store.port, world_size),
             import_path=sys.path,
             stacks=stacks,
@@ -138,8 +142,8 @@ def run_distributed(
     return [pickle.loads(reply.payload or b"") for reply in replies]
 
 
-def _start_server() -> None:
-    """Start the fork server unless it runs; its preload is found from the repository's root."""
+def start_server() -> None:
+    """Start the fork server of this process unless it runs; its preload is found from the repository's root."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.forkserver_preload"])
     before = os.environ.get("PYTHONPATH")
@@ -202,7 +206,7 @@ def _kill(process: ForkServerProcess) -> None:
 def _collect(ranks: list[_Rank], launch: _Launch) -> list[_Reply]:
     """Wait for every rank's reply; raise at the first failure or when the time is up."""
     replies: dict[int, _Reply] = {}
-    deadline = time.monotonic() + launch.timeout
+    deadline = time.monotonic() + launch.patience
     while len(replies) < len(ranks):
         waiting = {one.pipe: one for one in ranks if one.rank not in replies}
         heard = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -223,7 +227,7 @@ def _receive(one: _Rank) -> _Reply:
         reply: _Reply = pickle.loads(one.pipe.recv_bytes())
         return reply
     except (EOFError, ConnectionResetError):
-        one.process.join(5)
+        one.process.join(patience(5))
         code = one.process.exitcode
         cause = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with status {code}"
         return _Reply(ok=False, payload=None, text=f"it {cause} before it sent a result")
@@ -240,7 +244,7 @@ def _hang(silent: list[_Rank], launch: _Launch) -> RankFailed:
     for one in silent:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one.process.pid or 0, DUMP_SIGNAL)
-    deadline = time.monotonic() + DUMP_GRACE
+    deadline = time.monotonic() + patience(DUMP_GRACE)
     files = [_stack_file(launch, one.rank) for one in silent]
     sizes = [-1] * len(files)
     while time.monotonic() < deadline:  # done when every dump is there and has stopped growing
@@ -254,7 +258,8 @@ def _hang(silent: list[_Rank], launch: _Launch) -> RankFailed:
         for one, stack in zip(silent, stacks, strict=True)
     ]
     names = ", ".join(str(one.rank) for one in silent)
-    text = f"no result within {launch.timeout:g} s from rank(s) {names} of {launch.world_size}; their stacks:\n"
+    text = f"no result within {launch.timeout:g} s from rank(s) {names} of {launch.world_size}"
+    text += f" ({launch.patience:.0f} s on this machine); their stacks:\n"
     return RankFailed(text + "\n".join(parts), [one.rank for one in silent])
 
 
@@ -301,7 +306,7 @@ def _call(launch: _Launch, rank: int) -> Any:
         torch.accelerator.set_device_index(rank)
     if launch.init:
         # Longer than the harness waits: a hang is reported by the harness, with stacks.
-        dist.init_process_group(launch.backend, timeout=datetime.timedelta(seconds=launch.timeout + 30))
+        dist.init_process_group(launch.backend, timeout=datetime.timedelta(seconds=launch.patience + 30))
     return fn(rank, launch.world_size, *args)
 
 

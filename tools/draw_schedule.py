@@ -25,8 +25,7 @@ from rich.console import Console
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
 from megacore.errors import UserError
-from megacore.pipeline.actions import Schedule
-from megacore.pipeline.schedule import SCHEDULES, build_schedule
+from megacore.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.canvas import require_writable, save
 from megacore.plan.closed_forms import closed_form
@@ -121,7 +120,7 @@ def _require_fitting_flags(args: argparse.Namespace) -> None:
         raise UserError(f"--schedule {args.schedule} needs {' and '.join(missing)}: as in --pp 4 --microbatches 8")
     virtual = args.virtual_stages or 1
     if args.schedule == "interleaved" and virtual == 1:
-        raise UserError("--schedule interleaved needs several stages a rank: give --virtual-stages 2 or more")
+        raise UserError("--schedule interleaved needs several stages per rank: give --virtual-stages 2 or more")
     if source == "schedule" and args.schedule != "interleaved" and virtual > 1:
         raise UserError(
             f"--virtual-stages {virtual} has no effect with --schedule {args.schedule}: "

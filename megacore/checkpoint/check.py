@@ -16,7 +16,7 @@ from megacore.config import ModelConfig, ResolvedConfig
 from megacore.config.fields import Section, field_infos, flag
 from megacore.config.model import differing
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
-from megacore.config.sections import AUTO
+from megacore.config.sections import AUTO, OR_AUTO
 from megacore.data.gpt.build import tokenizer_of
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
@@ -48,7 +48,10 @@ def check_load(config: ResolvedConfig) -> None:
         return
     candidates = checkpoints_of(run)
     if not candidates and load != AUTO:
-        find_checkpoint(run)
+        try:
+            find_checkpoint(run)
+        except CheckpointError as error:
+            raise CheckpointError(f"--load {error}, {OR_AUTO}") from error
     for directory in candidates:
         try:
             manifest = read_manifest(directory)

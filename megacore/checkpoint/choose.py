@@ -52,13 +52,13 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
     if load != AUTO and (run / MANIFEST_NAME).is_file():
         return Choice(directory=read_together(run, world)[0])  # loading checks its files
     refused: list[str] = []
-    candidates, missed = _candidates(run, world)
-    for directory in candidates:
+    names, missed = _candidates(run, world)
+    for directory in (run / name for name in names):
         if (problem := whole(directory, world)) is None:
             check_settings(config, *read_together(directory, world))
             return Choice(directory=directory, refused=(*missed, *refused))
         refused.append(problem)
-    if load == AUTO and not candidates:
+    if load == AUTO and not names:
         return Choice(directory=None, refused=missed)
     if not refused:
         raise CheckpointError(
@@ -71,12 +71,13 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
     )
 
 
-def _candidates(run: Path, world: Group) -> tuple[list[Path], tuple[str, ...]]:
-    """The run's checkpoints as the first rank sees them, and what it misses there."""
-    found, missed, problem = list[Path](), tuple[str, ...](), None
+def _candidates(run: Path, world: Group) -> tuple[list[str], tuple[str, ...]]:
+    """The names of the run's checkpoints as the first rank sees them, and what it misses there. Only names are shared:
+    each rank opens its own path, which may differ between nodes, and `read_together` compares what is found there."""
+    found, missed, problem = list[str](), tuple[str, ...](), None
     if world.is_first:
         try:
-            found = checkpoints_of(run)
+            found = [directory.name for directory in checkpoints_of(run)]
             if (gone := lost(run)) is not None:
                 missed = (f"{run / POINTER_NAME} names {gone.name}, which is not there any more",)
         except CheckpointError as error:
@@ -101,7 +102,8 @@ def whole(directory: Path, world: Group, *, archived: bool = False) -> str | Non
         refuse_unlisted(directory, manifest.files)
     except CheckpointError as error:
         problem = str(error)
-    problems = [text for text in all_gather_objects(problem, world) if text is not None]
+    problems = [(rank, text) for rank, text in enumerate(all_gather_objects(problem, world)) if text is not None]
     if problems or manifest is None:
-        return problems[0]
+        rank, text = problems[0]
+        return text if len(problems) == world.size else f"on rank {rank}: {text}"
     return verified_together(directory, manifest, world, archived=archived)

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import socket
+import time
+import uuid
 from pathlib import Path
 
 from megacore.errors import UserError
@@ -19,14 +21,15 @@ _PATIENCE_SECONDS = 5.0
 class WriterLock:
     """Holds a run's output directory from its making to `release`.
 
-    The file says who holds it, and stays behind: it is the lock on it that counts, not its presence, so that nothing
-    a dead process leaves is in the way.
+    The file says who holds it, with a token that `sees_lock` looks for on other ranks. The file stays behind: only the
+    lock on it counts, so nothing that a dead process leaves is in the way.
 
     Args:
         output_dir: is made where it does not exist.
 
     Attributes:
         warning: why the directory is not locked, where its file system knows no locks; else None.
+        token: what is in the file of this lock and of no other.
 
     Raises:
         UserError: another process writes there, or the lock is a link.
@@ -37,6 +40,7 @@ class WriterLock:
         output_dir.mkdir(parents=True, exist_ok=True)
         self.path = output_dir / LOCK_NAME
         self.warning: str | None = None
+        self.token = uuid.uuid4().hex
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor: int | None = os.open(self.path, flags, 0o644)
@@ -63,10 +67,10 @@ class WriterLock:
             ) from None
         if not locked:
             self.warning = f"{self.path.parent} is on a file system without locks: let no other run write there"
-            return
-        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n"
+        text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "token": self.token}) + "\n"
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
+        os.fsync(descriptor)  # for the other nodes of a network file system
 
     def _holder(self) -> str:
         try:
@@ -80,3 +84,24 @@ class WriterLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def sees_lock(output_dir: Path, token: str, *, patience: float) -> bool:
+    """Whether the directory is the one that is locked with this token, and not another of its name.
+
+    Args:
+        output_dir: where this rank is to write.
+        token: of the lock that another rank holds.
+        patience: seconds until a node of a network file system has noticed a new file.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            os.listdir(output_dir)  # asks a network file system anew
+            if json.loads((output_dir / LOCK_NAME).read_text(encoding="utf-8"))["token"] == token:
+                return True
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(min(0.2, patience))

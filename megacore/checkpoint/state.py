@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +21,27 @@ from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_or_none
 from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.zero.bucket import Bucket
-from megacore.zero.data_parallel import DataParallel, OwnedSegment
+from megacore.zero.data_parallel import DataParallel, LocalSegment
 from megacore.zero.flat import Segment
 
 MODEL = "model"
 BUFFERS = "buffers"  # what belongs to a layer and is no weight: BatchNorm's running averages, frozen parameters
 _WEIGHTS = StateKind(name=MODEL)
 Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
+
+
+class Entry(NamedTuple):
+    """One tensor of a checkpoint, as far as this rank holds it.
+
+    Attributes:
+        kind: weights, buffers, or the name of a kind of optimizer state.
+        spec: the global tensor, and this rank's slice of it.
+        tensor: the slice, without padding.
+    """
+
+    kind: str
+    spec: ShardSpec
+    tensor: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +64,8 @@ class TrainingState:
     counters: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
-    def entries(self) -> Iterator[tuple[str, ShardSpec, Tensor]]:
-        """(kind, slice, fp32 tensor without padding) of the stage; the ranks of a replica group iterate together.
+    def entries(self) -> Iterator[Entry]:
+        """The tensors of this rank's stages; the ranks of a replica group iterate together.
 
         A tensor may be the live one: copy it to keep it while training continues.
 
@@ -68,11 +82,11 @@ class TrainingState:
                         shard = bucket.master if kind is _WEIGHTS else self._optimizer_shard(bucket, kind)
                     tensors = bucket.gather(shard)
                 for name, tensor in tensors.items():
-                    if kind.exists(whole=name in bucket.uncut):
+                    if kind.exists(whole=name in bucket.unsplit):
                         spec = _spec_of_state(kind, specs[name])
-                        yield kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind))
+                        yield Entry(kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind)))
         for name, buffer in self.buffers.items():
-            yield BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer
+            yield Entry(BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer)
 
     def fill(self, read: Read, kinds: Sequence[StateKind], updates: int) -> None:
         """Set everything that this rank updates, and publish the weights.
@@ -86,24 +100,24 @@ class TrainingState:
         """
         scratch = torch.empty(0)  # memory that every piece passes through: to ask for it anew takes longer than reading
         for parameter in self.data_parallel.parameters:
-            for owned in self.data_parallel.segments_of(parameter.spec.name):
-                rows, width = _rows(owned.segment, parameter.shape)
+            for local in self.data_parallel.segments_of(parameter.spec.name):
+                rows, width = _rows(local.segment, parameter.shape)
                 shape = (len(rows), *parameter.shape[1:]) if parameter.dim() else ()
                 if math.prod(shape) > scratch.numel():
                     scratch = torch.empty(math.prod(shape))
                 part = scratch[: math.prod(shape)].view(shape)
                 wanted = _wanted(parameter.spec, rows)
-                first = owned.segment.start - rows.start * width
+                first = local.segment.start - rows.start * width
                 for kind in (_WEIGHTS, *kinds):
-                    if not kind.exists(whole=owned.run.shape is not None):
+                    if not kind.exists(whole=local.run.shape is not None):
                         continue
                     if kind.per == "element":
                         _read_part(part, read, kind.name, parameter.spec.name, wanted)
-                        values = part.view(-1)[first : first + owned.segment.stop - owned.segment.start]
+                        values = part.view(-1)[first : first + local.segment.stop - local.segment.start]
                     else:
                         spec = _spec_of_state(kind, parameter.spec)
                         values = read(kind.name, spec.name, spec.slices, None).view(-1)
-                    self._fill_segment(owned, kind, values)
+                    self._fill_segment(local, kind, values)
         if kinds:
             self.optimizer.resume(updates)
         self.data_parallel.publish()
@@ -112,12 +126,12 @@ class TrainingState:
                 buffer.copy_(read(BUFFERS, name, tuple((0, size) for size in buffer.shape), None))
 
     @torch.no_grad()
-    def _fill_segment(self, owned: OwnedSegment, kind: StateKind, values: Tensor) -> None:
+    def _fill_segment(self, local: LocalSegment, kind: StateKind, values: Tensor) -> None:
         if kind is _WEIGHTS:
-            owned.master.copy_(values)
+            local.master.copy_(values)
             return
-        self.optimizer.tensor(owned.run, kind)
-        part = owned.state(self.optimizer, kind.name)
+        self.optimizer.tensor(local.run, kind)
+        part = local.state(self.optimizer, kind.name)
         assert part is not None
         part.copy_(values)
 
@@ -125,20 +139,20 @@ class TrainingState:
         """Whole local tensors by name, where this rank owns all of every parameter."""
         shapes = {parameter.spec.name: parameter.shape for parameter in bucket.parameters}
         live = {}
-        for owned in self.data_parallel.segments:
-            if owned.bucket is bucket:
-                flat = owned.master if kind is _WEIGHTS else owned.state(self.optimizer, kind.name)
+        for local in self.data_parallel.segments:
+            if local.bucket is bucket:
+                flat = local.master if kind is _WEIGHTS else local.state(self.optimizer, kind.name)
                 if flat is None:
-                    flat = torch.zeros_like(owned.master, dtype=getattr(torch, kind.dtype))
-                live[owned.spec.name] = flat.view(shapes[owned.spec.name]) if kind.per == "element" else flat
+                    flat = torch.zeros_like(local.master, dtype=getattr(torch, kind.dtype))
+                live[local.spec.name] = flat.view(shapes[local.spec.name]) if kind.per == "element" else flat
         return live
 
     def _optimizer_shard(self, bucket: Bucket, kind: StateKind) -> Tensor:
         """One kind of state of the shard, where the weights lie; what has fewer numbers, where its parameter begins."""
         shard = torch.zeros_like(bucket.master, dtype=getattr(torch, kind.dtype))
-        for owned in self.data_parallel.segments:
-            if owned.bucket is bucket and (state := owned.state(self.optimizer, kind.name)) is not None:
-                first = owned.segment.offset
+        for local in self.data_parallel.segments:
+            if local.bucket is bucket and (state := local.state(self.optimizer, kind.name)) is not None:
+                first = local.segment.offset
                 shard[first : first + state.numel()] = state
         return shard
 

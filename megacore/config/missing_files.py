@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from megacore.config.messages import one_of
 from megacore.config.schema import Config
-from megacore.config.sections import AUTO
+from megacore.config.sections import AUTO, OR_AUTO
 from megacore.config.toml import unreadable
 
 # What a run writes into its output directory beside the checkpoints' directories.
@@ -32,7 +32,10 @@ def missing_files(config: Config) -> list[str]:
         )
     load, init = config.checkpoint.load, config.checkpoint.init_from_hf
     if _is_set(load) and load != AUTO and not os.path.isdir(load):
-        problems.append(f"--load {load} is not a directory: use a checkpoint's directory, or leave --load out")
+        problems.append(
+            f"--load {load} is not a directory: use the directory of a checkpoint or of a run, {OR_AUTO}, or leave "
+            "--load out"
+        )
     if _is_set(init) and "init_from_hf" not in config.unsupported and not os.path.isdir(init):
         problems.append(f"--init-from-hf {init} is not a directory: use one with config.json and safetensors files")
     schedule = config.parallel.schedule_csv

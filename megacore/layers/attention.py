@@ -25,9 +25,8 @@ from megacore.layers.rotary import Rotary
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import seeded
 from megacore.parallel.recompute import recompute
-from megacore.parallel.sequence import gather_sequence
 from megacore.parallel.sharding import split_evenly
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, gather_sequence
 
 
 class SelfAttention(nn.Module):
@@ -74,7 +73,7 @@ class SelfAttention(nn.Module):
         self.output = RowParallelLinear(n * d, h, bias=bias, **context.linear_arguments)
 
     def forward(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Mix positions that see each other.
+        """Attention over all positions.
 
         Args:
             x: [b, s, h], or, sequence parallel, [b, s/t, h].
@@ -85,13 +84,12 @@ class SelfAttention(nn.Module):
             Like x.
         """
         query, key, value = self._heads(self.qkv(x))
-        query, key, value = self._placed(query, key, value, positions)
-        heads = [heads.transpose(1, 2) for heads in (query, key, value)]  # [b, n/t, s, d]
-        mix = partial(self._mix, documents=documents)
+        query, key, value = self._normalized_and_rotated(query, key, value, positions)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [b, n/t, s, d]
         if self.recomputes and torch.is_grad_enabled():
-            mixed = recompute(mix, *heads, streams=self.streams)
+            mixed = recompute(partial(self._mix, documents=documents), query, key, value, streams=self.streams)
         else:
-            mixed = mix(*heads)
+            mixed = self._mix(query, key, value, documents)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +97,7 @@ class SelfAttention(nn.Module):
         be."""
         if self.layer_group.size > self.groups:
             whole = gather_sequence(projected.transpose(1, 2), self.layer_group).transpose(1, 2)
-            ranks = self.layer_group.size // self.groups  # that share a group
+            ranks = self.layer_group.size // self.groups  # per query group
             group = whole.unflatten(-1, (self.groups, -1, self.head_size))[:, :, self.layer_group.rank // ranks]
             queries, key, value = group.split([self.shared_by, 1, 1], dim=2)
             return queries.chunk(ranks, dim=2)[self.layer_group.rank % ranks], key, value
@@ -107,11 +105,11 @@ class SelfAttention(nn.Module):
         query, key, value = groups.split([self.shared_by, 1, 1], dim=3)
         return query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 
-    def _placed(
+    def _normalized_and_rotated(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normalised and turned, where they are; values then apart from them, so that what was
-        projected is not kept for their sake."""
+        """Queries and keys, normalised and rotated if configured. The values are then copied, so that the projection
+        that they are views of can be freed."""
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = self.query_norm(query.contiguous()), self.key_norm(key.contiguous()), value.contiguous()
         if self.rotary is not None:

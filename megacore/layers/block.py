@@ -1,19 +1,72 @@
-"""One transformer block: attention and MLP, each behind a norm and added to the residual stream."""
+"""The transformer block: attention and MLP, each with a norm and added to the residual stream.
+
+The norm comes before the layer, as in GPT-2, or after the residual sum, as in the original transformer and in BERT.
+"""
 
 from __future__ import annotations
 
 from typing import overload
 
+import torch
 from torch import Tensor, nn
 
 from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.attention import SelfAttention
 from megacore.layers.context import BuildContext
-from megacore.layers.mlp import MLP
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
+
+
+class MLP(nn.Module):
+    """h -> ffn_hidden_size -> h with an activation between; one all-reduce forward and one backward.
+
+    A gated MLP (Shazeer 2020, arXiv 2002.05202) multiplies two projections of its input. They are separate parameters,
+    so that a rank's slice of each is contiguous, and share the communication of the input.
+
+    Args:
+        config: sizes, biases, activation; the group's size divides `ffn_hidden_size`.
+        context: groups, device and what else a layer is built with.
+    """
+
+    def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
+        super().__init__()
+        h, inner, bias = config.hidden_size, config.inner_size, not config.disable_bias_linear
+        self.activation = config.activation
+        self.gate: ColumnParallelLinear | None = None
+        if config.gated:
+            self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.column_arguments)
+        self.up = ColumnParallelLinear(h, inner, bias=bias, **context.column_arguments)
+        self.down = RowParallelLinear(inner, h, bias=bias, **context.linear_arguments)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, h]"""
+        if self.gate is None:
+            return self.down(self._activate(self.up(x)))
+        gate, up = columns_parallel(x, [self.gate, self.up])
+        return self.down(self._activate_gate(gate, up))
+
+    def _activate(self, x: Tensor) -> Tensor:
+        match self.activation:
+            case "gelu":
+                return ops.gelu(x)
+            case "gelu-exact":
+                return ops.gelu(x, exact=True)
+            case "relu":
+                return torch.relu(x)
+        raise AssertionError(self.activation)
+
+    def _activate_gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        match self.activation:
+            case "swiglu":
+                return ops.swiglu(gate, up)
+            case "geglu":
+                return ops.geglu(gate, up)
+            case "geglu-exact":
+                return ops.geglu(gate, up, exact=True)
+        raise AssertionError(self.activation)
 
 
 class TransformerBlock(nn.Module):
@@ -22,7 +75,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         config: sizes, kinds of layers and dropout.
-        context: where the layer stands.
+        context: groups, device and what else a layer is built with.
         name: the block's global name, `blocks.17`.
         causal: as for SelfAttention, and so are
         window: the most recent positions that are seen,
@@ -78,3 +131,30 @@ class TransformerBlock(nn.Module):
             return x + attended + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
         x = x + attended
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+
+
+class PostNormBlock(nn.Module):
+    """Bidirectional attention and MLP, each added to its input and then normed (Vaswani et al. 2017, arXiv 1706.03762,
+    section 3.1; Devlin et al. 2018, arXiv 1810.04805).
+
+    Args:
+        config: sizes and dropout.
+        context: groups, device and what else a layer is built with.
+        name: the block's global name, `blocks.17`.
+    """
+
+    def __init__(self, config: ResolvedModel, context: BuildContext, name: str) -> None:
+        super().__init__()
+        drop, shard = config.hidden_dropout, context.residual_shard
+        self.attention = SelfAttention(config, context, f"{name}.attention", causal=False)
+        self.attention_dropout = Dropout(drop, context.streams, f"{name}.attention_dropout", shard=shard)
+        self.attention_norm = build_norm(config, device=context.device)
+        self.mlp = MLP(config, context)
+        self.mlp_dropout = Dropout(drop, context.streams, f"{name}.mlp_dropout", shard=shard)
+        self.mlp_norm = build_norm(config, device=context.device)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Hidden states [b, s, h] and document numbers [b, s] -> the same"""
+        x, documents = inputs
+        x = self.attention_norm(x + self.attention_dropout(self.attention(x, documents)))
+        return self.mlp_norm(x + self.mlp_dropout(self.mlp(x))), documents

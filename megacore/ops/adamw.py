@@ -8,8 +8,15 @@ import math
 import torch
 from torch import Tensor
 
-from megacore.ops.checks import FLOATS, require, require_contiguous, require_same_device, require_shape, require_whole
-from megacore.ops.dispatch import runs_triton
+from megacore.ops.dispatch import (
+    FLOATS,
+    require,
+    require_contiguous,
+    require_same_device,
+    require_shape,
+    require_whole,
+    runs_triton,
+)
 
 
 @torch.library.custom_op("megacore::adamw_", mutates_args=("parameter", "mean", "square", "copy"))

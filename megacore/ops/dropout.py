@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops.checks import (
+from megacore.ops.dispatch import (
     require,
     require_contiguous,
     require_floats,
@@ -22,8 +22,8 @@ from megacore.ops.checks import (
     require_same_device,
     require_shape,
     require_whole,
+    runs_triton,
 )
-from megacore.ops.dispatch import runs_triton
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

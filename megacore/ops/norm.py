@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacore.ops.checks import (
+from megacore.ops.dispatch import (
     require,
     require_contiguous,
     require_floats,
     require_rows,
     require_same_device,
     require_shape,
+    runs_triton,
+    uses_triton,
 )
-from megacore.ops.dispatch import runs_triton, uses_triton
 
 
 @torch.library.custom_op("megacore::norm_forward", mutates_args=())

@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops.checks import require, require_contiguous, require_floats, require_same_device, require_shape
-from megacore.ops.dispatch import runs_triton
+from megacore.ops.dispatch import (
+    require,
+    require_contiguous,
+    require_floats,
+    require_same_device,
+    require_shape,
+    runs_triton,
+)
 
 
 @torch.library.custom_op("megacore::rotary", mutates_args=())

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.ops.checks import (
+from megacore.ops.dispatch import (
     require,
     require_contiguous,
     require_floats,
     require_same_device,
     require_shape,
     require_whole,
+    runs_triton,
 )
-from megacore.ops.dispatch import runs_triton
 
 
 @torch.library.custom_op("megacore::softmax_forward", mutates_args=())

@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 
 from megacore.config.optimizers import AdamWConfig
 from megacore.optim.optimizer import Optimizer
-from megacore.zero.data_parallel import OwnedRun
+from megacore.zero.data_parallel import LocalRun
 
 
 class AdamW(Optimizer[AdamWConfig]):
@@ -18,7 +18,7 @@ class AdamW(Optimizer[AdamWConfig]):
 
     counts_updates: ClassVar[bool] = True
 
-    def update(self, runs: Sequence[OwnedRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+    def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         adamw(
             [run.master for run in runs],
             list(gradients),

@@ -43,16 +43,17 @@ def step_on_host(
     runs = {bucket: list(members) for bucket, members in groupby(data_parallel.runs, key=lambda run: run.bucket)}
     with _all_threads(cores):
         for bucket in buckets:
-            own, downloaded = runs.get(bucket, []), bucket.downloaded()
-            gradients = [None if run.gradient is None else downloaded[run.place] for run in own]
-            optimizer.step(own, gradients, lr=lr, factor=factor)
+            members, downloaded = runs.get(bucket, []), bucket.downloaded()
+            gradients = [None if run.gradient is None else downloaded[run.shard_slice] for run in members]
+            optimizer.step(members, gradients, lr=lr, factor=factor)
             bucket.publish()
 
 
 def host_cores(world: Group) -> int:
     """This rank's share of the cores of its node; all ranks call this together."""
-    own = (socket.gethostname(), cores_of_process())
-    return share_of_cores(own[1], [cores for host, cores in all_gather_objects(own, world) if host == own[0]])
+    name, cores = socket.gethostname(), cores_of_process()
+    everyone = all_gather_objects((name, cores), world)
+    return share_of_cores(cores, [others for host, others in everyone if host == name])
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""What every optimizer is: state beside this rank's master weights, and a step that updates both.
+"""The optimizer protocol: state beside this rank's master weights, and a step that updates both.
 
-A subclass in a file of its own implements `update`. What it keeps, and which parameters it needs whole, its settings
-say (megacore/config/optimizers.py): from there follow the cutting of shards, the memory plan and the checkpoints. With
-an entry in megacore/optim/optimizers.py the optimizer is complete.
+A subclass implements `update`. Its settings (megacore/config/optimizers.py) declare its state and the parameters that
+it needs whole; shard boundaries, the memory plan and checkpoints follow from them. An entry in
+megacore/optim/optimizers.py makes it selectable.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from megacore.config.optimizers import OptimizerSettings, StateKind
-from megacore.optim.clip import scale_gradients
-from megacore.zero.data_parallel import OwnedRun
+from megacore.zero.data_parallel import LocalRun
 
 S = TypeVar("S", bound=OptimizerSettings)
 
 
 class Optimizer(ABC, Generic[S]):
-    """Updates what this rank holds of the master weights, run by run.
+    """Updates this rank's part of the master weights, run by run.
 
-    A run is a flat piece of a shard: parts of several parameters that decay alike, or exactly one parameter that the
-    optimizer takes whole (`run.shape` is then its shape).
+    A run is a flat part of a shard: parts of several parameters with the same weight decay, or exactly one parameter
+    that the optimizer needs whole (`run.shape` is then its shape).
 
     Args:
-        runs: all that this rank updates; none where it has no part of any parameter.
+        runs: all that this rank updates; there may be none.
         settings: of this optimizer.
         weight_decay: of matrices; vectors (biases, norm weights) have none.
 
     Attributes:
+        kinds: of state, the same on every rank.
         state: for each run its tensors by the name of their kind; empty before the run's first update. `step` is no
             kind: it counts the run's updates (a float32 scalar), for bias correction.
     """
@@ -40,16 +40,12 @@ class Optimizer(ABC, Generic[S]):
     counts_updates: ClassVar[bool] = False
     """Whether `update` needs the number of updates (`steps`), which a resumed run continues."""
 
-    def __init__(self, runs: Sequence[OwnedRun], settings: S, *, weight_decay: float) -> None:
+    def __init__(self, runs: Sequence[LocalRun], settings: S, *, weight_decay: float) -> None:
         self.runs, self.settings, self.weight_decay = list(runs), settings, weight_decay
-        self.state: dict[OwnedRun, dict[str, Tensor]] = {run: {} for run in runs}
+        self.kinds: tuple[StateKind, ...] = settings.state
+        self.state: dict[LocalRun, dict[str, Tensor]] = {run: {} for run in runs}
 
-    @property
-    def kinds(self) -> tuple[StateKind, ...]:
-        """The kinds of state, the same on every rank."""
-        return self.settings.state
-
-    def step(self, runs: Sequence[OwnedRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
+    def step(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor | None], *, lr: float, factor: Tensor) -> None:
         """Update the master weights of some runs.
 
         Args:
@@ -67,7 +63,7 @@ class Optimizer(ABC, Generic[S]):
                 self.update([run for run, _ in members], [grad for _, grad in members], lr=lr, weight_decay=decay)
 
     @abstractmethod
-    def update(self, runs: Sequence[OwnedRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+    def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         """Update `run.master` and the state of each run.
 
         Args:
@@ -77,12 +73,12 @@ class Optimizer(ABC, Generic[S]):
             weight_decay: of these runs.
         """
 
-    def tensors(self, kind: str, runs: Sequence[OwnedRun]) -> list[Tensor]:
+    def tensors(self, kind: str, runs: Sequence[LocalRun]) -> list[Tensor]:
         """The state of one kind for each run; zeros where there was none."""
         by_name = {each.name: each for each in self.kinds}
         return [self.tensor(run, by_name[kind]) for run in runs]
 
-    def tensor(self, run: OwnedRun, kind: StateKind) -> Tensor:
+    def tensor(self, run: LocalRun, kind: StateKind) -> Tensor:
         """The state of one kind of a run; zeros where there was none. Flat, unless the run is a whole parameter."""
         state = self.state[run]
         if kind.name not in state:
@@ -90,14 +86,21 @@ class Optimizer(ABC, Generic[S]):
             state[kind.name] = torch.zeros(shape, dtype=getattr(torch, kind.dtype), device=run.master.device)
         return state[kind.name]
 
-    def steps(self, runs: Sequence[OwnedRun]) -> list[Tensor]:
+    def steps(self, runs: Sequence[LocalRun]) -> list[Tensor]:
         """How many updates each run has had, float32 scalars where its weights are; `update` counts them up."""
         for run in runs:
             self.state[run].setdefault("step", torch.zeros((), dtype=torch.float32, device=run.master.device))
         return [self.state[run]["step"] for run in runs]
 
     def resume(self, updates: int) -> None:
-        """Continue after so many updates, with the state that was loaded."""
+        """Continue after `updates` updates, with the state that was loaded."""
         if self.counts_updates:
             for step in self.steps(self.runs):
                 step.fill_(float(updates))
+
+
+@torch.no_grad()
+def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply fp32 gradients in place by a scalar in host memory; a factor of exactly 1 costs nothing."""
+    if gradients and (number := factor.item()) != 1.0:
+        torch._foreach_mul_(list(gradients), number)

@@ -10,12 +10,12 @@ from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
 from megacore.optim.adamw import AdamW
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.sgd import SGD
-from megacore.zero.data_parallel import OwnedRun
+from megacore.zero.data_parallel import LocalRun
 
 OPTIMIZER_CLASSES: dict[type[OptimizerSettings], type[Optimizer[Any]]] = {AdamWConfig: AdamW, SGDConfig: SGD}
 
 
-def build_optimizer(runs: Sequence[OwnedRun], config: Config) -> Optimizer[Any]:
+def build_optimizer(runs: Sequence[LocalRun], config: Config) -> Optimizer[Any]:
     """The configured optimizer over what this rank updates, which may be nothing."""
     settings = config.optimizer_settings
     return OPTIMIZER_CLASSES[type(settings)](runs, settings, weight_decay=config.optimizer.weight_decay)

@@ -9,13 +9,13 @@ from torch.optim.sgd import sgd
 
 from megacore.config.optimizers import SGDConfig
 from megacore.optim.optimizer import Optimizer
-from megacore.zero.data_parallel import OwnedRun
+from megacore.zero.data_parallel import LocalRun
 
 
 class SGD(Optimizer[SGDConfig]):
     """PyTorch's operator. Elementwise: a shard is updated as it would be within the whole parameter."""
 
-    def update(self, runs: Sequence[OwnedRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+    def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         momentum = self.settings.sgd_momentum
         buffers = [self.state[run].get("momentum_buffer") for run in runs]
         sgd(

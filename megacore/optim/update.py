@@ -1,37 +1,44 @@
-"""One update of the weights: from reduced gradients to published parameters, or to the decision to skip.
+"""One update of the weights: gradient norm, clipping, loss scale, and the optimizer step or the decision to skip it.
 
-The decision is the same on every rank, because every rank looks at the same number: the global norm, into which a
-loss or a gradient that is not finite anywhere has found its way.
+Every rank decides alike, because every rank has the same global norm, which is not finite if any rank's loss or
+gradient is not. The norm, the loss and the votes of a step are sums over ranks, and a parallel layout holds some
+elements more than once. Each is counted once: a parameter knows whether this rank counts it
+(`ShardSpec.is_counted_by`), and its replicas divide the counting.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megacore.config import ResolvedConfig
+from megacore.config import PrecisionConfig, ResolvedConfig
 from megacore.errors import TrainingStopped
-from megacore.optim.clip import clip_factor, totals
 from megacore.optim.offload import host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
-from megacore.optim.precision import LossScaler
-from megacore.parallel.collectives import all_gather_objects, all_reduce_, sum_copies_
+from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
-from megacore.zero.data_parallel import DataParallel
+from megacore.zero.data_parallel import DataParallel, LocalSegment
+from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
+
+_ROW = 4096
+# Backward begins with the scale in fp32; 1e38 is the largest that can be configured, and its double is finite.
+_LARGEST_SCALE = 2.0**127
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a step.
+    """The result of an update.
 
     Attributes:
         loss: summed over the global batch, fp64, equal on every rank; a scalar or several sums, on the device.
         norm: global gradient norm before clipping, without the loss scale; an fp64 scalar in host memory.
-        votes: of all ranks, summed.
+        votes: summed over ranks.
         skipped: why the weights were left as they are, or None.
     """
 
@@ -41,14 +48,36 @@ class Outcome:
     skipped: str | None = None
 
 
+class _Source(NamedTuple):
+    """A gradient that is not finite on a rank: the number of its stage, and of its parameter on the rank."""
+
+    stage: int
+    position: int
+    name: str
+
+
+class _LargestEntry(NamedTuple):
+    """The largest gradient entry of a rank, and its parameter."""
+
+    value: float
+    name: str
+
+
+class _RankReport(NamedTuple):
+    """What a rank knows of a step that is not finite."""
+
+    first: _Source | None
+    largest: _LargestEntry
+
+
 class WeightUpdate:
-    """The optimizer over the shards that this rank updates, and what guards it.
+    """The optimizer over this rank's shards, with the norm, clipping and the checks before each step.
 
     Args:
         data_parallel: holds gradients and master weights.
         mesh: this rank's groups.
         config: resolved.
-        shared: global names of tied parameters, and the ranks over which their gradients are summed.
+        shared: global names of tied parameters -> the ranks over which their gradients are summed.
     """
 
     def __init__(
@@ -70,34 +99,35 @@ class WeightUpdate:
         self._clip = config.optimizer.clip_grad
         self._host_cores = host_cores(mesh.world) if data_parallel.options.offload else 1
         self._shared = dict(sorted(shared.items()))
-        replicated = {owned.spec.name for owned in data_parallel.segments if owned.spec.is_replicated}
-        self._added_to = {*shared, *(replicated if self._sequence_parallel else ())}  # by ranks other than replicas
+        replicated = {local.spec.name for local in data_parallel.segments if local.spec.is_replicated}
+        # Parameters whose gradients are summed over ranks besides the replicas.
+        self._summed_further = {*shared, *(replicated if self._sequence_parallel else ())}
 
     @torch.no_grad()
     def apply(self, loss: Tensor, lr: float, *, votes: Sequence[int] = ()) -> Outcome:
         """Update the weights from the step's gradients and publish them, or skip the step on all ranks.
 
-        Which of the two is the only thing in a step that the program must know before it goes on, and so the only time
-        that it waits for an accelerator; with `offload` it may also wait for a bucket's gradients, which it works on.
+        Only for this decision must the program wait for an accelerator. With `offload` it may also wait for the
+        gradients of a bucket that it updates.
 
         Args:
             loss: this rank's share of the summed loss.
             lr: the learning rate.
-            votes: what this rank adds to sums over all ranks that travel along; as many on every rank.
+            votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
 
         Raises:
             TrainingStopped: too many steps in a row were not finite, or the fp16 loss scale is at its minimum.
         """
         data_parallel = self.data_parallel
         data_parallel.finish()
-        data_parallel.note(self._added_to)
+        data_parallel.record_norms(self._summed_further)
         if self._sequence_parallel:
-            self._sum_over_positions()
+            self._all_reduce_replicated_grads()
         for name, holders in self._shared.items():
-            self._sum_copies(name, holders)
-        data_parallel.settle()
+            self._all_reduce_tied_grads(name, holders)
+        data_parallel.convert_exact_sums()
         exact = data_parallel.options.exact_terms > 0
-        scale = 1.0 if exact else self.scaler.scale  # that the gradients still carry
+        scale = 1.0 if exact else self.scaler.scale  # still a factor of the gradients
         total = totals(
             data_parallel.segments,
             self.mesh,
@@ -106,10 +136,10 @@ class WeightUpdate:
             votes=votes,
             exact=exact,
         )
-        known = total.to_host(data_parallel.begin_download if data_parallel.options.offload else None)
-        norm, counted = known.norm / scale, tuple(map(int, known.votes.tolist()))
+        on_host = total.to_host(data_parallel.begin_download if data_parallel.options.offload else None)
+        norm, summed_votes = on_host.norm / scale, tuple(map(int, on_host.votes.tolist()))
         if not torch.isfinite(norm):
-            return Outcome(loss=total.loss, norm=norm, votes=counted, skipped=self._skip(known.loss))
+            return Outcome(loss=total.loss, norm=norm, votes=summed_votes, skipped=self._skip(on_host.loss))
         factor = clip_factor(norm, self._clip) / scale
         if data_parallel.options.offload:
             step_on_host(data_parallel, self.optimizer, factor=factor, lr=lr, cores=self._host_cores)
@@ -117,7 +147,7 @@ class WeightUpdate:
             self._step_in_place(factor, lr)
         self.scaler.good_step()
         self.updates, self._bad_steps = self.updates + 1, 0
-        return Outcome(loss=total.loss, norm=norm, votes=counted)
+        return Outcome(loss=total.loss, norm=norm, votes=summed_votes)
 
     def _step_in_place(self, factor: Tensor, lr: float) -> None:
         runs = self.data_parallel.runs
@@ -126,49 +156,51 @@ class WeightUpdate:
         self.data_parallel.publish()
 
     def counters(self) -> dict[str, float]:
-        """What a resumed run needs besides the tensors."""
+        """The state of a resumed run that is not in tensors."""
         counters = {"updates": self.updates, "skipped_steps": self.skipped_steps, "bad_steps": self._bad_steps}
         return {**counters, **self.scaler.state()}
 
     def load_counters(self, counters: dict[str, float]) -> None:
-        """Continue counting where a checkpoint was made."""
+        """Continue from the counters of a checkpoint."""
         self.updates = int(counters.get("updates", 0))
         self.skipped_steps = int(counters.get("skipped_steps", 0))
         self._bad_steps = int(counters.get("bad_steps", 0))
         self.scaler.load_state(counters)
 
-    def _sum_over_positions(self) -> None:
-        """Parameters that are replicated over the layer group saw only this rank's positions: sum, in one message."""
-        replicated = (owned for owned in self.data_parallel.segments if owned.spec.is_replicated)
-        gradients = [gradient for owned in replicated if (gradient := owned.gradient) is not None]
+    def _all_reduce_replicated_grads(self) -> None:
+        """With sequence parallelism, gradients of parameters that are replicated over the layer group cover only this
+        rank's positions: sum them over the group, in one message."""
+        replicated = (local for local in self.data_parallel.segments if local.spec.is_replicated)
+        gradients = [gradient for local in replicated if (gradient := local.gradient) is not None]
         if gradients:
             flat = all_reduce_(torch.cat(gradients), self.mesh.layer)
             torch._foreach_copy_(gradients, list(flat.split([gradient.numel() for gradient in gradients])))
 
-    def _sum_copies(self, name: str, holders: Holders) -> None:
-        for owned in self.data_parallel.segments_of(name):
-            gradient = owned.gradient
+    def _all_reduce_tied_grads(self, name: str, holders: Holders) -> None:
+        for local in self.data_parallel.segments_of(name):
+            gradient = local.gradient
             assert gradient is not None
-            sum_copies_(gradient, holders)
+            all_reduce_tied_(gradient, holders)
 
     def _skip(self, loss: Tensor) -> str:
-        """Account for a step that is not finite; returns what happened.
+        """Count a step that is not finite, and lower a dynamic loss scale; returns why the step is skipped.
 
-        A smaller loss scale helps where gradients overflow. It does nothing for a loss, which does not carry it.
+        A lower loss scale helps where gradients overflow, but not where the loss itself is not finite.
 
         Args:
             loss: of all ranks, in host memory.
         """
         self.skipped_steps += 1
-        sound = bool(loss.isfinite().all())
-        where = self._source(sound)
-        if self.scaler.dynamic and sound:
+        loss_is_finite = bool(loss.isfinite().all())
+        where = self._source(loss_is_finite)
+        if self.scaler.dynamic and loss_is_finite:
             before = self.scaler.scale
             self.scaler.overflow(where)
             return f"{where} overflowed; loss scale {before:g} -> {self.scaler.scale:g}"
         self._bad_steps += 1
         if self._bad_steps >= self._max_bad_steps:
-            scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if sound and self.scaler.scale != 1.0 else ""
+            scaled = loss_is_finite and self.scaler.scale != 1.0
+            scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if scaled else ""
             wider = " --precision bf16," if self._fp16 else ""
             raise TrainingStopped(
                 f"{where} was not finite for {self._bad_steps} step(s) in a row "
@@ -177,34 +209,218 @@ class WeightUpdate:
             )
         return f"{where} is not finite"
 
-    def _source(self, sound: bool) -> str:
-        """Where what is not finite came from: of all ranks' offenders the one nearest to the loss.
-
-        Args:
-            sound: whether the loss is finite.
-        """
-        mine, options = self.data_parallel.offender(), self.data_parallel.options
-        stage = 0 if mine is None else mine.chunk * self.mesh.pipeline.size + self.mesh.pipeline.rank
-        offender = None if mine is None else (stage, mine.position, mine.name)
-        found, largest = zip(*all_gather_objects((offender, self._largest()), self.mesh.world), strict=True)
-        value, name = max(largest)
-        if sound and not options.exact_terms and math.isfinite(value):  # each gradient is, though its norm may not be
+    def _source(self, loss_is_finite: bool) -> str:
+        """Names the first value of the backward, over all ranks, that is not finite."""
+        options, pipeline = self.data_parallel.options, self.mesh.pipeline
+        first = None
+        if (local := self.data_parallel.non_finite_gradient()) is not None:
+            first = _Source(local.chunk * pipeline.size + pipeline.rank, local.position, local.name)
+        reports = all_gather_objects(_RankReport(first, self._largest()), self.mesh.world)
+        value, name = max(report.largest for report in reports)
+        if loss_is_finite and not options.exact_terms and math.isfinite(value):  # only their squares overflow
             scaled = " with the loss scale" if self.scaler.scale != 1.0 else ""
             return f"the sum of squared gradients in fp32 (largest entry{scaled} {value:.3g}, of {name})"
-        ranks = [rank for rank, offender in enumerate(found) if offender is not None]
-        if not ranks:
-            return f"the gradient of {name}, summed over ranks," if sound else "the loss"
-        source = max(ranks, key=lambda rank: (found[rank][:2], -rank))
+        sources = [(report.first, -rank) for rank, report in enumerate(reports) if report.first is not None]
+        if not sources:
+            return f"the gradient of {name}, summed over ranks," if loss_is_finite else "the loss"
+        source, negative_rank = max(sources, key=lambda pair: (pair[0][:2], pair[1]))
         limit = f" (--reproducible takes entries up to {options.largest_exact:.3g})" if options.exact_terms else ""
-        gradient = f"the gradient of {found[source][2]} on rank {source}{limit}"
-        return gradient if sound else f"the loss (and {gradient})"
+        gradient = f"the gradient of {source.name} on rank {-negative_rank}{limit}"
+        return gradient if loss_is_finite else f"the loss (and {gradient})"
 
-    def _largest(self) -> tuple[float, str]:
-        """The largest entry of the gradients on this rank, once summed, and its parameter; infinite for NaN."""
+    def _largest(self) -> _LargestEntry:
+        """The largest entry of the summed gradients on this rank; infinite for NaN."""
         names, largest = [], []
-        for owned in self.data_parallel.segments:
-            if (gradient := owned.gradient) is not None:
-                names.append(owned.spec.name)
+        for local in self.data_parallel.segments:
+            if (gradient := local.gradient) is not None:
+                names.append(local.spec.name)
                 largest.append(gradient.abs().max().float())
         values = torch.stack(largest).tolist() if largest else []  # one copy to the host
-        return max([(0.0, ""), *zip((v if math.isfinite(v) else math.inf for v in values), names, strict=True)])
+        finite_or_inf = (value if math.isfinite(value) else math.inf for value in values)
+        return max([_LargestEntry(0.0, ""), *map(_LargestEntry, finite_or_inf, names)])
+
+
+# ---- sums over all ranks: the gradient norm, the loss and the votes of a step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over all ranks, fp64 and equal on every rank.
+
+    Attributes:
+        norm: the 2-norm of the whole model's gradient; not finite if any gradient, or the loss, is not.
+        loss: the loss summed over the global batch.
+        votes: of all ranks, [votes].
+    """
+
+    norm: Tensor
+    loss: Tensor
+    votes: Tensor
+
+    def to_host(self, queue_more: Callable[[], None] | None = None) -> Totals:
+        """The totals in host memory, by one copy, for which the program waits.
+
+        Args:
+            queue_more: queues work on the accelerator after the copy; called before the wait.
+        """
+        numbers, copied = torch.cat([self.norm.view(1), self.loss.reshape(-1), self.votes]), None
+        if numbers.device.type != "cpu":
+            source, numbers = numbers, torch.empty_like(numbers, device="cpu", pin_memory=True)
+            numbers.copy_(source, non_blocking=True)
+            copied = torch.Event(source.device)
+            copied.record()
+        if queue_more is not None:
+            queue_more()
+        if copied is not None:
+            copied.synchronize()
+        norm, loss, votes = numbers.split([1, self.loss.numel(), self.votes.numel()])
+        return Totals(norm=norm[0], loss=loss.view_as(self.loss), votes=votes)
+
+
+@torch.no_grad()
+def totals(
+    segments: Iterable[LocalSegment],
+    mesh: Mesh,
+    *,
+    loss: Tensor | float = 0.0,
+    overflow: Tensor | float = 0.0,
+    votes: Sequence[int] = (),
+    exact: bool = False,
+) -> Totals:
+    """Sum over all ranks.
+
+    Args:
+        segments: of this rank, with gradients that are already summed over replicas.
+        mesh: this rank's groups.
+        loss: this rank's share of the summed loss, or of several sums, the same on the ranks of its layer group.
+        overflow: not finite if a gradient on this rank was not.
+        votes: this rank's terms of further sums; the same number of them on every rank.
+        exact: sum so that the bits depend neither on the order nor on the layout.
+    """
+    gradients = _counted_gradients(segments, mesh)
+    shares = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device)
+    sums = torch.zeros(2 + shares.numel() + len(votes), dtype=torch.float64, device=mesh.device)
+    squares, overflows, losses, ballot = sums.split([1, 1, shares.numel(), len(votes)])
+    overflows += overflow  # 0, or not finite
+    if mesh.layer.is_first and mesh.copies.is_first:
+        losses.copy_(shares.flatten())
+    for number, vote in enumerate(votes):
+        if vote:  # `ballot[number] = vote` would copy from the host, for which an accelerator is waited for
+            ballot[number].fill_(vote)
+    if exact:
+        units = torch.stack([square_sum_units(gradient) for gradient in (*gradients, sums.new_zeros(0))]).sum(0)
+        _sum_over_all(units, mesh)
+    else:
+        for gradient in gradients:
+            squares += square_sum(gradient)
+    _sum_over_all(sums, mesh)
+    square = square_sum_from_units(units) if exact else squares[0]
+    poison = 0.0 * sums[1 : 2 + shares.numel()].sum()  # of a loss or an overflow that is not finite: NaN
+    return Totals(norm=square.sqrt() + poison, loss=losses.view_as(shares), votes=ballot)
+
+
+def _counted_gradients(segments: Iterable[LocalSegment], mesh: Mesh) -> Iterator[Tensor]:
+    """The flat gradients whose squares this rank adds; over all ranks they are the model's, each entry once."""
+    counted = (local for local in segments if local.spec.is_counted_by(mesh))
+    for bucket, members in groupby(counted, key=lambda local: local.bucket):
+        gradients = bucket.gradients([local.segment for local in members])
+        if bucket.options.stage == 0:  # every replica has all of them: each adds its part
+            gradients = [gradient.tensor_split(bucket.group.size)[bucket.group.rank] for gradient in gradients]
+        yield from gradients
+
+
+def _sum_over_all(sums: Tensor, mesh: Mesh) -> None:
+    for group in (mesh.replicas, *mesh.model, mesh.copies):
+        all_reduce_(sums, group)
+
+
+def square_sum(tensor: Tensor) -> Tensor:
+    """Sum of squares as an fp64 scalar, at the speed of fp32: short rows in fp32, their sum in fp64.
+
+    A single fp32 reduction over a large tensor is off by up to a thousandth on a CPU (20 million elements, torch 2.13);
+    this one by about 1e-8, so that neither size nor order of summation shows.
+    """
+    flat = tensor.reshape(-1).float()
+    full = flat.numel() // _ROW * _ROW  # elements of complete rows
+    rows = torch.linalg.vector_norm(flat[:full].view(-1, _ROW), dim=1)
+    return rows.double().square().sum() + flat[full:].double().square().sum()
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """The factor that clips gradients to a norm of at most `limit` (Pascanu et al. 2013, arXiv 1211.5063).
+
+    Args:
+        norm: the global norm.
+        limit: largest norm; 0 does not clip.
+    """
+    return torch.ones_like(norm) if limit == 0.0 else (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+# ---- the fp16 loss scale
+
+
+class LossScaler:
+    """The factor by which the loss is multiplied before backward and gradients are divided after it, which keeps fp16
+    gradients in range (Micikevicius et al. 2018, arXiv 1710.03740).
+
+    A dynamic scale doubles after `loss_scale_window` good steps in a row, and halves once `hysteresis` steps have
+    overflowed without it having doubled in between; each further overflow then halves it again, until it has doubled.
+    Outside fp16, and where `loss_scale` is given, the scale is fixed.
+
+    Args:
+        config: precision and the scale's rules, resolved.
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self._config = config
+        self.dynamic = config.precision == "fp16" and config.loss_scale is None
+        self.scale = config.loss_scale if config.loss_scale is not None else 1.0
+        if self.dynamic:
+            assert config.initial_loss_scale is not None, "resolve() fills it in"
+            self.scale = config.initial_loss_scale
+        self._good_steps, self._allowance = 0, config.hysteresis
+
+    def good_step(self) -> None:
+        """All gradients were finite."""
+        if not self.dynamic:
+            return
+        self._good_steps += 1
+        if self._good_steps % self._config.loss_scale_window == 0:
+            self.scale = min(self.scale * 2.0, _LARGEST_SCALE)
+            self._allowance = self._config.hysteresis
+
+    def overflow(self, where: str = "a gradient") -> None:
+        """A gradient was not finite, though the loss was finite.
+
+        Args:
+            where: which gradient, for the message.
+
+        Raises:
+            TrainingStopped: the scale is at its minimum already.
+        """
+        if not self.dynamic:
+            return
+        self._good_steps = 0
+        self._allowance -= 1
+        if self._allowance > 0:
+            return
+        if self.scale <= self._config.min_loss_scale:
+            raise TrainingStopped(
+                f"{where} overflowed fp16 even at the smallest loss scale, --min-loss-scale "
+                f"{self._config.min_loss_scale:g}: the run diverges. Use --precision bf16, a smaller --lr or a longer "
+                "warm-up"
+            )
+        self.scale = max(self.scale / 2.0, self._config.min_loss_scale)
+
+    def state(self) -> dict[str, float]:
+        """The state for a resumed run; empty if the scale is fixed."""
+        if not self.dynamic:
+            return {}
+        return {"scale": self.scale, "good_steps": self._good_steps, "allowance": self._allowance}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Continue from the state of a run with a dynamic scale; without one the scale stays as configured."""
+        if self.dynamic:
+            self.scale = state.get("scale", self.scale)
+            self._good_steps = int(state.get("good_steps", self._good_steps))
+            self._allowance = int(state.get("allowance", self._allowance))

@@ -53,8 +53,8 @@ def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     return tensor
 
 
-def sum_copies_(tensor: Tensor, holders: Holders) -> Tensor:
-    """Sum a contiguous `tensor` in place over the holders of a tied parameter; every one gets the same bits."""
+def all_reduce_tied_(tensor: Tensor, holders: Holders) -> Tensor:
+    """Sum a contiguous `tensor` in place over the holders of a tied parameter; every holder gets the same bits."""
     if len(holders.positions) == holders.pipeline.size:
         return all_reduce_(tensor, holders.pipeline)
     direct.sum_among(tensor, holders.pipeline, holders.positions)

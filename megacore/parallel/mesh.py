@@ -8,11 +8,12 @@ get the one `Group` they need. A group of size 1 has no process group behind it 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from megacore.config import ParallelConfig, ResolvedParallel
-from megacore.config.dimensions import DIMENSIONS, Dimension, Divides, coordinates_of, degrees_of, describe_rank
+from megacore.config.dimensions import DIMENSIONS, ROLES, Dimension, coordinates_of, degrees_of, describe_rank
+from megacore.config.messages import ranks_in_words
 from megacore.errors import ConfigError
 
 
@@ -67,16 +69,6 @@ class Holders:
 
 ALONE = Group()
 _STORE_PATIENCE = timedelta(seconds=2)
-
-# What the ranks of a group divide among themselves, by the group's role; in the order in which groups are made.
-_ROLES: Mapping[str, frozenset[Divides]] = {
-    "pipeline": frozenset({"stages"}),
-    "batch": frozenset({"samples"}),
-    "layer": frozenset({"matrices"}),
-    "loss": frozenset({"samples", "tokens"}),
-    "replicas": frozenset({"samples", "tokens"}),
-    "copies": frozenset({"nothing"}),
-}
 
 ReplicaRole = Literal["replicas"]
 """The roles of groups that hold copies of a parameter and sum its gradients."""
@@ -204,16 +196,14 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
         This rank's device, and the group of all ranks.
 
     Raises:
-        ConfigError: the device that is asked for is not here, or another rank has it too.
+        ConfigError: the device that is asked for is not here, another rank has it too, or one of another kind.
     """
-    device = select_device(config.device)
-    if world_size() == 1:
-        return device, ALONE
-    if not dist.is_initialized():
+    if world_size() == 1 or dist.is_initialized():
+        device = select_device(config.device)
+    else:
         timeout, rank = _timeout(config), int(os.environ["RANK"])
         store = _job_store(timeout)
-        if device.type != "cpu":
-            refuse_shared_devices(store, rank, world_size(), _identity(device))
+        device = agree_on_devices(store, rank, world_size(), partial(select_device, config.device))
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
             timeout=timeout,
@@ -222,6 +212,8 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
             world_size=world_size(),
             device_id=device if device.type != "cpu" else None,
         )
+    if world_size() == 1:
+        return device, ALONE
     return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
 
 
@@ -233,7 +225,7 @@ def build_mesh(config: ResolvedParallel, dimensions: Sequence[Dimension] = DIMEN
         dimensions: the table, outermost first.
 
     Raises:
-        ConfigError: the device that is asked for is not here, or another rank has it too.
+        ConfigError: the device that is asked for is not here, another rank has it too, or one of another kind.
     """
     device, world = join_job(config)
     degrees = degrees_of(partial(getattr, config), dimensions)
@@ -241,11 +233,11 @@ def build_mesh(config: ResolvedParallel, dimensions: Sequence[Dimension] = DIMEN
     if world.size == 1:
         return Mesh(device=device, dimensions=dimensions, degrees=degrees)
     made: dict[tuple[tuple[int, ...], ...], Group] = {}
-    for role in _ROLES:
+    for role in ROLES:
         groups = groups_of_role(role, dimensions, degrees)
         if groups not in made:
             made[groups] = _join(groups, world, device, _timeout(config))
-    roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in _ROLES}
+    roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in ROLES}
     return Mesh(device=device, dimensions=dimensions, degrees=degrees, world=world, **roles)
 
 
@@ -260,7 +252,7 @@ def groups_of_role(
         degrees: ranks along each of them, by name.
     """
     sizes = [degrees[dimension.name] for dimension in dimensions]
-    axes = [axis for axis, dimension in enumerate(dimensions) if dimension.divides in _ROLES[role]]
+    axes = [axis for axis, dimension in enumerate(dimensions) if dimension.divides in ROLES[role]]
     ranks = torch.arange(math.prod(sizes)).view(sizes).movedim(axes, tuple(range(-len(axes), 0)))
     return tuple(map(tuple, ranks.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()))
 
@@ -292,37 +284,77 @@ def _splits(device: torch.device) -> bool:
 
 def _identity(device: torch.device) -> str | None:
     """What tells this device from every other one of the cluster; None where its kind has nothing of that sort."""
+    if device.type == "cpu":
+        return None
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = getattr(properties(device.index), "uuid", None) if properties is not None else None
     return None if uuid is None else str(uuid)
 
 
-def refuse_shared_devices(store: dist.Store, rank: int, world_size: int, identity: str | None) -> None:
-    """Compare the ranks' devices before a backend meets one twice, which NCCL reports as an internal error.
+def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Callable[[], torch.device]) -> torch.device:
+    """This rank's device, once every rank has one: before backends meet, of which two kinds never do, and NCCL reports
+    one device twice as an internal error.
 
     Args:
         store: of the job.
         rank: of this process.
         world_size: number of processes, each of which calls this.
-        identity: of this rank's device; None if it is not known.
+        select: finds this rank's device.
 
     Raises:
-        ConfigError: two ranks have the same device; on every rank.
+        ConfigError: a rank has no device, another kind of device, or that of another rank; on every rank.
     """
-    name = "" if identity is None else f"{identity} on {socket.gethostname()}"
-    store.set(f"device/{rank}", name)
-    devices = [value.decode() for value in store.multi_get([f"device/{other}" for other in range(world_size)])]
-    problems = []
-    for device in sorted(set(devices) - {""}):
-        ranks = [str(other) for other, name in enumerate(devices) if name == device]
-        if len(ranks) > 1:
-            problems.append(f"ranks {', '.join(ranks[:-1])} and {ranks[-1]} have the same device, {device}")
-    if problems:
-        way_out = (
-            "start no more ranks on a node than it has devices, with LOCAL_RANK as torchrun sets it or with one "
-            "device bound to each (srun --gpus-per-task 1), or use --device cpu"
+    device, problem = None, None
+    try:
+        device = select()
+    except ConfigError as error:
+        problem = "; ".join(error.problems)
+    own = _Device(None, None, problem) if device is None else _Device(device.type, _identity(device))
+    store.set(f"device/{rank}", json.dumps(asdict(own)))
+    told = store.multi_get([f"device/{other}" for other in range(world_size)])
+    if problems := list(_unfit([_Device(**json.loads(value)) for value in told])):
+        raise ConfigError(problems)
+    assert device is not None
+    return device
+
+
+@dataclass(frozen=True)
+class _Device:
+    """What a rank says of its device: torch's name of its kind, what tells it from others, why there is none."""
+
+    kind: str | None
+    identity: str | None
+    problem: str | None = None
+    host: str = field(default_factory=socket.gethostname)
+
+
+def _unfit(devices: Sequence[_Device]) -> Iterator[str]:
+    """What is wrong with the ranks' devices together."""
+    for problem, ranks in _alike(device.problem for device in devices):
+        yield f"{problem} ({ranks_in_words(ranks)}, {devices[ranks[0]].host})"
+    kinds = _alike(device.kind for device in devices)
+    for kind, ranks in kinds[1:]:
+        yield (
+            f"{ranks_in_words(ranks)} would compute on {kind} (rank {ranks[0]} on {devices[ranks[0]].host}), "
+            f"{ranks_in_words(kinds[0][1])} on {kinds[0][0]}: with --device auto a machine whose accelerator does not "
+            "work takes its CPU; repair it or leave it out, or give every rank the same --device"
         )
-        raise ConfigError([f"{problem}: {way_out}" for problem in problems])
+    for place, ranks in _alike(device.identity and f"{device.identity} on {device.host}" for device in devices):
+        if len(ranks) > 1:
+            yield (
+                f"{ranks_in_words(ranks)} have the same device, {place}: start no more ranks on a node than it has "
+                "devices, with LOCAL_RANK as torchrun sets it or with one device bound to each "
+                "(srun --gpus-per-task 1), or use --device cpu"
+            )
+
+
+def _alike(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
+    """Each value with the ranks that have it; None is none."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        if value is not None:
+            ranks.setdefault(value, []).append(rank)
+    return list(ranks.items())
 
 
 def _job_store(timeout: timedelta) -> dist.Store:

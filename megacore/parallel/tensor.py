@@ -1,9 +1,15 @@
 """Tensor parallelism: the linear layers and the embedding, split over a group (Shoeybi et al. 2019, arXiv
-1909.08053, section 3).
+1909.08053, section 3); and sequence parallelism between them.
 
 A column-parallel layer splits its output features and a row-parallel one its input features, so that a pair of them
 needs one all-reduce forward (after the second) and one backward (before the first). On a group of one each is its
 torch.nn twin.
+
+What tensor parallelism leaves whole on every rank (norms, dropout, residuals) sequence parallelism computes for s / t
+positions on each (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). An all-gather and a reduce-scatter move
+the same bytes as the all-reduce that they replace. A column-parallel layer keeps only this rank's positions of its
+input for backward and gathers the input again there, while the input gradient is computed; the reduce-scatter of that
+gradient runs while the weight's is computed.
 
 Shape legend: s sequence, b micro-batch, i input features, o output features, h hidden size, V vocabulary, t group size.
 """
@@ -18,7 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config.model import padded_rows
-from megacore.parallel.collectives import copy_to_group, reduce_from_group, start_all_reduce_
+from megacore.parallel.collectives import (
+    Pending,
+    copy_to_group,
+    reduce_from_group,
+    start_all_gather,
+    start_all_reduce_,
+    start_reduce_scatter,
+)
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import (
     TORCH,
@@ -29,8 +42,9 @@ from megacore.parallel.products import (
     outputs,
     parameter_gradients,
 )
-from megacore.parallel.sequence import gather_sequence, linears_of_gathered_input, reduce_scatter_sequence
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
+
+# ---- linear layers
 
 
 class _LinearOfCopiedInput(torch.autograd.Function):
@@ -158,49 +172,6 @@ class RowParallelLinear(ShardedModule):
         return y if self.bias is None else y + self.bias
 
 
-class VocabParallelEmbedding(ShardedModule):
-    """Token embedding with the vocabulary's rows split over the group.
-
-    Rank r holds rows [r V / t, (r + 1) V / t). Its local table is padded with zero rows to `padded_rows(V, t,
-    multiple)`, so that the ranks' matrices have one aligned shape; the padding exists in memory only and never takes
-    part in a result.
-
-    Args:
-        num_embeddings: V, the true vocabulary size.
-        embedding_dim: h.
-        group: the tensor-parallel group.
-        multiple: local rows are padded to a multiple of this.
-        sequence_parallel: the output is split along the sequence, [b, s/t, h].
-    """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        group: Group = ALONE,
-        multiple: int = 1,
-        sequence_parallel: bool = False,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.weight = vocab_parallel_weight(
-            num_embeddings, embedding_dim, group=group, multiple=multiple, device=device
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[b, s] token ids in [0, V) -> [b, s, h] (or [b, s/t, h])"""
-        if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
-        start, stop = self.weight.spec.slices[0]
-        local = tokens - start
-        outside = (local < 0) | (local >= stop - start)
-        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
-        leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
-        return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
-
-
 def column_parallel(
     x: Tensor,
     weight: Tensor,
@@ -280,6 +251,164 @@ def _linears(
     return y
 
 
+def _require_divisible(name: str, features: int, group: Group) -> None:
+    if features % group.size:
+        raise ValueError(f"{name} {features} does not divide over {group.size} tensor-parallel ranks")
+
+
+# ---- sequence parallelism
+
+
+class _GatherOfPieces:
+    """An all-gather along the sequence, under way."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._pieces = x.new_empty((group.size, *x.shape))
+        self._pending = start_all_gather(self._pieces.view(-1), x.contiguous().view(-1), group)
+
+    def wait(self) -> Tensor:
+        """[b, s, h] from every rank's [b, s/t, h]"""
+        self._pending.wait()
+        t, b, s, h = self._pieces.shape
+        return self._pieces.transpose(0, 1).reshape(b, t * s, h)
+
+
+class _ScatterOfSum:
+    """A reduce-scatter along the sequence, under way."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        b, s, h = x.shape
+        self._pieces = x.view(b, group.size, s // group.size, h).transpose(0, 1).contiguous()
+        self._local = x.new_empty((b, s // group.size, h))
+        self._pending: Pending = start_reduce_scatter(self._local.view(-1), self._pieces.view(-1), group)
+
+    def wait(self) -> Tensor:
+        """[b, s/t, h], summed over the ranks' [b, s, h]"""
+        self._pending.wait()
+        return self._local
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _ScatterOfSum(x, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _GatherOfPieces(grad, ctx.group).wait(), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _GatherOfPieces(x, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ScatterOfSum(grad, ctx.group).wait(), None
+
+
+class _LinearOfGatheredInput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, products: Products, x: Tensor, group: Group, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *parameters[::2])
+        ctx.products, ctx.group = products, group
+        ctx.has_bias = [bias is not None for bias in parameters[1::2]]
+        return outputs(products, _GatherOfPieces(x, group).wait(), parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        gathering = _GatherOfPieces(x, ctx.group)
+        scattering = _ScatterOfSum(input_gradient(ctx.products, grads, weights), ctx.group)
+        gradients = parameter_gradients(ctx.products, gathering.wait(), grads, ctx.has_bias)
+        return None, scattering.wait(), None, *gradients
+
+
+def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """Partial [b, s, h] of every rank -> this rank's positions of the sum, [b, s/t, h]; backward gathers."""
+    return x if group.size == 1 else _ReduceScatter.apply(x, group)
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """[b, s, h] from every rank's [b, s/t, h]; backward sums over the ranks and keeps this one's positions."""
+    return x if group.size == 1 else _Gather.apply(x, group)
+
+
+def linears_of_gathered_input(
+    x: Tensor, parameters: Parameters, group: Group, products: Products = TORCH
+) -> tuple[Tensor, ...]:
+    """x W^T + b over all positions for each weight and bias, whose rows are this rank's output features.
+
+    Args:
+        x: [b, s/t, i]
+        parameters: weight, bias, weight, bias, ...
+        group: the tensor-parallel group, of two ranks or more.
+        products: computes the matrix products.
+
+    Returns:
+        [b, s, o/t] of each.
+    """
+    y: tuple[Tensor, ...] = _LinearOfGatheredInput.apply(products, x, group, *parameters)
+    return y
+
+
+def local_positions(length: int, group: Group) -> slice:
+    """Which of `length` positions this rank holds between the tensor-parallel layers."""
+    share = length // group.size
+    return slice(group.rank * share, (group.rank + 1) * share)
+
+
+# ---- the embedding
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """Token embedding with the vocabulary's rows split over the group.
+
+    Rank r holds rows [r V / t, (r + 1) V / t). Its local table is padded with zero rows to `padded_rows(V, t,
+    multiple)`, so that the ranks' matrices have one aligned shape; the padding exists in memory only and never takes
+    part in a result.
+
+    Args:
+        num_embeddings: V, the true vocabulary size.
+        embedding_dim: h.
+        group: the tensor-parallel group.
+        multiple: local rows are padded to a multiple of this.
+        sequence_parallel: the output is split along the sequence, [b, s/t, h].
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: Group = ALONE,
+        multiple: int = 1,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.weight = vocab_parallel_weight(
+            num_embeddings, embedding_dim, group=group, multiple=multiple, device=device
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] token ids in [0, V) -> [b, s, h] (or [b, s/t, h])"""
+        if self.group.size == 1:
+            return F.embedding(tokens, self.weight)
+        start, stop = self.weight.spec.slices[0]
+        local = tokens - start
+        outside = (local < 0) | (local >= stop - start)
+        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
+        leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
+        return leave(rows.masked_fill(outside.unsqueeze(-1), 0.0), self.group)
+
+
 def vocab_parallel_weight(
     vocab_size: int, hidden_size: int, *, group: Group, multiple: int, device: torch.device | None = None
 ) -> ShardedParameter:
@@ -298,8 +427,3 @@ def vocab_parallel_bias(
     rows = padded_rows(vocab_size, group.size, multiple)
     spec = ShardSpec.split((vocab_size,), {0: (start, stop)})
     return ShardedParameter(torch.empty(rows, device=device), spec)
-
-
-def _require_divisible(name: str, features: int, group: Group) -> None:
-    if features % group.size:
-        raise ValueError(f"{name} {features} does not divide over {group.size} tensor-parallel ranks")

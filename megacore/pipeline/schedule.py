@@ -1,4 +1,7 @@
-"""Pipeline schedules as data: pure functions that return in which order a rank computes.
+"""Pipeline schedules as data: the order in which each rank computes, sends and receives, as lists of actions.
+
+Nothing here touches a tensor. These functions write the lists, `validation.py` proves them, the simulator
+(megacore/plan/simulator.py) times them, and `runtime.py` executes them.
 
 | schedule | source | bubble, of the ideal time | in flight |
 |---|---|---|---|
@@ -7,19 +10,164 @@
 | interleaved | the same, section 2.2.2 | (p - 1) / (v m) | more, of smaller stages |
 | zero-bubble | ZB-H1: Qi et al. 2023, arXiv 2401.10241, section 2 | (p - 1) (f + b - w) / (m (f + b + w)) | p - r |
 
-p ranks, m microbatches, v stages a rank, rank r from 0; f, b, w: time of forward, input gradient, weight gradient. In
+p ranks, m microbatches, v stages per rank, rank r from 0; f, b, w: time of forward, input gradient, weight gradient. In
 flight are the microbatches between a forward and its input gradient. What weight gradients need is kept until they are
-done: with zero-bubble that of up to p microbatches on every rank, with the others that of those in flight. The last two
-bubbles hold from m = p on; with fewer microbatches they are larger, and `simulate.py` tells by how much. A
-schedule orders computations only; `transfers.py` adds the sends and receives, the same way for all.
+computed: with zero-bubble for up to p microbatches on every rank, with the others for those in flight. The last two
+bubbles hold from m = p on; with fewer microbatches they are larger, by as much as the simulator tells.
+
+A schedule orders computations; `with_transfers` adds the sends and receives, the same way for all. Every transfer is
+one event in a global order that is consistent with the order of computations, and each rank's list is the part of that
+order that concerns the rank. The first event of the order that has not happened can always happen. So no backend can
+deadlock, even if every transfer blocks both its sides, and two ranks post their messages in the same order, which is
+the strictest rule any backend has. A receive is posted once the other rank has computed the tensor, ahead of its use.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby, pairwise
 
-from megacore.pipeline.actions import Action, Op, Schedule
-from megacore.pipeline.transfers import with_transfers
+from megacore.errors import UserError
+
+# ---- actions, and what each depends on
+
+
+class ScheduleError(UserError):
+    """A schedule that cannot be run as it stands; the message names the rank and the action."""
+
+
+class Op(Enum):
+    """What an action does with one microbatch at one stage."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # both of the following at once
+    INPUT_GRAD = "I"  # the gradient of the stage's input, for which the stage before waits
+    WEIGHT_GRAD = "W"  # the gradients of the stage's weights, for which no stage waits
+    RECV_INPUT = "recv input"  # activations from the stage before
+    SEND_OUTPUT = "send output"  # activations to the stage after
+    RECV_GRAD = "recv grad"  # gradient of the output from the stage after
+    SEND_GRAD = "send grad"  # gradient of the input to the stage before
+
+    @property
+    def is_transfer(self) -> bool:
+        return self in _TRANSFERS
+
+    @property
+    def is_receive(self) -> bool:
+        return self in (Op.RECV_INPUT, Op.RECV_GRAD)
+
+
+_TRANSFERS = frozenset({Op.RECV_INPUT, Op.SEND_OUTPUT, Op.RECV_GRAD, Op.SEND_GRAD})
+
+
+@dataclass(frozen=True)
+class Action:
+    """One step of a rank: `op` on microbatch `microbatch` of stage `stage`."""
+
+    op: Op
+    microbatch: int
+    stage: int
+
+    def __str__(self) -> str:
+        """`2F7` is the forward of microbatch 7 at stage 2; `send output of 2F7`, `recv grad for 2F7` are transfers."""
+        if not self.op.is_transfer:
+            return f"{self.stage}{self.op.value}{self.microbatch}"
+        preposition = "for" if self.op.is_receive else "of"
+        return f"{self.op.value} {preposition} {self.stage}F{self.microbatch}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What every rank of a pipeline does, in order.
+
+    Stage s is on rank s mod p: with v stages per rank a microbatch passes v times through the ranks.
+
+    Attributes:
+        name: for messages.
+        ranks: number of pipeline ranks p.
+        virtual_stages: stages per rank, v.
+        microbatches: number of microbatches m.
+        actions: of each rank.
+    """
+
+    name: str
+    ranks: int
+    virtual_stages: int
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the model, p v."""
+        return self.ranks * self.virtual_stages
+
+    def computations(self, rank: int) -> list[Action]:
+        """A rank's actions without the transfers."""
+        return [action for action in self.actions[rank] if not action.op.is_transfer]
+
+    def batches(self, rank: int) -> Iterator[tuple[bool, list[Action]]]:
+        """A rank's actions, batched into transfers, which are posted together, and computations.
+
+        Yields:
+            Whether the batch is of transfers, and the batch.
+        """
+        for is_transfer, batch in groupby(self.actions[rank], key=lambda action: action.op.is_transfer):
+            yield is_transfer, list(batch)
+
+
+Key = tuple[str, int, int]  # ("output" | "gradient" | "done", stage, microbatch)
+
+
+def requirements(action: Action, stages: int) -> list[Key]:
+    """The keys of what a computation needs, from any rank."""
+    stage, i = action.stage, action.microbatch
+    if action.op is Op.FORWARD:
+        return [("output", stage - 1, i)] if stage > 0 else []
+    if action.op is Op.WEIGHT_GRAD:
+        return [("gradient", stage, i)]
+    return [("output", stage, i)] + ([("gradient", stage + 1, i)] if stage < stages - 1 else [])
+
+
+def result(action: Action) -> Key:
+    """The key of what a computation produces: the output, the gradient of the input, or only weight gradients."""
+    kinds = {Op.FORWARD: "output", Op.BACKWARD: "gradient", Op.INPUT_GRAD: "gradient", Op.WEIGHT_GRAD: "done"}
+    return kinds[action.op], action.stage, action.microbatch
+
+
+def transfers_of(action: Action, stages: int) -> tuple[Action, Action] | None:
+    """The send and the receive that follow a computation; None if no other stage needs its result."""
+    stage, i = action.stage, action.microbatch
+    if action.op is Op.FORWARD and stage < stages - 1:
+        return Action(Op.SEND_OUTPUT, i, stage), Action(Op.RECV_INPUT, i, stage + 1)
+    if action.op in (Op.BACKWARD, Op.INPUT_GRAD) and stage > 0:
+        return Action(Op.SEND_GRAD, i, stage), Action(Op.RECV_GRAD, i, stage - 1)
+    return None
+
+
+def message(transfer: Action) -> Key:
+    """The key of the tensors that a transfer carries, the same for the sending and the receiving side."""
+    stage, i = transfer.stage, transfer.microbatch
+    return {
+        Op.SEND_OUTPUT: ("output", stage, i),
+        Op.RECV_INPUT: ("output", stage - 1, i),
+        Op.SEND_GRAD: ("gradient", stage, i),
+        Op.RECV_GRAD: ("gradient", stage + 1, i),
+    }[transfer.op]
+
+
+def peer_stage(transfer: Action) -> int:
+    """The stage at the other end of a transfer."""
+    return transfer.stage + (1 if transfer.op in (Op.SEND_OUTPUT, Op.RECV_GRAD) else -1)
+
+
+def show(actions: Sequence[Action]) -> str:
+    """Actions on one line, for messages."""
+    return ", ".join(map(str, actions))
+
+
+# ---- the schedules
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
@@ -27,7 +175,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """1F1B: rank r runs p - r - 1 forwards ahead, then a forward and a backward in turn, then the backwards left.
 
-    So at most p - r microbatches are in flight, however many there are.
+    At most p - r microbatches are in flight.
     """
     ahead = min(ranks - rank - 1, microbatches)
     actions = [Action(Op.FORWARD, i, rank) for i in range(ahead)]
@@ -42,10 +190,10 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, virtual_stages: int) -> list[Action]:
-    """Interleaved 1F1B: a rank holds v thin stages, and the bubble shrinks by v.
+    """Interleaved 1F1B: a rank holds v thin stages, which divides the bubble by v.
 
     Microbatches go in groups through all of a rank's stages, first to last forward and last to first backward. A group
-    has p microbatches or, where p does not divide m, a few more: fewer would leave ranks waiting within it.
+    has p microbatches or, where p does not divide m, a few more: with fewer, ranks would wait within a group.
     """
     count = max(1, microbatches // ranks)
     edges = [microbatches * g // count for g in range(count + 1)]
@@ -62,10 +210,10 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual_stages: int) -
 
 
 def zero_bubble(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """ZB-H1: 1F1B with backward in two, of which the second, the weight gradients, fills what would be bubble.
+    """ZB-H1: 1F1B with a split backward, whose second half, the weight gradients, fills the bubble.
 
-    Rank r puts each weight gradient off by r microbatches, so that every rank keeps at most p microbatches' activations
-    in all: as many as the first rank of 1F1B.
+    Rank r delays each weight gradient by r microbatches, so that every rank keeps the activations of at most p
+    microbatches, like the first rank of 1F1B.
     """
     ahead = min(ranks - rank - 1, microbatches)
     actions = [Action(Op.FORWARD, i, rank) for i in range(ahead)]
@@ -86,7 +234,7 @@ def forward_only(rank: int, ranks: int, microbatches: int, virtual_stages: int =
 
 
 def rank_order(name: str, rank: int, ranks: int, microbatches: int, *, virtual_stages: int = 1) -> list[Action]:
-    """What one rank computes, in order; arguments as for `build_schedule`."""
+    """The computations of one rank, in order; arguments as for `build_schedule`."""
     assert virtual_stages == 1 or name in ("interleaved", "forward-only")
     if name in ("interleaved", "forward-only"):
         staged = interleaved if name == "interleaved" else forward_only
@@ -102,7 +250,70 @@ def build_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int
         name: one of `SCHEDULES`, or `forward-only`.
         ranks: number of pipeline ranks p.
         microbatches: number of microbatches m, at least 1.
-        virtual_stages: stages v of a rank; more than 1 with `interleaved` and `forward-only` alone.
+        virtual_stages: stages per rank, v; more than 1 only with `interleaved` and `forward-only`.
     """
     order = [rank_order(name, rank, ranks, microbatches, virtual_stages=virtual_stages) for rank in range(ranks)]
     return with_transfers(name, order, virtual_stages=virtual_stages, microbatches=microbatches)
+
+
+# ---- sends and receives
+
+# Durations that decide the order of events. Any would be correct; realistic ones post receives in time.
+_DURATION = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.INPUT_GRAD: 1, Op.WEIGHT_GRAD: 1}
+
+
+def with_transfers(name: str, order: Sequence[Sequence[Action]], *, virtual_stages: int, microbatches: int) -> Schedule:
+    """A schedule from the computations of each rank.
+
+    Args:
+        name: of the schedule.
+        order: the computations of each rank, in order.
+        virtual_stages: stages per rank.
+        microbatches: number of microbatches.
+
+    Raises:
+        ScheduleError: the computations wait for each other.
+    """
+    ranks = len(order)
+    stages = ranks * virtual_stages
+    events: list[tuple[float, int, int, int, Action]] = []  # time, transfers first, tie break, rank, action
+    for rank, (actions, starts) in enumerate(zip(order, start_times(order, stages), strict=True)):
+        for action, start in zip(actions, starts, strict=True):
+            events.append((start, 1, 0, rank, action))
+            pair = transfers_of(action, stages) if ranks > 1 else None
+            if pair is not None:
+                end = start + _DURATION[action.op]
+                unique = (action.stage * microbatches + action.microbatch) * 2 + (action.op is not Op.FORWARD)
+                events += [(end, 0, unique, side.stage % ranks, side) for side in pair]
+    events.sort(key=lambda event: event[:4])
+    lists = tuple(tuple(action for *_, rank, action in events if rank == r) for r in range(ranks))
+    return Schedule(name=name, ranks=ranks, virtual_stages=virtual_stages, microbatches=microbatches, actions=lists)
+
+
+def start_times(order: Sequence[Sequence[Action]], stages: int) -> list[list[float]]:
+    """When each computation starts at the earliest, with free transfers.
+
+    Raises:
+        ScheduleError: the computations wait for each other.
+    """
+    starts: list[list[float]] = [[] for _ in order]
+    clock = [0.0] * len(order)
+    made: dict[tuple[str, int, int], float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(order):
+            for action in actions[len(starts[rank]) :]:
+                needed = requirements(action, stages)
+                if not all(key in made for key in needed):
+                    break
+                starts[rank].append(max([clock[rank], *(made[key] for key in needed)]))
+                clock[rank] = made[result(action)] = starts[rank][-1] + _DURATION[action.op]
+                moved = True
+    stuck = [
+        (rank, actions[len(starts[rank])]) for rank, actions in enumerate(order) if len(starts[rank]) < len(actions)
+    ]
+    if stuck:
+        waiting = "; ".join(f"rank {rank} waits to do {action}" for rank, action in stuck)
+        raise ScheduleError(f"the schedule deadlocks: {waiting}")
+    return starts

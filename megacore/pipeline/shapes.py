@@ -14,8 +14,8 @@ import torch
 
 from megacore.errors import UserError
 from megacore.parallel.collectives import all_gather_objects
-from megacore.pipeline.stage import Stage, tensors_of
-from megacore.pipeline.transport import TensorSpec, Transport
+from megacore.pipeline.stage import Stage, TensorSpec, tensors_of
+from megacore.pipeline.transport import Transport
 
 Specs = tuple[TensorSpec, ...]
 

@@ -1,8 +1,10 @@
-"""A pipeline stage: the layers that one rank holds, with every parameter under its global name."""
+"""A pipeline stage: consecutive layers on one rank, with every parameter under its global name; and the specs of the
+tensors that stages exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +15,28 @@ from megacore.models.spec import LayerSpec
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 
 
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, known before it is received."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient of this shape travels back: real and complex numbers have one, integers do not."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype}"
+
+
 class LayerRunner(Protocol):
-    """Applies a stage's layers in place of a plain call: data parallelism, which brings their parameters along."""
+    """Calls the layers of a stage: data parallelism, which gathers their parameters first."""
 
     def run_layer(self, chunk: int, index: int, layer: nn.Module, x: Any, /) -> Any:
         """layer(x), where `layer` is number `index` of the rank's stage number `chunk`."""
@@ -23,13 +45,12 @@ class LayerRunner(Protocol):
 class Stage(nn.Module):
     """Consecutive layers of a model; the others exist on other ranks.
 
-    A tied parameter whose first use lies on this stage too is that very parameter. Where its first use lies on
-    another stage, this stage holds a copy under the same global name: the copies start equal, their gradients are
-    summed, they stay equal.
+    A tied parameter that is first used on this stage is one parameter. If it is first used on another stage, this stage
+    holds a copy under the same global name: the copies start equal, and stay equal because their gradients are summed.
 
     Args:
         layers: the layers to build, in order.
-        earlier: parameters of earlier stages on this rank, by global name: a tied one is one of them.
+        earlier: parameters of earlier stages on this rank, by global name, with which layers may be tied.
         number: of this stage among those of its rank.
         build: whether to build all layers at once; otherwise `build_layers` builds them one by one.
 
@@ -38,8 +59,8 @@ class Stage(nn.Module):
         names: of the layers, for messages.
         number: of this stage among those of its rank.
         runner: applies the layers; None: they are called.
-        first_outputs: where the output of the first layer with something to learn enters the graph of the last forward.
-        tied_copies: parameters whose first use lies on another stage, by global name.
+        first_outputs: graph edges of the output of the first layer that has gradients, in the last forward.
+        tied_copies: parameters that are first used on another stage, by global name.
     """
 
     def __init__(
@@ -62,9 +83,9 @@ class Stage(nn.Module):
             pass
 
     def build_layers(self) -> Iterator[nn.Module]:
-        """Build one layer at a time; each is in place, and its parameters have their names, when it is yielded.
+        """Build one layer at a time; when it is yielded it is in `layers`, and its parameters have their names.
 
-        Who iterates may replace the layer in `layers`, or move its parameters, before the next is built.
+        The caller may replace the layer in `layers`, or move its parameters, before the next is built.
         """
         for spec in self.specs:
             layer = spec.build()
@@ -76,10 +97,17 @@ class Stage(nn.Module):
             self.layers.append(layer)
             yield layer
 
-    def forward(self, x: Any) -> Any:
-        """The output of the last layer for the input of the first; a tensor or a tuple of tensors each."""
+    def forward(self, x: Any, last_inputs: tuple[Tensor, ...] = ()) -> Any:
+        """The output of the last layer for the input of the first.
+
+        Args:
+            x: a tensor or a tuple of tensors, as is what comes out.
+            last_inputs: follow what the last layer gets from the layer before it.
+        """
         self.first_outputs = ()
         for index in range(len(self.layers)):
+            if last_inputs and index == len(self.layers) - 1:
+                x = (*tensors_of(x), *last_inputs)
             x = self.run_layer(index, x)
             if not self.first_outputs and torch.is_grad_enabled():
                 self.first_outputs = tuple(
@@ -109,12 +137,12 @@ class Stage(nn.Module):
 
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:
-    """What passes between layers, as a tuple.
+    """The tensors that pass between layers, as a tuple.
 
     Raises:
         TypeError: it is neither a tensor nor a tuple of tensors.
     """
-    found = (value,) if isinstance(value, Tensor) else value
-    if not isinstance(found, tuple) or not all(isinstance(tensor, Tensor) for tensor in found):
+    tensors = (value,) if isinstance(value, Tensor) else value
+    if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"a layer must return a tensor or a tuple of tensors, not {type(value).__name__}")
-    return found
+    return tensors

@@ -1,8 +1,8 @@
 """Point-to-point transfers between pipeline ranks: the only place that sends and receives.
 
-All transfers of one call are posted together, and none is waited for until its tensor is needed. A schedule's lists are
-such that messages between two ranks are posted in the same order on both (transfers.py), which is all that NCCL needs.
-A sent tensor is kept until its transfer is done: freeing it earlier corrupts data.
+All transfers of one call are posted together, and none is waited for until its tensor is needed. Both ranks
+post the messages between them in the same order (schedule.py), which is all that NCCL needs. A sent tensor is kept
+until its transfer is done: freeing it earlier corrupts data.
 """
 
 from __future__ import annotations
@@ -16,31 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.parallel.mesh import Group
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What must be known of a tensor before it can be received."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a gradient of this shape travels back: real and complex numbers have one, integers do not."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} {self.dtype}"
+from megacore.pipeline.stage import TensorSpec
 
 
 @dataclass(frozen=True)
 class Send:
-    """Send the tensors, of which there may be none, to pipeline rank `peer`."""
+    """Send the tensors to pipeline rank `peer`; there may be none."""
 
     peer: int
     tensors: tuple[Tensor, ...]
@@ -48,7 +29,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Receive tensors of these shapes, of which there may be none, from pipeline rank `peer`."""
+    """Receive tensors of these specs from pipeline rank `peer`; there may be none."""
 
     peer: int
     specs: tuple[TensorSpec, ...]
@@ -59,7 +40,7 @@ Transfer = Send | Receive
 
 @dataclass(frozen=True)
 class _Posted:
-    """A transfer under way: which of the posted operations it consists of, and its tensors."""
+    """A posted transfer: its range of the posted operations, and its tensors."""
 
     first: int
     stop: int
@@ -68,7 +49,7 @@ class _Posted:
 
 
 class Arrival:
-    """Tensors on their way."""
+    """Tensors that are being received."""
 
     def __init__(self, tensors: tuple[Tensor, ...], works: list[dist.Work]) -> None:
         self._tensors, self._works = tensors, works
@@ -97,7 +78,7 @@ class Transport:
         """Begin all transfers at once.
 
         Returns:
-            What will arrive, in the order of the receiving transfers.
+            One for each receive, in order.
         """
         operations: list[dist.P2POp] = []
         posted: list[_Posted] = []
@@ -125,18 +106,18 @@ class Transport:
         return arrivals
 
     def drain(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends are done."""
         while self._sending:
             for work in self._sending.popleft()[0]:
                 work.wait()
 
     def _drop_sent(self) -> None:
-        """Drop sent tensors whose transfers are done."""
+        """Free sent tensors whose transfers are done."""
         while self._sending and all(work.is_completed() for work in self._sending[0][0]):
             for work in self._sending.popleft()[0]:
                 work.wait()
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers, which is all that some backends carry."""
+    """The same memory as real numbers: some backends send no complex ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

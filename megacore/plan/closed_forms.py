@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megacore.pipeline.actions import Schedule
+from megacore.pipeline.schedule import Schedule
 from megacore.plan.simulator import Costs
 
 

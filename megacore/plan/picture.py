@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megacore.pipeline.actions import Op
+from megacore.pipeline.schedule import Op
 from megacore.plan.canvas import Box, Drawing, Line, Words
 from megacore.plan.simulator import Span, Timeline
 

@@ -14,7 +14,7 @@ from textwrap import wrap
 
 from rich.text import Text
 
-from megacore.pipeline.actions import Action, Op
+from megacore.pipeline.schedule import Action, Op
 from megacore.plan.picture import NAMES, Panel
 from megacore.plan.simulator import Span, Timeline
 

@@ -17,8 +17,7 @@ from typing import Any, Literal, NamedTuple
 from megacore.config.dimensions import pipeline_dimension
 from megacore.errors import UserError
 from megacore.files import replace_bytes
-from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError, requirements, result
-from megacore.pipeline.transfers import with_transfers
+from megacore.pipeline.schedule import Action, Op, Schedule, ScheduleError, requirements, result, with_transfers
 from megacore.pipeline.validation import prove
 from megacore.plan.simulator import Costs, Span, Timeline
 

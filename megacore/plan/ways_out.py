@@ -102,10 +102,8 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
     ways: dict[tuple[str, ...], str] = {}
 
     def add(candidates: Iterator[Change], note: str = "") -> None:
-        for change in candidates:
-            if any(set(way) <= set(change.flags) for way in ways) or validate(
-                change.config, change.config.parallel.ranks
-            ):
+        for change in map(_with_its_batch, candidates):
+            if any(set(way) <= set(change.flags) for way in ways) or not _is_valid(change):
                 continue
             if limits.allow(demand := limits.demand(change.config)):
                 ways[change.flags] = f"{' '.join(change.flags)}{_where(change, config, limits)}{note}: {demand}"
@@ -128,14 +126,23 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
     return [*lines, *itertools.islice(_larger_machines(start, limits), max(_WAYS - len(lines), 0))]
 
 
-def _where(change: Change, config: ResolvedConfig, limits: Limits) -> str:
-    """On how many machines or devices, where it is not as many as before."""
+def _is_valid(change: Change) -> bool:
+    return not validate(change.config, change.config.parallel.ranks)
+
+
+def _number_of(change: Change, config: ResolvedConfig, limits: Limits) -> int | None:
+    """Of machines or devices, where it is not as many as before."""
     world = change.config.parallel.ranks
     if world == config.parallel.ranks:
+        return None
+    return world // limits.local_ranks if limits.on_cpu else world
+
+
+def _where(change: Change, config: ResolvedConfig, limits: Limits) -> str:
+    number = _number_of(change, config, limits)
+    if number is None:
         return ""
-    if limits.on_cpu:
-        return f", on {counted(world // limits.local_ranks, 'machine')} with as much memory"
-    return f", on {world} devices"
+    return f", on {counted(number, 'machine')} with as much memory" if limits.on_cpu else f", on {number} devices"
 
 
 def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
@@ -161,8 +168,9 @@ def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
     ]
     if parallel.tp > 1 and not parallel.sequence_parallel:
         groups.append([("parallel", "--sequence-parallel", {"sequence_parallel": True})])
-    if not on_cpu and not parallel.offload_optimizer:
-        groups.append([("parallel", "--offload-optimizer", {"offload_optimizer": True})])
+    if on_cpu == parallel.offload_optimizer:  # on a CPU it takes copies of the gradients, and saves nothing
+        switch = "--no-offload-optimizer" if on_cpu else "--offload-optimizer"
+        groups.append([("parallel", switch, {"offload_optimizer": not on_cpu})])
     if start.config.precision.precision == "fp32":
         groups.append([("precision", "--precision bf16", {"precision": "bf16"})])
     choices = itertools.product(*(range(len(group) + 1) for group in groups))
@@ -256,6 +264,16 @@ def _with_batch(change: Change, dp: int) -> Change:
     return change.and_("training", f"--global-batch-size {batch}", global_batch_size=batch)
 
 
+def _with_its_batch(change: Change) -> Change:
+    """With the flag that keeps the global batch, whose default is one microbatch for each replica: of other ones."""
+    training, named = change.config.training, any(flag.startswith("--global-batch-size ") for flag in change.flags)
+    sizes = ("--micro-batch-size ", "--dp ")
+    default = training.micro_batch_size * change.config.parallel.dp
+    if named or training.global_batch_size == default or not any(flag.startswith(sizes) for flag in change.flags):
+        return change
+    return Change(change.config, (*change.flags, f"--global-batch-size {training.global_batch_size}"))
+
+
 def _may_change_model(config: ResolvedConfig) -> bool:
     """Whether the weights are not those of a checkpoint, which decide the model's shape."""
     return config.checkpoint.load is None and config.checkpoint.init_from_hf is None
@@ -316,19 +334,32 @@ def _smallest(start: Change) -> Iterator[Change]:
 
 
 def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
-    """How much memory the run needs as it stands, with every saving flag, and with the smallest change of model."""
-    where = "machines" if limits.on_cpu else "devices"
-    smallest = [_thriftiest(change) for change in _much_smaller(start)[-1:]]
+    """What the run needs on larger machines: with every saving flag, as it stands, with the smallest change of model,
+    with some saving flags, and on more of them; what needs as much as the run as it stands is left out."""
+    machines = "machines" if limits.on_cpu else "devices"
+    smallest = next((change for change in map(_thriftiest, reversed(_much_smaller(start))) if _is_valid(change)), None)
+    further = itertools.chain(
+        _savings(start, on_cpu=limits.on_cpu),
+        _more_replicas(start.config, limits),
+        _more_stages(start.config, limits),
+    )
+    candidates = itertools.chain([_thriftiest(start), start], [] if smallest is None else [smallest], further)
     seen: set[tuple[str, ...]] = set()
-    for change in (_thriftiest(start), start, *smallest):
-        if change.flags in seen or validate(change.config, change.config.parallel.ranks):
+    most = _tenths(limits.demand(start.config))
+    for change in map(_with_its_batch, candidates):
+        if change.flags in seen or not _is_valid(change):
             continue
         seen.add(change.flags)
         demand = limits.demand(change.config)
-        if not limits.host_allows(demand):
-            continue
-        flags = " ".join(change.flags) or "the same flags"
-        yield f"{flags}, on {where} with at least {math.ceil(demand.computing / GIB * 10) / 10:,.1f} GiB per rank"
+        if limits.host_allows(demand) and (_tenths(demand) < most or not change.flags):
+            flags, number = " ".join(change.flags) or "the same flags", _number_of(change, start.config, limits)
+            where = f"{number} {machines}" if number else machines
+            yield f"{flags}, on {where} with at least {_tenths(demand) / 10:,.1f} GiB per rank"
+
+
+def _tenths(demand: Demand) -> int:
+    """Tenths of a GiB where a rank computes, rounded up."""
+    return math.ceil(demand.computing / GIB * 10)
 
 
 def _as_preset(config: ResolvedConfig, name: str) -> Change | None:

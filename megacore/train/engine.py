@@ -35,7 +35,6 @@ from megacore.config import (
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_layers, is_split
-from megacore.optim.precision import DTYPES
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
 from megacore.parallel.random import RandomStreams
@@ -45,9 +44,11 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageShapes
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.plain_task import LossFunction, Pair, PlainMicrobatch, PlainTask, cut, moved, samples_of
+from megacore.train.same_run import refuse_different_ranks
 from megacore.train.step import TrainStep
 
 __all__ = ["Layer", "PipelineEngine"]
+from megacore.train.task import DTYPES
 
 
 class PipelineEngine:
@@ -79,8 +80,8 @@ class PipelineEngine:
         stages: numbers of the layers of every pipeline stage.
 
     Raises:
-        ConfigError: everything that is wrong with the layers' names and ties, or with the configuration; or the state
-            does not fit into memory.
+        ConfigError: everything that is wrong with the layers' names and ties, or with the configuration; or the ranks
+            were given different ones; or the state does not fit into memory.
         ScheduleError: a schedule from a file does not fit.
     """
 
@@ -126,6 +127,7 @@ class PipelineEngine:
         self.num_microbatches, self.layers, self._count = num_microbatches, list(layers), count
         streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
         described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams, dtype=dtype)
+        refuse_different_ranks(self.config, self.mesh.world, described)
         check_memory_of_ranks(self.config, self.mesh, described)
         self.task = PlainTask(described, streams, loss=loss, is_mean=reduction == "mean", dtype=dtype)
         self.train_steps = TrainStep(self.task, self.config, self.mesh)
@@ -189,7 +191,7 @@ class PipelineEngine:
         return float(self.train_steps.evaluate([self._prepare(microbatches)]).means)
 
     def split(self, inputs: Any, targets: Any) -> list[Pair]:
-        """This replica's microbatches of a batch, of which every rank has all.
+        """This replica's microbatches of a batch that every rank has in full.
 
         The batch is cut into num_microbatches x dp pieces, as even as its samples allow, which the replicas take in
         turn.
@@ -282,7 +284,7 @@ class PipelineEngine:
         """Continue from a checkpoint, whatever layout saved it; all ranks call this together.
 
         Args:
-            directory: a checkpoint, or what `save` was given, of which the newest is taken.
+            directory: a checkpoint, or a directory given to `save`, whose newest checkpoint is loaded.
 
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.

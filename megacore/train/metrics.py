@@ -15,8 +15,8 @@ from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.runtime import TimedPass
 from megacore.pipeline.schedule_file import training_schedule
-from megacore.pipeline.timing import TimedPass
 from megacore.plan.memory import fullest_state, plan_memory
 from megacore.plan.peaks import Format, peak_tflops
 from megacore.plan.simulator import Costs, simulate
@@ -128,7 +128,7 @@ class StepMetrics:
 
 
 def microbatches_of_replica(config: ResolvedConfig, mesh: Mesh) -> int:
-    """Microbatches of a replica in a step."""
+    """Microbatches per replica and step."""
     training = config.training
     return training.global_batch_size // training.micro_batch_size // mesh.batch.size
 

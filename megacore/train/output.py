@@ -11,25 +11,28 @@ from typing import TypeVar
 
 from megacore.checkpoint.choose import choose_checkpoint
 from megacore.checkpoint.directory import sweep
-from megacore.checkpoint.lock import WriterLock
+from megacore.checkpoint.lock import WriterLock, sees_lock
 from megacore.config import ResolvedConfig
 from megacore.config.cli import save_toml
+from megacore.config.messages import ranks_in_words
 from megacore.errors import StorageError, UserError
 from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.mesh import Mesh
+from megacore.parallel.mesh import Group, Mesh
 
 C = TypeVar("C", bound=ResolvedConfig)
+_PATIENCE_SECONDS = 30.0  # a network file system may remember for so long that a file is not there
 
 
 @contextlib.contextmanager
 def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
-    """Hold the output directory while the run goes on; all ranks enter together.
+    """Hold the output directory during the run; all ranks enter together.
 
     Yields:
         The configuration with the very checkpoint that the run continues from as --load, or without one.
 
     Raises:
-        UserError: another run writes there, or there is nothing to continue from; on every rank.
+        UserError: another run writes there, a rank has another directory, or there is nothing to continue from; on
+            every rank.
         StorageError: the directory cannot be written.
     """
     lock = _claim(config, mesh)
@@ -62,10 +65,29 @@ def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
             problem = UserError(str(error))
         except OSError as error:
             problem = StorageError(f"{error.filename or run}: {error.strerror}")
-    told: Exception | None = all_gather_objects(problem, mesh.world)[0]
-    if told is not None:
-        raise told
+    token = None if lock is None else lock.token
+    told: tuple[Exception | None, str | None] = all_gather_objects((problem, token), mesh.world)[0]
+    if told[0] is not None:
+        raise told[0]
+    assert told[1] is not None
+    try:
+        _require_one_directory(run, told[1], mesh.world)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
     return lock
+
+
+def _require_one_directory(run: Path, token: str, world: Group) -> None:
+    """Every rank writes its part of a checkpoint: one that writes elsewhere would be found out at the first save."""
+    own = None if world.is_first or sees_lock(run, token, patience=_PATIENCE_SECONDS) else str(run)
+    elsewhere = {rank: path for rank, path in enumerate(all_gather_objects(own, world)) if path is not None}
+    if elsewhere:
+        raise UserError(
+            f"--output-dir {next(iter(elsewhere.values()))} of {ranks_in_words(list(elsewhere))} is not the directory "
+            f"that rank 0 writes to: give every rank the same one, on a file system that all nodes share"
+        )
 
 
 def _warn(text: str) -> None:

@@ -20,8 +20,7 @@ from torch import nn
 
 from megacore.config import ResolvedConfig
 from megacore.models.spec import LayerSpec
-from megacore.optim.precision import DTYPES
-from megacore.parallel.collectives import sum_copies_
+from megacore.parallel.collectives import all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
@@ -29,7 +28,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import PipelineRuntime
 from megacore.pipeline.stage import Stage
 from megacore.pipeline.transport import Transport
-from megacore.train.task import Task
+from megacore.train.task import DTYPES, Task
 from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
 
@@ -63,7 +62,7 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
     Args:
         task: what is trained.
         config: resolved.
-        mesh: this rank's place.
+        mesh: this rank's groups.
     """
     stages = stage_ranges(task.layers, config.parallel)
     held = stages[mesh.pipeline.rank :: mesh.pipeline.size]
@@ -145,9 +144,9 @@ def _spread_values(
     """Give the copies of tied parameters the value that they have where they are first used. Each has a bucket of its
     own, which every stage divides alike, so that ranks need to sum their shards only."""
     for name, holders in sorted(shared.items()):
-        for owned in data_parallel.segments_of(name):
-            value = torch.zeros_like(owned.master, device=device) if name in copies else owned.master.to(device)
-            owned.master.copy_(sum_copies_(value.detach(), holders))
+        for local in data_parallel.segments_of(name):
+            value = torch.zeros_like(local.master, device=device) if name in copies else local.master.to(device)
+            local.master.copy_(all_reduce_tied_(value.detach(), holders))
         data_parallel.publish_parameter(name)
 
 
@@ -166,8 +165,8 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
 
 
 def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> int:
-    """How many gradients of one parameter a step adds up at most: one a microbatch and use, and with sequence
-    parallelism one a rank of the layer group."""
+    """The largest number of gradients of one parameter that a step adds: one per microbatch and use and, with sequence
+    parallelism, per rank of the layer group."""
     uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
     microbatches = config.training.global_batch_size // config.training.micro_batch_size
     return microbatches * uses * mesh.layer.size

@@ -14,7 +14,7 @@ from megacore.models.spec import LayerSpec
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.shapes import StageShapes
-from megacore.pipeline.transport import TensorSpec
+from megacore.pipeline.stage import TensorSpec
 from megacore.train.task import Task
 
 Pair = tuple[Any, Any]  # inputs and targets of a microbatch
@@ -23,7 +23,7 @@ LossFunction = Callable[[Any, Any], Tensor]  # (output of the last layer, target
 
 @dataclass(frozen=True, kw_only=True)
 class PlainMicrobatch:
-    """What the runtime is given of a microbatch.
+    """A microbatch, for the runtime.
 
     Attributes:
         index: global number in the run, the same for every layout.

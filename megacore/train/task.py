@@ -1,7 +1,7 @@
-"""What is trained: a model's layers, how a microbatch enters them, and the loss that comes out.
+"""A task: a model's layers, the inputs of a microbatch, and the loss of the output.
 
-A task is everything that the trainer, the pipeline and the recipe (parallelize.py) do not know about a model. GPT's is
-in gpt_task.py, BERT's in bert_task.py, that of any list of layers in plain_task.py.
+The trainer, the pipeline and the recipe (parallelize.py) ask it for all that depends on the model. GPT's is in
+gpt_task.py, BERT's in bert_task.py, that of any list of layers in plain_task.py.
 """
 
 from __future__ import annotations
@@ -17,35 +17,48 @@ from megacore.config import ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.spec import LayerSpec
-from megacore.optim.precision import DTYPES
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
-from megacore.pipeline.transport import TensorSpec
+from megacore.pipeline.stage import TensorSpec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes of parameters and activations by the name of the precision."""
 
 
 class Task(ABC):
-    """What is trained.
+    """A model and its loss.
 
-    A loss is one sum, or several, each with a count of its own. A sum is divided by its count over the whole global
-    batch, on whatever ranks and in whatever microbatches it is computed. What is trained is the sum of these means.
+    A loss is one sum or several, each with its own count. Each sum is divided by its count over the global batch, on
+    any ranks and in any microbatches. Training minimizes the sum of these means.
 
     Args:
-        layers: the whole model, described.
-        streams: where the layers' dropout masks come from.
+        layers: specs of the whole model.
+        streams: the source of the layers' dropout masks.
+        loss_names: of the loss's sums, under which their means are reported; none if the loss is one sum, a scalar.
+        evaluation_names: the same for evaluations; those that are in `loss_names` make up the reported loss.
 
     Attributes:
-        batch_type: what a microbatch is.
-        loss_names: of the loss's sums, under which their means are reported; none where there is one sum, a scalar.
-        evaluation_names: the same for evaluations; those that are in `loss_names` make up the reported loss.
+        batch_type: of microbatches.
+        loss_shape: of the loss's sums and counts; () is a scalar.
+        evaluation_shape: of an evaluation's sums and counts.
     """
 
     batch_type: type[Batch] = Microbatch
 
-    def __init__(self, layers: Sequence[LayerSpec], streams: RandomStreams) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        streams: RandomStreams,
+        *,
+        loss_names: tuple[str, ...] = (),
+        evaluation_names: tuple[str, ...] = (),
+    ) -> None:
         self.layers, self.streams = list(layers), streams
-        self.loss_names: tuple[str, ...] = ()
-        self.evaluation_names: tuple[str, ...] = ()
+        self.loss_names, self.evaluation_names = loss_names, evaluation_names
+        self.loss_shape, self.evaluation_shape = (
+            (len(names),) if names else () for names in (loss_names, evaluation_names)
+        )
 
     @abstractmethod
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
@@ -57,7 +70,12 @@ class Task(ABC):
 
     @abstractmethod
     def stage_input_specs(self, microbatch: Any, stage: int) -> tuple[TensorSpec, ...]:
-        """What pipeline stage number `stage`, which is not the first, receives; the same on every rank."""
+        """Specs of the tensors that stage number `stage` receives, which is not the first; equal on every rank."""
+
+    def last_inputs(self, microbatch: Any) -> tuple[Tensor, ...]:
+        """What the model's last layer gets beside the output of the layer before it: the labels, where it computes the
+        loss with its output."""
+        return ()
 
     @abstractmethod
     def loss(self, output: Any, microbatch: Any) -> Tensor:
@@ -65,38 +83,28 @@ class Task(ABC):
 
         Args:
             output: of the last layer.
-            microbatch: that it was computed from.
+            microbatch: from which it was computed.
         """
 
     @abstractmethod
     def counts(self, microbatch: Any) -> Tensor:
-        """How many of what each sum of the loss is over: fp64, of `loss_shape`."""
+        """The number of terms of each sum of the loss, such as its tokens: fp64, of `loss_shape`."""
 
     def evaluation_loss(self, output: Any, microbatch: Any) -> Tensor:
         """What evaluations sum up instead of the loss: of `evaluation_shape`."""
         return self.loss(output, microbatch)
 
     def evaluation_counts(self, microbatch: Any) -> Tensor:
-        """How many of what each sum of an evaluation is over: fp64, of `evaluation_shape`."""
+        """The number of terms of each sum of an evaluation: fp64, of `evaluation_shape`."""
         return self.counts(microbatch)
 
     def flops_per_sequence(self) -> float:
-        """Operations of one sequence, forward and backward, by which speed is reported; 0 where they are not known."""
+        """FLOPs of one sequence, forward and backward, for the reported speed; 0 if unknown."""
         return 0.0
-
-    @property
-    def loss_shape(self) -> tuple[int, ...]:
-        """Of the loss's sums and counts."""
-        return _shape(self.loss_names)
-
-    @property
-    def evaluation_shape(self) -> tuple[int, ...]:
-        """Of an evaluation's sums and counts."""
-        return _shape(self.evaluation_names)
 
 
 def hidden_states_spec(config: ResolvedConfig, group: Group) -> TensorSpec:
-    """What a transformer block of the configured shape takes and gives: [b, s, h], or [b, s/t, h] where the ranks of
+    """The input and output of a transformer block of the configured shape: [b, s, h], or [b, s/t, h] if the ranks of
     the layer group split the sequence."""
     positions = config.data.seq_length // (group.size if config.parallel.sequence_parallel else 1)
     shape = (config.training.micro_batch_size, positions, config.model.hidden_size)
@@ -106,7 +114,3 @@ def hidden_states_spec(config: ResolvedConfig, group: Group) -> TensorSpec:
 def document_numbers_spec(config: ResolvedConfig) -> TensorSpec:
     """The document numbers of a microbatch's positions, which travel beside the hidden states: [b, s]."""
     return TensorSpec((config.training.micro_batch_size, config.data.seq_length), torch.int64)
-
-
-def _shape(names: Sequence[str]) -> tuple[int, ...]:
-    return (len(names),) if names else ()

@@ -1,4 +1,4 @@
-"""Tensors that pass through unchanged, and let something happen when their gradients come back."""
+"""Autograd identities that run a hook when the gradient of a tensor is computed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class BackwardHook(Protocol):
-    """What happens when gradients pass."""
+    """Runs in backward."""
 
-    def gradients_pass(self) -> None:
-        """Backward has come to the tensors: it is past what follows them in the forward."""
+    def on_backward(self) -> None:
+        """Backward has reached the tensors: the gradients of all that follows them in the forward are computed."""
 
 
 class _WhenBackward(torch.autograd.Function):
-    """The identity of several tensors; tells a hook once when their gradients pass."""
+    """The identity of several tensors; calls a hook once when backward reaches them."""
 
     @staticmethod
     def forward(ctx: Any, hook: BackwardHook, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -26,12 +26,12 @@ class _WhenBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.hook.gradients_pass()
+        ctx.hook.on_backward()
         return None, *grads
 
 
 def when_backward(value: Any, hook: BackwardHook) -> Any:
-    """A tensor or a tuple of tensors, whose gradients, if there are any, tell the hook as they pass."""
+    """The tensor or tuple of tensors `value`; backward calls the hook when it reaches them, if they need gradients."""
     if isinstance(value, Tensor):
         return _WhenBackward.apply(hook, value)[0] if value.requires_grad else value
     learning = [tensor for tensor in value if tensor.requires_grad]
@@ -39,8 +39,8 @@ def when_backward(value: Any, hook: BackwardHook) -> Any:
     return tuple(next(needing) if tensor.requires_grad else tensor for tensor in value)
 
 
-class OwnGradient(torch.autograd.Function):
-    """The identity; hands its gradient to `take` instead of passing it on."""
+class CapturedGradient(torch.autograd.Function):
+    """The identity; backward gives the gradient to `take`, and nothing to autograd."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, take: Callable[[Tensor, Tensor], None]) -> Tensor:

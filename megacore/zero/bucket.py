@@ -1,12 +1,12 @@
-"""One bucket of parameters and what a rank keeps of it: parameters, gradients, and a shard of each.
+"""A bucket of parameters, and what a rank keeps of it: parameters, gradients, and a shard of each.
 
-| kept by each of d ranks | stage 0 | 1 | 2 | 3 |
+| kept per rank, of d ranks | stage 0 | 1 | 2 | 3 |
 |---|---|---|---|---|
 | parameters | all | all | all | a shard; all while a layer uses them |
 | gradients (fp32) | all | all | a shard | a shard |
 | master weights, moments (fp32) | all | a shard | a shard | a shard |
 
-(ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 5.) Stage 0 is the case of one shard, which every rank keeps.
+(ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 5.) On stage 0 there is one shard, which every rank keeps.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from megacore.parallel.collectives import (
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter
 from megacore.zero.exact_sums import LARGEST_SUM, UNIT, from_units, to_units
-from megacore.zero.flat import FlatLayout, Segment, runs
+from megacore.zero.flat import FlatLayout, Segment, contiguous_slices
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
-    """How state is divided over the ranks of a replica group.
+    """How state is sharded over the ranks of a replica group.
 
     Attributes:
         stage: ZeRO stage, 0 to 3.
         compute_dtype: of parameters and activations.
         reduce_dtype: in which gradients are accumulated and reduced.
-        overlap_grad_reduce: reduce while backward goes on; otherwise wait at once.
-        overlap_param_gather: gather updated parameters while the next forward begins; otherwise wait at once.
+        overlap_grad_reduce: reduce gradients while backward runs; otherwise wait at once.
+        overlap_param_gather: gather updated parameters while the next forward runs; otherwise wait at once.
         exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks, and
             then they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
         offload: keep master weights, and what the optimizer needs beside them, in host memory.
-        optimizer: says which parameters no shard may cut.
+        optimizer: says which parameters no shard may split.
     """
 
     stage: int = 0
@@ -63,29 +63,29 @@ class ZeroOptions:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """In which gradients are added up."""
+        """The dtype in which gradients are added."""
         return torch.int64 if self.exact_terms else self.reduce_dtype
 
     @property
     def summed_dtype(self) -> torch.dtype:
-        """Of gradients once they are summed."""
+        """The dtype of summed gradients."""
         return torch.float32 if self.exact_terms else self.reduce_dtype
 
 
 class Bucket:
-    """A run of parameters in one flat buffer.
+    """Parameters in one flat buffer.
 
     Args:
         parameters: fp32 and initialised; they become views of the bucket's buffer, in `options.compute_dtype`.
         group: the ranks that hold the same parameters; a group of one has stage 0.
-        options: how state is divided.
+        options: how state is sharded.
 
     Attributes:
-        segments: what of which parameter this rank's shard holds.
-        uncut: names of the parameters that no shard cuts.
+        segments: the parts of parameters in this rank's shard.
+        unsplit: names of the parameters that no shard splits.
         master: this rank's shard of the weights in fp32; in fp32 training it is the parameters themselves, unless it is
             in host memory.
-        gathers: whether stage 3 gathers the parameters' values for a layer; otherwise the layer gets zeros.
+        gathers: whether stage 3 gathers the parameters for a layer; otherwise the layer computes with zeros.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], group: Group, options: ZeroOptions) -> None:
@@ -95,8 +95,8 @@ class Bucket:
         self._order = {name: i for i, name in enumerate(self._by_name)}
         self._device = self.parameters[0].device
         shards, rank = (group.size, group.rank) if options.stage else (1, 0)
-        self.uncut = {p.spec.name for p in parameters if options.optimizer.takes_whole(p.spec.name, p.spec.shape)}
-        self.layout = FlatLayout(parameters, shards, self.uncut)
+        self.unsplit = {p.spec.name for p in parameters if options.optimizer.takes_whole(p.spec.name, p.spec.shape)}
+        self.layout = FlatLayout(parameters, shards, self.unsplit)
         self._shard = slice(rank * self.layout.shard_size, (rank + 1) * self.layout.shard_size)
         self.segments: list[Segment] = self.layout.segments(rank)
 
@@ -108,22 +108,22 @@ class Bucket:
 
         # Where nothing is summed over ranks and nothing converted, gradients stay where autograd puts them.
         self._in_place = group.size == 1 and options.compute_dtype == options.sum_dtype
-        self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, else for one reduction
+        self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, on the others until reduced
         self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
         self._reducing: tuple[Pending, Tensor, Tensor] | None = None  # under way: result, and its source kept alive
         self._written: set[str] = set()  # parameters that have a value in `_gradients`
-        self._missing: set[str] = set()  # parameters whose gradient this backward still owes
-        self._marks: Tensor | None = None  # a number for each of `_marked`: this rank's gradient was finite
-        self._marked = [s.name for s in self.segments] if self._keeps_others else list(self._by_name)
-        self._noted: dict[str, Tensor] = {}  # norms of gradients before those of ranks other than replicas were added
+        self._missing: set[str] = set()  # parameters whose gradient of this backward has not arrived
+        self._checks: Tensor | None = None  # a number for each of `_checked`, finite where this rank's gradient was
+        self._checked = [s.name for s in self.segments] if self._keeps_others else list(self._by_name)
+        self._norms: dict[str, Tensor] = {}  # of gradients before a sum over ranks that are not replicas
         self._unit = UNIT  # of exact sums, in gradients that carry the loss scale
         self._host_gradients = self._on_host(options.summed_dtype) if options.offload else None
-        self._all_there: torch.Event | None = None
+        self._download_event: torch.Event | None = None
         self.release()
 
     @property
     def _keeps_others(self) -> bool:
-        """Whether the reduction leaves this rank's gradients as they are, except those of its shard."""
+        """Whether the reduction overwrites only this rank's shard of its gradients."""
         return self.options.stage == 1 and not self.options.exact_terms
 
     # ---- parameters
@@ -147,15 +147,15 @@ class Bucket:
         for parameter in self.parameters:
             name = parameter.spec.name
             if stage < 3:
-                full[self.layout.place(name)] = parameter.detach().reshape(-1)
+                full[self.layout.slice_of(name)] = parameter.detach().reshape(-1)
             if (part := segment_of.get(name)) is not None:
                 for target in {id(shard): shard, id(master): master}.values():
-                    target[part.place] = parameter.detach().reshape(-1)[part.start : part.stop]
+                    target[part.shard_slice] = parameter.detach().reshape(-1)[part.start : part.stop]
             parameter.data = full.new_empty(0)
         if stage == 3:
             full = full.new_empty(self.layout.size)
         for parameter, shape in zip(self.parameters, shapes, strict=True):
-            parameter.data = full[self.layout.place(parameter.spec.name)].view(shape)
+            parameter.data = full[self.layout.slice_of(parameter.spec.name)].view(shape)
         return full, shard, master
 
     def _on_host(self, dtype: torch.dtype) -> Tensor:
@@ -163,7 +163,7 @@ class Bucket:
         return torch.zeros(self.layout.shard_size, dtype=dtype, pin_memory=self._device.type != "cpu")
 
     def prefetch(self) -> None:
-        """Begin to make all parameters present."""
+        """Begin to gather the parameters, unless they are present."""
         if not self._present and self._gathering is None:
             self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
             # `.data` has a version counter of its own: a refill is no change to what autograd has saved.
@@ -214,22 +214,26 @@ class Bucket:
     # ---- gradients
 
     def begin_step(self, loss_scale: float) -> None:
-        """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
-        if self._all_there is not None:  # of a skipped step: what is copied must not be overwritten yet
-            self._all_there.wait()
-        self._shard_gradients, self._marks = None, None
-        self._noted.clear()
+        """Drop the gradients of the last step.
+
+        Args:
+            loss_scale: a factor of the next step's gradients.
+        """
+        if self._download_event is not None:  # of a skipped step: gradients must not be overwritten yet
+            self._download_event.wait()
+        self._shard_gradients, self._checks = None, None
+        self._norms.clear()
         self._unit = UNIT * loss_scale
         self._written.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
     def begin_backward(self) -> None:
-        """Another microbatch's gradients are about to arrive."""
+        """The gradients of another microbatch follow."""
         self._missing = set(self._by_name)
 
     def add(self, name: str) -> bool:
-        """Take a parameter's gradient out of `.grad`; True when it was the last one of this backward."""
+        """Move a parameter's gradient out of `.grad` into the bucket; True if it was the last of this backward."""
         self._missing.discard(name)
         parameter = self._by_name[name]
         if not self._in_place:
@@ -247,16 +251,16 @@ class Bucket:
         self._written.add(name)
 
     def _in_units(self, name: str, gradient: Tensor) -> Tensor:
-        """A gradient as integers; that it was too large for them, or not finite, is noted, as integers cannot say."""
+        """A gradient as integers; records whether it was finite and small enough, which integers cannot say."""
         units, largest = to_units(gradient, self._unit)
-        if self._marks is None:
-            self._marks = torch.zeros(len(self._by_name), dtype=torch.float64, device=self._device)
+        if self._checks is None:
+            self._checks = torch.zeros(len(self._by_name), dtype=torch.float64, device=self._device)
         held = largest * UNIT <= self.options.largest_exact  # False for NaN
-        self._marks[self._order[name]] += torch.where(held, 0.0, torch.inf)
+        self._checks[self._order[name]] += torch.where(held, 0.0, torch.inf)
         return units
 
     def reduce(self) -> None:
-        """Begin to sum what has arrived over the group; a parameter that took no part in the loss counts as zero."""
+        """Begin to sum the gradients over the group; those of parameters that the loss did not use count as zero."""
         self.finish_reduction()
         self._missing.clear()
         if self._in_place:
@@ -266,7 +270,7 @@ class Bucket:
         gradients = self._gradients
         assert gradients is not None
         if self.group.size > 1 and not self.options.exact_terms:
-            self._note_norms(gradients)
+            self._record_local_norms(gradients)
         if self.options.stage == 0:
             self._reducing = start_all_reduce_(gradients, self.group), gradients, gradients
         else:
@@ -279,7 +283,7 @@ class Bucket:
             self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        """Wait for the sum under way, and keep this rank's shard of it."""
+        """Wait for the reduction, and keep this rank's shard of the sum."""
         if self._reducing is None:
             return
         pending, shard, gradients = self._reducing
@@ -293,35 +297,35 @@ class Bucket:
             self._shard_gradients += shard
 
     @property
-    def owes_gradients(self) -> bool:
+    def awaits_gradients(self) -> bool:
         """Whether a parameter's gradient of this backward has not arrived."""
         return bool(self._missing)
 
-    def settle(self) -> None:
-        """Turn exact sums into fp32 gradients without the loss scale, once all that is to be added is."""
+    def convert_exact_sums(self) -> None:
+        """Convert exact sums to fp32 gradients without the loss scale, once all terms are added."""
         if self._shard_gradients is not None and self._shard_gradients.dtype == torch.int64:
             self._shard_gradients = from_units(self._shard_gradients, UNIT)
             self._gradients = None
 
     @property
     def overflow(self) -> Tensor:
-        """0 if what this rank added was finite, else not finite; a scalar, and only noted of exact sums."""
-        if self._marks is None or not self.options.exact_terms:
+        """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite."""
+        if self._checks is None or not self.options.exact_terms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return self._marks.sum()
+        return self._checks.sum()
 
-    def runs(self, kind: Callable[[Segment], bool]) -> list[list[Segment]]:
-        """The shard's segments, those together that are of one kind and have nothing between them, padding included:
-        an operator on all of them then computes each entry as on its segment alone, vector by vector. Gradients that
-        stay where autograd puts them lie apart, and so do parameters that the optimizer takes whole."""
+    def contiguous_segments(self, kind: Callable[[Segment], bool]) -> list[list[Segment]]:
+        """The shard's segments, grouped: a group is of one kind and contiguous, without padding inside. An elementwise
+        operator over a group computes the same bits as one over each segment. Gradients that stay where autograd puts
+        them are not contiguous, and parameters that the optimizer needs whole form groups of one."""
         grouped: list[list[Segment]] = []
         for segment in self.segments:
             last = grouped[-1][-1] if grouped and not self._in_place else None
-            apart = last is None or not self.uncut.isdisjoint((last.name, segment.name))
+            apart = last is None or not self.unsplit.isdisjoint((last.name, segment.name))
             if (
                 last is not None
                 and not apart
-                and last.place.stop == segment.place.start
+                and last.shard_slice.stop == segment.shard_slice.start
                 and kind(last) == kind(segment)
             ):
                 grouped[-1].append(segment)
@@ -329,21 +333,24 @@ class Bucket:
                 grouped.append([segment])
         return grouped
 
-    def gradient(self, place: slice) -> Tensor | None:
-        """The reduced gradient of a segment or run at a place in the shard, flat; None where the parameters took no
-        part in any loss."""
+    def gradient(self, elements: slice) -> Tensor | None:
+        """The reduced gradient of a segment or run, flat; None where no loss used the parameters.
+
+        Args:
+            elements: of the shard.
+        """
         if self._in_place:
-            gradient = self._by_name[self._name_at[place.start]].grad
+            gradient = self._by_name[self._name_at[elements.start]].grad
             return None if gradient is None else gradient.view(-1)
-        return None if self._shard_gradients is None else self._shard_gradients[place]
+        return None if self._shard_gradients is None else self._shard_gradients[elements]
 
     def gradients(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """The reduced gradients of several segments, in the shard's order; neighbours come as one flat tensor, with the
-        zeros between them."""
+        """The reduced gradients of several segments, in the shard's order; adjacent ones as one flat tensor, with the
+        zeros of the padding between them."""
         if self._in_place:
-            return [gradient for segment in segments if (gradient := self.gradient(segment.place)) is not None]
+            return [gradient for segment in segments if (gradient := self.gradient(segment.shard_slice)) is not None]
         shard = self._shard_gradients
-        return [] if shard is None else [shard[place] for place in runs(segments)]
+        return [] if shard is None else [shard[elements] for elements in contiguous_slices(segments)]
 
     def begin_download(self) -> None:
         """Begin to copy this rank's reduced gradients into host memory."""
@@ -351,72 +358,72 @@ class Bucket:
         assert host is not None
         if self._in_place:
             for segment in self.segments:
-                if (gradient := self.gradient(segment.place)) is not None:
-                    host[segment.place].copy_(gradient, non_blocking=True)
+                if (gradient := self.gradient(segment.shard_slice)) is not None:
+                    host[segment.shard_slice].copy_(gradient, non_blocking=True)
         elif self._shard_gradients is not None:
             host.copy_(self._shard_gradients, non_blocking=True)
         if self._device.type != "cpu":
-            self._all_there = torch.Event(self._device)
-            self._all_there.record()
+            self._download_event = torch.Event(self._device)
+            self._download_event.record()
 
     def downloaded(self) -> Tensor:
-        """The shard's gradients in host memory, flat and in fp32, once they are there; they may be changed, until the
-        weights are published. Where there is no gradient, what stands there means nothing."""
+        """The shard's gradients in host memory, flat and in fp32, once they have arrived. The caller may change them
+        until the weights are published. Elements without a gradient have undefined values."""
         self._wait_for_download()
         assert self._host_gradients is not None
         return self._host_gradients.float()
 
     def _wait_for_download(self) -> None:
-        if self._all_there is not None and not self._all_there.query():
-            self._all_there.synchronize()
-        self._all_there = None
+        if self._download_event is not None and not self._download_event.query():
+            self._download_event.synchronize()
+        self._download_event = None
 
-    def note(self, names: Collection[str]) -> None:
-        """Remember the norms of this rank's gradients of these parameters, before others' are added to them in place;
-        where gradients are reduced over replicas that is known already."""
-        noted = {name: values for name, values in self._unreduced() if name in names}
-        if self.group.size == 1 and not self.options.exact_terms and noted:
-            self._noted = dict(zip(noted, torch._foreach_norm(list(noted.values())), strict=True))
+    def record_norms(self, names: Collection[str]) -> None:
+        """Record the norms of this rank's gradients of these parameters, before other ranks' are added in place; where
+        gradients are reduced over replicas, `reduce` has recorded them."""
+        unreduced = {name: values for name, values in self._unreduced() if name in names}
+        if self.group.size == 1 and not self.options.exact_terms and unreduced:
+            self._norms = dict(zip(unreduced, torch._foreach_norm(list(unreduced.values())), strict=True))
 
     def finite_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Whether this rank's gradients were finite before any reduction: parameters' names, each with a bool scalar on
         the device. A name may come several times, for several parts of the gradient."""
-        if self._marks is not None:
-            yield from zip(self._marked, self._marks.isfinite().unbind(), strict=True)
+        if self._checks is not None:
+            yield from zip(self._checked, self._checks.isfinite().unbind(), strict=True)
         for name, values in self._unreduced():
-            yield name, self._noted.get(name, values).isfinite().all()
+            yield name, self._norms.get(name, values).isfinite().all()
 
     def _unreduced(self) -> Iterator[tuple[str, Tensor]]:
-        """What there is of this rank's gradients that no reduction over replicas has overwritten; flat, by name."""
+        """This rank's gradients that no reduction over replicas has overwritten; flat, by name."""
         if self._in_place:
             yield from ((name, p.grad.view(-1)) for name, p in self._by_name.items() if p.grad is not None)
         elif self._gradients is not None and (self.group.size == 1 or self._keeps_others):
             reduced = self._shard if self.group.size > 1 else slice(0, 0)
             for name in self._by_name:
-                place = self.layout.place(name)
+                elements = self.layout.slice_of(name)
                 for part in (
-                    slice(place.start, min(place.stop, reduced.start)),
-                    slice(max(place.start, reduced.stop), place.stop),
+                    slice(elements.start, min(elements.stop, reduced.start)),
+                    slice(max(elements.start, reduced.stop), elements.stop),
                 ):
                     if part.start < part.stop:
                         yield name, self._gradients[part]
 
     def _view(self, name: str) -> Tensor:
-        """A parameter's place in the buffer of all gradients, flat."""
+        """A parameter's elements of the buffer of all gradients, flat."""
         if self._gradients is None:
             self._gradients = torch.zeros(self.layout.size, dtype=self.options.sum_dtype, device=self._device)
-        return self._gradients[self.layout.place(name)]
+        return self._gradients[self.layout.slice_of(name)]
 
-    def _note_norms(self, gradients: Tensor) -> None:
-        """Remember the norms of this rank's gradients that the reduction overwrites, so that a bad sum can be traced to
-        its source afterwards."""
+    def _record_local_norms(self, gradients: Tensor) -> None:
+        """Record the norms of this rank's gradients that the reduction overwrites, so that a sum that is not finite can
+        be traced to its source."""
         if self._keeps_others:
-            parts = [gradients[self._shard][segment.place] for segment in self.segments]
+            parts = [gradients[self._shard][segment.shard_slice] for segment in self.segments]
         else:
-            parts = [gradients[self.layout.place(name)] for name in self._by_name]
+            parts = [gradients[self.layout.slice_of(name)] for name in self._by_name]
         if parts:
             norms = torch.stack(torch._foreach_norm(parts))
-            self._marks = norms if self._marks is None else self._marks + norms
+            self._checks = norms if self._checks is None else self._checks + norms
 
     # ---- for reports and checkpoints
 
@@ -433,10 +440,10 @@ class Bucket:
                 shard = shard.to(self._device).contiguous()
                 gathered = shard.new_empty(self.layout.size)
             start_all_gather(gathered, shard, self.group).wait()
-        return {name: gathered[self.layout.place(name)].view(p.shape) for name, p in self._by_name.items()}
+        return {name: gathered[self.layout.slice_of(name)].view(p.shape) for name, p in self._by_name.items()}
 
     def storages(self) -> dict[str, list[Tensor]]:
-        """What this rank holds right now, by kind."""
+        """The tensors that this rank holds now, by kind."""
         gradients = [self._gradients, self._shard_gradients, *(p.grad for p in self.parameters)]
         return {
             "params": [self._full, self._shard_params],

@@ -1,11 +1,11 @@
-"""Data parallelism with ZeRO stages 0 to 3 over a rank's pipeline stages: who holds what, and when it travels.
+"""Data parallelism with ZeRO stages 0 to 3 over a rank's pipeline stages: what a rank holds, and when it communicates.
 
 Gradients are taken from autograd as they appear. On stages 0 and 1 a bucket is reduced during the last microbatch's
-backward, as soon as its last gradient is there (Li et al. 2020, arXiv 2006.15704, section 3.2); on stages 2 and 3 in
+backward, as soon as its last gradient has arrived (Li et al. 2020, arXiv 2006.15704, section 3.2); on stages 2 and 3 in
 every microbatch's, and only this rank's shard of the sum is kept. On stages 1 and 2 updated parameters are gathered
-after the step, while the next forward begins; on stage 3 layer by layer, before forward and before backward, the next
-layer's ahead of its use. Messages carry no name: ranks pair them by their order, which must not depend on what
-gradients a rank has, so that buckets are reduced in one order, the last used first. Gradients are summed: the loss was
+after the step, while the next forward runs; on stage 3 layer by layer, before forward and before backward, the next
+layer's ahead of its use. Ranks pair collectives by their order, which must not depend on the gradients that a rank has:
+so buckets are reduced in one order, the last used first. Gradients are summed and not averaged, because the loss is
 already divided by the tokens of the whole global batch.
 """
 
@@ -24,62 +24,62 @@ from torch.func import functional_call
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
 from megacore.plan.buckets import grown
-from megacore.zero.backward_hooks import OwnGradient, when_backward
+from megacore.zero.backward_hooks import CapturedGradient, when_backward
 from megacore.zero.bucket import Bucket, ZeroOptions
 from megacore.zero.flat import Segment, assign_buckets
 
-# A chunk has at least about so many buckets, however small it is: the first must be full early for its reduction to
-# overlap with the rest of backward.
+# Least number of buckets per chunk, about: the first must be full early for its reduction to overlap with the rest of
+# backward.
 _BUCKETS = 4
-# A shard of a bucket has room for at least so many parameters that no shard may cut, so that little of it stays empty.
+# Least number of unsplit parameters for which a shard of a bucket has room, so that padding stays small.
 _WHOLE_PER_SHARD = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OwnedRun:
-    """Segments that lie side by side in a shard and decay alike: what the optimizer updates as one tensor.
+class LocalRun:
+    """Adjacent segments of this rank's shard with the same weight decay, which the optimizer updates as one tensor.
 
     Attributes:
-        bucket: where they lie.
-        place: in the bucket's shard.
+        bucket: that holds them.
+        shard_slice: their elements of the bucket's shard.
         master: their fp32 weights, a view of the bucket's shard.
         is_matrix: whether they are parts of matrices, judged by the global shape, and not of vectors.
-        shape: of the one parameter that the run is, if the optimizer takes it whole; None: the run is flat.
+        shape: of the parameter, if the run is exactly one that the optimizer needs whole; None: the run is flat.
     """
 
     bucket: Bucket
-    place: slice
+    shard_slice: slice
     master: nn.Parameter
     is_matrix: bool
     shape: tuple[int, ...] | None = None
 
     @property
     def gradient(self) -> Tensor | None:
-        """The reduced gradient, flat; None where the parameters took no part in any loss."""
-        return self.bucket.gradient(self.place)
+        """The reduced gradient, flat; None where no loss used the parameters."""
+        return self.bucket.gradient(self.shard_slice)
 
 
 class HasState(Protocol):
-    """An optimizer, as far as ZeRO looks into it."""
+    """The state of an optimizer."""
 
     @property
-    def state(self) -> Mapping[OwnedRun, Mapping[str, Tensor]]:
-        """The tensors that it keeps for each run, by name."""
+    def state(self) -> Mapping[LocalRun, Mapping[str, Tensor]]:
+        """The tensors of each run, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnedSegment:
+class LocalSegment:
     """A segment that this rank updates.
 
     Attributes:
-        spec: of the parameter that it is a part of.
-        segment: which part.
-        run: what it is updated with.
+        spec: of the parameter.
+        segment: which part of the parameter.
+        run: that contains it.
     """
 
     spec: ShardSpec
     segment: Segment
-    run: OwnedRun
+    run: LocalRun
 
     @property
     def bucket(self) -> Bucket:
@@ -92,25 +92,25 @@ class OwnedSegment:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The reduced gradient, flat; None where the parameter took no part in any loss."""
-        return self.bucket.gradient(self.segment.place)
+        """The reduced gradient, flat; None where no loss used the parameter."""
+        return self.bucket.gradient(self.segment.shard_slice)
 
     def state(self, optimizer: HasState, kind: str) -> Tensor | None:
-        """What the optimizer keeps for it under a name such as `exp_avg`, a flat view; None before the first update."""
+        """The optimizer state of a kind such as `exp_avg`, a flat view; None before the first update."""
         whole = optimizer.state[self.run].get(kind)
-        if whole is None or self.run.shape is not None:  # a run of its own
+        if whole is None or self.run.shape is not None:  # the segment is the whole run
             return None if whole is None else whole.view(-1)
         return whole[self._part]
 
     @property
     def _part(self) -> slice:
         """Its elements of the run."""
-        first = self.run.place.start
-        return slice(self.segment.place.start - first, self.segment.place.stop - first)
+        first = self.run.shard_slice.start
+        return slice(self.segment.shard_slice.start - first, self.segment.shard_slice.stop - first)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offender:
+class NonFiniteGradient:
     """A parameter with a gradient that is not finite.
 
     Attributes:
@@ -125,24 +125,24 @@ class Offender:
 
 
 class DataParallel:
-    """Divides a rank's parameters, gradients and optimizer state over the replica groups that its parameters name.
+    """Shards a rank's parameters, gradients and optimizer state over the replica groups that its parameters name.
 
     Args:
         chunks: the layers of each of the rank's pipeline stages, initialised, in the order of their use. No bucket
             holds parameters of two, as their gradients are complete at different times. They may come from generators
-            that build them: on stage 3 a layer is divided before the next one is asked for.
+            that build them: on stage 3 a layer is sharded before the next one is built.
         mesh: this rank's groups.
         options: ZeRO stage, dtypes, overlap; a group of one rank has stage 0.
         bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more in a
             large group (see `grown`); on stage 3 a bucket holds a layer.
-        separate: global names of parameters of which each gets a bucket for itself (tied ones, whose sum has a further
-            step).
+        separate: global names of parameters that each get a bucket of their own (tied ones, whose gradients are summed
+            over pipeline ranks too).
 
     Attributes:
-        parameters: of the stage, each once, in the order of their use.
-        buckets: that the parameters lie in, the last used first.
-        runs: what this rank updates.
-        segments: of which parameters these are which parts.
+        parameters: of the rank, each once, in the order of their use.
+        buckets: of the parameters, the last used first.
+        runs: that this rank updates.
+        segments: that the runs consist of.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class DataParallel:
         self.parameters = [parameter for members in new for parameter in members]
         self.buckets = [bucket for buckets in reversed(self._buckets_of_chunk) for bucket in buckets]
         self._bucket_of = {p.spec.name: bucket for bucket in self.buckets for p in bucket.parameters}
-        # Of each bucket the first layer that uses it: its gradients are there once backward has passed that layer.
+        # The first layer that uses each bucket: its gradients are complete once backward has passed that layer.
         self._first_layer = {
             id(self._bucket_of[p.spec.name]): number for number in reversed(range(len(new))) for p in new[number]
         }
@@ -186,26 +186,26 @@ class DataParallel:
         users = [{id(b) for number in numbers for b in self._needs[number]} for numbers in self._chunks]
         self._shared_by_chunks = [b for b in self.buckets if sum(id(b) in used for used in users) > 1]
         self._repeated = _later_uses(layers) if options.exact_terms else [{} for _ in layers]
-        self._holders: dict[int, set[int]] = {id(bucket): set() for bucket in self.buckets}
-        self._computing: list[Bucket] = []  # whose gradients appear now
-        self._due: list[Bucket] = []  # of these, in order, those whose reduction is to begin in this backward
-        self._by_layer = True  # whether this backward is through with a layer when it comes to the one before
-        self._under_way: Bucket | None = None  # the bucket whose reduction began last
-        self.segments = [owned for bucket in reversed(self.buckets) for owned in _own_segments(bucket)]
-        self.runs = list(dict.fromkeys(owned.run for owned in self.segments))
+        self._users: dict[int, set[int]] = {id(bucket): set() for bucket in self.buckets}
+        self._computing: list[Bucket] = []  # whose gradients are being computed
+        self._due: list[Bucket] = []  # in order, those whose reduction must begin in this backward
+        self._by_layer = True  # whether this backward completes a layer before it reaches the one before
+        self._last_reduced: Bucket | None = None  # the bucket whose reduction began last
+        self.segments = [local for bucket in reversed(self.buckets) for local in _local_segments(bucket)]
+        self.runs = list(dict.fromkeys(local.run for local in self.segments))
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._arrived)
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None) -> list[Bucket]:
-        """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as may be."""
+        """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as possible."""
         groups = {role: self._mesh.replica_group(role) for role in {p.spec.replica_role for p in parameters}}
         takes_whole = self.options.optimizer.takes_whole
-        uncut = max((4 * p.numel() for p in parameters if takes_whole(p.spec.name, p.spec.shape)), default=0)
+        unsplit = max((4 * p.numel() for p in parameters if takes_whole(p.spec.name, p.spec.shape)), default=0)
         limits = {
             role: sys.maxsize
             if bucket_bytes is None
-            else max(grown(bucket_bytes, group.size), _WHOLE_PER_SHARD * group.size * uncut)
+            else max(grown(bucket_bytes, group.size), _WHOLE_PER_SHARD * group.size * unsplit)
             for role, group in groups.items()
         }
         buckets = []
@@ -218,7 +218,7 @@ class DataParallel:
     # ---- around the layers
 
     def run_layer(self, chunk: int, number: int, layer: nn.Module, x: Any) -> Any:
-        """layer(x), its parameters present while it computes, forward and backward.
+        """layer(x), with the layer's parameters present in forward and backward.
 
         Args:
             chunk: number of the pipeline stage on this rank.
@@ -236,14 +236,16 @@ class DataParallel:
         return when_backward(y, _BeforeBackward(self, index, self._chunks[chunk]))
 
     def _apply(self, index: int, layer: nn.Module, x: Any) -> Any:
-        """layer(x). Where gradients are summed exactly, those of a parameter that an earlier layer has too are taken
-        apart from that layer's, as if the two lay on different stages: autograd would add them in floating point."""
+        """layer(x). With exact sums, the gradient of a parameter that an earlier layer uses too is captured separately,
+        as if the two layers were on different stages: autograd would add the gradients in floating point."""
         if not self._repeated[index]:
             return layer(x)
-        separate = {name: OwnGradient.apply(p, self._take_part) for name, p in self._repeated[index].items()}
+        separate = {
+            name: CapturedGradient.apply(p, self._add_captured_gradient) for name, p in self._repeated[index].items()
+        }
         return functional_call(layer, separate, (x,))
 
-    def _take_part(self, parameter: ShardedParameter, gradient: Tensor) -> None:
+    def _add_captured_gradient(self, parameter: ShardedParameter, gradient: Tensor) -> None:
         self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
 
     def _before_backward(self, index: int, chunk: range) -> None:
@@ -254,27 +256,27 @@ class DataParallel:
 
     def _acquire(self, index: int) -> None:
         for bucket in self._needs[index]:
-            self._holders[id(bucket)].add(index)
+            self._users[id(bucket)].add(index)
             bucket.wait()
 
     def _prefetch(self, index: int, chunk: range) -> None:
         if self.options.stage == 3 and index in chunk:
             for bucket in self._needs[index]:
-                self._holders[id(bucket)].add(index)
+                self._users[id(bucket)].add(index)
                 bucket.prefetch()
 
     def _release(self, index: int) -> None:
         for bucket in self._needs[index]:
-            holders = self._holders[id(bucket)]
-            holders.discard(index)
-            if not holders:
+            users = self._users[id(bucket)]
+            users.discard(index)
+            if not users:
                 bucket.release()
 
     @contextmanager
     def zeros_for_weights(self) -> Iterator[None]:
-        """Stage 3: layers that are run inside compute with zeros in place of the parameters, which are not gathered.
+        """Stage 3: layers that run inside compute with zeros instead of their parameters, which are not gathered.
 
-        The other replicas take no part. For trials between steps, of which only shapes matter.
+        The other replicas need not call this. For trials between steps that determine shapes.
         """
         for bucket in self.buckets:
             bucket.gathers = False
@@ -282,25 +284,29 @@ class DataParallel:
             yield
         finally:
             for bucket in self.buckets:
-                self._holders[id(bucket)].clear()  # a layer that raised has not let go
+                self._users[id(bucket)].clear()  # a layer that raised has not released them
                 bucket.release()
                 bucket.gathers = True
 
     # ---- gradients of a step
 
     def begin_step(self, loss_scale: float) -> None:
-        """Forget the gradients of the last step; those to come carry the factor `loss_scale`."""
+        """Drop the gradients of the last step.
+
+        Args:
+            loss_scale: a factor of the next step's gradients.
+        """
         for bucket in self.buckets:
             bucket.begin_step(loss_scale)
 
     def begin_backward(self, chunk: int, *, last: bool, all_weights: bool = False) -> None:
-        """A chunk's gradients of a microbatch begin to appear.
+        """The backward of a microbatch through a chunk begins.
 
         Args:
             chunk: number of the pipeline stage on this rank.
-            last: whether they complete the sums of the step.
-            all_weights: whether the chunk's parameters are needed at once, and their gradients appear in any order, and
-                not layer by layer.
+            last: whether this is the step's last backward of the chunk.
+            all_weights: whether backward needs all parameters of the chunk at once, and computes their gradients in any
+                order instead of layer by layer.
         """
         self._by_layer = not all_weights
         self._computing = [b for b in self._buckets_of_chunk[chunk] if b not in self._shared_by_chunks]
@@ -311,8 +317,8 @@ class DataParallel:
             self._acquire(index)
 
     def end_backward(self, chunk: int) -> None:
-        """The chunk's gradients of a microbatch are all there: reduce what is due and has not begun, and let go of its
-        parameters."""
+        """The backward of a microbatch through a chunk is done: begin the reductions that are still due, and release
+        the chunk's parameters."""
         self._begin_reductions(-1)
         self._computing = []
         for index in self._chunks[chunk]:
@@ -326,55 +332,55 @@ class DataParallel:
             bucket.finish_reduction()
 
     def begin_download(self) -> None:
-        """Begin to copy this rank's gradients into host memory, which `offload` asks for; the buckets in the order of
-        their use. An accelerator copies them in a stream of its own, after what is queued now."""
+        """With `offload`, begin to copy this rank's gradients to host memory, the buckets in the order of their use. An
+        accelerator copies them in a separate stream, after what is queued now."""
         if self._downloads is not None:
             self._downloads.wait_stream(torch.accelerator.current_stream(self._downloads.device))
         with self._downloads or nullcontext():
             for bucket in self.in_order_of_use():
                 bucket.begin_download()
 
-    def settle(self) -> None:
-        """Turn exact sums into fp32 gradients without the loss scale; in floating point there is nothing to turn."""
+    def convert_exact_sums(self) -> None:
+        """Convert exact sums to fp32 gradients without the loss scale; sums in floating point stay as they are."""
         for bucket in self.buckets:
-            bucket.settle()
+            bucket.convert_exact_sums()
 
     def overflow(self) -> Tensor | float:
-        """0 if the terms of exact sums on this rank were finite, and not finite otherwise; a scalar."""
+        """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite."""
         return torch.stack([bucket.overflow for bucket in self.buckets]).sum() if self.buckets else 0.0
 
-    def _arrived(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)
         bucket = self._bucket_of[parameter.spec.name]
         if bucket.add(parameter.spec.name) and bucket in self._due:
             self._begin_reductions(len(self._needs))
 
     def _begin_reductions(self, reached: int) -> None:
-        """Begin what is due, in order, up to the first bucket that still waits for a gradient.
+        """Begin the reductions that are due, in order, up to the first bucket that still waits for a gradient.
 
         Args:
-            reached: backward has passed the layers after this one: what they have not given does not come.
+            reached: backward has passed all layers after this one: a gradient that they have not computed is zero.
         """
-        while self._due and (not self._due[0].owes_gradients or self._first_layer[id(self._due[0])] > reached):
+        while self._due and (not self._due[0].awaits_gradients or self._first_layer[id(self._due[0])] > reached):
             self._reduce(self._due.pop(0))
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Begin a bucket's reduction; on stages 2 and 3 the one before ends first, so that complete gradients of two
-        buckets are held at most: of the one that is reduced, and of the one that backward fills meanwhile."""
-        if self._under_way is not None and self._under_way.options.stage >= 2:
-            self._under_way.finish_reduction()
+        """Begin a bucket's reduction. On stages 2 and 3 first wait for the one before: then unsharded gradients exist
+        for at most two buckets, the one being reduced and the one that backward fills meanwhile."""
+        if self._last_reduced is not None and self._last_reduced.options.stage >= 2:
+            self._last_reduced.finish_reduction()
         bucket.reduce()
-        self._under_way = bucket
+        self._last_reduced = bucket
 
     @property
     def padding(self) -> float:
-        """Share of the flat buffers that holds no parameter; large if parameters that no shard may cut are few."""
+        """Share of the flat buffers that is padding; large if there are few parameters that no shard may split."""
         size = sum(bucket.layout.size for bucket in self.buckets)
         return sum(bucket.layout.padding for bucket in self.buckets) / max(size, 1)
 
-    def segments_of(self, name: str) -> list[OwnedSegment]:
+    def segments_of(self, name: str) -> list[LocalSegment]:
         """The segments of one parameter that this rank updates."""
-        return [owned for owned in self.segments if owned.spec.name == name]
+        return [local for local in self.segments if local.spec.name == name]
 
     # ---- weights
 
@@ -394,7 +400,7 @@ class DataParallel:
         return _unique(bucket for needs in self._needs for bucket in needs)
 
     def ready(self) -> None:
-        """Wait until no parameter is under way."""
+        """Wait until all parameters are gathered."""
         for bucket in self.buckets:
             if bucket.options.stage < 3:
                 bucket.wait()
@@ -402,19 +408,19 @@ class DataParallel:
     def load_masters(self, tensors: Mapping[str, Tensor]) -> None:
         """Set this rank's master weights from complete local tensors, then publish them."""
         with torch.no_grad():
-            for owned in self.segments:
-                segment = owned.segment
-                owned.master.copy_(tensors[segment.name].reshape(-1)[segment.start : segment.stop])
+            for local in self.segments:
+                segment = local.segment
+                local.master.copy_(tensors[segment.name].reshape(-1)[segment.start : segment.stop])
         self.publish()
 
-    def note(self, names: Collection[str]) -> None:
-        """Remember whether these parameters' gradients are finite on this rank: other ranks' are about to be added."""
+    def record_norms(self, names: Collection[str]) -> None:
+        """Record whether this rank's gradients of these parameters are finite, before other ranks' are added."""
         for bucket in self.buckets:
-            bucket.note(names)
+            bucket.record_norms(names)
 
-    def offender(self) -> Offender | None:
-        """A parameter whose gradient was not finite on this rank before any reduction: the last that the forward uses,
-        because what is not finite spreads in the backward from there."""
+    def non_finite_gradient(self) -> NonFiniteGradient | None:
+        """The parameter whose gradient was not finite on this rank before any reduction. Of several, the one that the
+        forward uses last: backward computes its gradient first, and NaN spreads from there."""
         known = [pair for bucket in self.buckets for pair in bucket.finite_gradients()]
         finite = torch.stack([flag for _, flag in known]).tolist() if known else []  # one copy to the host
         bad = {name for (name, _), good in zip(known, finite, strict=True) if not good}
@@ -423,54 +429,54 @@ class DataParallel:
             return None
         name = self.parameters[positions[-1]].spec.name
         chunk = next(c for c, buckets in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in buckets)
-        return Offender(chunk=chunk, position=positions[-1], name=name)
+        return NonFiniteGradient(chunk=chunk, position=positions[-1], name=name)
 
 
 @dataclass(frozen=True)
 class _BeforeBackward:
-    """On stage 3, when backward comes to a layer's output: gather the layer's parameters."""
+    """On stage 3, when backward reaches a layer's output: gather the layer's parameters."""
 
     data_parallel: DataParallel
     index: int
     chunk: range
 
-    def gradients_pass(self) -> None:
+    def on_backward(self) -> None:
         self.data_parallel._before_backward(self.index, self.chunk)
 
 
 @dataclass(frozen=True)
 class _AfterBackward:
-    """On stage 3, when backward has passed a layer: let go of the layer's parameters."""
+    """On stage 3, when backward has passed a layer: release the layer's parameters."""
 
     data_parallel: DataParallel
     index: int
 
-    def gradients_pass(self) -> None:
+    def on_backward(self) -> None:
         self.data_parallel._release(self.index)
 
 
-def _own_segments(bucket: Bucket) -> Iterator[OwnedSegment]:
-    """The segments of a bucket's shard, in runs as long as may be."""
+def _local_segments(bucket: Bucket) -> Iterator[LocalSegment]:
+    """The segments of a bucket's shard, in runs as long as possible."""
     specs = {parameter.spec.name: parameter.spec for parameter in bucket.parameters}
 
     def is_matrix(segment: Segment) -> bool:
         return len(specs[segment.name].shape) >= 2
 
-    for members in bucket.runs(is_matrix):
-        place = slice(members[0].place.start, members[-1].place.stop)
-        run = OwnedRun(
+    for members in bucket.contiguous_segments(is_matrix):
+        elements = slice(members[0].shard_slice.start, members[-1].shard_slice.stop)
+        run = LocalRun(
             bucket=bucket,
-            place=place,
-            master=nn.Parameter(bucket.master[place].detach(), requires_grad=False),
+            shard_slice=elements,
+            master=nn.Parameter(bucket.master[elements].detach(), requires_grad=False),
             is_matrix=is_matrix(members[0]),
-            shape=tuple(specs[members[0].name].shape) if members[0].name in bucket.uncut else None,
+            shape=tuple(specs[members[0].name].shape) if members[0].name in bucket.unsplit else None,
         )
         for segment in members:
-            yield OwnedSegment(spec=specs[segment.name], segment=segment, run=run)
+            yield LocalSegment(spec=specs[segment.name], segment=segment, run=run)
 
 
 def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]]:
-    """For each layer its parameters that an earlier layer has too, by their name in the layer."""
+    """For each layer the parameters that an earlier layer uses too, by their name in the layer."""
     seen: set[str] = set()
     repeated = []
     for layer in layers:
@@ -483,7 +489,7 @@ def _later_uses(layers: Sequence[nn.Module]) -> list[dict[str, ShardedParameter]
 def _without(
     parameters: Sequence[ShardedParameter], earlier: Sequence[Sequence[ShardedParameter]]
 ) -> list[ShardedParameter]:
-    """The parameters that no earlier layer has."""
+    """The parameters that no earlier layer uses."""
     seen = {parameter.spec.name for members in earlier for parameter in members}
     return [parameter for parameter in parameters if parameter.spec.name not in seen]
 

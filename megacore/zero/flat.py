@@ -1,9 +1,9 @@
-"""Where parameters lie in a flat buffer, and which part of it a rank updates: arithmetic only.
+"""The offsets of parameters in a flat buffer, and the part of the buffer that a rank updates: arithmetic only.
 
-A bucket is a run of parameters laid one after the other, each from an aligned offset, and padded so that it divides
-into equal shards. A shard cuts parameters anywhere, except those that the optimizer takes whole; a `Segment` is the
-part of one parameter inside a shard, by the name and the offset in the parameter, which makes sharded state independent
-of the sharding.
+A bucket holds parameters one after the other, each at an aligned offset, and is padded so that it divides into equal
+shards. A shard boundary may split any parameter except those that the optimizer needs whole. A `Segment` is the part
+of one parameter inside a shard. It is addressed by the parameter's name and an offset in the parameter, which makes
+sharded state independent of the sharding.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -24,13 +25,13 @@ ALIGNMENT = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A run of one parameter's elements inside a shard.
+    """Consecutive elements of one parameter inside a shard.
 
     Attributes:
         name: the parameter's global name.
         start: first element of the local parameter, flattened.
         stop: one past the last.
-        offset: where the run begins in the shard.
+        offset: of the first element in the shard.
     """
 
     name: str
@@ -38,23 +39,23 @@ class Segment:
     stop: int
     offset: int
 
-    @property
-    def place(self) -> slice:
-        """The run's elements of the shard."""
+    @cached_property
+    def shard_slice(self) -> slice:
+        """The segment's elements of the shard."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
 
 class FlatLayout:
-    """Parameters laid one after the other.
+    """Parameters one after the other in a flat buffer.
 
     Args:
         parameters: in order.
         shards: number of equal shards.
-        whole: names of parameters that no shard may cut. They come after the others, and are dealt out to the shards
+        whole: names of parameters that no shard may split. They follow the others, and are distributed over the shards
             so that the largest shard is small.
 
     Attributes:
-        offsets: name -> where the parameter begins; in ascending order.
+        offsets: name -> offset of the parameter, in ascending order.
         shard_size: elements of a shard, padding included.
         padding: elements of all shards that belong to no parameter.
     """
@@ -63,25 +64,25 @@ class FlatLayout:
         self, parameters: Sequence[ShardedParameter], shards: int, whole: Collection[str] = frozenset()
     ) -> None:
         self._sizes = {parameter.spec.name: parameter.numel() for parameter in parameters}
-        uncut = {n: _aligned(size) for n, size in self._sizes.items() if n in whole} if shards > 1 else {}
+        unsplit = {n: _aligned(size) for n, size in self._sizes.items() if n in whole} if shards > 1 else {}
         self.offsets: dict[str, int] = {}
         used = 0
         for name, size in self._sizes.items():
-            if name not in uncut:
+            if name not in unsplit:
                 self.offsets[name] = used
                 used += _aligned(size)
-        self.shard_size = _smallest_shard(used, uncut, shards)
-        self.offsets |= _dealt_out(used, uncut, shards, self.shard_size) or {}
+        self.shard_size = _smallest_shard(used, unsplit, shards)
+        self.offsets |= _offsets_of_unsplit(used, unsplit, shards, self.shard_size) or {}
         self.offsets = dict(sorted(self.offsets.items(), key=lambda item: item[1]))
         self.size = self.shard_size * shards
         self.padding = self.size - sum(self._sizes.values())
 
-    def place(self, name: str) -> slice:
+    def slice_of(self, name: str) -> slice:
         """The parameter's elements of the flat buffer."""
         return slice(self.offsets[name], self.offsets[name] + self._sizes[name])
 
     def segments(self, shard: int) -> list[Segment]:
-        """What shard number `shard` holds, in order."""
+        """The segments of shard number `shard`, in order."""
         begin, end = shard * self.shard_size, (shard + 1) * self.shard_size
         segments = []
         for name, offset in self.offsets.items():
@@ -91,31 +92,32 @@ class FlatLayout:
         return segments
 
 
-def _smallest_shard(used: int, uncut: Mapping[str, int], shards: int) -> int:
-    """The smallest size of a shard, of those that bisection tries, into which everything goes.
+def _smallest_shard(used: int, unsplit: Mapping[str, int], shards: int) -> int:
+    """The smallest shard size that bisection finds into which all parameters fit.
 
     Args:
-        used: elements before the uncut parameters.
-        uncut: name -> elements, aligned.
+        used: elements before the unsplit parameters.
+        unsplit: name -> elements, aligned.
         shards: number of shards.
     """
-    total = used + sum(uncut.values())
-    low = max(_aligned(-(-total // shards)), max(uncut.values(), default=0))
+    total = used + sum(unsplit.values())
+    low = max(_aligned(-(-total // shards)), max(unsplit.values(), default=0))
     high = max(low, _aligned(total))
     while low < high:
         middle = (low + high) // 2 // ALIGNMENT * ALIGNMENT
-        if _dealt_out(used, uncut, shards, middle) is None:
+        if _offsets_of_unsplit(used, unsplit, shards, middle) is None:
             low = middle + ALIGNMENT
         else:
             high = middle
     return high
 
 
-def _dealt_out(used: int, uncut: Mapping[str, int], shards: int, shard_size: int) -> dict[str, int] | None:
-    """Where uncut parameters begin, the largest first, each in the shard with most room; None if one does not fit."""
+def _offsets_of_unsplit(used: int, unsplit: Mapping[str, int], shards: int, shard_size: int) -> dict[str, int] | None:
+    """Offsets of the unsplit parameters, the largest first, each in the shard with most room; None if one does not
+    fit."""
     ends = [min(max(shard * shard_size, used), (shard + 1) * shard_size) for shard in range(shards)]
     offsets: dict[str, int] = {}
-    for name, size in sorted(uncut.items(), key=lambda item: -item[1]):
+    for name, size in sorted(unsplit.items(), key=lambda item: -item[1]):
         room = [(shard + 1) * shard_size - end for shard, end in enumerate(ends)]
         shard = room.index(max(room))
         if room[shard] < size:
@@ -125,13 +127,13 @@ def _dealt_out(used: int, uncut: Mapping[str, int], shards: int, shard_size: int
     return offsets
 
 
-def runs(segments: Iterable[Segment]) -> list[slice]:
-    """The segments' elements of their shard, in order; those that only padding separates as one slice."""
+def contiguous_slices(segments: Iterable[Segment]) -> list[slice]:
+    """The segments' slices of their shard, in order; those that only padding separates become one slice."""
     joined: list[slice] = []
-    for place in (segment.place for segment in segments):
-        if joined and _aligned(joined[-1].stop) == place.start:
-            place = slice(joined.pop().start, place.stop)
-        joined.append(place)
+    for elements in (segment.shard_slice for segment in segments):
+        if joined and _aligned(joined[-1].stop) == elements.start:
+            elements = slice(joined.pop().start, elements.stop)
+        joined.append(elements)
     return joined
 
 
@@ -139,7 +141,7 @@ BucketKey = tuple[ReplicaRole, torch.dtype]
 
 
 def bucket_key(parameter: ShardedParameter) -> BucketKey:
-    """What parameters of one bucket have in common: the ranks that sum their gradients, and the dtype."""
+    """What all parameters of a bucket share: the role of their replica group, and the dtype."""
     return parameter.spec.replica_role, parameter.dtype
 
 
@@ -153,7 +155,7 @@ def assign_buckets(
     Args:
         parameters: in the order in which layers use them.
         bucket_bytes: a bucket is closed once it holds this many bytes or more; by the role of its replica group.
-        separate: global names of parameters of which each gets a bucket for itself.
+        separate: global names of parameters that each get a bucket of their own.
 
     Returns:
         The buckets, the last used first.

@@ -2,8 +2,10 @@
 //
 // Operators run on the CPU kernels through one boxed fallback, at once. What a real device would do later is modelled:
 // every stream and every communicator has a timeline, waiting merges timelines (vector clocks), and an access to memory
-// that no wait orders behind a conflicting one is an error. Copies between device and pinned host memory happen as late
-// as a device may do them, so that host code that does not wait reads NaN, or sends what it wrote too early.
+// that no wait orders behind a conflicting one is an error. So is memory that is freed while another stream than the one
+// it was allocated on may still use it, as a caching allocator would hand it out again at once. Copies between device
+// and pinned host memory happen as late as a device may do them, so that host code that does not wait reads NaN, or sends
+// what it wrote too early.
 //
 // Python reaches this through torch.ops.pretend.* (tensors) and ctypes (the extern "C" part at the end): no Python
 // headers are needed to build it.
@@ -98,6 +100,7 @@ struct Timelines {
   std::vector<int64_t> side_streams;                            // timelines of streams that were made
   Clock host;
   std::vector<Access> accesses;
+  std::string fault;  // what the allocator was told wrongly, which cannot be raised where memory is freed
 
   int64_t make() {
     std::lock_guard<std::recursive_mutex> guard(mutex);
@@ -151,9 +154,19 @@ struct Timelines {
     settle();
   }
 
-  void forget(uintptr_t begin, uintptr_t end) {  // memory that is freed, or was given back by a storage that is kept
+  // Memory is freed, or was given back by a storage that is kept: from now on its stream may use it for another tensor.
+  void forget(uintptr_t begin, uintptr_t end, int64_t owner, const std::set<int64_t>& recorded) {
     std::lock_guard<std::recursive_mutex> guard(mutex);
-    const auto forgotten = take_out([&](const Access& a) { return !a.deliver && a.begin >= begin && a.end <= end; });
+    const auto forgotten = take_out([&](const Access& a) { return a.begin >= begin && a.end <= end; });
+    const auto& clock = seen_by(owner);
+    for (const auto& access : forgotten)
+      if (access.timeline != owner && !covers(clock, access.timeline, access.tick) && !recorded.count(access.timeline))
+        fault = "pretend: memory is freed that " + access.name + (access.writes ? " still writes" : " still reads") +
+                " on another stream than the one it was allocated on: hold it until that one is waited for, or record_stream";
+  }
+
+  void raise_fault() {
+    if (!fault.empty()) TORCH_CHECK(false, std::exchange(fault, ""));
   }
 };
 Timelines& timelines() {
@@ -221,6 +234,7 @@ void remember(const at::Tensor& t, bool writes, int64_t timeline, int64_t tick, 
 void launch(const std::vector<at::Tensor>& tensors, const std::vector<bool>& writes, const std::string& name) {
   auto& lines = timelines();
   std::lock_guard<std::recursive_mutex> guard(lines.mutex);
+  lines.raise_fault();
   if (lines.accesses.empty() && lines.side_streams.empty()) return;
   c10::DeviceIndex device = current_device;
   for (auto& t : tensors)
@@ -240,6 +254,8 @@ void launch(const std::vector<at::Tensor>& tensors, const std::vector<bool>& wri
 struct Block {
   size_t bytes;
   c10::DeviceIndex device;
+  int64_t timeline;             // of the stream that it was allocated on
+  std::set<int64_t> recorded;   // other streams that the allocator was told of
 };
 
 struct Memory final : c10::DeviceAllocator {
@@ -251,16 +267,22 @@ struct Memory final : c10::DeviceAllocator {
   static Memory& instance();
   static void release(void* p) {
     auto& self = instance();
-    size_t bytes = 0;
+    Block block;
     {
       std::lock_guard<std::mutex> guard(self.mutex);
       const auto found = self.blocks.find(p);
-      bytes = found->second.bytes;
-      self.current[found->second.device] -= static_cast<int64_t>(bytes);
+      block = std::move(found->second);
+      self.current[block.device] -= static_cast<int64_t>(block.bytes);
       self.blocks.erase(found);
     }
-    timelines().forget(reinterpret_cast<uintptr_t>(p), reinterpret_cast<uintptr_t>(p) + bytes);
+    const auto begin = reinterpret_cast<uintptr_t>(p);
+    timelines().forget(begin, begin + block.bytes, block.timeline, block.recorded);
     std::free(p);
+  }
+  void record(const void* p, int64_t timeline) {
+    std::lock_guard<std::mutex> guard(mutex);
+    const auto found = blocks.find(const_cast<void*>(p));
+    if (found != blocks.end()) found->second.recorded.insert(timeline);
   }
   c10::DataPtr allocate(size_t bytes) override {
     const c10::Device device(kPretend, current_device);
@@ -272,7 +294,7 @@ struct Memory final : c10::DeviceAllocator {
     void* p = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     TORCH_CHECK_WITH(OutOfMemoryError, p != nullptr, "pretend: the host has no ", bytes, " bytes left");
     std::memset(p, kPoison, bytes);
-    blocks[p] = {bytes, current_device};
+    blocks[p] = {bytes, current_device, current_timeline(current_device), {}};
     used += static_cast<int64_t>(bytes);
     allocated[current_device] += static_cast<int64_t>(bytes);
     peak[current_device] = std::max(peak[current_device], used);
@@ -282,7 +304,9 @@ struct Memory final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, std::size_t n) const override { std::memcpy(to, from, n); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+    record(memory.get(), timeline_of(stream.id(), stream.device_index()));
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     std::lock_guard<std::mutex> guard(mutex);
     c10::CachingDeviceAllocator::DeviceStats stats;
@@ -339,18 +363,23 @@ PinnedMemory& PinnedMemory::instance() { return pinned; }
 
 const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-// The same memory as a CPU tensor.
-at::Tensor as_cpu(const at::Tensor& t) {
-  if (!on_device(t)) return t;
-  auto* owner = new c10::Storage(t.storage());
-  c10::Storage storage(
-      c10::Storage::use_byte_size_t(), owner->nbytes(),
-      c10::DataPtr(owner->mutable_data(), owner, [](void* p) { delete static_cast<c10::Storage*>(p); }, c10::kCPU),
-      c10::GetAllocator(c10::kCPU), /*resizable=*/true);
+at::Tensor host_view(const at::Tensor& t, c10::DataPtr data) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(), std::move(data), c10::GetAllocator(c10::kCPU),
+                       /*resizable=*/true);
   at::Tensor out = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
   out.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
   return out;
 }
+
+// The same memory as a CPU tensor.
+at::Tensor as_cpu(const at::Tensor& t) {
+  if (!on_device(t)) return t;
+  auto* owner = new c10::Storage(t.storage());
+  return host_view(t, {owner->mutable_data(), owner, [](void* p) { delete static_cast<c10::Storage*>(p); }, c10::kCPU});
+}
+
+// The same, which may be freed meanwhile.
+at::Tensor unowned(const at::Tensor& t) { return host_view(t, {t.storage().mutable_data(), c10::kCPU}); }
 
 struct OnDevice {  // makes a tensor's device current, and the one before again
   c10::DeviceIndex before = current_device;
@@ -430,7 +459,7 @@ int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, cons
   return 0;  // torch's operators; the device has no fused attention
 }
 
-void record_stream(at::Tensor&, c10::Stream) {}
+void record_stream(at::Tensor& t, c10::Stream stream) { memory.recordStream(t.storage().data_ptr(), stream); }
 
 // ---- copies
 
@@ -448,14 +477,12 @@ void copy_later(const at::Tensor& source, const at::Tensor& target, const char* 
   const bool to_host = !on_device(target);
   const auto device = (to_host ? source : target).device().index();
   const int64_t timeline = current_timeline(device), tick = lines.advance(timeline);
-  at::Tensor from = as_cpu(source), to = as_cpu(target);
-  if (to_host) {
-    from = from.clone();  // what the device holds now; the host does not see it before it waits
-    const auto [begin, end] = extent(to);
-    if (to.is_non_overlapping_and_dense()) std::memset(reinterpret_cast<void*>(begin), kPoison, end - begin);
-  }
+  // Pinned memory is kept until the copy is done, by its allocator; the device's is not, and a copy to what is freed is lost.
+  const auto from = to_host ? as_cpu(source).clone() : source;  // what the device holds now, which the host sees later
+  const auto to = to_host ? target : unowned(target);
   const auto [begin, end] = extent(target);
-  lines.accesses.push_back({begin, end, true, timeline, tick, name, {source.storage(), target.storage()},
+  if (to_host && to.is_non_overlapping_and_dense()) std::memset(reinterpret_cast<void*>(begin), kPoison, end - begin);
+  lines.accesses.push_back({begin, end, true, timeline, tick, name, {},
                             [from, to]() mutable { at::AutoDispatchBelowADInplaceOrView below; to.copy_(from); }});
 }
 
@@ -713,6 +740,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (auto callback = drain.load()) TORCH_CHECK(callback() == 0, "pretend: a collective under way failed");
     auto& lines = timelines();
     std::lock_guard<std::recursive_mutex> guard(lines.mutex);
+    lines.raise_fault();
     for (size_t i = 0; i < lines.clocks.size(); i++) lines.host_waits(Clock(lines.seen_by(static_cast<int64_t>(i))));
   }
   void synchronizeStream(const c10::Stream& s) const override {
@@ -765,6 +793,7 @@ int64_t begin(const std::vector<at::Tensor>& reads, const std::vector<at::Tensor
   std::lock_guard<std::recursive_mutex> guard(lines.mutex);
   const auto& any = reads.empty() ? writes : reads;
   const int64_t stream = current_timeline(any.empty() ? current_device : any[0].device().index());
+  lines.raise_fault();
   for (const auto& t : reads) touch(t, false, stream, name);
   for (const auto& t : writes) touch(t, true, stream, name);
   merge(lines.clocks[timeline], lines.seen_by(stream));
@@ -825,13 +854,18 @@ void pretend_limit_memory(int64_t bytes) { memory.limit = bytes; }
 int pretend_device_count() { return device_count(); }
 int pretend_current_device() { return current_device; }
 int64_t pretend_new_timeline() { return timelines().make(); }
-// The device's current stream comes after what the timeline did up to the tick.
+// The device's current stream comes after what the timeline did up to the tick. The work, which has kept its tensors until
+// now, lets go of them, as NCCL's does.
 void pretend_stream_waits(int64_t timeline, int64_t tick) {
   auto& lines = timelines();
+  std::vector<c10::Storage> released;  // last, once the clock is set and the lock is open
   std::lock_guard<std::recursive_mutex> guard(lines.mutex);
   auto& clock = lines.seen_by(current_timeline(current_device));
   if (clock.size() <= static_cast<size_t>(timeline)) clock.resize(timeline + 1, 0);
   clock[timeline] = std::max(clock[timeline], tick);
+  for (auto& access : lines.accesses)
+    if (access.timeline == timeline && access.tick <= tick)
+      std::move(access.kept.begin(), access.kept.end(), std::back_inserter(released)), access.kept.clear();
   lines.settle();
 }
 // The host knows that what the timeline did up to the tick is done.

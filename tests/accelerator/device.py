@@ -22,7 +22,8 @@ A script runs on it, alone or under torchrun, with `tests/accelerator/run.py SCR
 What it does as a GPU does: host and device tensors do not mix, nor do tensors of two devices; `.numpy()` is refused;
 fresh memory reads as NaN; torch.accelerator's memory statistics count every tensor; pinned memory is told from other.
 Operators run at once, but streams, events and collectives order them: touching what an asynchronous collective, or an
-operator on another stream, still writes is a RuntimeError that names both; a non-blocking copy to pinned memory leaves
+operator on another stream, still writes is a RuntimeError that names both, and so is freeing memory that another stream
+than the one it was allocated on may still use (`record_stream` allows it); a non-blocking copy to pinned memory leaves
 NaN there until the host waits for it, and one from pinned memory reads the host's memory only when its result is used.
 Collectives and point-to-point transfers (`collectives.py`) refuse host tensors and strides, and ranks that call them in
 different orders fail at once.

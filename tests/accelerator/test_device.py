@@ -182,6 +182,48 @@ def test_streams_are_ordered_by_events_only() -> None:
     on_device(check_streams)
 
 
+def check_reuse(rank: int, world_size: int) -> None:
+    """Memory is given back to the stream that it was allocated on, which may use it at once."""
+    main, side = torch.accelerator.current_stream(), torch.Stream("pretend")
+
+    def used_beside() -> torch.Tensor:
+        x = torch.ones(4, device="pretend")
+        side.wait_stream(main)
+        with side:
+            x.sum()
+        return x
+
+    x, told = used_beside(), "memory is freed that aten::sum still reads on another stream than the one it was"
+    del x
+    with pytest.raises(RuntimeError, match=told):
+        torch.ones(4, device="pretend")
+    x = used_beside()
+    main.wait_stream(side)
+    del x
+    x = used_beside()
+    x.record_stream(side)
+    del x
+    x = used_beside()
+    side.synchronize()
+    del x
+    pinned = torch.ones(4, pin_memory=True)
+    x = torch.zeros(4, device="pretend")
+    side.wait_stream(main)
+    with side:
+        x.copy_(pinned, non_blocking=True)
+    del x
+    with pytest.raises(RuntimeError, match="memory is freed that a non-blocking copy to the device still writes"):
+        torch.accelerator.synchronize()
+    with side:
+        x = pinned.to("pretend", non_blocking=True)
+        del x  # the next use of it comes after the copy
+    torch.accelerator.synchronize()
+
+
+def test_memory_that_another_stream_uses_is_not_freed() -> None:
+    on_device(check_reuse)
+
+
 def check_collectives(rank: int, world_size: int) -> None:
     x = torch.full((4,), float(rank + 1), device="pretend")
     dist.all_reduce(x)
@@ -249,6 +291,15 @@ def waited_on_another_stream(rank: int, world_size: int) -> None:
     x * 2
 
 
+def freed_once_another_stream_has_waited(rank: int, world_size: int) -> None:
+    x = torch.ones(4, device="pretend")
+    work = dist.all_reduce(x, async_op=True)
+    with torch.Stream("pretend"):
+        work.wait()  # and lets go of the tensor
+    del x, work
+    torch.ones(4, device="pretend").sum()
+
+
 def host_tensor(rank: int, world_size: int) -> None:
     dist.all_reduce(torch.ones(4))
 
@@ -282,6 +333,7 @@ def different_order_of_transfers(rank: int, world_size: int) -> None:
         (unwaited_source, r"aten::zero_ writes memory that (send|receive) float32\[4\] .* still (reads|writes)"),
         (unwaited_resize, r"a resize frees memory that all_gather_into_tensor\(float32\[4\]\) at .* still uses"),
         (waited_on_another_stream, r"aten::mul reads memory that all_reduce\(sum, float32\[4\]\) at .* still writes"),
+        (freed_once_another_stream_has_waited, r"memory is freed that all_reduce\(sum, float32\[4\]\) at .* still"),
         (host_tensor, r"all_reduce\(sum, float32\[4\]\) at .*: a tensor is on cpu"),
         (strided_tensor, r"tensors must be contiguous, and one has strides \(1, 4\)"),
         (another_devices_tensor, r"a tensor is on pretend:0, and this rank's device is pretend:1"),

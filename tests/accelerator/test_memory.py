@@ -1,10 +1,13 @@
-"""What a device holds while a run is built on ZeRO-3, and what the step in host memory copies and waits for."""
+"""What a device holds while a run is built on ZeRO-3, and what it is too small for; what the step in host memory copies
+and waits for."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.convert.from_hf import open_model
 from megacore.convert.start import WeightsFromHF
+from megacore.errors import ConfigError
 from megacore.parallel.mesh import build_mesh
+from megacore.plan import fit
+from megacore.plan.room import Room
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
-from tests.accelerator.device import counting, needs_pretend
+from tests.accelerator.device import counting, limit_memory, needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.hf_models import make_model, save_model
 from tests.parity.runs import RaggedData, make_config, make_trainer
@@ -86,6 +92,35 @@ def test_one_layer_at_most_is_whole_while_a_run_is_built(source: str, precision:
         allowed = held.kept + held.layer + SMALL
         assert 0 < held.peak <= allowed, held
         assert allowed < held.stage, "a whole stage in fp32 must not be allowed"
+
+
+def refused(rank: int, world_size: int, directory: str, changes: dict[str, Any]) -> str:
+    """What a rank says where the device of the last one has 32 MiB, and the host 64 KiB; nothing is allocated."""
+    fit.host_room = partial(Room, 2.0**16, "a small host")
+    config = make_config((1, world_size, 1), directory, device="pretend", **changes)
+    mesh = build_mesh(config.parallel)
+    task, before = GPTTask(config, mesh), torch.accelerator.memory_allocated(mesh.device)
+    if rank == world_size - 1:
+        taken = torch.empty(1 << 20, device=mesh.device)  # 4 MiB
+        limit_memory(before + (32 << 20))
+    torch.accelerator.reset_peak_memory_stats(mesh.device)
+    with pytest.raises(ConfigError) as error:
+        Trainer(config, mesh, task, RaggedData(8), None)
+    held = taken.nbytes if rank == world_size - 1 else 0
+    assert torch.accelerator.max_memory_allocated(mesh.device) - before - held < SMALL  # what ranks tell each other
+    return str(error.value)
+
+
+def test_what_one_device_has_no_room_for_is_refused_on_all_before_it_is_built(tmp_path: Path) -> None:
+    said = run_distributed(refused, 2, str(tmp_path), {"ffn_hidden_size": 1 << 15}, backend="pretend")
+    assert said[0] == said[1]
+    assert "but 28.0 MiB are available (free on pretend:1, which has " in said[0]
+    assert "(rank 1: pp 1, dp 0, tp 0)" in said[0]
+
+
+def test_what_the_host_has_no_room_for_is_not_offloaded(tmp_path: Path) -> None:
+    for said in run_distributed(refused, 2, str(tmp_path), {"offload_optimizer": True}, backend="pretend"):
+        assert re.search(r"--offload-optimizer needs 1\.\d MiB of host memory for 2 ranks .*, but 64\.0 KiB are", said)
 
 
 @dataclass(frozen=True)

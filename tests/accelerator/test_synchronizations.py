@@ -20,15 +20,15 @@ from megacore.data.loading.loader import BatchLoader, DeviceLoader, Microbatch
 from megacore.errors import DataError
 from megacore.models.plain import Layer
 from megacore.parallel.mesh import Mesh, build_mesh
-from megacore.pipeline.actions import Action, Op
-from megacore.pipeline.timing import ActionTimer
+from megacore.pipeline.runtime import ActionTimer
+from megacore.pipeline.schedule import Action, Op
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import PipelineEngine
 from megacore.train.gpt_task import GPTTask
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 from tests.accelerator.device import Counters, counting, needs_pretend
-from tests.distributed import run_distributed
+from tests.distributed import RankFailed, run_distributed
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
 from tests.parity.runs import Layout, make_config, make_trainer
 
@@ -260,6 +260,32 @@ def fetch(rank: int, world_size: int) -> None:
 
 def test_the_next_step_is_fetched_ahead_and_counts_once_it_is_due() -> None:
     run_distributed(fetch, 1, backend="pretend", init=False)
+
+
+def used_and_dropped(rank: int, world_size: int, *, holds: bool) -> list[int]:
+    """The sums of two steps, of which nobody keeps the first while the device may still read it but the loader."""
+    loader = DeviceLoader(
+        BatchLoader(
+            Samples(bad=-1), Microbatch, micro_batch_size=4, global_batch_size=4, rank=0, ranks=1, pin_memory=True
+        ),
+        torch.device("pretend", 0),
+    )
+    (first,) = next(loader)
+    total = first.tokens.sum()
+    del first
+    if not holds:
+        loader._current = None
+    loader.prefetch()
+    found = [int(total)]  # the program has waited
+    (second,) = next(loader)
+    return [*found, int(second.tokens.sum())]
+
+
+def test_a_steps_memory_is_held_while_the_device_reads_it() -> None:
+    run = partial(run_distributed, backend="pretend", init=False)
+    assert run(partial(used_and_dropped, holds=True), 1) == [[3 * 6, 3 * 22]]
+    with pytest.raises(RankFailed, match="memory is freed that aten::sum still reads on another stream"):
+        run(partial(used_and_dropped, holds=False), 1)
 
 
 def resumed(rank: int, world_size: int, output_dir: str) -> tuple[list[float], list[float]]:

@@ -1,30 +1,36 @@
 """Start the real training program, alone or under torchrun, and see what its processes say and whether they are gone.
 
-Every run carries a mark in its environment, which its processes inherit: they are found by it, whoever their parent is.
-Under torchrun each rank's stderr goes to a file of its own, so that what the ranks say is told from what torchrun says.
+Programs start warm (`tests/warm.py`), in processes forked from one that has torch and megacore loaded; `cold=True`
+starts a new interpreter for each, as a user does, at 3 s of CPU time per process.
+
+Under torchrun everything that a run prints goes to files in its folder `logs`: by them its processes are found, whoever
+their parent is. Each rank has files of its own, so that what the ranks say is told from what torchrun says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.patience import patience, until
+from tests.warm import Started, start
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
 BERT_PROGRAM = ROOT / "pretrain_bert.py"
-MARK = "MEGACORE_TEST_RUN"
+TORCHRUN = Path(__file__).with_name("warm_torchrun.py")
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds processes in /proc")
 
 
 def words(**values: object) -> list[str]:
@@ -43,13 +49,12 @@ def small_run(output_dir: Path, **changes: object) -> list[str]:
 class Job:
     """A started run under torchrun."""
 
-    torchrun: subprocess.Popen[str]
-    mark: str
+    torchrun: subprocess.Popen[bytes] | Started
     logs: Path
 
     def pids(self) -> dict[int, int | None]:
         """Process id -> rank of the run's processes; None for torchrun itself and what else it started."""
-        return dict(_marked(self.mark))
+        return dict(_writers(self.logs))
 
     def pid_of(self, rank: int) -> int:
         """The process of a rank."""
@@ -60,53 +65,87 @@ class Job:
         return "".join(path.read_text() for path in sorted(self.logs.rglob(f"{stream}.log")))
 
     def ends(self, within: float) -> tuple[int, str]:
-        """Wait for the end of all processes; torchrun's exit status and what it printed itself."""
-        deadline = time.monotonic() + within
-        _, text = self.torchrun.communicate(timeout=within)
-        until(lambda: not self.pids(), max(deadline - time.monotonic(), 1.0), "processes are left running")
-        return self.torchrun.returncode, text
+        """Wait for the end of all processes; torchrun's exit status and what it printed itself.
+
+        Args:
+            within: Seconds that it may take on a quiet machine.
+        """
+        status = self.torchrun.wait(patience(within))
+        until(lambda: not self.pids(), within, "processes are left running")
+        return status, (self.logs / "torchrun.err").read_text()
 
 
 @contextlib.contextmanager
-def under_torchrun(logs: Path, processes: int, *command: object, max_restarts: int = 0) -> Iterator[Job]:
-    """Start `command` (a script and its flags) on several processes; nothing of it outlives the block."""
-    mark = uuid.uuid4().hex
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    start += ["--max-restarts", str(max_restarts)]
-    start += ["--redirects", "3", "--log-dir", str(logs), *map(str, command)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(start, env=_environment(mark), stdout=pipe, stderr=pipe, text=True) as torchrun:
+def under_torchrun(
+    logs: Path, processes: int, script: Path, *flags: object, max_restarts: int = 0, cold: bool = False
+) -> Iterator[Job]:
+    """Start a script on several processes; nothing of it outlives the block.
+
+    Args:
+        logs: A new folder for what they print.
+        processes: The number of ranks.
+        script: What each of them runs.
+        flags: Its flags.
+        max_restarts: How often torchrun may start the ranks again.
+        cold: Start torchrun and the ranks in new interpreters.
+    """
+    logs.mkdir()
+    command = words(nproc_per_node=processes, max_restarts=max_restarts, redirects=3, log_dir=logs)
+    command += [str(script), *map(str, flags)]
+    output, errors = logs / "torchrun.out", logs / "torchrun.err"
+    torchrun: subprocess.Popen[bytes] | Started
+    if cold:
+        with output.open("w") as out, errors.open("w") as err:
+            command = [sys.executable, "-m", "torch.distributed.run", *command]
+            torchrun = subprocess.Popen(command, env=environment(), stdout=out, stderr=err)
+    else:
+        torchrun = start(TORCHRUN, *command, stdout=output, stderr=errors, environment=environment())
+    try:
+        yield Job(torchrun=torchrun, logs=logs)
+    finally:
+        for pid, _ in _writers(logs):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        torchrun.wait()
+
+
+def alone(
+    *flags: object, timeout: float = 10.0, program: Path = PROGRAM, cold: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run pretrain_gpt.py, or another program, in one process; `timeout` is in seconds of a quiet machine."""
+    if cold:
+        command = [sys.executable, str(program), *map(str, flags)]
+        return subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=patience(timeout), check=False
+        )
+    return run_warm(program, *flags, timeout=timeout)
+
+
+def run_warm(
+    script: Path, *words: object, timeout: float, directory: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end as subprocess.run would, but warm; `timeout` is in seconds of a quiet machine."""
+    with tempfile.TemporaryDirectory(prefix="run-") as folder:
+        output, errors = Path(folder, "stdout"), Path(folder, "stderr")
+        run = start(script, *words, stdout=output, stderr=errors, environment=environment(), directory=directory)
         try:
-            yield Job(torchrun=torchrun, mark=mark, logs=logs)
+            status = run.wait(patience(timeout))
         finally:
-            for pid, _ in _marked(mark):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            run.kill_all()
+        command = [str(script), *map(str, words)]
+        return subprocess.CompletedProcess(command, status, output.read_text(), errors.read_text())
 
 
-def alone(*flags: object, timeout: float = 10.0, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
-    """Run pretrain_gpt.py, or another program, in one process."""
-    command = [sys.executable, str(program), *map(str, flags)]
-    environment = _environment(uuid.uuid4().hex)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+def environment() -> dict[str, str]:
+    """The environment of a program: the caller's, one thread, and this repository."""
+    return dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def until(condition: Callable[[], object], seconds: float, failure: str) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, failure
-        time.sleep(0.05)
-
-
-def _environment(mark: str) -> dict[str, str]:
-    return dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark}
-
-
-def _marked(mark: str) -> Iterator[tuple[int, int | None]]:
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            variables = path.read_bytes().split(b"\0")
-            if f"{MARK}={mark}".encode() in variables:  # a zombie's is empty
-                ranks = [int(text[5:]) for text in variables if text.startswith(b"RANK=")]
-                yield int(path.parent.name), ranks[0] if ranks else None
+def _writers(logs: Path) -> Iterator[tuple[int, int | None]]:
+    """The processes whose output or errors go to a file in the folder, with the rank whose file it is."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended; a zombie has no files
+            files = [os.readlink(process / "fd" / number) for number in "12"]
+            if any(Path(file).is_relative_to(logs) for file in files):
+                ranks = [int(rank) for file in files for rank in re.findall(r"/attempt_\d+/(\d+)/", file)]
+                yield int(process.name), ranks[0] if ranks else None

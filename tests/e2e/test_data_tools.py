@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
 import os
 import shutil
@@ -9,12 +11,14 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
+import termios
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 from megacore.data.tokenizers.tokenizer import load_tokenizer
+from tests.patience import patience, until
 from tests.unit import data_bytes
 from tools.merge_datasets import main as merge_datasets
 from tools.preprocess_data import main as preprocess_data
@@ -62,7 +66,7 @@ def test_the_tools_run_from_a_bare_checkout(folder: Path, tmp_path: Path) -> Non
     ]
     for tool, words in runs:
         process = start(tool, words, checkout)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=patience(60))
         assert (process.returncode, errors) == (0, "")
         assert len(output.splitlines()) == 1
     tokenizer = load_tokenizer(tmp_path / "t")
@@ -213,7 +217,7 @@ def test_a_file_that_grows_too_large_is_named_with_the_way_out(tool: str, folder
         words = flags(input=folder / "corpus.jsonl", tokenizer=folder / "tokenizer", output_prefix=tmp_path / "o")
     command = [sys.executable, "-c", LIMITED, "20000", str(REPOSITORY / "tools" / f"{tool}.py"), *words]
     environment = dict(os.environ) | {"PYTHONPATH": str(REPOSITORY)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience(60), check=False)
     assert run.returncode == 1
     assert run.stderr.rstrip().splitlines()[-1] == (
         f"{tool}.py: error: {tmp_path}/{output}.bin.partial: File too large; raise the largest "
@@ -233,9 +237,12 @@ def test_an_interrupted_run_leaves_no_dataset_and_no_process(name: str, folder: 
         with open(pipe, "w") as feed:
             feed.write((folder / "corpus.jsonl").read_text() * 40)
             feed.flush()
-            workers = wait_for_children(process.pid, 2)
+            until(lambda: len(at_work(process.pid)) == 2, 30, "the workers did not start")
+            # It waits for more: Python forgets a signal that comes while it fills a buffer from a file.
+            until(lambda: waits_to_read(process.pid, feed), 30, "the run does not read on")
+            workers = at_work(process.pid)
             process.send_signal(getattr(signal, name))
-            errors = process.communicate(timeout=30)[1]
+            errors = process.communicate(timeout=patience(30))[1]
     finally:
         process.kill()
     left = {path.name for path in tmp_path.iterdir()} - {pipe.name}
@@ -246,27 +253,30 @@ def test_an_interrupted_run_leaves_no_dataset_and_no_process(name: str, folder: 
         assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}[name]
         assert left == set()
         assert "Traceback" not in errors
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{worker}").exists() and not zombie(worker) for worker in workers):
-        assert time.monotonic() < deadline, "workers outlive the run"
-        time.sleep(0.05)
+    until(lambda: all(map(gone, workers)), 10, "workers outlive the run")
 
 
-def wait_for_children(pid: int, count: int) -> list[int]:
-    """The children of a process, once there are that many."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        if len(children) >= count:
-            time.sleep(0.3)  # past the start of the workers
-            return children
-        time.sleep(0.05)
-    raise AssertionError("the workers did not start")
+def at_work(pid: int) -> list[int]:
+    """The workers of a run that are past their start, which ends with a thread that watches the run."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if len(list(Path(f"/proc/{child}/task").iterdir())) > 1]
 
 
-def zombie(pid: int) -> bool:
-    """Whether a process has ended and only waits to be reaped."""
+def waits_to_read(pid: int, pipe: TextIO) -> bool:
+    """Whether a process has read all of a pipe, and sleeps."""
+    unread = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, unread)
+    return unread[0] == 0 and state(pid) == "S"
+
+
+def state(pid: int) -> str:
+    """The scheduler's letter for a process: S asleep, R running, Z ended and not reaped."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, even if it still waits to be reaped."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
+        return state(pid) == "Z"
+    except (FileNotFoundError, ProcessLookupError):
         return True

@@ -1,7 +1,9 @@
 """The README and the documents tell the truth: what they name exists, and their runnable commands run as written.
 
-In every document, bash runs each ```bash block after a `<!-- runnable -->` line, in a folder that looks like a fresh
-checkout. Only the sizes are smaller (see SMALLER). Flags, paths and their order are exactly those that a reader copies.
+In every document, each ```bash block after a `<!-- runnable -->` line runs in a folder like a fresh checkout. Only the
+sizes are smaller (see SMALLER). Flags, paths and their order are exactly those that a reader copies. The first block
+goes through bash and starts what the reader starts. The programs of the others start warm (tests/warm.py); they go
+through bash in `make test-slow`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,15 @@ import json
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.e2e.launching import TORCHRUN, run_warm
+from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -49,6 +55,10 @@ RUNNABLE = [
 ]
 
 
+# The first block stands for all; the others take minutes.
+IN_BASH = [RUNNABLE[0], *(pytest.param(*block.values, id=block.id, marks=pytest.mark.slow) for block in RUNNABLE[1:])]
+
+
 def smaller(text: str) -> str:
     """The commands with the sizes of SMALLER."""
     for flag, value in SMALLER.items():
@@ -74,20 +84,45 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("text", RUNNABLE)
-def test_the_runnable_commands_run(text: str, checkout: Path) -> None:
-    script = smaller(text)
+def through_bash(script: str, checkout: Path) -> None:
+    """Run a block as a reader does."""
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
     command = ["bash", "-euo", "pipefail", "-c", script]
     done = subprocess.run(
-        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=patience(300), check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def warm(script: str, checkout: Path) -> None:
+    """Run the commands of a block one after the other; bash takes them apart as shlex does: they are plain words."""
+    lines = [shlex.split(line) for line in script.replace("\\\n", " ").splitlines() if line.strip()]
+    assert lines[0] == ["source", ".venv/bin/activate"]
+    for program, *arguments in lines[1:]:
+        command = {"python": arguments, "torchrun": [str(TORCHRUN), *arguments]}[program]
+        done = run_warm(Path(command[0]), *command[1:], timeout=120, directory=checkout)
+        assert done.returncode == 0, f"{program} {arguments}\n{done.stdout}\n{done.stderr}"
+
+
+def trained(checkout: Path) -> None:
+    """Every run of a block has made all its steps."""
     runs = list((checkout / "output").iterdir())
     assert runs
     for run in runs:
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert records[-1]["step"] == 4
+
+
+@pytest.mark.parametrize("text", RUNNABLE[1:])
+def test_the_runnable_commands_run(text: str, checkout: Path) -> None:
+    warm(smaller(text), checkout)
+    trained(checkout)
+
+
+@pytest.mark.parametrize("text", IN_BASH)
+def test_the_runnable_commands_run_in_bash(text: str, checkout: Path) -> None:
+    through_bash(smaller(text), checkout)
+    trained(checkout)
 
 
 def test_there_are_runnable_commands() -> None:

@@ -1,7 +1,8 @@
 """What cannot work is refused as the user sees it: exit status 2, one clear message, no traceback, within seconds.
 
-The real program runs in a process of its own for every wrong configuration and every broken input. Nearly all of them
-are refused before torch is loaded; what only the ranks can find out is reported by one of them.
+The real program runs in a process of its own, started warm (tests/warm.py), for every wrong configuration and every
+broken input. Nearly all of them are refused before torch is loaded; what only the ranks can find out is reported by one
+of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,9 +24,17 @@ import torch
 
 from megacore.checkpoint.manifest import describe, sealed
 from megacore.data.tokenizers.tokenizer import JsonTokenizer
-from tests.e2e.launching import PROGRAM, alone, needs_proc, small_run, under_torchrun
+from tests.e2e.launching import PROGRAM, alone, environment, needs_proc, small_run, under_torchrun
+from tests.patience import patience
 from tests.unit import data_bytes
 
+# Runs a program with the flags that follow, and fails where it imports torch.
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 LIMIT = 10.0  # seconds from the start to the end of a refusal
 
 # What is changed in the flags of a run that works -> what the message must say.
@@ -58,6 +69,7 @@ WRONG_CONFIGURATIONS: list[tuple[dict[str, object], str]] = [
     ),
     ({"output_dir": "/tmp/" + "x/" * 2040}, "which leaves no room for the files in it: choose a shorter name"),
     ({"output_dir": PROGRAM / "under_a_file"}, "is not a directory: choose another name"),
+    ({"preset": "bloom-176b", "vocab_size": None, "device": "cpu"}, "--preset bloom-176b needs at least "),
 ]
 
 
@@ -271,7 +283,7 @@ BROKEN_INPUTS: dict[str, tuple[Break, str]] = {
     "bad TOML": (config_file("[model\nnum_layers = 2"), "bad.toml"),
     "unknown key": (config_file("[model]\nnum_layer = 2\n"), "num_layer is not a key: did you mean num_layers"),
     "wrong type": (config_file("[model]\nnum_layers = '2'\n"), "num_layers"),
-    "no checkpoint": (no_checkpoint, "holds no checkpoint"),
+    "no checkpoint": (no_checkpoint, "run's output directory, or --load auto"),
     "damaged manifest": (damaged_manifest, "manifest.json cannot be read as a manifest"),
     "manifest of another structure": (manifest_without_sections, "manifest.json cannot be read as a manifest"),
     "manifest of no optimizer": (manifest_without_optimizer, "does not say which model and optimizer it is of"),
@@ -307,6 +319,27 @@ def test_a_broken_input_is_refused(inputs: Path, breaking: Break, expected: str)
     assert (done.returncode, done.stdout) == (2, "")
 
 
+COLD: dict[str, tuple[Break, str]] = {
+    "configuration": (lambda inputs: {"tp": 3}, "--tp 3 must divide --num-attention-heads"),
+    "input": BROKEN_INPUTS["wrong magic"],
+}
+
+
+@pytest.mark.parametrize(("breaking", "expected"), COLD.values(), ids=COLD)
+def test_a_new_interpreter_refuses_before_it_loads_torch(inputs: Path, breaking: Break, expected: str) -> None:
+    flags = run_with(inputs, breaking)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(PROGRAM), *flags],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=patience(LIMIT),
+        check=False,
+    )
+    check_message(done.stderr, expected)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_all_that_is_wrong_is_told_together(inputs: Path) -> None:
     def spoil(inputs: Path) -> dict[str, object]:
         cut("data.idx", 0)(inputs)
@@ -319,8 +352,7 @@ def test_all_that_is_wrong_is_told_together(inputs: Path) -> None:
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 UNDER_TORCHRUN: dict[str, tuple[Break, str]] = {
-    "configuration": (lambda inputs: {"tp": 3}, "--tp 3 must divide --num-attention-heads"),
-    "input": BROKEN_INPUTS["wrong magic"],
+    **COLD,
     "other shape": BROKEN_INPUTS["other shape"],
 }
 

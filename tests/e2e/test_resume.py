@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,9 @@ import pytest
 
 from megacore.checkpoint.directory import published, step_of
 from megacore.checkpoint.lock import WriterLock
-from tests.e2e.launching import PROGRAM, ROOT, alone, needs_proc, small_run, under_torchrun, until
+from tests.e2e.launching import PROGRAM, alone, environment, needs_proc, small_run, under_torchrun
+from tests.patience import until
+from tests.warm import start
 
 pytestmark = needs_proc
 PATIENCE = 120.0
@@ -41,12 +41,12 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_that_is_killed_again_and_again_is_the_uninterrupted_one(straight: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(PROGRAM), *small_run(tmp_path, **OPTIONS, num_workers=2, async_save=True)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    flags, output = small_run(tmp_path, **OPTIONS, num_workers=2, async_save=True), Path(os.devnull)
     for least in (5, 17):
-        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as run:
-            until(lambda: newest(tmp_path) >= least or run.poll() is not None, PATIENCE, "no checkpoint")  # noqa: B023
-            run.send_signal(signal.SIGKILL)
+        run = start(PROGRAM, *flags, stdout=output, stderr=output, environment=environment())
+        until(lambda: newest(tmp_path) >= least or run.poll() is not None, PATIENCE, "no checkpoint")  # noqa: B023
+        run.kill()
+        run.wait()
     assert 17 <= newest(tmp_path) < STEPS
     done = alone(*small_run(tmp_path, **OPTIONS), timeout=PATIENCE)
     assert done.returncode == 0
@@ -105,15 +105,29 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_with_status_0(tmp_path: Path
     assert losses(tmp_path / "out")[-1][0] == step
 
 
+# The training script, which waits less long for a run that is about to end.
+IMPATIENT = """
+import sys
+import megacore.checkpoint.lock
+import pretrain_gpt
+from megacore.train.launch import exit_with
+
+megacore.checkpoint.lock._PATIENCE_SECONDS = 0.2
+exit_with(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
-    lock = WriterLock(tmp_path)
-    (tmp_path / "config.toml").write_text("the first run's")
-    done = alone(*small_run(tmp_path, **OPTIONS), timeout=PATIENCE)
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    output = tmp_path / "run"
+    lock = WriterLock(output)
+    (output / "config.toml").write_text("the first run's")
+    done = alone(*small_run(output, **OPTIONS), program=tmp_path / "impatient.py", timeout=PATIENCE)
     lock.release()
     assert done.returncode == 2
     assert f"is being written by another run (pid {os.getpid()} on " in done.stderr
     assert "Traceback" not in done.stderr
-    assert (tmp_path / "config.toml").read_text() == "the first run's"
+    assert (output / "config.toml").read_text() == "the first run's"
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_settings_may_change(

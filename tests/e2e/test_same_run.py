@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +15,10 @@ from megacore.config import ResolvedConfig
 from megacore.data.indexed.writer import IndexedWriter
 from megacore.train import same_run
 from megacore.train.same_run import differences, facts
-from tests.e2e.launching import PROGRAM, alone, needs_proc, small_run, under_torchrun
+from tests.e2e.launching import PROGRAM, alone, environment, needs_proc, small_run, under_torchrun
 from tests.parity.runs import make_config
+from tests.patience import patience
+from tests.warm import start
 
 # Stands for the command lines of several nodes: flags by rank.
 OTHERWISE = """
@@ -54,40 +54,25 @@ def test_a_rank_with_other_flags_is_named_with_both_values(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-# A rank that asks some seconds late whether another one has spoken.
-LATE = """
-import runpy, sys, time
-from megacore.train import launch
-report = launch.report_cause
-launch.report_cause = lambda text: (time.sleep({delay}), report(text))[1]
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 def test_without_torchrun_a_refusal_is_said_once(tmp_path: Path) -> None:
     """Rank 0 serves the store in which the ranks agree on who speaks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = []
-    for rank, seed in enumerate(("1", "2")):
+    for rank, seed in enumerate((1, 2)):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in own.items()}
-        command = [
-            sys.executable,
-            str(PROGRAM),
-            *small_run(tmp_path / "out", dp=2, global_batch_size=2),
-            "--seed",
-            seed,
-        ]
-        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        flags = small_run(tmp_path / "out", dp=2, global_batch_size=2, seed=seed)
+        variables = environment() | {name: str(value) for name, value in own.items()}
+        output, errors = tmp_path / f"{rank}.out", tmp_path / f"{rank}.err"
+        started.append(start(PROGRAM, *flags, stdout=output, stderr=errors, environment=variables))
     try:
-        said = [process.communicate(timeout=60.0)[1] for process in started]
+        statuses = [process.wait(patience(60)) for process in started]
     finally:
         for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [2, 2]
+            process.kill_all()
+    said = [(tmp_path / f"{rank}.err").read_text() for rank in range(2)]
+    assert statuses == [2, 2]
     assert sum(text.count("refused on rank") for text in said) == 1, said
     assert "frame #" not in "".join(said)
 

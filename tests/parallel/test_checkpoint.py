@@ -21,8 +21,9 @@ from megacore.checkpoint.check import check_load
 from megacore.checkpoint.choose import choose_checkpoint
 from megacore.checkpoint.manifest import find_checkpoint, read_manifest, sealed
 from megacore.data.tokenizers.tokenizer import load_tokenizer
-from megacore.errors import CheckpointError, StorageError
+from megacore.errors import CheckpointError, StorageError, UserError
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh, compute_reproducibly
+from megacore.train import output
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import VOCAB, Layout, gather, make_config, make_trainer
@@ -294,6 +295,62 @@ def test_a_checkpoint_that_is_gone_is_missed(checkpoint: Path, others: bool) -> 
     assert choice.refused == (f"{run}/latest names step_00000001, which is not there any more",)
     aside.rename(checkpoint)
     assert choose_checkpoint(make_config((1, 1, 1), run, load="auto"), ALONE).refused == ()
+
+
+def chosen(rank: int, world_size: int, runs: list[str]) -> str:
+    """What this rank continues from where --load names its own of these run directories, or why it is refused."""
+    config = make_config((1, 1, world_size), "unused", load=runs[rank])
+    try:
+        return str(choose_checkpoint(config, build_mesh(config.parallel).world).directory)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_each_rank_loads_from_its_own_path_and_all_the_same_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    """A run's directory may be mounted elsewhere on another node; another run's directory is refused."""
+    run, copy, other, lacking = checkpoint.parent, tmp_path / "copy", tmp_path / "other", tmp_path / "lacking"
+    shutil.copytree(run, copy)
+    trainer = one_process(other, seed=2)
+    trainer.train_step(next(trainer.batches))
+    trainer.save()
+    lacking.mkdir()
+    name = checkpoint.name
+    assert run_distributed(chosen, 2, [str(run), str(copy)]) == [str(run / name), str(copy / name)]
+    first, second = (read_manifest(at / name).manifest_sha256[:16] for at in (run, other))
+    differs = (
+        f"the ranks load different checkpoints: rank 0: {run / name} (step 1, manifest {first}); "
+        f"rank 1: {other / name} (step 1, manifest {second}): give every rank the same one"
+    )
+    assert run_distributed(chosen, 2, [str(run), str(other)]) == [differs] * 2
+    misses = f"none of the 1 checkpoints of {{}} is whole: on rank 1: {lacking / name}"
+    for found, own in zip(run_distributed(chosen, 2, [str(run), str(lacking)]), (run, lacking), strict=True):
+        assert misses.format(own) in found
+
+
+def held(rank: int, world_size: int, directories: list[str]) -> str:
+    """What this rank says where --output-dir names its own of these directories."""
+    output._PATIENCE_SECONDS = 0.3
+    config = make_config((1, 1, world_size), directories[rank])
+    try:
+        with output.output_directory(config, build_mesh(config.parallel)):
+            return "held"
+    except UserError as error:
+        return str(error)
+
+
+def test_all_ranks_write_into_one_directory_whatever_its_path(tmp_path: Path) -> None:
+    """Found out at launch, and not at the first save, when there is something to lose."""
+    run, link, other = tmp_path / "run", tmp_path / "link", tmp_path / "other"
+    link.symlink_to(run)
+    assert run_distributed(held, 3, [str(run), str(link), str(run)]) == ["held"] * 3
+    other.mkdir()
+    shutil.copy(run / "writer.lock", other)  # of an earlier run
+    refused = (
+        f"--output-dir {other} of ranks 1, 2 is not the directory that rank 0 writes to: give every rank the same "
+        "one, on a file system that all nodes share"
+    )
+    assert run_distributed(held, 3, [str(run), str(other), str(other)]) == [refused] * 3
+    assert run_distributed(held, 2, [str(run), str(run)]) == ["held"] * 2  # nobody has kept the lock
 
 
 def test_the_tokenizer_is_the_one_that_the_run_began_with(tmp_path: Path) -> None:

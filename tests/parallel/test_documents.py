@@ -20,7 +20,7 @@ from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
-from megacore.parallel.sequence import own_positions
+from megacore.parallel.tensor import local_positions
 from megacore.pipeline.stage import Stage
 from tests.distributed import run_distributed
 
@@ -91,7 +91,7 @@ def test_neighbours_and_padding_change_no_bit(config: ResolvedModel) -> None:
 def on_ranks(rank: int, size: int) -> None:
     """Output and gradients of a sequence-parallel, recomputed block are the one-rank block's slices."""
     group = Group(ranks=tuple(range(size)), rank=rank, handle=torch.distributed.group.WORLD)
-    own = own_positions(16, group)
+    own = local_positions(16, group)
     for config in (ROPE, dataclasses.replace(ALIBI, activation="swiglu", add_qkv_bias=False)):
         results = []
         for tp, mine in ((ALONE, slice(None)), (group, own)):

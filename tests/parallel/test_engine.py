@@ -228,7 +228,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     for step in range(2):
         one, other = (engine.train_batch(engine.split(*batch(step))) for engine in (own, usual))
         assert one.item() == pytest.approx(other.item(), rel=1e-6)
-    with pytest.raises(UserError, match="4 microbatches a replica, but the run has --pp 1, --virtual-stages 1 and 3"):
+    with pytest.raises(UserError, match="4 microbatches per replica, but the run has --pp 1, --virtual-stages 1 and 3"):
         engine_of([linear("a")], parallel={"schedule_csv": str(file)}, num_microbatches=3)
 
 
@@ -260,3 +260,21 @@ def test_outputs_that_cannot_be_handed_on_are_refused_on_every_rank() -> None:
     for said, what in zip(one, ["a dict", "a list", "a tuple of 1", "a tuple of Tensor, tuple"], strict=False):
         assert said == f"layer 'b' returns {what}: {must}"
     assert one[4].startswith("layer 'b' fails on its input ([3, 6] torch.float32): RuntimeError")
+
+
+def made_differently(rank: int, world_size: int) -> str:
+    layers = [Layer("one", nn.Linear, 4, 4), Layer("two", nn.Linear, 4, 4 + rank)]
+    optimizer = OptimizerConfig(lr=1e-3 if rank == 0 else 2e-3)
+    with pytest.raises(ConfigError) as error:
+        PipelineEngine(
+            layers, loss=F.mse_loss, train_iters=1, optimizer=optimizer, parallel=ParallelConfig(device="cpu")
+        )
+    return str(error.value)
+
+
+def test_ranks_that_are_given_other_settings_or_layers_are_refused_on_all() -> None:
+    """Replicas with another learning rate would drift apart without a word."""
+    told = run_distributed(made_differently, 2)
+    assert told == told[:1] * 2
+    assert "rank 1 (pp 0, dp 1, tp 0): --lr 0.002, rank 0: 0.001" in told[0]
+    assert "rank 1 (pp 0, dp 1, tp 0): layer 'two' of 25 parameters, rank 0: of 20 parameters" in told[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -11,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megacore.config import ParallelConfig
 from megacore.errors import ConfigError
-from megacore.parallel import direct
-from megacore.parallel.collectives import sum_copies_
-from megacore.parallel.mesh import Holders, build_mesh, refuse_shared_devices, select_device
+from megacore.parallel import direct, mesh
+from megacore.parallel.collectives import all_reduce_tied_
+from megacore.parallel.mesh import Holders, agree_on_devices, build_mesh, join_job, select_device
+from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
 
@@ -53,7 +56,7 @@ def sums_over_some(rank: int, world_size: int) -> list[bool]:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         terms = [torch.randn(7, 41, generator=torch.Generator().manual_seed(m)).mul(1000).to(dtype) for m in members]
         own = terms[members.index(rank)].clone()
-        sum_copies_(own, Holders(pipeline=pipeline, positions=members))
+        all_reduce_tied_(own, Holders(pipeline=pipeline, positions=members))
         found.append(torch.equal(own, terms[0] + terms[1] + terms[2]))
     return found
 
@@ -92,25 +95,62 @@ def test_a_process_that_sees_one_device_takes_it_whatever_its_local_rank(acceler
         select_device("auto")
 
 
-def refusals(identities: list[str | None]) -> list[str]:
-    """What each rank says of these devices."""
-    store = dist.HashStore()
+def refusals(monkeypatch: pytest.MonkeyPatch, *devices: str) -> list[str]:
+    """What each rank says of these devices, of which each is torch's name of its kind and its identity, or a reason why
+    there is none."""
+    store, identities = dist.HashStore(), dict[torch.device, str | None]()
+    monkeypatch.setattr(mesh, "_identity", identities.get)
 
     def compare(rank: int) -> str:
+        def select() -> torch.device:
+            kind, _, identity = devices[rank].partition(" ")
+            if kind == "none:":
+                raise ConfigError([identity])
+            identities[device := torch.device(kind, rank)] = identity or None
+            return device
+
         try:
-            refuse_shared_devices(store, rank, len(identities), identities[rank])
+            agree_on_devices(store, rank, len(devices), select)
         except ConfigError as error:
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(len(identities)) as ranks:
-        return list(ranks.map(compare, range(len(identities))))
+    with ThreadPoolExecutor(len(devices)) as ranks:
+        return list(ranks.map(compare, range(len(devices))))
 
 
-def test_ranks_that_share_a_device_are_refused_on_all() -> None:
-    assert refusals(["GPU-1", "GPU-2", "GPU-3"]) == [""] * 3
-    assert refusals([None, None]) == [""] * 2  # a kind of device that has no identity
-    told = refusals(["GPU-1", "GPU-2", "GPU-1"])
+HOST = socket.gethostname()
+
+
+def test_ranks_that_share_a_device_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusals(monkeypatch, "cuda GPU-1", "cuda GPU-2", "cuda GPU-3") == [""] * 3
+    assert refusals(monkeypatch, "xpu", "xpu") == [""] * 2  # a kind of device that has no identity
+    told = refusals(monkeypatch, "cuda GPU-1", "cuda GPU-2", "cuda GPU-1")
     assert told == told[:1] * 3
-    assert "ranks 0 and 2 have the same device, GPU-1 on " in told[0]
+    assert f"ranks 0, 2 have the same device, GPU-1 on {HOST}: " in told[0]
     assert "srun --gpus-per-task 1" in told[0]
+
+
+def test_ranks_on_devices_of_different_kinds_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose driver does not work has none: its ranks would meet the others' in another backend, and never."""
+    told = refusals(monkeypatch, "cuda GPU-1", "cuda GPU-2", "cpu", "cpu")
+    assert told == told[:1] * 4
+    assert f"ranks 2, 3 would compute on cpu (rank 2 on {HOST}), ranks 0, 1 on cuda: with --device auto" in told[0]
+
+
+def test_ranks_without_a_device_are_named_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = refusals(monkeypatch, "none: no such device", "cuda GPU-2", "none: no such device")
+    assert told == [f"  - no such device (ranks 0, 2, {HOST})"] * 3
+
+
+def joins(rank: int, world_size: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        join_job(ParallelConfig(device="pretend" if rank == 0 else "cpu"))
+    return str(error.value)
+
+
+@needs_pretend
+def test_a_rank_without_the_others_kind_of_device_does_not_keep_them_waiting() -> None:
+    told = run_distributed(joins, 2, backend="pretend", init=False, timeout=30)
+    assert told == told[:1] * 2
+    assert "rank 1 would compute on cpu" in told[0]

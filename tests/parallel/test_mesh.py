@@ -22,7 +22,7 @@ from megacore.checkpoint.state import TrainingState
 from megacore.config import AdamWConfig
 from megacore.config.dimensions import DIMENSIONS, Dimension, coordinates_of, describe_rank
 from megacore.optim.adamw import AdamW
-from megacore.optim.clip import totals
+from megacore.optim.update import totals
 from megacore.parallel.mesh import ALONE, Group, Mesh, ReplicaRole, build_mesh, groups_of_role
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, split_evenly
 from megacore.zero.bucket import ZeroOptions

@@ -17,8 +17,8 @@ from megacore.parallel.mesh import build_mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import replicated
 from megacore.pipeline.runtime import PipelineRuntime
-from megacore.pipeline.stage import Stage
-from megacore.pipeline.transport import TensorSpec, Transport
+from megacore.pipeline.stage import Stage, TensorSpec
+from megacore.pipeline.transport import Transport
 from tests.distributed import run_distributed
 
 EAGER, RENDEZVOUS = 8, 1 << 19  # elements: 32 bytes, 2 MiB
@@ -53,6 +53,9 @@ class Summed:
 
     def first_input(self, microbatch: Microbatch) -> Tensor:
         return microbatch.values
+
+    def last_inputs(self, microbatch: Microbatch) -> tuple[Tensor, ...]:
+        return ()
 
     def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
         return output.sum() * (microbatch.index + 1)

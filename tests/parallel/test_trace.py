@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megacore.parallel.mesh import build_mesh
-from megacore.pipeline.actions import requirements, result
-from megacore.pipeline.schedule import build_schedule
+from megacore.pipeline.schedule import build_schedule, requirements, result
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config, make_trainer
 from tests.unit.test_picture import boxes, drawn_spans
@@ -166,7 +165,7 @@ def test_a_trace_without_an_action_is_refused(
     content["traceEvents"] = [event for event in content["traceEvents"] if event["name"] != "0F1"]
     (tmp_path / "trace.json").write_text(json.dumps(content))
     assert main(["--from-trace", str(tmp_path / "trace.json")]) == 2
-    assert "trace.json is not whole: the schedule cannot go on: rank " in capsys.readouterr().err
+    assert "trace.json is not whole: the schedule deadlocks: rank " in capsys.readouterr().err
 
 
 def test_the_measured_bubble_is_the_traces(traced: tuple[Path, Layout, str, int]) -> None:

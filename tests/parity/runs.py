@@ -38,7 +38,7 @@ from megacore.train.callbacks import Callback
 from megacore.train.engine import PipelineEngine
 from megacore.train.gpt_task import GPTTask
 from megacore.train.trainer import Trainer
-from megacore.zero.data_parallel import OwnedSegment
+from megacore.zero.data_parallel import LocalSegment
 
 Layout = tuple[int, int, int]  # tp, pp, dp
 VOCAB, SEQUENCE, BATCH = 131, 16, 8
@@ -199,7 +199,7 @@ def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
     """The optimizer's state, where it keeps any."""
     optimizer = trainer.update.optimizer
 
-    def take(kind: str, owned: OwnedSegment) -> Tensor:
+    def take(kind: str, owned: LocalSegment) -> Tensor:
         value = owned.state(optimizer, kind)
         assert value is not None
         return value
@@ -208,7 +208,7 @@ def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
 
 
 def gather(
-    trainer: Trainer | PipelineEngine, mesh: Mesh, take: Callable[[OwnedSegment], Tensor | None]
+    trainer: Trainer | PipelineEngine, mesh: Mesh, take: Callable[[LocalSegment], Tensor | None]
 ) -> dict[str, Tensor]:
     """Whole tensors from what every rank owns; where several ranks own the same, they must agree bit for bit."""
     shapes = {name: tuple(parameter.shape) for name, parameter in trainer.model.parameters.items()}

@@ -20,7 +20,7 @@ from megacore.optim.optimizer import Optimizer
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
 from megacore.parallel.mesh import build_mesh, compute_reproducibly
 from megacore.train.trainer import Trainer
-from megacore.zero.data_parallel import OwnedRun
+from megacore.zero.data_parallel import LocalRun
 from tests.distributed import run_distributed
 from tests.parity.runs import Outcome, bitwise, make_config, make_trainer, outcome_of
 
@@ -54,7 +54,7 @@ class Normalized(Optimizer[NormalizedConfig]):
     """Steps of length 1 for matrices of blocks, divided by the running norms of its rows too; plain SGD for the
     rest."""
 
-    def update(self, runs: Sequence[OwnedRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+    def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         for run, gradient in zip(runs, gradients, strict=True):
             if run.shape is None:
                 run.master.sub_(gradient, alpha=lr)

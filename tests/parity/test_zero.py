@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.optim import clip
+from megacore.optim import update
 from megacore.parallel.mesh import build_mesh
 from tests.distributed import run_distributed
 from tests.parity.reference import plain_torch
@@ -176,7 +176,7 @@ def entries_read_for_norms(rank: int, world_size: int, directory: str, stage: in
     config = make_config((1, 1, world_size), directory, zero_stage=stage, precision="bf16", micro_batch_size=1)
     trainer = make_trainer(config, build_mesh(config.parallel))
     counted: list[int] = []
-    foreach_norm, square_sum = torch._foreach_norm, clip.square_sum
+    foreach_norm, square_sum = torch._foreach_norm, update.square_sum
 
     def counting_norms(tensors: list[torch.Tensor]) -> Any:
         counted.extend(tensor.numel() for tensor in tensors)
@@ -187,7 +187,7 @@ def entries_read_for_norms(rank: int, world_size: int, directory: str, stage: in
         return square_sum(tensor)
 
     torch._foreach_norm = counting_norms  # type: ignore[assignment]
-    clip.square_sum = counting_squares
+    update.square_sum = counting_squares
     trainer.train_step(next(trainer.batches))
     return sum(counted) / sum(parameter.numel() for parameter in trainer.parameters.values())
 

@@ -45,10 +45,7 @@ LEVEL = {group: level for level, groups in enumerate(ORDER) for group in groups}
 FOLDERS = ("megacore", "kernels", "tools", "tests", "benchmarks")
 PACKAGES = {name for groups in ORDER for name in groups} - {"scripts", "tools", "tests"}
 # A schedule is a list of actions, and belongs to what is computed without torch.
-PURE = {
-    f"megacore.pipeline.{name}"
-    for name in ("actions", "partition", "schedule", "schedule_file", "transfers", "validation")
-}
+PURE = {f"megacore.pipeline.{name}" for name in ("partition", "schedule", "schedule_file", "validation")}
 
 POINT_TO_POINT = {
     "send",

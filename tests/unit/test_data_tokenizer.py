@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -202,6 +203,25 @@ def test_code_in_a_transformers_directory_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="transformers cannot load this tokenizer"):
         load_tokenizer(tmp_path)
     assert not marker.exists()
+
+
+def test_vocab_and_merges_load_with_the_class_that_the_refusal_names(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(DataError, match=r"add a tokenizer_config\.json") as caught:
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(str(caught.value).partition("for example ")[2])
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("abba") == [2, 1, 0]
+    assert tokenizer.eod == 3
+
+
+def test_without_transformers_its_directories_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match="transformers, which is not installed: pip install transformers, or use"):
+        load_tokenizer(tmp_path)
 
 
 def test_two_kinds_do_not_share_a_directory(trained: dict[str, Tokenizer], tmp_path: Path) -> None:

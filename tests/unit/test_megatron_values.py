@@ -48,6 +48,14 @@ def test_a_translated_flag_is_ours(given: list[str], ours: list[str]) -> None:
     assert parse(*PP, *given) == parse(*PP, *ours)
 
 
+def test_a_translated_flag_goes_with_lists_and_unset_values(refuse: Refuse) -> None:
+    assert parse(*GOOD, "--use-flash-attn", "--dp", "None") == parse(*GOOD, "--attention", "sdpa")
+    found = problems(
+        refuse("--use-flash-attn", "--data-path", "1", "a", "2", "b", "--vocab-size", "8", "--train-iters", "7")
+    )
+    assert [problem.split(":")[0] for problem in found] == ["--data-path a", "--data-path b"]
+
+
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize(
     ("given", "said"),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from megacore.config import OptimizerConfig, ResolvedOptimizer, SGDConfig
-from megacore.pipeline.actions import Op
+from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, SGDConfig
+from megacore.pipeline.schedule import Op
 from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
-from megacore.plan.memory import GIB, in_flight, plan_memory, state_bytes
+from megacore.plan.memory import GIB, PlannedLayer, in_flight, plan_memory, state_bytes
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
 from megacore.plan.ways_out import size_text
@@ -79,6 +82,7 @@ def test_what_is_recommended_fits(
     """Each way out, typed as it stands, is accepted, and needs no more than it says."""
     monkeypatch.setattr(fit, "host_room", lambda: Room(gib * GIB, "MemAvailable of this machine"))
     given = [*MOCK, "--device", "cpu", "--preset", *flags]
+    batch = parse(*given).training.global_batch_size
     listed = ways(refuse(*given, checks=[check_memory]))
     assert len(listed) >= 3
     form = r"(--.*?)(?:, on (\d+) machines.*?)?(?:, a smaller model|, shorter sequences)?: ([\d.]+ [GM]iB) per rank"
@@ -92,6 +96,7 @@ def test_what_is_recommended_fits(
             del kept[at : at + 2]
         ranks_of(int(machines or 1), monkeypatch)
         config = parse(*kept, *changed, checks=[check_memory])
+        assert config.training.global_batch_size == batch or "--global-batch-size" in changed
         needed = max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=True)) / GIB
         told, unit = size.split()
         assert needed == pytest.approx(float(told) / (1 if unit == "GiB" else 1024), abs=0.06)
@@ -101,13 +106,21 @@ def test_what_is_recommended_fits(
 WIDE = ("--hidden-size", "16384", "--num-attention-heads", "128", "--num-layers", "2", "--vocab-size", "50257")
 
 
-@pytest.mark.parametrize("gib", [0.3, 1, 2, 4, 8, 16, 17.4, 20, 60])
+LARGE = (("--preset", "llama-3-8b"), ("--preset", "mistral-7b", "--num-layers", "30"), WIDE)
+LITTLE = (0.3, 1, 2, 4, 8, 16, 17.4, 20, 60)
+
+
 @pytest.mark.parametrize(
-    "flags",
-    [("--preset", "llama-3-8b"), ("--preset", "mistral-7b", "--num-layers", "30"), WIDE],
-    ids=lambda flags: " ".join(flags[:4]),
+    ("flags", "gib"),
+    # By default every amount of memory once; all of them for every model are slow.
+    [
+        pytest.param(flags, gib, marks=[pytest.mark.slow] * ((i - j) % len(LARGE) != 0))
+        for i, flags in enumerate(LARGE)
+        for j, gib in enumerate(LITTLE)
+    ],
+    ids=lambda value: " ".join(value[:4]) if isinstance(value, tuple) else str(value),
 )
-def test_there_are_three_ways_out_however_little_there_is(gib: float, flags: tuple[str, ...]) -> None:
+def test_there_are_three_ways_out_however_little_there_is(flags: tuple[str, ...], gib: float) -> None:
     config = parse(*MOCK, *flags, "--device", "cpu")
     text = host_problem(config, outline(config), room=Room(gib * GIB, ""))
     assert text is not None
@@ -126,6 +139,49 @@ def on_device(flags: tuple[str, ...], device: float, host: float, monkeypatch: p
     text = fit.device_problem(config, outline(config), 0, Room(device * GIB, "device"))
     assert text is not None
     return ways(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "local", "device"),
+    [
+        (("--preset", "qwen3-0.6b", "--load", "auto", "--seq-length", "128"), 1, True),
+        (("--preset", "gpt2-large", "--num-layers", "30", "--pp", "4", "--recompute", "selective"), 4, False),
+        (("--preset", "llama-3-8b", "--tp", "2", "--pp", "2", "--offload-optimizer"), 2, False),
+        (("--preset", "bloom-176b", "--pp", "2", "--dp", "2", "--load", "auto"), 1, True),
+        (("--preset", "gpt2-xl", "--load", "auto", "--recompute", "full", "--precision", "bf16"), 1, True),
+    ],
+    ids=lambda value: " ".join(value[1:4]) if isinstance(value, tuple) else "",
+)
+def test_there_are_three_ways_out_on_devices_and_many_ranks(
+    flags: tuple[str, ...], local: int, device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 0.3 GiB, which no rank fits into: the others name larger devices, and need less than the run as it is."""
+    degrees = [int(value) for flag, value in itertools.pairwise(flags) if flag in ("--tp", "--pp", "--dp")]
+    ranks_of(math.prod(degrees), monkeypatch, local)
+    config = parse(*MOCK, *flags)
+    room = Room(0.3 * GIB, "")
+    text = (fit.device_problem if device else _on_host)(config, outline(config), 0, room)
+    assert text is not None
+    found = ways(text)
+    assert len(set(found)) == len(found) >= 3
+    sizes = {way: float(re.findall(r"at least ([\d,.]+) GiB per rank$", way)[0].replace(",", "")) for way in found}
+    (as_it_is,) = (way for way in found if way.startswith("the same flags"))
+    assert all(size < sizes[as_it_is] for way, size in sizes.items() if way != as_it_is)
+
+
+def _on_host(config: ResolvedConfig, layers: Sequence[PlannedLayer], place: int, room: Room) -> str | None:
+    return host_problem(config, layers, room=room)
+
+
+def test_offloading_on_a_cpu_is_told_to_be_left_out() -> None:
+    """Copies of the gradients on their way to the host are 4 bytes for each parameter."""
+    given = (*MOCK, "--preset", "gpt2-large", "--device", "cpu")
+    with_offload = parse(*given, "--offload-optimizer")
+    (rank,) = plan_memory(parse(*given), outline(with_offload), on_cpu=True)
+    text = host_problem(with_offload, outline(with_offload), room=Room(rank.expected, ""))
+    assert text is not None
+    assert ways(text)[0].startswith("--no-offload-optimizer: ")
+    assert not parse(*given, "--no-offload-optimizer").parallel.offload_optimizer
 
 
 def test_no_device_is_told_to_offload_more_than_its_host_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     problems = "\n".join(missing_files(config))
     for words in (
         f"--tokenizer {tmp_path}/tok does not exist",
-        f"--load {file} is not a directory",
+        f"--load {file} is not a directory: use the directory of a checkpoint or of a run, or --load auto",
         f"{tmp_path}/half.bin not found",
         f"{tmp_path}/none.bin and {tmp_path}/none.idx not found",
         f"use {tmp_path}/corpus_text_document",

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megacore.config import OptimizerConfig, SGDConfig
-from megacore.optim.clip import clip_factor, scale_gradients, square_sum, totals
 from megacore.optim.lr_schedules import learning_rate
+from megacore.optim.optimizer import scale_gradients
 from megacore.optim.sgd import SGD
+from megacore.optim.update import clip_factor, square_sum, totals
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.plan.buckets import grown
@@ -148,10 +149,10 @@ def test_no_shard_cuts_what_is_taken_whole(sizes: list[int], shards: int) -> Non
     for shard in range(shards):
         offset = 0
         for segment in layout.segments(shard):
-            assert offset <= segment.place.start
+            assert offset <= segment.shard_slice.start
             assert segment.name not in whole or segment.stop - segment.start == sizes[int(segment.name)]
             held.setdefault(segment.name, []).extend(range(segment.start, segment.stop))
-            offset = segment.place.stop
+            offset = segment.shard_slice.stop
         assert offset <= layout.shard_size
     assert held == {str(i): list(range(n)) for i, n in enumerate(sizes)}
     assert layout.padding == layout.size - sum(sizes)
@@ -168,8 +169,8 @@ def test_shards_hold_every_element_exactly_once(sizes: list[int], shards: int) -
     found: dict[str, list[int]] = {str(i): [] for i in range(len(sizes))}
     for shard in range(shards):
         for segment in layout.segments(shard):
-            assert 0 <= segment.place.start < segment.place.stop <= layout.shard_size
-            flat = layout.place(segment.name).start + segment.start
+            assert 0 <= segment.shard_slice.start < segment.shard_slice.stop <= layout.shard_size
+            flat = layout.slice_of(segment.name).start + segment.start
             assert shard * layout.shard_size + segment.offset == flat
             found[segment.name] += range(segment.start, segment.stop)
     assert [found[str(i)] for i in range(len(sizes))] == [list(range(n)) for n in sizes]

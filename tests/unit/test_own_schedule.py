@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
-from megacore.pipeline.actions import ScheduleError
-from megacore.pipeline.schedule import build_schedule
+from megacore.pipeline.schedule import ScheduleError, build_schedule
 from megacore.pipeline.schedule_file import check_schedule, load_schedule
 
 GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
@@ -86,5 +85,6 @@ def test_it_must_fit_the_run(pp: int, batch: int, fits: bool, tmp_path: Path) ->
     if fits:
         check_schedule(config)
         return
-    with pytest.raises(ScheduleError, match=rf"is for --pp 2, .* 2 microbatches a replica, but the run has --pp {pp}"):
+    expected = rf"is for --pp 2, .* 2 microbatches per replica, but the run has --pp {pp}"
+    with pytest.raises(ScheduleError, match=expected):
         check_schedule(config)

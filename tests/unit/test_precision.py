@@ -9,7 +9,7 @@ import torch
 
 from megacore.config import PrecisionConfig
 from megacore.errors import TrainingStopped
-from megacore.optim.precision import LossScaler
+from megacore.optim.update import LossScaler
 
 
 def scaler(**changes: object) -> LossScaler:

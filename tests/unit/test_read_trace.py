@@ -73,7 +73,7 @@ def test_a_trace_is_drawn_as_it_was_planned(tmp_path: Path, capsys: pytest.Captu
         (lambda c: c.update(traceEvents=[]), NOT_ONE),
         (lambda c: of(c, "0F1").update(dur=-10.0), NOT_ONE),
         (lambda c: of(c, "0F1").update(dur=1000.0), "is not whole: rank 0: 0B0 begins before 0F1 ends"),
-        (lambda c: of(c, "0F1").update(ts=905.0, dur=90.0), "is not whole: the schedule cannot go on: rank 0 waits"),
+        (lambda c: of(c, "0F1").update(ts=905.0, dur=90.0), "is not whole: the schedule deadlocks: rank 0 waits"),
         (lambda c: of(c, "0B2").update(name="0I2"), "is not whole: rank 0 never does 0W2"),
         (lambda c: c["otherData"].update(microbatches=2), "is not whole: rank 0: 0F2 does not exist"),
         (lambda c: c["otherData"].update(microbatches=4), "is not whole: rank 0 never does 0F3"),

@@ -7,9 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from megacore.pipeline.actions import Action, Op, Schedule, ScheduleError
-from megacore.pipeline.schedule import build_schedule, one_forward_one_backward, zero_bubble
-from megacore.pipeline.transfers import with_transfers
+from megacore.pipeline.schedule import (
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    build_schedule,
+    one_forward_one_backward,
+    with_transfers,
+    zero_bubble,
+)
 from megacore.pipeline.validation import held, in_flight, prove
 from megacore.plan.simulator import Costs, simulate
 
@@ -40,7 +47,7 @@ def check(name: str, virtual: int, ranks: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("name, virtual", KINDS)
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_every_promise_of_every_schedule(name: str, virtual: int, ranks: int) -> None:
     for microbatches in SOME:
         check(name, virtual, ranks, microbatches)

@@ -23,6 +23,8 @@ from megacore.files import replace_bytes
 END_OF_TEXT = "<|endoftext|>"
 # Tried in this order when no tokenizer_config.json names the end-of-document token.
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+# The tokenizer_config.json that GPT-2's vocab.json and merges.txt need.
+_GPT2_CLASS = '{"tokenizer_class": "GPT2TokenizerFast"}'
 
 
 class Tokenizer(Protocol):
@@ -251,12 +253,20 @@ def _load_model(path: Path) -> Tokenizer:
 
 def _load_transformers(folder: Path) -> Tokenizer:
     # Imported here because it takes seconds, and only directories without a tokenizer.json need it.
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise DataError(
+            f"{folder}: a tokenizer without a tokenizer.json is read with transformers, which is not installed: "
+            "pip install transformers, or use a tokenizer.json"
+        ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # anything from KeyError to a converter's ImportError, depending on the files
-        raise DataError(f"{folder}: transformers cannot load this tokenizer ({_first_line(error)})") from error
+        message = f"{folder}: transformers cannot load this tokenizer ({_first_line(error)})"
+        if not (folder / "tokenizer_config.json").exists():
+            message += f": add a tokenizer_config.json that names its class, for example {_GPT2_CLASS}"
+        raise DataError(message) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise DataError(

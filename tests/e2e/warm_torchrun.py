@@ -1,0 +1,37 @@
+"""torchrun, the real one, except that it forks its ranks instead of starting an interpreter for each.
+
+Run by `tests/warm.py` in a process that has torch and megacore loaded, and so do the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.run import main
+
+from tests.warm import Forked, Program, open_files
+
+# What this process was started with; what torchrun opens, such as its store's sockets, is not the ranks'.
+INHERITED = open_files()
+
+
+def fork_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Forked:
+    """In place of SubprocessHandler._popen, for a command `python -u script words`."""
+    _, unbuffered, script, *words = args
+    assert unbuffered == "-u", args
+    program = Program(
+        script=script,
+        words=tuple(words),
+        environment=env,
+        directory=os.getcwd(),
+        stdout=1 if handler._stdout is None else handler._stdout.fileno(),
+        stderr=2 if handler._stderr is None else handler._stderr.fileno(),
+    )
+    return Forked(program, INHERITED)
+
+
+if __name__ == "__main__":
+    SubprocessHandler._popen = fork_rank  # type: ignore[assignment,method-assign]
+    main()

@@ -1,0 +1,219 @@
+"""Start programs in a process that has torch and megacore loaded: `start(script, *words)` is `python script words`.
+
+A cold start costs about 3 s of CPU time per process, nearly all of it for importing torch. Here the process is forked
+from the warmed server of `tests/distributed.py`, and made into what a new interpreter would be: its own session,
+environment, working directory, output files and default signal handlers; the script runs as `__main__`. What a test
+says about the start itself (imports, signals while torch loads, what is refused before) needs a real interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import NoReturn
+
+from tests.distributed import start_server
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is to be run, and where.
+
+    Attributes:
+        script: The Python file.
+        words: Its arguments.
+        environment: All environment variables.
+        directory: The working directory.
+        stdout: File descriptor or path that the output goes to.
+        stderr: The same for what goes to stderr.
+    """
+
+    script: str
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    directory: str
+    stdout: int | str
+    stderr: int | str
+
+    def become(self) -> NoReturn:
+        """Turn this process, just forked, into the program; it ends with the script."""
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for target, output in ((1, self.stdout), (2, self.stderr)):
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT, 0o644) if isinstance(output, str) else output, target)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        os.chdir(self.directory)
+        multiprocessing.set_start_method(None, force=True)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        sys.argv = [self.script, *self.words]
+        sys.path[0] = str(Path(self.script).resolve().parent)
+        _leave(_status_of(self.script))
+
+
+def _status_of(script: str) -> int:
+    """Run a script as `__main__`; its exit status, as the interpreter finds it."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException as error:
+        traceback.print_exc()
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _leave(status: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            stream.flush()
+    os._exit(status)
+
+
+class Started:
+    """A running program, with the methods of subprocess.Popen that tests use."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        assert process.pid is not None
+        self.pid: int = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The exit status once there is one."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: It did not end in time.
+        """
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it."""
+        self.send_signal(signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Kill it with what it started, as far as that has no session of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def start(
+    script: Path,
+    *words: object,
+    stdout: Path,
+    stderr: Path,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> Started:
+    """Start a Python script in a process forked from the warmed server.
+
+    Args:
+        script: The file.
+        words: Its arguments.
+        stdout: The file for its output.
+        stderr: The file for what goes to stderr; the same path as `stdout` shares it.
+        environment: All of its environment; None takes the caller's.
+        directory: Its working directory; None takes the caller's.
+    """
+    start_server()
+    program = Program(
+        script=str(script),
+        words=tuple(map(str, words)),
+        environment=dict(os.environ if environment is None else environment),
+        directory=str(directory or Path.cwd()),
+        stdout=str(stdout),
+        stderr=str(stderr),
+    )
+    process = multiprocessing.get_context("forkserver").Process(target=program.become)
+    process.start()
+    return Started(process)
+
+
+def open_files() -> set[int]:
+    """The file descriptors of this process."""
+    return {int(name) for name in os.listdir("/dev/fd") if _is_open(int(name))}
+
+
+def _is_open(descriptor: int) -> bool:
+    """Whether it is open; that of the listing itself no longer is."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+class Forked:
+    """The program in a fork of this very process, which is its parent; with what torchrun needs of subprocess.Popen."""
+
+    def __init__(self, program: Program, files: set[int]) -> None:
+        """Start it.
+
+        Args:
+            program: What it becomes.
+            files: The descriptors that it inherits besides its output; a new interpreter has none of the rest either.
+        """
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                for descriptor in open_files() - files - {0, 1, 2, program.stdout, program.stderr}:
+                    os.close(descriptor)
+                program.become()
+            except BaseException:
+                traceback.print_exc()
+                _leave(1)
+
+    def poll(self) -> int | None:
+        """The exit status once there is one."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end and return the exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: It did not end in time.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(0.01)
+        return status
