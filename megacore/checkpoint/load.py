@@ -31,7 +31,7 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> M
     """Fill this rank's weights and optimizer state, bit for bit.
 
     Args:
-        path: a checkpoint, or a run's output directory, of which the newest is taken.
+        path: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
         state: where to.
         world: the ranks that load together, and share the checking of files.
 
@@ -67,7 +67,7 @@ def read_together(path: Path, world: Group) -> tuple[Path, Manifest]:
     """Find and read a checkpoint's manifest on all ranks; their paths may differ, but not the checkpoint.
 
     Args:
-        path: a checkpoint, or a run's output directory, of which the newest is taken.
+        path: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
         world: the ranks that call this together.
 
     Returns:

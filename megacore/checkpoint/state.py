@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,20 @@ MODEL = "model"
 BUFFERS = "buffers"  # what belongs to a layer and is no weight: BatchNorm's running averages, frozen parameters
 _WEIGHTS = StateKind(name=MODEL)
 Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
+
+
+class Entry(NamedTuple):
+    """One tensor of a checkpoint, as far as this rank holds it.
+
+    Attributes:
+        kind: weights, buffers, or the name of a kind of optimizer state.
+        spec: the global tensor, and this rank's slice of it.
+        tensor: the slice, without padding.
+    """
+
+    kind: str
+    spec: ShardSpec
+    tensor: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +64,8 @@ class TrainingState:
     counters: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
-    def entries(self) -> Iterator[tuple[str, ShardSpec, Tensor]]:
-        """(kind, slice, fp32 tensor without padding) of the stage; the ranks of a replica group iterate together.
+    def entries(self) -> Iterator[Entry]:
+        """The tensors of this rank's stages; the ranks of a replica group iterate together.
 
         A tensor may be the live one: copy it to keep it while training continues.
 
@@ -70,9 +84,9 @@ class TrainingState:
                 for name, tensor in tensors.items():
                     if kind.exists(whole=name in bucket.unsplit):
                         spec = _spec_of_state(kind, specs[name])
-                        yield kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind))
+                        yield Entry(kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind)))
         for name, buffer in self.buffers.items():
-            yield BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer
+            yield Entry(BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer)
 
     def fill(self, read: Read, kinds: Sequence[StateKind], updates: int) -> None:
         """Set everything that this rank updates, and publish the weights.

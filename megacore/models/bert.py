@@ -41,7 +41,9 @@ from megacore.plan.flops import block_flops, head_flops
 from megacore.plan.model_size import SEGMENTS
 from megacore.plan.outline import bert_block, bert_outline
 
-Output = Tensor | tuple[Tensor, Tensor]  # logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]
+# Logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]. Where the head computes the loss, the losses
+# of the tokens [b, s] come in place of their logits, and in an evaluation also the likeliest tokens [b, s].
+Output = Tensor | tuple[Tensor, ...]
 
 
 class BertEmbedding(ShardedModule):
@@ -90,13 +92,27 @@ class BertHead(ShardedModule):
         self.transform_norm = build_norm(model, device=device)
         self.weight = vocab_parallel_weight(vocabulary, h, group=context.layer_group, multiple=multiple, device=device)
         self.bias = vocab_parallel_bias(vocabulary, group=context.layer_group, multiple=multiple, device=device)
+        self.loss, self.loss_options = context.chunked_loss(vocabulary), context.loss_options
         self.sentence = SentenceHead(model, context) if config.bert.has_sentence_head else None
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Output:
-        """Hidden states [b, s, h] -> logits [b, s, padded V/t], and those of the sentence task [b, 2]"""
-        x = self.norm(inputs[0])
-        logits = column_parallel(
-            self.transform_norm(ops.gelu(self.transform(x), exact=True)),
+    def forward(self, inputs: tuple[Tensor, ...]) -> Output:
+        """Hidden states [b, s, h], document numbers and, where the head computes the loss, labels [b, s] -> `Output`"""
+        hidden, _, *labels = inputs
+        x = self.norm(hidden)
+        transformed = self.transform_norm(ops.gelu(self.transform(x), exact=True))
+        found = self._losses(transformed, *labels) if labels else (self._logits(transformed),)
+        if self.sentence is not None:
+            found = (*found, self.sentence(x))
+        return found if len(found) > 1 else found[0]
+
+    def _losses(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        if self.training:
+            return (self.loss.losses(x, self.weight, self.bias, labels, self.loss_options),)
+        return self.loss.losses_and_likeliest(x, self.weight, self.bias, labels, ops.CrossEntropyOptions())
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return column_parallel(
+            x,
             self.weight,
             self.bias,
             self.group,
@@ -104,7 +120,6 @@ class BertHead(ShardedModule):
             split_backward=self.split_backward,
             products=self.products,
         )
-        return logits if self.sentence is None else (logits, self.sentence(x))
 
 
 class SentenceHead(nn.Module):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megacore.config import ParallelConfig, ResolvedParallel
-from megacore.config.dimensions import DIMENSIONS, Dimension, Divides, coordinates_of, degrees_of, describe_rank
+from megacore.config.dimensions import DIMENSIONS, ROLES, Dimension, coordinates_of, degrees_of, describe_rank
 from megacore.config.messages import ranks_in_words
 from megacore.errors import ConfigError
 
@@ -69,16 +69,6 @@ class Holders:
 
 ALONE = Group()
 _STORE_PATIENCE = timedelta(seconds=2)
-
-# What the ranks of a group divide among themselves, by the group's role; in the order in which groups are made.
-_ROLES: Mapping[str, frozenset[Divides]] = {
-    "pipeline": frozenset({"stages"}),
-    "batch": frozenset({"samples"}),
-    "layer": frozenset({"matrices"}),
-    "loss": frozenset({"samples", "tokens"}),
-    "replicas": frozenset({"samples", "tokens"}),
-    "copies": frozenset({"nothing"}),
-}
 
 ReplicaRole = Literal["replicas"]
 """The roles of groups that hold copies of a parameter and sum its gradients."""
@@ -243,11 +233,11 @@ def build_mesh(config: ResolvedParallel, dimensions: Sequence[Dimension] = DIMEN
     if world.size == 1:
         return Mesh(device=device, dimensions=dimensions, degrees=degrees)
     made: dict[tuple[tuple[int, ...], ...], Group] = {}
-    for role in _ROLES:
+    for role in ROLES:
         groups = groups_of_role(role, dimensions, degrees)
         if groups not in made:
             made[groups] = _join(groups, world, device, _timeout(config))
-    roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in _ROLES}
+    roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in ROLES}
     return Mesh(device=device, dimensions=dimensions, degrees=degrees, world=world, **roles)
 
 
@@ -262,7 +252,7 @@ def groups_of_role(
         degrees: ranks along each of them, by name.
     """
     sizes = [degrees[dimension.name] for dimension in dimensions]
-    axes = [axis for axis, dimension in enumerate(dimensions) if dimension.divides in _ROLES[role]]
+    axes = [axis for axis, dimension in enumerate(dimensions) if dimension.divides in ROLES[role]]
     ranks = torch.arange(math.prod(sizes)).view(sizes).movedim(axes, tuple(range(-len(axes), 0)))
     return tuple(map(tuple, ranks.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()))
 

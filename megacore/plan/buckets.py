@@ -1,4 +1,4 @@
-"""How large a bucket of parameters or gradients is that the ranks of a replica group divide between them."""
+"""The size of a bucket of parameters or gradients that the ranks of a replica group shard."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[P
 
     Args:
         config: a resolved configuration.
-        mesh: this rank's place.
+        mesh: this rank's groups.
         layers: the whole model.
 
     Returns:
@@ -60,12 +60,12 @@ def _verdict(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer])
     if mesh.device.type == "cpu":
         problem = host_problem(config, layers, torch_is_loaded=True)
         return _Verdict(problem, None if problem else host_warning(config, layers))
-    room, place, problem = device_room(mesh.device), mesh.pipeline.rank, None
+    room, stage, problem = device_room(mesh.device), mesh.pipeline.rank, None
     if room is not None:
-        problem = device_problem(config, layers, place, room)
+        problem = device_problem(config, layers, stage, room)
     if problem is None and config.parallel.offload_optimizer:
         problem = offload_problem(config, layers)
-    return _Verdict(problem, None if problem or room is None else device_warning(config, layers, place, room))
+    return _Verdict(problem, None if problem or room is None else device_warning(config, layers, stage, room))
 
 
 def device_room(device: torch.device) -> Room | None:
