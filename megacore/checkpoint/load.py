@@ -89,13 +89,13 @@ def read_together(path: Path, world: Group) -> tuple[Path, Manifest]:
         raise CheckpointError(text if len(failed) == world.size else f"on rank {rank}: {text}")
     assert manifest is not None
     ranks_of: dict[str, list[int]] = {}
-    for rank, (_, found, _) in enumerate(everyone):
-        ranks_of.setdefault(found, []).append(rank)
+    for rank, (_, digest, _) in enumerate(everyone):
+        ranks_of.setdefault(digest, []).append(rank)
     if len(ranks_of) > 1:
-        told = "; ".join(
-            f"{ranks_in_words(ranks)}: {everyone[ranks[0]][0]} ({found})" for found, ranks in ranks_of.items()
+        choices = "; ".join(
+            f"{ranks_in_words(ranks)}: {everyone[ranks[0]][0]} ({digest})" for digest, ranks in ranks_of.items()
         )
-        raise CheckpointError(f"the ranks load different checkpoints: {told}: give every rank the same one")
+        raise CheckpointError(f"the ranks load different checkpoints: {choices}: give every rank the same one")
     return directory, manifest
 
 

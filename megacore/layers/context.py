@@ -46,7 +46,7 @@ class BuildContext:
         device: where parameters live.
         streams: where dropout masks come from.
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
-        recompute_attention: attention keeps queries, keys and values alone, and mixes them again in backward.
+        recompute_attention: attention keeps only queries, keys and values, and is computed again in backward.
         split_backward: input and weight gradients are computed apart, at different times or to the same bits as if.
         attention: which implementation mixes them.
         products: computes the matrix products of every linear layer, the output layer's included.

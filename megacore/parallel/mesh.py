@@ -118,7 +118,7 @@ class Mesh:
         return group
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a global rank stands along each dimension, by name."""
+        """The coordinate of a global rank along each dimension, by name."""
         return coordinates_of(rank, self.degrees)
 
     def describe(self, rank: int) -> str:
@@ -167,7 +167,7 @@ def select_device(wanted: str) -> torch.device:
         raise ConfigError(
             [
                 f"--device {wanted}: local rank {local_rank}, but this process sees {count} devices: "
-                f"start at most {count} ranks a node, let each see one device of its own, or use --device cpu"
+                f"start at most {count} ranks per node, let each see one device of its own, or use --device cpu"
             ]
         )
     index = local_rank if count > 1 else 0
@@ -190,7 +190,7 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     """Join the job, unless this process has; a world of one process joins nothing.
 
     Args:
-        config: of which only the device and the timeout are read.
+        config: only its device and timeout are read.
 
     Returns:
         This rank's device, and the group of all ranks.
@@ -298,7 +298,7 @@ def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Call
     Args:
         store: of the job.
         rank: of this process.
-        world_size: number of processes, each of which calls this.
+        world_size: number of processes, which all call this.
         select: finds this rank's device.
 
     Raises:
@@ -309,10 +309,10 @@ def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Call
         device = select()
     except ConfigError as error:
         problem = "; ".join(error.problems)
-    own = _Device(None, None, problem) if device is None else _Device(device.type, _identity(device))
-    store.set(f"device/{rank}", json.dumps(asdict(own)))
-    told = store.multi_get([f"device/{other}" for other in range(world_size)])
-    if problems := list(_unfit([_Device(**json.loads(value)) for value in told])):
+    local = _Device(None, None, problem) if device is None else _Device(device.type, _identity(device))
+    store.set(f"device/{rank}", json.dumps(asdict(local)))
+    values = store.multi_get([f"device/{other}" for other in range(world_size)])
+    if problems := list(_unfit([_Device(**json.loads(value)) for value in values])):
         raise ConfigError(problems)
     assert device is not None
     return device
@@ -320,7 +320,7 @@ def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Call
 
 @dataclass(frozen=True)
 class _Device:
-    """What a rank says of its device: torch's name of its kind, what tells it from others, why there is none."""
+    """The device of a rank: torch's name of its kind, an identity that differs between devices, or the problem."""
 
     kind: str | None
     identity: str | None
@@ -329,7 +329,7 @@ class _Device:
 
 
 def _unfit(devices: Sequence[_Device]) -> Iterator[str]:
-    """What is wrong with the ranks' devices together."""
+    """The problems of the ranks' devices taken together."""
     for problem, ranks in _alike(device.problem for device in devices):
         yield f"{problem} ({ranks_in_words(ranks)}, {devices[ranks[0]].host})"
     kinds = _alike(device.kind for device in devices)
@@ -339,10 +339,10 @@ def _unfit(devices: Sequence[_Device]) -> Iterator[str]:
             f"{ranks_in_words(kinds[0][1])} on {kinds[0][0]}: with --device auto a machine whose accelerator does not "
             "work takes its CPU; repair it or leave it out, or give every rank the same --device"
         )
-    for place, ranks in _alike(device.identity and f"{device.identity} on {device.host}" for device in devices):
+    for name, ranks in _alike(device.identity and f"{device.identity} on {device.host}" for device in devices):
         if len(ranks) > 1:
             yield (
-                f"{ranks_in_words(ranks)} have the same device, {place}: start no more ranks on a node than it has "
+                f"{ranks_in_words(ranks)} have the same device, {name}: start no more ranks on a node than it has "
                 "devices, with LOCAL_RANK as torchrun sets it or with one device bound to each "
                 "(srun --gpus-per-task 1), or use --device cpu"
             )

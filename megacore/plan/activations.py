@@ -19,6 +19,8 @@ from megacore.plan.model_size import vocabulary_rows
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOST_LOGITS = 2.0**31
 """Bytes of logits that exist at a time, unless --loss-chunks says otherwise."""
+# Tensors [b, s, f] that an MLP keeps, by activation: the input of `down`, and what the activation's backward needs.
+_INNER_TENSORS = {"relu": 1, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3, "geglu-exact": 3}
 
 
 def residual_bytes(config: ResolvedConfig) -> float:
@@ -44,7 +46,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     masks = 2 / e if block.hidden_dropout else 0.0
     stream = residual * ((1 if block.parallel_residual else 2) + 2 + masks)  # inputs and outputs of two norms
     norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
-    mlp = {"relu": 1, "gelu": 2, "gelu-exact": 2}.get(block.activation, 3)
+    mlp = _INNER_TENSORS[block.activation]
     if on_cpu and block.activation.startswith("geglu"):
         mlp += 1  # the activated gate
     mixed = block.num_attention_heads * block.head_size

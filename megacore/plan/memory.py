@@ -64,7 +64,7 @@ class RankMemory:
         state: by kind, as `state_bytes` has them; where the optimizer is offloaded also what lies in host memory.
         on_host: how much of the state lies in host memory while the rank computes on an accelerator.
         activations: kept for backward by the microbatches in flight.
-        in_flight: microbatches of which the rank's stages keep activations, of all its stages together.
+        in_flight: microbatches whose activations the rank keeps, summed over its stages.
         working: what exists beside them at the end of a forward: logits, or a block that is computed again.
         building: what exists when the last layer has been made.
         late: of the state, what the optimizer makes when the activations of the run's only step are gone.
@@ -197,17 +197,17 @@ def _products(counts: Iterable[int], sizes: Iterable[float]) -> float:
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
-def held_parameters(layers: Sequence[PlannedLayer], own: Sequence[range]) -> int:
+def held_parameters(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
     """Parameters of one rank, padding included; a table that two of its layers share counts once.
 
     Args:
         layers: the whole model.
-        own: the layers of each of the rank's stages.
+        stages: the numbers of the layers of each of the rank's stages.
     """
-    here = [layers[i] for numbers in own for i in numbers]
-    names = {layer.name for layer in here}
+    held = [layers[i] for numbers in stages for i in numbers]
+    names = {layer.name for layer in held}
     count = 0
-    for layer in here:
+    for layer in held:
         count += layer.parameters if layer.held is None else layer.held
         if any(owner.startswith(f"{name}.") for owner in layer.tied.values() for name in names - {layer.name}):
             count -= layer.shared

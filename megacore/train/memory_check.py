@@ -37,17 +37,17 @@ def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[P
     if not config.training.memory_check:
         return None
     verdicts = all_gather_objects(_verdict(config, mesh, layers), mesh.world)
-    told = [verdict.and_rank(f" (rank {n}: {mesh.describe(n)})") for n, verdict in enumerate(verdicts)]
-    told = told if mesh.world.size > 1 else verdicts
-    for verdict in told:
+    named = [verdict.and_rank(f" (rank {n}: {mesh.describe(n)})") for n, verdict in enumerate(verdicts)]
+    named = named if mesh.world.size > 1 else verdicts
+    for verdict in named:
         if verdict.problem is not None:
             raise ConfigError([verdict.problem])
-    return next((verdict.warning for verdict in told if verdict.warning is not None), None)
+    return next((verdict.warning for verdict in named if verdict.warning is not None), None)
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Why a rank is refused, or what it is warned of."""
+    """Why a rank is refused, or a warning for it."""
 
     problem: str | None = None
     warning: str | None = None

@@ -19,13 +19,7 @@ def bytes_held(rank: int, dp: int, directory: str) -> dict[Case, Held]:
     """What a rank holds after a step, for each stage and precision."""
     found: dict[Case, Held] = {}
     for stage, precision in CASES:
-        changes = {
-            "zero_stage": stage,
-            "precision": precision,
-            "num_layers": 2,
-            "hidden_size": 64,
-            "micro_batch_size": 1,
-        }
+        changes = {"zero_stage": stage, "precision": precision, "hidden_size": 64, "micro_batch_size": 1}
         config = make_config((1, 1, dp), directory, **changes)
         trainer = make_trainer(config, build_mesh(config.parallel))
         trainer.train_step(next(trainer.batches))

@@ -1,6 +1,6 @@
 """Text files in pieces of bounded size that end where a document ends, so that workers can share them.
 
-Plain text and JSON lines, each also as .gz or .zst. Pieces depend on the input alone, never on the number of workers.
+Plain text and JSON lines, each also as .gz or .zst. Pieces depend only on the input, not on the number of workers.
 Lines end at a newline byte and nowhere else: str.splitlines would also cut at form feeds and U+2028.
 """
 
