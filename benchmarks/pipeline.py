@@ -49,8 +49,7 @@ from megacore.parallel.mesh import ALONE, Mesh, build_mesh, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import replicated
 from megacore.pipeline.runtime import PipelineRuntime
-from megacore.pipeline.stage import Stage
-from megacore.pipeline.stage import TensorSpec
+from megacore.pipeline.stage import Stage, TensorSpec
 from megacore.pipeline.transport import Transport
 from megacore.train.ending import exit_with
 
@@ -215,6 +214,9 @@ class _Sum:
 
     def first_input(self, microbatch: _Microbatch) -> Tensor:
         return microbatch.values
+
+    def last_inputs(self, microbatch: _Microbatch) -> tuple[Tensor, ...]:
+        return ()
 
     def loss(self, output: Tensor, microbatch: _Microbatch) -> Tensor:
         return output.sum()

@@ -1,8 +1,9 @@
 """Cross-entropy on a rank's share of the vocabulary: one pass over the logits forward, one in place backward.
 
 Forward leaves three floats a token, which ranks exchange: the largest logit, the sum of exponentials relative to it,
-and the part of the loss that is linear in the logits, relative to it too, so that large logits cost no precision.
-Backward writes the gradient over the logits. Forward does not read a token whose target is ignored.
+and the part of the loss that is linear in the logits, relative to it too, so that large logits cost no precision. One
+kernel merges those of all ranks, one makes losses of them. Backward writes the gradient over the logits. Forward does
+not read a token whose target is ignored.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from megacore.kernels.launch import block_of, on_its_device, warps_of
 
 _CHUNK = 8192
+_TOKENS = 256  # of a program that merges statistics
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)  # below any logit, and finite: its differences are never NaN
 
 
@@ -49,6 +51,48 @@ def _forward(
     tl.store(statistics_ptr + token, peak)
     tl.store(statistics_ptr + tokens + token, total)
     tl.store(statistics_ptr + 2 * tokens + token, linear)
+
+
+@triton.jit
+def _merge(
+    parts_ptr, targets_ptr, merged_ptr, tokens, target_weight, uniform_weight,
+    BOUNDS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    target = tl.load(targets_ptr + token, mask=mask, other=-1)
+    peak = tl.full((BLOCK,), _LOWEST, tl.float32)
+    for part in tl.static_range(PARTS):
+        peak = tl.maximum(peak, tl.load(parts_ptr + 3 * part * tokens + token, mask=mask, other=0.0))
+    total = tl.zeros((BLOCK,), tl.float32)
+    linear = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        at = parts_ptr + 3 * part * tokens + token
+        distance = tl.load(at, mask=mask, other=0.0) - peak
+        total += tl.load(at + tokens, mask=mask, other=0.0) * tl.exp(distance)
+        here = (target >= BOUNDS[2 * part]) & (target < BOUNDS[2 * part + 1])
+        weight = tl.where(here, target_weight, 0.0) + uniform_weight * (BOUNDS[2 * part + 1] - BOUNDS[2 * part])
+        linear += tl.load(at + 2 * tokens, mask=mask, other=0.0) + distance * weight
+    tl.store(merged_ptr + token, peak, mask=mask)
+    tl.store(merged_ptr + tokens + token, total, mask=mask)
+    tl.store(merged_ptr + 2 * tokens + token, linear, mask=mask)
+
+
+@triton.jit
+def _loss(
+    statistics_ptr, targets_ptr, loss_ptr, log_z_ptr, tokens, vocab_size, ignore_index, z_loss, BLOCK: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < tokens
+    target = tl.load(targets_ptr + token, mask=mask, other=0)
+    peak = tl.load(statistics_ptr + token, mask=mask, other=0.0)
+    log_total = tl.log(tl.load(statistics_ptr + tokens + token, mask=mask, other=1.0))
+    log_z = log_total + peak
+    loss = log_total - tl.load(statistics_ptr + 2 * tokens + token, mask=mask, other=0.0) + z_loss * log_z * log_z
+    loss = tl.where((target < 0) | (target >= vocab_size), float("nan"), loss)
+    loss = tl.where(target == ignore_index, 0.0, loss)
+    tl.store(loss_ptr + token, loss, mask=mask)
+    tl.store(log_z_ptr + token, log_z, mask=mask)
 
 
 @triton.jit
@@ -96,6 +140,55 @@ def statistics(
             SMOOTHING=weights[1] != 0.0, BLOCK=block, num_warps=warps_of(block, 1024 if weights[1] else 512),
         )  # fmt: skip
     return found
+
+
+@on_its_device
+def merged(parts: Tensor, targets: Tensor, *, bounds: tuple[int, ...], weights: tuple[float, float]) -> Tensor:
+    """The statistics of all columns, from those of some.
+
+    Args:
+        parts: [parts, 3, tokens] fp32 contiguous, as `statistics` gives them.
+        targets: [tokens] int64.
+        bounds: start and stop of each part's ids, one after the other.
+        weights: as in `statistics`.
+
+    Returns:
+        [3, tokens] fp32.
+    """
+    tokens = targets.shape[0]
+    found = torch.empty((3, tokens), dtype=torch.float32, device=parts.device)
+    if tokens:
+        _merge[(triton.cdiv(tokens, _TOKENS),)](
+            parts, targets, found, tokens, *weights, BOUNDS=bounds, PARTS=len(bounds) // 2, BLOCK=_TOKENS,
+            num_warps=warps_of(_TOKENS, 64),
+        )  # fmt: skip
+    return found
+
+
+@on_its_device
+def losses(
+    statistics: Tensor, targets: Tensor, *, vocab_size: int, ignore_index: int, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token from the statistics of all columns.
+
+    Args:
+        statistics: [3, tokens] fp32 contiguous.
+        targets: [tokens] int64.
+        vocab_size: of the whole vocabulary; other targets give NaN,
+        ignore_index: but this one 0.
+        z_loss: weight of log(Z)^2.
+
+    Returns:
+        The losses, and log(Z), [tokens] fp32 each.
+    """
+    tokens = targets.shape[0]
+    loss, log_z = (torch.empty(tokens, dtype=torch.float32, device=targets.device) for _ in range(2))
+    if tokens:
+        _loss[(triton.cdiv(tokens, _TOKENS),)](
+            statistics, targets, loss, log_z, tokens, vocab_size, ignore_index, z_loss, BLOCK=_TOKENS,
+            num_warps=warps_of(_TOKENS, 64),
+        )  # fmt: skip
+    return loss, log_z
 
 
 @on_its_device

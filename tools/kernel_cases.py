@@ -156,6 +156,17 @@ def _cross_entropies() -> Iterator[Case]:
                 narrow={"forward": 5, "backward": 4},
                 aligned=width % 16 == 0,
             )
+    for ranks in (2, 8):
+        launch = partial(_merged_statistics, ranks)
+        yield Case(name=f"cross_entropy over {ranks} ranks", launch=launch, aligned=False)
+
+
+def _merged_statistics(ranks: int) -> None:
+    tokens, vocab_size = 4096, 50257
+    parts, targets = _meta(ranks, 3, tokens, dtype=torch.float32), _meta(tokens, dtype=torch.int64)
+    bounds = tuple(end for r in range(ranks) for end in (r * vocab_size // ranks, (r + 1) * vocab_size // ranks))
+    cross_entropy.merged(parts, targets, bounds=bounds, weights=(0.9, 1e-6))
+    cross_entropy.losses(parts[0], targets, vocab_size=vocab_size, ignore_index=-100, z_loss=1e-4)
 
 
 def _cross_entropy(width: int, columns: int, dtype: torch.dtype, *, smoothing: bool) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypedDict
 
 import torch
 
 from megacore.config import ResolvedConfig
-from megacore.ops import Attention
+from megacore.ops import Attention, CrossEntropyOptions
+from megacore.parallel.linear_cross_entropy import ChunkedLoss
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
+from megacore.plan.activations import loss_chunks
 
 
 class ParallelArguments(TypedDict):
@@ -43,10 +46,12 @@ class BuildContext:
         device: where parameters live.
         streams: where dropout masks come from.
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
-        recompute_attention: attention keeps queries, keys and values alone, and mixes them again in backward.
+        recompute_attention: attention keeps only queries, keys and values, and is computed again in backward.
         split_backward: input and weight gradients are computed apart, at different times or to the same bits as if.
         attention: which implementation mixes them.
         products: computes the matrix products of every linear layer, the output layer's included.
+        loss_chunks: in how many the output layer computes its logits, and the loss with them; 1: it gives the logits.
+        loss_options: label smoothing and z-loss of training, for an output layer that computes the loss.
     """
 
     layer_group: Group = ALONE
@@ -57,6 +62,8 @@ class BuildContext:
     split_backward: bool = False
     attention: Attention = "auto"
     products: Products = TORCH
+    loss_chunks: int = 1
+    loss_options: CrossEntropyOptions = field(default_factory=partial(CrossEntropyOptions, in_place=True))
 
     @classmethod
     def of(
@@ -71,6 +78,10 @@ class BuildContext:
             recompute_attention=config.training.recompute == "selective",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
             attention=config.training.attention,
+            loss_chunks=loss_chunks(config),
+            loss_options=CrossEntropyOptions(
+                label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
+            ),
         )
 
     @property
@@ -87,6 +98,17 @@ class BuildContext:
     def column_arguments(self) -> ColumnArguments:
         """Arguments of a column-parallel layer."""
         return {**self.linear_arguments, "split_backward": self.split_backward}
+
+    def chunked_loss(self, vocab_size: int) -> ChunkedLoss:
+        """How the output layer computes its loss with the logits."""
+        return ChunkedLoss(
+            vocab_size=vocab_size,
+            chunks=self.loss_chunks,
+            group=self.layer_group,
+            sequence_parallel=self.sequence_parallel,
+            split_backward=self.split_backward,
+            products=self.products,
+        )
 
     @property
     def residual_shard(self) -> int:

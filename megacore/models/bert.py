@@ -41,7 +41,9 @@ from megacore.plan.flops import block_flops, head_flops
 from megacore.plan.model_size import SEGMENTS
 from megacore.plan.outline import bert_block, bert_outline
 
-Output = Tensor | tuple[Tensor, Tensor]  # logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]
+# Logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]. Where the head computes the loss, the losses
+# of the tokens [b, s] come in place of their logits, and in an evaluation also the likeliest tokens [b, s].
+Output = Tensor | tuple[Tensor, ...]
 
 
 class BertEmbedding(ShardedModule):
@@ -69,8 +71,8 @@ class BertEmbedding(ShardedModule):
         tokens, segments, documents = inputs
         x = self.tokens(tokens)
         if self.positions is not None and self.segments is not None:
-            own = local_positions(tokens.shape[1], self.split)
-            x = x + F.embedding(segments[:, own], self.segments) + self.positions[own]
+            positions = local_positions(tokens.shape[1], self.split)
+            x = x + F.embedding(segments[:, positions], self.segments) + self.positions[positions]
         return self.dropout(self.norm(x)), documents
 
 
@@ -90,13 +92,27 @@ class BertHead(ShardedModule):
         self.transform_norm = build_norm(model, device=device)
         self.weight = vocab_parallel_weight(vocabulary, h, group=context.layer_group, multiple=multiple, device=device)
         self.bias = vocab_parallel_bias(vocabulary, group=context.layer_group, multiple=multiple, device=device)
+        self.loss, self.loss_options = context.chunked_loss(vocabulary), context.loss_options
         self.sentence = SentenceHead(model, context) if config.bert.has_sentence_head else None
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Output:
-        """Hidden states [b, s, h] -> logits [b, s, padded V/t], and those of the sentence task [b, 2]"""
-        x = self.norm(inputs[0])
-        logits = column_parallel(
-            self.transform_norm(ops.gelu(self.transform(x), exact=True)),
+    def forward(self, inputs: tuple[Tensor, ...]) -> Output:
+        """Hidden states [b, s, h], document numbers and, where the head computes the loss, labels [b, s] -> `Output`"""
+        hidden, _, *labels = inputs
+        x = self.norm(hidden)
+        transformed = self.transform_norm(ops.gelu(self.transform(x), exact=True))
+        found = self._losses(transformed, *labels) if labels else (self._logits(transformed),)
+        if self.sentence is not None:
+            found = (*found, self.sentence(x))
+        return found if len(found) > 1 else found[0]
+
+    def _losses(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        if self.training:
+            return (self.loss.losses(x, self.weight, self.bias, labels, self.loss_options),)
+        return self.loss.losses_and_likeliest(x, self.weight, self.bias, labels, ops.CrossEntropyOptions())
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return column_parallel(
+            x,
             self.weight,
             self.bias,
             self.group,
@@ -104,7 +120,6 @@ class BertHead(ShardedModule):
             split_backward=self.split_backward,
             products=self.products,
         )
-        return logits if self.sentence is None else (logits, self.sentence(x))
 
 
 class SentenceHead(nn.Module):
@@ -145,24 +160,24 @@ def _builds(config: ResolvedBertConfig, context: BuildContext) -> list[Callable[
     model, modern = config.model, config.bert.packed
     bases = (model.rotary_base, config.bert.local_rotary_base) if modern else ()
     turns = [Rotary(model.rotary_dimensions, base=base) for base in bases]
-    found: list[Callable[[], nn.Module]] = []
+    builders: list[Callable[[], nn.Module]] = []
     for i in range(model.num_layers):
-        own, name = bert_block(config, i), f"blocks.{i}"
+        block, name = bert_block(config, i), f"blocks.{i}"
         if modern:
             build: Callable[[], nn.Module] = partial(
                 TransformerBlock,
-                own,
+                block,
                 context,
                 name,
                 causal=False,
-                window=own.window_size,
-                rotary=turns[own.window_size is not None],
+                window=block.window_size,
+                rotary=turns[block.window_size is not None],
                 attention_norm=i > 0,  # the first block reads what the embedding has normed already
             )
         else:
-            build = partial(PostNormBlock, own, context, name)
-        found.append(build)
-    return found
+            build = partial(PostNormBlock, block, context, name)
+        builders.append(build)
+    return builders
 
 
 def bert_flops(config: ResolvedBertConfig) -> float:

@@ -19,6 +19,7 @@ from megacore.layers.context import BuildContext
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import Rotary
 from megacore.models.spec import LayerSpec
+from megacore.ops import CrossEntropyOptions
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import Dropout
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
@@ -59,7 +60,10 @@ class GPTEmbedding(ShardedModule):
 
 
 class GPTHead(ShardedModule):
-    """Final norm and output layer; the output rows are split like the embedding's, and may be the embedding's."""
+    """Final norm and output layer; the output rows are split like the embedding's, and may be the embedding's.
+
+    Given the labels too, the layer computes the loss with the logits, a chunk of the vocabulary at a time.
+    """
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
@@ -73,9 +77,14 @@ class GPTHead(ShardedModule):
             multiple=config.make_vocab_size_divisible_by,
             device=context.device,
         )
+        self.loss, self.loss_options = context.chunked_loss(config.vocab_size), context.loss_options
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] -> logits [b, s, padded V/t]"""
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """[b, s, h] -> logits [b, s, padded V/t], or with labels [b, s] -> losses [b, s] fp32"""
+        if not isinstance(x, Tensor):
+            hidden, labels = x
+            options = self.loss_options if self.training else CrossEntropyOptions()
+            return self.loss.losses(self.norm(hidden), self.weight, None, labels, options)
         return column_parallel(
             self.norm(x),
             self.weight,

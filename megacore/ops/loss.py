@@ -2,15 +2,16 @@
 
 The first operator leaves three floats a token: the largest logit m, the sum of exp(x - m), and the weighted sum of
 x - m that is the linear part of the loss. They are exchanged once (by a function that is handed in: operators know of
-no groups) and combined, on every rank alike, so that every rank gets the same bits. The second operator turns logits
-into their gradient in place. The method is that of Shoeybi et al. 2019 (arXiv 1909.08053, section 3) with the online
-sum of Milakov and Gimelshein 2018 (arXiv 1805.02867); the z-loss is that of PaLM (arXiv 2204.02311, section 5).
+no groups) and merged by one operator, on every rank alike, so that every rank gets the same bits. The last operator
+turns logits into their gradient in place. Each step is also a function, so that a caller may compute its logits a few
+columns at a time. The method is that of Shoeybi et al. 2019 (arXiv 1909.08053, section 3) with the online sum of
+Milakov and Gimelshein 2018 (arXiv 1805.02867); the z-loss is that of PaLM (arXiv 2204.02311, section 5).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,10 @@ class CrossEntropyOptions:
         require(0 <= z_loss < math.inf, f"z_loss is {z_loss}: it must be finite and not negative")
         require_whole(ignore_index=self.ignore_index)
 
+    def weights(self, vocab_size: int) -> tuple[float, float]:
+        """What the target's logit, and what every logit, is multiplied by in the linear part of the loss."""
+        return 1.0 - self.label_smoothing, self.label_smoothing / vocab_size
+
 
 @dataclass(frozen=True)
 class VocabularyShare:
@@ -88,6 +93,23 @@ class VocabularyShare:
         return self.bounds[self.rank][1] - self.start
 
 
+@dataclass(frozen=True)
+class SoftmaxSums:
+    """What backward needs of each token's softmax over the whole vocabulary.
+
+    Attributes:
+        targets: [tokens] int64.
+        peak: [tokens] fp32, the largest logit.
+        total: [tokens] fp32, the sum of exp(x - peak).
+        log_z: [tokens] fp32, the logarithm of the softmax's denominator.
+    """
+
+    targets: Tensor
+    peak: Tensor
+    total: Tensor
+    log_z: Tensor
+
+
 @torch.library.custom_op("megacore::cross_entropy_statistics", mutates_args=())
 def _statistics(
     logits: Tensor, targets: Tensor, start: int, columns: int, ignore_index: int, target_weight: float, uniform: float
@@ -109,6 +131,38 @@ def _(
     logits: Tensor, targets: Tensor, start: int, columns: int, ignore_index: int, target_weight: float, uniform: float
 ) -> Tensor:
     return logits.new_empty((3, logits.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("megacore::cross_entropy_merged", mutates_args=())
+def _merged(parts: Tensor, targets: Tensor, bounds: Sequence[int], target_weight: float, uniform: float) -> Tensor:
+    if runs_triton(parts=parts):
+        from megacore.kernels import cross_entropy
+
+        return cross_entropy.merged(parts, targets, bounds=tuple(bounds), weights=(target_weight, uniform))
+    return merged_reference(parts, targets, bounds=tuple(bounds), weights=(target_weight, uniform))
+
+
+@_merged.register_fake
+def _(parts: Tensor, targets: Tensor, bounds: Sequence[int], target_weight: float, uniform: float) -> Tensor:
+    return parts.new_empty(parts.shape[1:])
+
+
+@torch.library.custom_op("megacore::cross_entropy_losses", mutates_args=())
+def _losses(
+    statistics: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    if runs_triton(statistics=statistics):
+        from megacore.kernels import cross_entropy
+
+        return cross_entropy.losses(
+            statistics, targets, vocab_size=vocab_size, ignore_index=ignore_index, z_loss=z_loss
+        )
+    return losses_reference(statistics, targets, vocab_size=vocab_size, ignore_index=ignore_index, z_loss=z_loss)
+
+
+@_losses.register_fake
+def _(statistics: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
+    return statistics.new_empty(targets.shape), statistics.new_empty(targets.shape)
 
 
 @torch.library.custom_op("megacore::cross_entropy_gradient_", mutates_args=("logits",))
@@ -174,6 +228,37 @@ def statistics_reference(
     return found
 
 
+def merged_reference(
+    parts: Tensor, targets: Tensor, *, bounds: tuple[int, ...], weights: tuple[float, float]
+) -> Tensor:
+    """What the kernel computes, in plain torch; arguments and result as `megacore.kernels.cross_entropy.merged`."""
+    peaks, totals, linears = parts.unbind(1)
+    peak = peaks.amax(0)
+    below = peaks - peak  # [parts, tokens]
+    total = (totals * below.exp()).sum(0)
+    # A part's linear part is relative to its own largest logit: move it, by the weight of what the part holds.
+    moved = [
+        linear + distance * (weights[0] * ((targets >= start) & (targets < stop)) + weights[1] * (stop - start))
+        for linear, distance, start, stop in zip(linears, below, bounds[::2], bounds[1::2], strict=True)
+    ]
+    return torch.stack([peak, total, torch.stack(moved).sum(0)])
+
+
+def losses_reference(
+    statistics: Tensor, targets: Tensor, *, vocab_size: int, ignore_index: int, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """What the kernel computes, in plain torch; arguments and results as `megacore.kernels.cross_entropy.losses`."""
+    peak, total, linear = statistics
+    ignored = targets == ignore_index
+    log_total = total.log()
+    loss = log_total - linear
+    log_z = log_total + peak
+    if z_loss:
+        loss += z_loss * log_z.square()
+    impossible = ~ignored & ((targets < 0) | (targets >= vocab_size))
+    return loss.masked_fill_(ignored, 0.0).masked_fill_(impossible, torch.nan), log_z
+
+
 def gradient_reference_(
     logits: Tensor, targets: Tensor, peak: Tensor, softmax_weight: Tensor, loss_weight: Tensor, *,
     start: int, columns: int, ignore_index: int, weights: tuple[float, float],
@@ -204,38 +289,19 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, share: VocabularyShare, options: CrossEntropyOptions
     ) -> Tensor:
         rows, ids = logits.view(-1, logits.shape[-1]), targets.reshape(-1)
-        smoothing = options.label_smoothing
-        weights = (1.0 - smoothing, smoothing / share.vocab_size)
-        place = (share.start, share.columns, options.ignore_index, *weights)
-        gathered = share.exchange(_statistics(rows, ids, *place))  # [ranks, 3, tokens]
-        require(
-            gathered.shape[0] == len(share.bounds),
-            f"exchange gave the tensors of {gathered.shape[0]} ranks: it must give those of {len(share.bounds)}, like "
-            "bounds",
-        )
-        ignored = ids == options.ignore_index
-        peak, total, linear = _combined(gathered, ids, share, weights)
-        log_total = total.log()
-        loss = log_total - linear
-        log_z = log_total + peak
-        if options.z_loss:
-            loss += options.z_loss * log_z.square()
-        impossible = ~ignored & ((ids < 0) | (ids >= share.vocab_size))
-        loss = loss.masked_fill_(ignored, 0.0).masked_fill_(impossible, torch.nan)
-        ctx.save_for_backward(logits, ids, ignored, peak, total, log_z)
-        ctx.place, ctx.options = place, options
+        own = statistics(rows, ids, share=share, start=share.start, columns=share.columns, options=options)
+        loss, sums = losses(own, ids, share=share, options=options)
+        ctx.save_for_backward(logits, ids, sums.peak, sums.total, sums.log_z)
+        ctx.share, ctx.options = share, options
         return loss.view(targets.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, ids, ignored, peak, total, log_z = ctx.saved_tensors
-        options: CrossEntropyOptions = ctx.options
-        weight = grad_loss.reshape(-1).float().masked_fill(ignored, 0.0)
-        softmax_weight = weight / total
-        if options.z_loss:
-            softmax_weight *= 1.0 + 2.0 * options.z_loss * log_z
+        logits, *sums = ctx.saved_tensors
+        share, options = ctx.share, ctx.options
         grad = logits.detach() if options.in_place else logits.detach().clone()
-        _gradient_(grad.view(-1, grad.shape[-1]), ids, peak, softmax_weight, weight, *ctx.place)
+        gradient_of = GradientOfLogits(grad_loss, SoftmaxSums(*sums), share=share, options=options)
+        gradient_of.write_(grad.view(-1, grad.shape[-1]), start=share.start, columns=share.columns)
         if torch.is_grad_enabled():  # create_graph=True
             grad = _Once.apply(grad, logits)
         return grad, None, None, None
@@ -254,22 +320,103 @@ class _Once(torch.autograd.Function):
         raise RuntimeError("cross_entropy can be differentiated once: its gradient has none")
 
 
-def _combined(
-    gathered: Tensor, targets: Tensor, share: VocabularyShare, weights: tuple[float, float]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logit, sum of exponentials and linear part over all ranks, from those of each rank."""
-    peaks, totals, linears = gathered.unbind(1)
-    if len(share.bounds) == 1:
-        return peaks[0], totals[0], linears[0]
-    peak = peaks.amax(0)
-    below = peaks - peak  # [ranks, tokens]
-    total = (totals * below.exp()).sum(0)
-    # A rank's linear part is relative to its own largest logit: move it, by the weight of what the rank holds.
-    moved = [
-        linear + distance * (weights[0] * ((targets >= start) & (targets < stop)) + weights[1] * (stop - start))
-        for linear, distance, (start, stop) in zip(linears, below, share.bounds, strict=True)
-    ]
-    return peak, total, torch.stack(moved).sum(0)
+def statistics(
+    logits: Tensor, targets: Tensor, *, share: VocabularyShare, start: int, columns: int, options: CrossEntropyOptions
+) -> Tensor:
+    """What some columns of the logits tell of each token's loss.
+
+    Args:
+        logits: [tokens, width] contiguous; the columns followed by padding, which is not looked at.
+        targets: [tokens] int64.
+        share: of the whole vocabulary.
+        start: the id of the first column.
+        columns: how many there are.
+        options: label smoothing and ignore index.
+
+    Returns:
+        [3, tokens] fp32: largest logit m; sum of exp(x - m); weighted sum of x - m.
+    """
+    found: Tensor = _statistics(
+        logits, targets, start, columns, options.ignore_index, *options.weights(share.vocab_size)
+    )
+    return found
+
+
+def merged(
+    parts: Tensor, targets: Tensor, *, bounds: Sequence[tuple[int, int]], vocab_size: int, options: CrossEntropyOptions
+) -> Tensor:
+    """The `statistics` of all columns, from those of some.
+
+    Args:
+        parts: [parts, 3, tokens] fp32.
+        targets: [tokens] int64.
+        bounds: [start, stop) of every part's ids.
+        vocab_size: of the whole vocabulary.
+        options: label smoothing.
+
+    Returns:
+        [3, tokens] fp32.
+    """
+    if len(bounds) == 1:
+        return parts[0]
+    ends = [end for bound in bounds for end in bound]
+    found: Tensor = _merged(parts, targets, ends, *options.weights(vocab_size))
+    return found
+
+
+def losses(
+    own: Tensor, targets: Tensor, *, share: VocabularyShare, options: CrossEntropyOptions
+) -> tuple[Tensor, SoftmaxSums]:
+    """The loss of each token, from the `statistics` of this rank's columns; exchanges them.
+
+    Args:
+        own: [3, tokens] fp32.
+        targets: [tokens] int64.
+        share: which columns these are.
+        options: label smoothing, z-loss and ignore index.
+
+    Returns:
+        [tokens] fp32, and what backward needs.
+
+    Raises:
+        ValueError: the exchange gives the tensors of too few ranks, or of too many.
+    """
+    gathered = share.exchange(own)  # [ranks, 3, tokens]
+    require(
+        gathered.shape[0] == len(share.bounds),
+        f"exchange gave the tensors of {gathered.shape[0]} ranks: it must give those of {len(share.bounds)}, like "
+        "bounds",
+    )
+    whole = merged(gathered, targets, bounds=share.bounds, vocab_size=share.vocab_size, options=options)
+    loss, log_z = _losses(whole, targets, share.vocab_size, options.ignore_index, options.z_loss)
+    return loss, SoftmaxSums(targets, whole[0], whole[1], log_z)
+
+
+class GradientOfLogits:
+    """Turns logits into their gradient, a few columns at a time or all at once.
+
+    Args:
+        grad_loss: [...] the gradient of each token's loss.
+        sums: from `losses`.
+        share: as for `losses`.
+        options: as for `losses`.
+    """
+
+    def __init__(
+        self, grad_loss: Tensor, sums: SoftmaxSums, *, share: VocabularyShare, options: CrossEntropyOptions
+    ) -> None:
+        ignored = sums.targets == options.ignore_index
+        self._loss_weight = grad_loss.reshape(-1).float().masked_fill(ignored, 0.0)
+        self._softmax_weight = self._loss_weight / sums.total
+        if options.z_loss:
+            self._softmax_weight *= 1.0 + 2.0 * options.z_loss * sums.log_z
+        self._targets, self._peak = sums.targets, sums.peak
+        self._options = (options.ignore_index, *options.weights(share.vocab_size))
+
+    def write_(self, logits: Tensor, *, start: int, columns: int) -> None:
+        """Replace logits [tokens, width], arguments as for `statistics`, by their gradient; that of padding is 0."""
+        weights = (self._softmax_weight, self._loss_weight)
+        _gradient_(logits, self._targets, self._peak, *weights, start, columns, *self._options)
 
 
 def cross_entropy(

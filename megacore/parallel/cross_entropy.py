@@ -18,7 +18,22 @@ from megacore.parallel.collectives import all_gather
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import split_evenly
 
-__all__ = ["CrossEntropyOptions", "vocab_parallel_argmax", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "CrossEntropyOptions",
+    "likeliest_of_group",
+    "vocab_parallel_argmax",
+    "vocab_parallel_cross_entropy",
+    "vocabulary_share",
+]
+
+
+def vocabulary_share(vocab_size: int, group: Group) -> VocabularyShare:
+    """Which columns of the logits this rank holds, rank r of t [r V / t, (r + 1) V / t), and the exchange."""
+    return VocabularyShare(
+        bounds=tuple(split_evenly(vocab_size, rank, group.size) for rank in range(group.size)),
+        rank=group.rank,
+        exchange=partial(all_gather, group=group),
+    )
 
 
 def vocab_parallel_cross_entropy(
@@ -41,12 +56,7 @@ def vocab_parallel_cross_entropy(
     Returns:
         [...] fp32; `F.cross_entropy(..., reduction="none")` of the gathered, unpadded logits.
     """
-    share = VocabularyShare(
-        bounds=tuple(split_evenly(vocab_size, rank, group.size) for rank in range(group.size)),
-        rank=group.rank,
-        exchange=partial(all_gather, group=group),
-    )
-    return cross_entropy(logits, targets, options=options, share=share)
+    return cross_entropy(logits, targets, options=options, share=vocabulary_share(vocab_size, group))
 
 
 @torch.no_grad()
@@ -63,6 +73,20 @@ def vocab_parallel_argmax(logits: Tensor, *, vocab_size: int, group: Group = ALO
     """
     start, stop = split_evenly(vocab_size, group.rank, group.size)
     values, places = logits[..., : stop - start].float().max(dim=-1)
-    found = all_gather(torch.stack([values.double(), (places + start).double()]), group)  # [t, 2, ...]
+    return likeliest_of_group(values, places + start, group)
+
+
+def likeliest_of_group(values: Tensor, ids: Tensor, group: Group) -> Tensor:
+    """The likeliest token of the whole vocabulary, from that of each rank.
+
+    Args:
+        values: [...] the largest logit of this rank's columns.
+        ids: [...] whose it is.
+        group: the tensor-parallel group.
+
+    Returns:
+        [...] int64, the same on every rank.
+    """
+    found = all_gather(torch.stack([values.double(), ids.double()]), group)  # [t, 2, ...]
     best = found[:, 0].argmax(dim=0, keepdim=True)
     return found[:, 1].gather(0, best).squeeze(0).long()

@@ -42,7 +42,7 @@ def recompute(function: Callable[..., T], *inputs: Tensor, streams: RandomStream
 
 
 class Recomputed(nn.Module):
-    """A layer of which only the input is kept.
+    """A layer that keeps only its input until backward.
 
     What the layer writes into its buffers, such as BatchNorm's running averages, it writes once: the second pass works
     on copies.

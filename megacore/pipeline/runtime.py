@@ -51,6 +51,9 @@ class PipelineTask(Protocol):
     def first_input(self, microbatch: Any) -> Any:
         """The input of the model's first layer: a tensor or a tuple of tensors."""
 
+    def last_inputs(self, microbatch: Any) -> tuple[Tensor, ...]:
+        """What the model's last layer gets beside the output of the layer before it."""
+
     def loss(self, output: Any, microbatch: Any) -> Tensor:
         """The summed loss of the last layer's output, or several sums."""
 
@@ -237,7 +240,7 @@ class _Run:
         microbatch, stage = self.microbatches[action.microbatch], runtime.chunks[self.chunk(action)]
         x = self.stage_input(action)
         with runtime.timer.measure(action), task.streams.microbatch(microbatch.index):
-            y = stage(x)
+            y = stage(x, task.last_inputs(microbatch) if action.stage == runtime.last_stage else ())
             if action.stage == runtime.last_stage:
                 y = task.evaluation_loss(y, microbatch) if self.loss_weight is None else task.loss(y, microbatch)
                 # A multiple of 2^-24: fp64 sums of several hundred million of them are exact, on every layout alike.

@@ -97,10 +97,17 @@ class Stage(nn.Module):
             self.layers.append(layer)
             yield layer
 
-    def forward(self, x: Any) -> Any:
-        """The output of the last layer for the input of the first; a tensor or a tuple of tensors each."""
+    def forward(self, x: Any, last_inputs: tuple[Tensor, ...] = ()) -> Any:
+        """The output of the last layer for the input of the first.
+
+        Args:
+            x: a tensor or a tuple of tensors, as is what comes out.
+            last_inputs: follow what the last layer gets from the layer before it.
+        """
         self.first_outputs = ()
         for index in range(len(self.layers)):
+            if last_inputs and index == len(self.layers) - 1:
+                x = (*tensors_of(x), *last_inputs)
             x = self.run_layer(index, x)
             if not self.first_outputs and torch.is_grad_enabled():
                 self.first_outputs = tuple(

@@ -11,7 +11,7 @@ Shape legend: s sequence, b micro-batch, V vocabulary, t tensor-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -50,9 +50,7 @@ class BertTask(Task):
         super().__init__(bert_layers(config, context), streams, loss_names=losses, evaluation_names=losses + accuracies)
         self.config, self.group = config, mesh.layer
         self.vocab_size, self.has_pairs = config.model.vocab_size, config.bert.has_sentence_head
-        self.options = CrossEntropyOptions(
-            label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
-        )
+        self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
@@ -66,9 +64,14 @@ class BertTask(Task):
         """The hidden states and the document numbers, between any two stages."""
         return hidden_states_spec(self.config, self.group), document_numbers_spec(self.config)
 
+    def last_inputs(self, microbatch: BertBatch) -> tuple[Tensor, ...]:
+        """The labels [b, s], where the head computes the loss."""
+        return (microbatch.labels,) if self.head_has_loss else ()
+
     def loss(self, output: Output, microbatch: BertBatch) -> Tensor:
         """Sums over masked tokens and, with a sentence task, over pairs: fp32 [1] or [2]."""
-        return self._losses(output, microbatch, self.options)
+        tokens, *pairs = _parts(output)
+        return self._losses(tokens, pairs, microbatch, self.options)
 
     def counts(self, microbatch: BertBatch) -> Tensor:
         """Masked tokens and, with a sentence task, pairs: fp64 [1] or [2]."""
@@ -80,12 +83,14 @@ class BertTask(Task):
     def evaluation_loss(self, output: Output, microbatch: BertBatch) -> Tensor:
         """The sums without label smoothing and z-loss, then how often the likeliest answer was right: fp32 [2] or
         [4]."""
-        tokens, pairs = _parts(output)
-        likeliest = vocab_parallel_argmax(tokens, vocab_size=self.vocab_size, group=self.group)
+        tokens, *pairs = _parts(output)
+        if self.head_has_loss:
+            likeliest, *pairs = pairs
+        else:
+            likeliest = vocab_parallel_argmax(tokens, vocab_size=self.vocab_size, group=self.group)
         right = [(likeliest == microbatch.labels).float().mul(microbatch.loss_mask).sum()]
-        if pairs is not None:
-            right.append((pairs.argmax(-1) == microbatch.sentence_labels).float().sum())
-        return torch.cat([self._losses(output, microbatch, None), torch.stack(right)])
+        right += [(pair.argmax(-1) == microbatch.sentence_labels).float().sum() for pair in pairs]
+        return torch.cat([self._losses(tokens, pairs, microbatch, None), torch.stack(right)])
 
     def evaluation_counts(self, microbatch: BertBatch) -> Tensor:
         """The counts of the losses, then the same for the accuracies: fp64 [2] or [4]."""
@@ -95,17 +100,19 @@ class BertTask(Task):
         """Operations of one sequence, forward and backward."""
         return bert_flops(self.config)
 
-    def _losses(self, output: Output, microbatch: BertBatch, options: CrossEntropyOptions | None) -> Tensor:
-        tokens, pairs = _parts(output)
-        per_token = vocab_parallel_cross_entropy(
-            tokens, microbatch.labels, vocab_size=self.vocab_size, group=self.group, options=options
-        )
-        sums = [torch.sum(per_token * microbatch.loss_mask)]
-        if pairs is not None:
-            labels = microbatch.sentence_labels
-            sums.append(F.cross_entropy(pairs.float(), labels, ignore_index=_NO_PAIR, reduction="sum"))
+    def _losses(
+        self, tokens: Tensor, pairs: Sequence[Tensor], microbatch: BertBatch, options: CrossEntropyOptions | None
+    ) -> Tensor:
+        """Sums from the tokens' logits, or their losses where the head has them, and from the pairs' logits, if any."""
+        per_token = tokens
+        if not self.head_has_loss:
+            per_token = vocab_parallel_cross_entropy(
+                tokens, microbatch.labels, vocab_size=self.vocab_size, group=self.group, options=options
+            )
+        sums, labels = [torch.sum(per_token * microbatch.loss_mask)], microbatch.sentence_labels
+        sums += [F.cross_entropy(pair.float(), labels, ignore_index=_NO_PAIR, reduction="sum") for pair in pairs]
         return torch.stack(sums)
 
 
-def _parts(output: Output) -> tuple[Tensor, Tensor | None]:
-    return (output, None) if isinstance(output, Tensor) else output
+def _parts(output: Output) -> tuple[Tensor, ...]:
+    return (output,) if isinstance(output, Tensor) else output

@@ -53,9 +53,7 @@ class GPTTask(Task):
         self.config, self.group = config, mesh.layer
         self.vocab_size = config.model.vocab_size
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
-        self.options = CrossEntropyOptions(
-            label_smoothing=config.training.label_smoothing, z_loss=config.training.z_loss, in_place=True
-        )
+        self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
@@ -69,8 +67,13 @@ class GPTTask(Task):
         """The hidden states, between any two stages."""
         return (hidden_states_spec(self.config, self.group),)
 
+    def last_inputs(self, microbatch: Microbatch) -> tuple[Tensor, ...]:
+        """The labels [b, s], where the head computes the loss."""
+        return (microbatch.labels,) if self.head_has_loss else ()
+
     def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
-        """logits [b, s, padded V/t], labels [b, s] -> summed cross-entropy, scalar fp32."""
+        """Logits [b, s, padded V/t], or the losses [b, s] where the head has them -> summed cross-entropy, scalar
+        fp32."""
         return self._cross_entropy(output, microbatch, self.options)
 
     def evaluation_loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
@@ -85,8 +88,10 @@ class GPTTask(Task):
         """Operations of one sequence, forward and backward."""
         return flops_per_sequence(self.config.model, self.config.data.seq_length)
 
-    def _cross_entropy(self, logits: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
-        per_token = vocab_parallel_cross_entropy(
-            logits, microbatch.labels, vocab_size=self.vocab_size, group=self.group, options=options
-        )
+    def _cross_entropy(self, output: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
+        per_token = output
+        if not self.head_has_loss:
+            per_token = vocab_parallel_cross_entropy(
+                output, microbatch.labels, vocab_size=self.vocab_size, group=self.group, options=options
+            )
         return torch.sum(per_token * microbatch.loss_mask)

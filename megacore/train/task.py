@@ -72,6 +72,11 @@ class Task(ABC):
     def stage_input_specs(self, microbatch: Any, stage: int) -> tuple[TensorSpec, ...]:
         """Specs of the tensors that stage number `stage` receives, which is not the first; equal on every rank."""
 
+    def last_inputs(self, microbatch: Any) -> tuple[Tensor, ...]:
+        """What the model's last layer gets beside the output of the layer before it: the labels, where it computes the
+        loss with its output."""
+        return ()
+
     @abstractmethod
     def loss(self, output: Any, microbatch: Any) -> Tensor:
         """The loss summed over the microbatch, or several sums: fp32, of `loss_shape`.

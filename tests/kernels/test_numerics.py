@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import pytest
 import torch
 
 from megacore import ops
+from megacore.ops import loss
 from tests.kernels.comparing import DTYPES, Comparison, compare
 from tests.kernels.comparisons import comparisons
 
@@ -31,6 +33,30 @@ def test_cross_entropy_of_shifted_logits(shift: float, device: torch.device) -> 
         found = ops.cross_entropy(logits, targets, options=options)
     expected = torch.nn.functional.cross_entropy(logits.double(), targets, reduction="none", label_smoothing=0.1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shares", [1, 2, 5])
+def test_statistics_of_shares_are_merged(shares: int, device: torch.device) -> None:
+    """As ranks do that each hold some columns; the last has none."""
+    generator = torch.Generator().manual_seed(1)
+    logits = (torch.randn(300, 37, generator=generator) * 3).to(device)
+    targets = torch.randint(0, 37, (300,), generator=generator).to(device)
+    targets[:3] = torch.tensor([-100, 37, -1])
+    options = ops.CrossEntropyOptions(label_smoothing=0.1, z_loss=0.01)
+    ends = [37 * i // shares for i in range(shares + 1)]
+    bounds = [*itertools.pairwise(ends), (37, 37)]
+    with ops.kernels_chosen("triton"):
+        expected = ops.cross_entropy(logits, targets, options=options)
+        share = ops.VocabularyShare(tuple(bounds))
+        own = [
+            loss.statistics(logits[:, a:].contiguous(), targets, share=share, start=a, columns=b - a, options=options)
+            for a, b in bounds[:-1]
+        ]
+        nothing = torch.tensor([-1e30, 0.0, 0.0], device=device)[:, None].expand(3, 300)
+        parts = torch.stack([*own, nothing])
+        merged = loss.merged(parts, targets, bounds=bounds, vocab_size=37, options=options)
+        found, _ = loss.losses(merged, targets, share=ops.VocabularyShare(((0, 37),)), options=options)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 def test_softmax_of_large_scores_is_finite(device: torch.device) -> None:
@@ -95,7 +121,7 @@ def test_the_same_bits_twice(device: torch.device) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(200, 2100), (7, 2049), (300, 40)])
+@pytest.mark.parametrize(("rows", "width"), [(130, 2100), (7, 2049), (140, 40)])
 @pytest.mark.parametrize("rms", [False, True])
 def test_shares_of_many_processors_add_up(
     rms: bool, rows: int, width: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,9 @@ class Summed:
     def first_input(self, microbatch: Microbatch) -> Tensor:
         return microbatch.values
 
+    def last_inputs(self, microbatch: Microbatch) -> tuple[Tensor, ...]:
+        return ()
+
     def loss(self, output: Tensor, microbatch: Microbatch) -> Tensor:
         return output.sum() * (microbatch.index + 1)
 

@@ -60,7 +60,7 @@ def test_a_translated_flag_goes_with_lists_and_unset_values(refuse: Refuse) -> N
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--num-layers-per-virtual-pipeline-stage", "4"], "must divide the 6 layers of a rank"),
+        (["--num-layers-per-virtual-pipeline-stage", "4"], "must divide the 6 layers per rank"),
         (["--num-layers-per-virtual-pipeline-stage", "0"], "'0' is not a whole number of 1 or more"),
         (["--num-virtual-stages-per-pipeline-rank"], "needs one value, and has 0"),
         (["--pipeline-model-parallel-layout", "Ettt|tm|L"], "multi-token prediction (m) is not in megacore"),

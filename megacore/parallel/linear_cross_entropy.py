@@ -1,0 +1,207 @@
+"""The output layer and its cross-entropy as one operator, which never holds all logits.
+
+A rank's share of the vocabulary is computed a chunk at a time, forward and once more backward, as if more ranks had
+split it: the statistics of the chunks are merged like those of ranks (megacore/ops/loss.py). Only one chunk's logits
+exist at any time, over which their gradient is written. Chunks are of the vocabulary and not of the tokens, so that the
+weight's gradient is computed once for each of its rows and needs no second sum; only the input's is summed over chunks,
+in fp32.
+
+Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-parallel ranks, n tokens (b x s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops.loss import (
+    CrossEntropyOptions,
+    GradientOfLogits,
+    SoftmaxSums,
+    VocabularyShare,
+    losses,
+    merged,
+    statistics,
+)
+from megacore.parallel.collectives import copy_to_group
+from megacore.parallel.cross_entropy import likeliest_of_group, vocabulary_share
+from megacore.parallel.mesh import Group
+from megacore.parallel.products import Products
+from megacore.parallel.tensor import gather_sequence
+
+_ALIGNED = 64  # columns; a product of fewer is slower
+_WIDE = 1024  # columns, from which on rounding up to `_ALIGNED` costs little
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLoss:
+    """How an output layer's loss is computed.
+
+    Attributes:
+        vocab_size: V, the true vocabulary size.
+        chunks: of a rank's columns. A chunk is rounded up to a multiple of 64 columns, so that there may be fewer.
+        group: the tensor-parallel group.
+        sequence_parallel: the input is split along the sequence.
+        split_backward: the gradients of input and weight are computed apart, each with the logits it needs.
+        products: computes the matrix products.
+    """
+
+    vocab_size: int
+    chunks: int
+    group: Group
+    sequence_parallel: bool
+    split_backward: bool
+    products: Products
+
+    def losses(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: CrossEntropyOptions
+    ) -> Tensor:
+        """Loss per token, the same on every rank of the group.
+
+        Args:
+            x: [b, s, h], or, sequence parallel, [b, s/t, h].
+            weight: [padded V/t, h]
+            bias: [padded V/t], or None.
+            targets: [b, s] int64, ids in [0, V) or `options.ignore_index`.
+            options: label smoothing, z-loss, ignore index.
+
+        Returns:
+            [b, s] fp32; what `vocab_parallel_cross_entropy` gives for the logits, to fp32 rounding.
+        """
+        x = self._entered(x)
+        setting = _Setting(self, self._share(), options)
+        with torch.no_grad():
+            loss, sums, _ = setting.forward(x, weight, bias, targets, likeliest=False)
+        loss = loss.view(targets.shape)
+        if not torch.is_grad_enabled():
+            return loss
+        if not (self.split_backward and weight.requires_grad):
+            whole: Tensor = _Gradients.apply(setting, sums, loss, x, weight, bias)
+            return whole
+        fixed = None if bias is None else bias.detach()
+        of_input = _Gradients.apply(setting, sums, loss, x, weight.detach(), fixed)
+        zeros = loss.new_zeros(()).expand(loss.shape)
+        return of_input + _Gradients.apply(setting, sums, zeros, x.detach(), weight, bias)
+
+    @torch.no_grad()
+    def losses_and_likeliest(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: CrossEntropyOptions
+    ) -> tuple[Tensor, Tensor]:
+        """`losses`, and the likeliest token at each position, [b, s] int64; for an evaluation."""
+        setting = _Setting(self, self._share(), options)
+        loss, _, best = setting.forward(self._entered(x), weight, bias, targets, likeliest=True)
+        return loss.view(targets.shape), likeliest_of_group(*best, self.group).view(targets.shape)
+
+    def _entered(self, x: Tensor) -> Tensor:
+        """All of the input, [b, s, h]."""
+        if self.group.size == 1:
+            return x
+        return gather_sequence(x, self.group) if self.sequence_parallel else copy_to_group(x, self.group)
+
+    def _share(self) -> VocabularyShare:
+        return vocabulary_share(self.vocab_size, self.group)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What the forward and the backward of one call have in common."""
+
+    layer: ChunkedLoss
+    share: VocabularyShare
+    options: CrossEntropyOptions
+
+    def parts(self, weight: Tensor, bias: Tensor | None) -> Iterator[_Part]:
+        """The chunks of a rank's rows; the last has the padding, of which at least the last row of a rank without
+        columns is one."""
+        columns, rows = self.share.columns, weight.shape[0]
+        height = -(-columns // self.layer.chunks) or rows
+        if height >= _WIDE:
+            height = -(-height // _ALIGNED) * _ALIGNED
+        for start in range(0, max(columns, 1), height):
+            stop = start + height if start + height < columns else rows
+            here = slice(start, stop)
+            yield _Part(
+                rows=here,
+                weight=weight[here],
+                bias=None if bias is None else bias[here],
+                first=self.share.start + start,
+                columns=min(height, columns - start),
+            )
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, likeliest: bool
+    ) -> tuple[Tensor, SoftmaxSums, tuple[Tensor, Tensor]]:
+        """The losses [n], what backward needs, and, if wanted, this rank's largest logit of each token and its id."""
+        tokens, ids = x.flatten(0, -2), targets.reshape(-1)
+        found, bounds = [], []
+        best = tokens.new_full((len(ids),), -torch.inf, dtype=torch.float32), ids
+        for part in self.parts(weight, bias):
+            logits = self.layer.products.output(tokens, part.weight, part.bias)
+            place = {"start": part.first, "columns": part.columns}
+            found.append(statistics(logits, ids, share=self.share, options=self.options, **place))
+            bounds.append((part.first, part.first + part.columns))
+            if likeliest and part.columns:
+                best = _better(best, logits[:, : part.columns].float().max(-1), part.first)
+            del logits
+        vocab_size = self.share.vocab_size
+        own = merged(torch.stack(found), ids, bounds=bounds, vocab_size=vocab_size, options=self.options)
+        loss, sums = losses(own, ids, share=self.share, options=self.options)
+        return loss, sums, best
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A chunk: its rows of the weight, padding included, and the ids they stand for."""
+
+    rows: slice
+    weight: Tensor
+    bias: Tensor | None
+    first: int
+    columns: int
+
+
+def _better(best: tuple[Tensor, Tensor], found: Any, first: int) -> tuple[Tensor, Tensor]:
+    """The larger of two logits and its id, the earlier one where both are equal."""
+    later = found.values > best[0]
+    return torch.where(later, found.values, best[0]), torch.where(later, found.indices + first, best[1])
+
+
+class _Gradients(torch.autograd.Function):
+    """Passes the loss through; backward computes the logits again, and the gradients of those of input, weight and bias
+    that need one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, setting: _Setting, sums: SoftmaxSums, loss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, sums.targets, sums.peak, sums.total, sums.log_z)
+        ctx.setting = setting
+        return loss.view_as(loss)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, *sums = ctx.saved_tensors
+        setting: _Setting = ctx.setting
+        products, tokens = setting.layer.products, x.flatten(0, -2)
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[3:]
+        gradient_of = GradientOfLogits(grad_loss, SoftmaxSums(*sums), share=setting.share, options=setting.options)
+        grad_x = torch.zeros_like(tokens, dtype=torch.float32) if wants_x else None
+        grad_weight = torch.empty_like(weight) if wants_weight else None
+        grad_bias = torch.empty_like(bias) if wants_bias else None
+        for part in setting.parts(weight, bias):
+            logits = products.output(tokens, part.weight, part.bias)
+            gradient_of.write_(logits, start=part.first, columns=part.columns)
+            if grad_x is not None:
+                grad_x += products.input_gradient(logits, part.weight)
+            if grad_weight is not None:
+                grad_weight[part.rows] = products.weight_gradient(logits, tokens)
+            if grad_bias is not None:
+                grad_bias[part.rows] = logits.sum(0)
+            del logits
+        grad_x = None if grad_x is None else grad_x.to(x.dtype).view(x.shape)
+        return None, None, None, grad_x, grad_weight, grad_bias

@@ -1,0 +1,164 @@
+"""A head that computes logits and loss a chunk of the vocabulary at a time trains like one that holds all logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.parallel.cross_entropy import CrossEntropyOptions
+from megacore.parallel.linear_cross_entropy import ChunkedLoss
+from megacore.parallel.mesh import ALONE, build_mesh
+from megacore.parallel.products import TORCH
+from tests.distributed import run_distributed
+from tests.parity.bert_runs import make_bert_config, make_bert_trainer
+from tests.parity.runs import Layout, Run, agree, bitwise, make_config, make_trainer
+
+PLAIN: dict[str, Any] = {"train_iters": 4}
+CHUNKS: dict[str, Any] = PLAIN | {"loss_chunks": 3}
+UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
+
+
+@pytest.mark.parametrize(
+    "layout, changes",
+    [
+        ((1, 1, 1), {}),
+        ((1, 1, 1), {"label_smoothing": 0.1, "z_loss": 1e-3}),
+        ((2, 1, 1), {"label_smoothing": 0.1, "z_loss": 1e-3}),
+        ((2, 1, 2), {"sequence_parallel": True, "zero_stage": 2}),
+        ((1, 2, 1), {"schedule": "zero-bubble"}),
+        ((2, 2, 1), {"schedule": "zero-bubble", "sequence_parallel": True} | UNTIED),
+        ((1, 2, 2), {"zero_stage": 3} | UNTIED),
+    ],
+    ids=str,
+)
+def test_chunks_change_rounding_alone(layout: Layout, changes: dict[str, Any], run: Run) -> None:
+    """Against one process with all logits. Samples have uneven counts of tokens (RaggedData)."""
+    alike = {name: value for name, value in changes.items() if name in ("label_smoothing", "z_loss", *UNTIED)}
+    agree(run(layout, **CHUNKS, **changes), run((1, 1, 1), **PLAIN, **alike))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_chunks_are_reproducible(schedule: str, run: Run) -> None:
+    changes = CHUNKS | {"reproducible": True, "micro_batch_size": 1}
+    bitwise(run((1, 2, 2), zero_stage=1, schedule=schedule, **changes), run((1, 1, 1), **changes))
+
+
+@pytest.mark.parametrize(
+    "layout, changes",
+    [
+        ((1, 1, 1), {}),
+        ((2, 1, 1), {"sequence_parallel": True, "bert_style": "modern"}),
+        ((1, 2, 1), {"schedule": "zero-bubble"}),
+    ],
+    ids=str,
+)
+def test_chunks_change_the_rounding_of_bert_alone(layout: Layout, changes: dict[str, Any], run_bert: Run) -> None:
+    style = {name: value for name, value in changes.items() if name == "bert_style"}
+    agree(run_bert(layout, **CHUNKS, **changes), run_bert((1, 1, 1), **PLAIN, **style))
+
+
+def evaluations(rank: int, world_size: int, directory: str) -> list[list[float]]:
+    """What an evaluation of GPT and of BERT sums up, with all logits and in chunks, before and after a step."""
+    found = []
+    mesh = build_mesh(make_config((world_size, 1, 1), directory).parallel)
+    for name in ("gpt", "bert"):
+        for chunks in (1, 3):
+            changes = {"loss_chunks": chunks, "label_smoothing": 0.1, "train_iters": 2}
+            layout = (world_size, 1, 1)
+            if name == "gpt":
+                config = make_config(layout, f"{directory}/{name}{chunks}", **changes)
+                trainer = make_trainer(config, mesh)
+            else:
+                bert = make_bert_config(layout, f"{directory}/{name}{chunks}", **changes)
+                trainer = make_bert_trainer(bert, mesh)
+            batch = next(trainer.batches)
+            sums = [trainer.model.runtime.evaluate(batch).flatten()]
+            trainer.train_step(batch)
+            sums.append(trainer.model.runtime.evaluate(batch).flatten())
+            found.append(torch.cat(sums).tolist())
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_evaluation_in_chunks_sums_up_the_same(tp: int, tmp_path: Path) -> None:
+    """The likeliest tokens too, of which BERT's accuracy is made."""
+    for gpt, gpt_chunks, bert, bert_chunks in run_distributed(evaluations, tp, str(tmp_path)):
+        assert gpt_chunks == pytest.approx(gpt, rel=1e-6)
+        assert bert_chunks == pytest.approx(bert, rel=1e-6)
+
+
+# ---- the operator, against all logits in fp64
+
+TOKENS, HIDDEN, VOCABULARY, ROWS = 24, 16, 131, 136
+
+
+def gradients(
+    chunks: int, dtype: torch.dtype, *, split: bool = False, biased: bool = True, options: CrossEntropyOptions
+) -> list[Tensor]:
+    """Losses, and the gradients of input, weight and bias under unequal weights of the tokens; 0 chunks: of all
+    logits."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = ((2, TOKENS // 2, HIDDEN), (ROWS, HIDDEN), (ROWS,))
+    values = [torch.randn(shape, generator=generator).to(torch.bfloat16).to(dtype) for shape in shapes]
+    x, weight, bias = (value.requires_grad_() for value in values)
+    given = bias if biased else None
+    targets = torch.randint(0, VOCABULARY, (2, TOKENS // 2), generator=generator)
+    targets[0, 3] = options.ignore_index
+    if chunks == 0:
+        wide = torch.nn.functional.linear(x, weight, given)[..., :VOCABULARY]
+        log_z = wide.logsumexp(-1)
+        smoothing = options.label_smoothing
+        hit = wide.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        losses = log_z - (1 - smoothing) * hit - smoothing * wide.mean(-1) + options.z_loss * log_z.square()
+        losses = losses.masked_fill(targets == options.ignore_index, 0.0)
+    else:
+        layer = ChunkedLoss(
+            vocab_size=VOCABULARY,
+            chunks=chunks,
+            group=ALONE,
+            sequence_parallel=False,
+            split_backward=split,
+            products=TORCH,
+        )
+        losses = layer.losses(x, weight, given, targets, options)
+    factors = torch.linspace(0.5, 2.0, TOKENS, dtype=losses.dtype).view(2, -1)
+    (losses * factors).sum().backward()
+    return [losses.detach(), *(leaf.grad for leaf in (x, weight, bias)[: 3 if biased else 2] if leaf.grad is not None)]
+
+
+OPTIONS = [CrossEntropyOptions(), CrossEntropyOptions(label_smoothing=0.1, z_loss=1e-2, ignore_index=-1)]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "smoothing"])
+@pytest.mark.parametrize("chunks", [1, 2, 5, 131, 200])
+def test_the_operator_is_a_linear_layer_and_cross_entropy(
+    chunks: int, options: CrossEntropyOptions, split: bool
+) -> None:
+    expected = gradients(0, torch.float64, options=options)
+    for found, exact in zip(gradients(chunks, torch.float32, split=split, options=options), expected, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-6)
+        assert not found[VOCABULARY:].any(), "padding has a gradient"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_in_chunks_are_as_exact_as_of_all_logits(dtype: torch.dtype) -> None:
+    expected = gradients(0, torch.float64, biased=False, options=OPTIONS[0])
+    whole, chunked = (gradients(chunks, dtype, biased=False, options=OPTIONS[0]) for chunks in (1, 4))
+    for one, other, exact in zip(whole, chunked, expected, strict=True):
+        error, allowed = (other.double() - exact).norm(), (one.double() - exact).norm()
+        assert error <= 1.1 * allowed + 1e-6
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    with torch.no_grad():
+        layer = ChunkedLoss(
+            vocab_size=7, chunks=2, group=ALONE, sequence_parallel=False, split_backward=False, products=TORCH
+        )
+        losses = layer.losses(torch.ones(1, 2, 4), torch.ones(8, 4), None, torch.zeros(1, 2).long(), OPTIONS[0])
+    assert not losses.requires_grad
+    torch.testing.assert_close(losses, torch.full((1, 2), 7.0).log())
