@@ -44,20 +44,21 @@ SLOW_CASES: list[tuple[Layout, Changes]] = [
 ]
 
 
-def close(found: Outcome, expected: Outcome) -> None:
-    """Equal to 1e-5."""
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+def close(found: Outcome, expected: Outcome, tolerance: float = 1e-5) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert found.norms == pytest.approx(expected.norms, rel=tolerance)
     for name, gradient in expected.gradients.items():
         error = (found.gradients[name] - gradient).abs().max()
-        assert error <= 1e-5 * gradient.abs().max() + 1e-8, f"gradient of {name}: {error}"
+        assert error <= tolerance * gradient.abs().max() + 1e-8, f"gradient of {name}: {error}"
 
 
 @pytest.mark.parametrize(
     "layout, changes", [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)], ids=str
 )
 def test_captured_graphs_change_no_number(layout: Layout, changes: Changes, run: Run) -> None:
-    close(run(layout, **changes, **CAPTURED), run(layout, **changes, train_iters=3))
+    # Compiled code sums over ranks with gloo's own reduce-scatter, which adds in another order; in bf16 that shows.
+    tolerance = 2**-8 if layout[0] > 1 and changes.get("precision") == "bf16" else 1e-5
+    close(run(layout, **changes, **CAPTURED), run(layout, **changes, train_iters=3), tolerance)
 
 
 @pytest.mark.parametrize(
