@@ -1,6 +1,6 @@
 """A run's directory: which checkpoints it holds, in which order they were published, and which may go.
 
-Names alone decide what counts: `step_00001000`, or `step_00001000.2` where the step was there already, as a published
+Only names decide what counts: `step_00001000`, or `step_00001000.2` where the step was there already, as a published
 directory is never written again. Whatever has such a name was a checkpoint once: one without its manifest is damaged,
 not absent. A serial number in the manifest says which came last, whatever the steps and clocks.
 All that is unfinished, or on its way out, has `.tmp-` in its name, and is swept away by the next writer.

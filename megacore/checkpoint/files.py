@@ -106,7 +106,7 @@ def verify(path: Path, expected: FileEntry, *, content: bool = True, archived: b
 
 
 def verified_tokenizer(directory: Path, files: Mapping[str, FileEntry]) -> Path | None:
-    """Where a checkpoint's tokenizer lies, of which every file is as the manifest says.
+    """The directory of a checkpoint's tokenizer, whose files are all as the manifest says.
 
     Args:
         directory: the checkpoint.

@@ -54,7 +54,7 @@ class TrainingState:
         data_parallel: holds the weights.
         optimizer: holds the state of what this rank updates.
         counters: further numbers, the same on every rank (updates done, loss scale).
-        buffers: by global name; replicas may have different ones, of which those of one replica are kept.
+        buffers: by global name; replicas may have different ones, and one replica's are kept.
     """
 
     step: int
@@ -158,7 +158,7 @@ class TrainingState:
 
 
 def _spec_of_state(kind: StateKind, spec: ShardSpec) -> ShardSpec:
-    """Which slice of which global tensor the state of a parameter is."""
+    """The spec of a parameter's state: its global tensor, and this rank's slice."""
     return spec if kind.per == "element" else ShardSpec(name=spec.name, shape=kind.shape(spec.shape))
 
 

@@ -85,7 +85,7 @@ class Alibi:
 
     def bias(self, like: Tensor, seen: Tensor | None, *, causal: bool) -> Tensor:
         """[1 or b, n, s, s] in `like`'s dtype, -inf where a key is not seen; `seen` as `visible` gives it, and None
-        where causality alone decides, or nothing."""
+        where only causality decides, or nothing."""
         length = like.shape[-2]
         if seen is not None or not causal:
             bias = self._distances(length, like)
@@ -177,9 +177,9 @@ def attention(
 def visible(
     length: int, *, causal: bool, window: int | None, documents: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Which keys a query sees, [1 or b, 1, s, s] bool; None where causality alone decides, or nothing.
+    """Which keys a query sees, [1 or b, 1, s, s] bool; None where only causality decides, or nothing.
 
-    Padding sees padding here, so that no query sees nothing: its result is cleared afterwards.
+    Padding sees padding here, so that every query sees some key: the result of padding is set to 0 afterwards.
     """
     reach = _reach(causal, window)
     if (reach is None or reach >= length) and documents is None:

@@ -21,9 +21,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megacore.config import ParallelConfig, ResolvedParallel
+from megacore.config import ParallelConfig
 from megacore.config.dimensions import DIMENSIONS, ROLES, Dimension, coordinates_of, degrees_of, describe_rank
-from megacore.config.messages import ranks_in_words
+from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import ConfigError
 
 
@@ -217,19 +217,29 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
 
 
-def build_mesh(config: ResolvedParallel, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
+def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
     """Join the job and make the groups of this rank.
 
     Args:
-        config: resolved; the product of its degrees is the world size.
+        config: the degrees. Without `dp` it follows from the number of processes.
         dimensions: the table, outermost first.
 
     Raises:
-        ConfigError: the device that is asked for is not here, another rank has it too, or one of another kind.
+        ConfigError: the product of the degrees is not the number of processes; or the device that is asked for is not
+            here, another rank has it too, or one of another kind.
     """
+    degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
+    if config.dp is None:
+        degrees["dp"] = max(1, world_size() // math.prod(degrees.values()))
+    if (needed := math.prod(degrees.values())) != world_size():
+        raise ConfigError(
+            [
+                f"{' x '.join(f'{name} {degree}' for name, degree in degrees.items())} = {needed}, but the run has "
+                f"{counted(world_size(), 'process', 'processes')}: use torchrun --nproc-per-node {needed}, or degrees "
+                f"whose product is {world_size()}"
+            ]
+        )
     device, world = join_job(config)
-    degrees = degrees_of(partial(getattr, config), dimensions)
-    assert math.prod(degrees.values()) == world.size, f"{degrees} for {world.size} ranks"
     if world.size == 1:
         return Mesh(device=device, dimensions=dimensions, degrees=degrees)
     made: dict[tuple[tuple[int, ...], ...], Group] = {}

@@ -71,7 +71,7 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
         normed = tokens * (e * (queries + keys) + heads * _norm_bytes(config, block, d, on_cpu=on_cpu))
     if block.qk_layernorm or block.position_embedding_type == "rope":
         taken = e * tokens * (queries + 2 * keys)
-    else:  # views of what is projected, of which grouped queries are copied; ranks that share a group exchange theirs
+    else:  # views of the projection, but grouped queries are copied; ranks that share a group exchange theirs
         projected = (n + 2 * g) * d / (t if t <= g else 1)
         taken = e * tokens * (projected + (queries if g < n else 0.0))
     if recompute == "selective":

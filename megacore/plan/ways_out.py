@@ -256,7 +256,7 @@ def _thriftiest(change: Change) -> Change:
 
 
 def _with_batch(change: Change, dp: int) -> Change:
-    """A global batch that so many replicas can share: the given one, or one microbatch for each."""
+    """A global batch that `dp` replicas can share: the given one, or one microbatch for each."""
     training = change.config.training
     batch = training.micro_batch_size * dp
     if training.global_batch_size % batch == 0:
