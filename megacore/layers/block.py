@@ -14,7 +14,7 @@ from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.attention import SelfAttention
 from megacore.layers.context import BuildContext
-from megacore.layers.norm import build_norm
+from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
@@ -44,9 +44,18 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
         if self.gate is None:
+            if self._takes_bias(x):
+                assert self.up.bias is not None
+                return self.down(ops.bias_gelu(self.up(x, with_bias=False), self.up.bias))
             return self.down(self._activate(self.up(x)))
         gate, up = columns_parallel(x, [self.gate, self.up])
         return self.down(self._activate_gate(gate, up))
+
+    def _takes_bias(self, x: Tensor) -> bool:
+        """Whether the activation adds the bias in its own pass. Not where weight gradients are computed apart, for
+        which the activation's backward would run twice; compiled code fuses the two anyway."""
+        fused = ops.uses_triton(x) and not torch.compiler.is_compiling() and self.activation == "gelu"
+        return fused and self.up.bias is not None and not self.up.split_backward
 
     def _activate(self, x: Tensor) -> Tensor:
         match self.activation:
@@ -126,11 +135,12 @@ class TransformerBlock(nn.Module):
         return (self._apply_to(hidden, *where), *where)
 
     def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        attended = self.attention_dropout(self.attention(self.attention_norm(x), documents, positions))
+        attended = self.attention(self.attention_norm(x), documents, positions)
         if self.parallel:
-            return x + attended + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
-        x = x + attended
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+            both = self.attention_dropout.added_to(x, attended)
+            return self.mlp_dropout.added_to(both, self.mlp(self.mlp_norm(x)))
+        normed, x = _normed_sum(self.mlp_norm, self.attention_dropout, attended, x)
+        return self.mlp_dropout.added_to(x, self.mlp(normed))
 
 
 class PostNormBlock(nn.Module):
@@ -156,5 +166,14 @@ class PostNormBlock(nn.Module):
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Hidden states [b, s, h] and document numbers [b, s] -> the same"""
         x, documents = inputs
-        x = self.attention_norm(x + self.attention_dropout(self.attention(x, documents)))
-        return self.mlp_norm(x + self.mlp_dropout(self.mlp(x))), documents
+        x, _ = _normed_sum(self.attention_norm, self.attention_dropout, self.attention(x, documents), x)
+        x, _ = _normed_sum(self.mlp_norm, self.mlp_dropout, self.mlp(x), x)
+        return x, documents
+
+
+def _normed_sum(norm: LayerNorm | RMSNorm, dropout: Dropout, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """norm(residual + dropout(x)), and the sum. Either dropout or the norm computes the sum in its own pass."""
+    if not dropout.drops:
+        return norm.of_sum(x, residual)
+    total = dropout.added_to(residual, x)
+    return norm(total), total

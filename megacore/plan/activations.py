@@ -32,7 +32,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     Args:
         config: a resolved configuration.
         block: the block's own, which may differ from `config.model` in its window.
-        on_cpu: whether operators run in plain torch, which keeps more for RMSNorm, GeGLU and attention dropout.
+        on_cpu: whether operators run in plain torch, which keeps more for RMSNorm, GeGLU and dropout.
         recompute: `none`, `selective` or `full`, whatever the configuration says.
     """
     residual = residual_bytes(config)
@@ -40,7 +40,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
         return residual
     e, t, tokens = _element(config), config.parallel.tp, _tokens(config)
     split = t if config.parallel.sequence_parallel else 1
-    masks = 2 / e if block.hidden_dropout else 0.0
+    masks = 2 / e if block.hidden_dropout and on_cpu else 0.0  # a kernel draws its mask again
     stream = residual * ((1 if block.parallel_residual else 2) + 2 + masks)  # inputs and outputs of two norms
     norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
     mlp = {"relu": 1, "gelu": 2, "gelu-exact": 2}.get(block.activation, 3)
