@@ -1,7 +1,7 @@
 # make setup        create .venv and install (seconds when done; PYTHON=python3.12 chooses the interpreter)
 # make quickstart   train a small GPT on 8 processes, from text to generated text
 # make test         lint, types, tests          (ARGS="-k name" goes to pytest, WORKERS=4 runs four files at a time)
-# make test-slow    the tests that take minutes
+# make test-slow    the tests that take minutes (PIECE=parity runs one folder of them, docs/design.md)
 # make gpu-check    measure everything that only a GPU can show, in 9 minutes (docs/measured.md); uses PYTHON as it is
 # make gpu-wheels   fill WHEELS=DIR with what `make gpu-check` may lack on a machine without a network
 # make lint | format | docs-check | build | clean | distclean
@@ -31,7 +31,7 @@ ifeq ($(origin PYTHON)$(filter gpu-check,$(MAKECMDGOALS)),command line)
 $(shell [ "$$($(PYTHON) -c '$(VERSION)')" = "$$($(VENV)/bin/python -c '$(VERSION)' 2>/dev/null)" ] || rm -f $(STAMP))
 endif
 
-.PHONY: setup quickstart test test-slow gpu-check gpu-wheels lint format docs-check build clean distclean
+.PHONY: setup quickstart test pytest test-slow gpu-check gpu-wheels lint format docs-check build clean distclean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -49,11 +49,17 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 quickstart: setup
 	@$(RUN) tools/quickstart.py
 
-test: lint
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+# Side by side: the type checker keeps one core busy, and many tests wait.
+test: setup
+	@$(MAKE) --no-print-directory -j2 lint pytest || { \
+		echo "The linters or the tests failed; 'make lint' runs the linters only." >&2; exit 2; }
+
+# In the order of tests/conftest.py, which puts the longest files first.
+pytest: setup
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: setup
-	$(RUN) -m pytest -m slow $(ARGS)
+	$(RUN) -m pytest -m slow tests/$(PIECE) $(ARGS)
 
 # The caller's interpreter and packages, which have the torch that fits the GPU: no .venv, no network.
 gpu-check: export PYTHONPATH := $(PYTHONPATH)

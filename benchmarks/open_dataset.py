@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megacore.config.sections import SplitShares
 from megacore.data.gpt.build import split_documents
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.indexed.reader import IndexedDataset
@@ -57,7 +58,7 @@ def _measure(name: str, prefix: Path, samples: int, seq_length: int) -> None:
     begun, begun_cpu = time.perf_counter(), time.process_time()
     indexed = IndexedDataset(prefix)
     opened = time.perf_counter()
-    train, _, _ = split_documents(indexed, (0.949, 0.05, 0.001))
+    train, _, _ = split_documents(indexed, SplitShares(0.949, 0.05, 0.001))
     count = int(samples * 0.94)  # within one epoch of the training split
     cache = prefix.parent / "cache"
     dataset = GPTDataset(indexed, train, num_samples=count, seq_length=seq_length, seed=1234, cache_dir=cache)

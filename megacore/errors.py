@@ -29,12 +29,12 @@ class DataError(UserError):
 
 
 class TrainingStopped(Exception):
-    """Training cannot sensibly go on: it diverges, on all ranks alike, which may still talk to each other; reported
+    """Training must end: it diverges, on all ranks alike, which may still talk to each other; reported
     without a traceback."""
 
 
 class OutputClosed(Exception):
-    """Nobody reads what the run says any more, of which the first rank alone learns; reported without a traceback."""
+    """Nothing reads the run's output any more, which only rank 0 notices; reported without a traceback."""
 
 
 class StorageError(Exception):

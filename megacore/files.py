@@ -82,7 +82,7 @@ def sync(path: Path) -> None:
 
 
 def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:
-    """Lock an open file or directory for this process alone, until it is closed or the process ends.
+    """Lock an open file or directory for this process, until it is closed or the process ends.
 
     Args:
         descriptor: of the file.

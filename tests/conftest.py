@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,13 +24,48 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
+# The files that take longest (`--durations=50`), the longest first. Files run side by side (`--dist loadfile`), and one
+# that began last would leave the other cores idle.
+LONGEST = (
+    "parity/test_memory_savers.py",
+    "parity/test_zero.py",
+    "kernels/test_interpreter.py",
+    "parity/test_reproducible.py",
+    "parity/test_layouts.py",
+    "parity/test_sixteen_bits.py",
+    "parity/test_schedules.py",
+    "accelerator/test_memory.py",
+    "kernels/test_planted.py",
+    "parity/test_bert_layouts.py",
+    "accelerator/test_training.py",
+    "parity/test_guard.py",
+    "parallel/test_stopping.py",
+    "parallel/test_bert_resume.py",
+    "parallel/test_reshard.py",
+    "parity/test_optimizer_protocol.py",
+    "e2e/test_failures.py",
+    "e2e/test_readme.py",
+    "parallel/test_checkpoint.py",
+    "e2e/test_any_model.py",
+    "e2e/test_gpu_check.py",
+    "parallel/test_save_kills.py",
+    "e2e/test_bert.py",
+    "e2e/test_pretrain.py",
+)
+
+
 def pytest_report_header() -> str:
     """What the machine does to the tests' timeouts."""
     return f"timeouts: {factor():.2g} times as long as on a quiet machine (tests/patience.py)"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where torch sees no device."""
+    """Put the longest files first where files run side by side, and skip the tests marked `gpu` without a device."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        turns = {Path(__file__).parent / name: turn for turn, name in enumerate(LONGEST)}
+        if missing := [str(path) for path in turns if not path.exists()]:
+            raise pytest.UsageError(f"tests/conftest.py, LONGEST: no such file: {', '.join(missing)}")
+        items.sort(key=lambda item: turns.get(item.path, len(turns)))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -120,7 +120,7 @@ def _require_fitting_flags(args: argparse.Namespace) -> None:
         raise UserError(f"--schedule {args.schedule} needs {' and '.join(missing)}: as in --pp 4 --microbatches 8")
     virtual = args.virtual_stages or 1
     if args.schedule == "interleaved" and virtual == 1:
-        raise UserError("--schedule interleaved needs several stages a rank: give --virtual-stages 2 or more")
+        raise UserError("--schedule interleaved needs several stages per rank: give --virtual-stages 2 or more")
     if source == "schedule" and args.schedule != "interleaved" and virtual > 1:
         raise UserError(
             f"--virtual-stages {virtual} has no effect with --schedule {args.schedule}: "

@@ -71,7 +71,9 @@ def _section_table(name: str, section: type) -> Iterator[str]:
         bert = None if info.name in BertConfig.unsupported else help_text_of(info, BertConfig)
         gpt = help_text_of(info, Config) if name in SECTIONS else bert
         assert gpt is not None, "a section of pretrain_bert.py has only flags that it accepts"
-        yield f"| {names} | {_value(info)} | {_default(gpt, bert)} | {_meaning(gpt, bert)} |"
+        cells = (names, _value(info), _default(gpt, bert), _meaning(gpt, bert))
+        escaped = [cell.replace("|", r"\|") for cell in cells]  # or it would end the cell
+        yield f"| {' | '.join(escaped)} |"
 
 
 def _default(gpt: HelpText, bert: HelpText | None) -> str:

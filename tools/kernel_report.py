@@ -17,14 +17,16 @@ import json
 import multiprocessing
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,8 @@ class _Target:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        # Triton keeps the compiled kernels per device: each architecture is a device of its own.
+        return int(self._target.arch)
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -128,47 +131,86 @@ def _compiling(architecture: int, made: list[tuple[str, Any]]) -> Iterator[None]
         JITFunction.run = run
 
 
-def compile_case(case: Case, architecture: int) -> list[Compiled]:
+@dataclass(frozen=True, kw_only=True)
+class _Binary:
+    """One kernel as the compiler returned it; the attributes are those of `Compiled`."""
+
+    case: str
+    kernel: str
+    architecture: int
+    warps: int
+    shared: int
+    allowed: int
+    cubin: bytes
+
+
+def compile_case(case: Case, architecture: int) -> list[_Binary]:
     """Compile the kernels that a case launches."""
     made: list[tuple[str, Any]] = []
     with _compiling(architecture, made):
         case.launch()
     return [
-        Compiled(
+        _Binary(
             case=case.name,
             kernel=name.strip("_"),
-            architecture=architecture,
+            architecture=kernel.metadata.target.arch,
             warps=kernel.metadata.num_warps,
             shared=kernel.metadata.shared,
             allowed=case.narrow.get(name.strip("_"), 0) if case.aligned else -1,
-            **_disassembled(kernel.asm["cubin"]),
+            cubin=kernel.asm["cubin"],
         )
         for name, kernel in made
     ]
 
 
-def compile_all(only: str, jobs: int) -> list[Compiled]:
-    """Compile the cases whose name contains `only`, in their order, in several processes."""
+def compile_all(only: Sequence[str], architectures: Sequence[int], jobs: int) -> list[Compiled]:
+    """Compile the cases whose name contains one of `only`, or all, in their order, in several processes."""
     chosen = [
-        (i, architecture) for i, case in enumerate(cases()) if only in case.name for architecture in ARCHITECTURES
+        (i, architecture)
+        for i, case in enumerate(cases())
+        if not only or any(part in case.name for part in only)
+        for architecture in architectures
     ]
     # Forked: the children find the imports done. They run one thread, as this process has so far. Neighbouring cases go
     # to the same one, because many of them turn out to be the same code.
     with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
-        return [result for results in pool.map(_compile_numbered, chosen, chunksize=8) for result in results]
+        binaries = [binary for found in pool.map(_compile_numbered, chosen, chunksize=8) for binary in found]
+    figures: dict[bytes, dict[str, int]] = {}
+    for architecture in architectures:
+        figures |= _disassembled({b.cubin for b in binaries if b.architecture == architecture}, architecture)
+    return [
+        Compiled(
+            case=b.case, kernel=b.kernel, architecture=b.architecture, warps=b.warps, shared=b.shared,
+            allowed=b.allowed, **figures[b.cubin],
+        )
+        for b in binaries
+    ]  # fmt: skip
 
 
-def _compile_numbered(chosen: tuple[int, int]) -> list[Compiled]:
+def _compile_numbered(chosen: tuple[int, int]) -> list[_Binary]:
     return compile_case(cases()[chosen[0]], chosen[1])
 
 
-@cache
-def _disassembled(cubin: bytes) -> dict[str, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
-        code = _run("nvdisasm", "--no-dataflow", "--print-code", file.name)
+def _disassembled(cubins: Collection[bytes], architecture: int) -> dict[bytes, dict[str, int]]:
+    """The figures of every cubin. One call disassembles all of them, because nvdisasm takes long to start."""
+    codes = {cubin: _instructions(cubin) for cubin in cubins}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "code"
+        file.write_bytes(b"".join(codes.values()))
+        text = _run("nvdisasm", "--binary", f"SM{architecture}", str(file)) if codes else ""
+        usage = {}
+        for cubin in cubins:
+            file.with_suffix(".cubin").write_bytes(cubin)
+            usage[cubin] = _run("cuobjdump", "--dump-resource-usage", str(file.with_suffix(".cubin")))
+    ends = list(accumulate(map(len, codes.values())))
+    listings: list[list[str]] = [[] for _ in codes]
+    for address, instruction in re.findall(r"^\s*/\*([0-9a-f]+)\*/\s+(.*)$", text, re.MULTILINE):
+        listings[bisect_right(ends, int(address, 16))].append(instruction)
+    return {cubin: _figures(usage[cubin], "\n".join(listing)) for cubin, listing in zip(codes, listings, strict=True)}
+
+
+def _figures(usage: str, code: str) -> dict[str, int]:
+    """What the disassembly of one kernel says."""
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)(\.[\w.]+)", code)
@@ -182,6 +224,21 @@ def _disassembled(cubin: bytes) -> dict[str, int]:
         "narrow": len(accesses) - len(wide),
         "pieces": len(pieces),
     }
+
+
+def _instructions(cubin: bytes) -> bytes:
+    """The machine code of a cubin, an ELF file of 64 bits: the content of its section `.text.KERNEL`."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
+    # Of a section header: where its name stands among the names, and where its content stands in the file.
+    sections = [struct.unpack_from("<I20xQQ", cubin, table + i * size) for i in range(count)]
+    names = sections[of_names][1]
+    (code,) = (
+        cubin[offset : offset + length]
+        for name, offset, length in sections
+        if cubin.startswith(b".text.", names + name)
+    )
+    return code
 
 
 def _run(program: str, *arguments: str) -> str:
@@ -213,14 +270,23 @@ def write(path: Path, compiled: Sequence[Compiled]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Compile all, or those whose name contains --only; exit status 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="compile only the cases whose name contains this text")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT",
+        help="compile only the cases whose name contains this text; give it again for more of them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--architecture", type=int, choices=list(ARCHITECTURES), help="compile for this architecture. Default: for all."
+    )
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, help="number of processes that compile. Default: one per core."
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table into this Markdown page")
     options = parser.parse_args(argv)
-    compiled = compile_all(options.only, options.jobs)
+    if options.write and (options.only or options.architecture):
+        parser.error("--write needs every case on every architecture: leave out --only and --architecture")
+    architectures = [options.architecture] if options.architecture else list(ARCHITECTURES)
+    compiled = compile_all(options.only, architectures, options.jobs)
     problems = [problem for result in compiled for problem in result.problems()]
     if options.json:
         records = [asdict(result) | {"name": result.name} for result in compiled]

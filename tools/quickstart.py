@@ -2,7 +2,7 @@
 
     make quickstart                           # or, in the environment that `make setup` made:
     .venv/bin/python tools/quickstart.py      # the whole of it
-    .venv/bin/python tools/quickstart.py corpus     # its first step alone
+    .venv/bin/python tools/quickstart.py corpus     # only its first step
 
 Every step is a command that is printed before it runs, and that works when repeated by hand from the repository's root.
 Everything is written under quickstart/. Without a GPU the model trains on 8 CPU processes that talk through gloo.
@@ -226,6 +226,9 @@ def main(argv: Sequence[str]) -> int:
         documents, size = write_corpus(Path(sysconfig.get_paths()["stdlib"]), ROOT / CORPUS)
         print(f"{documents:,} documents, {size / 1e6:.1f} MB -> {CORPUS}")
         return 0 if documents else 1
+    if argv in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if argv:
         print(f"quickstart.py takes no arguments, or `corpus`; not {' '.join(argv)}", file=sys.stderr)
         return 2

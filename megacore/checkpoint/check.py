@@ -152,11 +152,13 @@ def _differences(manifest: Manifest, config: ResolvedConfig) -> Iterator[str]:
     model = _stored(ModelConfig, manifest.config["model"])
     # The vocabulary of a tokenizer that cannot be read, which is reported by itself.
     unknown = ("vocab_size",) if config.model.vocab_size == UNKNOWN_VOCAB_SIZE else ()
-    yield from _told(model, config.model, (name for name in differing(model, config.model) if name not in unknown))
+    yield from _differences_of(
+        model, config.model, (name for name in differing(model, config.model) if name not in unknown)
+    )
     if isinstance(section := getattr(config, "bert", None), Section):
         bert = _stored(type(section), manifest.config["bert"])
         changed = (name for name in _ARCHITECTURE_OF_BERT if getattr(bert, name) != getattr(section, name))
-        yield from _told(bert, section, changed)
+        yield from _differences_of(bert, section, changed)
 
 
 def _stored(kind: type[S], values: Mapping[str, Any]) -> S:
@@ -164,6 +166,6 @@ def _stored(kind: type[S], values: Mapping[str, Any]) -> S:
     return kind(**{name: value for name, value in values.items() if name in field_infos(kind)})
 
 
-def _told(theirs: Section, here: Section, names: Iterable[str]) -> Iterator[str]:
+def _differences_of(theirs: Section, here: Section, names: Iterable[str]) -> Iterator[str]:
     for name in names:
         yield f"{flag(name)} {getattr(theirs, name)} there, {getattr(here, name)} here"

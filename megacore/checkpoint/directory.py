@@ -1,6 +1,6 @@
 """A run's directory: which checkpoints it holds, in which order they were published, and which may go.
 
-Names alone decide what counts: `step_00001000`, or `step_00001000.2` where the step was there already, as a published
+Only names decide what counts: `step_00001000`, or `step_00001000.2` where the step was there already, as a published
 directory is never written again. Whatever has such a name was a checkpoint once: one without its manifest is damaged,
 not absent. A serial number in the manifest says which came last, whatever the steps and clocks.
 All that is unfinished, or on its way out, has `.tmp-` in its name, and is swept away by the next writer.
@@ -31,8 +31,8 @@ _UNFINISHED = re.compile(r"(step_\d{8,15}(\.\d{1,6})?|latest)\.tmp(-.*)?")
 
 def step_of(directory: Path) -> int | None:
     """The step in a checkpoint's name; None for any other name."""
-    found = _STEP.fullmatch(directory.name)
-    return int(found[1]) if found else None
+    match = _STEP.fullmatch(directory.name)
+    return int(match[1]) if match else None
 
 
 def published(run: Path) -> list[Path]:
@@ -44,12 +44,14 @@ def published(run: Path) -> list[Path]:
         OSError: the run's directory is there, and cannot be listed.
     """
     try:
-        found = [entry for entry in run.iterdir() if step_of(entry) is not None]
+        steps = [entry for entry in run.iterdir() if step_of(entry) is not None]
     except FileNotFoundError:
         return []
-    serials = {entry: _serial(entry) for entry in found}
+    serials = {entry: _serial(entry) for entry in steps}
     return sorted(
-        found, key=lambda entry: (serials[entry] is None, serials[entry] or 0, step_of(entry), entry.name), reverse=True
+        steps,
+        key=lambda entry: (serials[entry] is None, serials[entry] or 0, step_of(entry), entry.name),
+        reverse=True,
     )
 
 
@@ -98,14 +100,14 @@ def expired(run: Path, *, keep_last: int | None, keep_every: int | None, protect
     Args:
         run: the run's directory.
         keep_last: how many of the last published are kept; None keeps all.
-        keep_every: steps of which multiples are kept.
+        keep_every: checkpoints of its multiples are kept.
         protected: checkpoints that are kept in any case.
     """
     if keep_last is None:
         return []
-    found = published(run)
-    kept = {os.path.realpath(path) for path in (*protected, *(path for path in found if path.is_symlink()))}
-    known = [path for path in found if not path.is_symlink() and _serial(path) is not None]
+    checkpoints = published(run)
+    kept = {os.path.realpath(path) for path in (*protected, *(path for path in checkpoints if path.is_symlink()))}
+    known = [path for path in checkpoints if not path.is_symlink() and _serial(path) is not None]
     old = [path for path in known[keep_last:] if os.path.realpath(path) not in kept]
     return [path for path in reversed(old) if not (keep_every and (step_of(path) or 0) % keep_every == 0)]
 
@@ -138,10 +140,10 @@ def _serial(directory: Path) -> int | None:
     except OSError:
         return None
     head = HEAD.match(text)
-    found = _SERIAL.match(text, head.end()) if head else None
-    if head is None or found is None or not is_sealed(text):
+    serial = _SERIAL.match(text, head.end()) if head else None
+    if head is None or serial is None or not is_sealed(text):
         return None
-    return int(found[1])
+    return int(serial[1])
 
 
 def is_sealed(text: bytes) -> bool:

@@ -61,7 +61,7 @@ def open_regular(path: Path) -> int:
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         what = "a symbolic link" if stat.S_ISLNK(mode) else "not a file"
-        raise OSError(None, f"is {what}, and a checkpoint has files alone", str(path))
+        raise OSError(None, f"is {what}, and a checkpoint has only files", str(path))
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
 
@@ -106,7 +106,7 @@ def verify(path: Path, expected: FileEntry, *, content: bool = True, archived: b
 
 
 def verified_tokenizer(directory: Path, files: Mapping[str, FileEntry]) -> Path | None:
-    """Where a checkpoint's tokenizer lies, of which every file is as the manifest says.
+    """The directory of a checkpoint's tokenizer, whose files are all as the manifest says.
 
     Args:
         directory: the checkpoint.
@@ -119,14 +119,14 @@ def verified_tokenizer(directory: Path, files: Mapping[str, FileEntry]) -> Path 
         CheckpointError: a file is missing, damaged, or not of the checkpoint.
     """
     refuse_unlisted(directory, files)
-    own = [name for name in files if name.startswith(f"{TOKENIZER_DIRECTORY}/")]
-    for name in own:
+    listed = [name for name in files if name.startswith(f"{TOKENIZER_DIRECTORY}/")]
+    for name in listed:
         verify(directory / name, files[name])
-    return directory / TOKENIZER_DIRECTORY if own else None
+    return directory / TOKENIZER_DIRECTORY if listed else None
 
 
 def refuse_unlisted(directory: Path, names: Iterable[str]) -> None:
-    """Refuse files beside a checkpoint's tokenizer, which would be read in its place.
+    """Refuse files beside a checkpoint's tokenizer, which would be read instead of it.
 
     Args:
         directory: the checkpoint.
@@ -137,10 +137,12 @@ def refuse_unlisted(directory: Path, names: Iterable[str]) -> None:
     """
     stored = directory / TOKENIZER_DIRECTORY
     try:
-        found = sorted(f"{TOKENIZER_DIRECTORY}/{path.name}" for path in stored.iterdir()) if stored.is_dir() else []
+        stored_names = (
+            sorted(f"{TOKENIZER_DIRECTORY}/{path.name}" for path in stored.iterdir()) if stored.is_dir() else []
+        )
     except OSError as error:
         raise CheckpointError(f"{stored}: {error.strerror}") from None
-    if others := [name for name in found if name not in set(names)]:
+    if others := [name for name in stored_names if name not in set(names)]:
         raise CheckpointError(f"{directory / others[0]} is not among the files of the manifest: remove it")
 
 

@@ -31,7 +31,7 @@ def load_checkpoint(path: Path, state: TrainingState, world: Group = ALONE) -> M
     """Fill this rank's weights and optimizer state, bit for bit.
 
     Args:
-        path: a checkpoint, or a run's output directory, of which the newest is taken.
+        path: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
         state: where to.
         world: the ranks that load together, and share the checking of files.
 
@@ -67,7 +67,7 @@ def read_together(path: Path, world: Group) -> tuple[Path, Manifest]:
     """Find and read a checkpoint's manifest on all ranks; their paths may differ, but not the checkpoint.
 
     Args:
-        path: a checkpoint, or a run's output directory, of which the newest is taken.
+        path: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
         world: the ranks that call this together.
 
     Returns:
@@ -89,13 +89,13 @@ def read_together(path: Path, world: Group) -> tuple[Path, Manifest]:
         raise CheckpointError(text if len(failed) == world.size else f"on rank {rank}: {text}")
     assert manifest is not None
     ranks_of: dict[str, list[int]] = {}
-    for rank, (_, found, _) in enumerate(everyone):
-        ranks_of.setdefault(found, []).append(rank)
+    for rank, (_, digest, _) in enumerate(everyone):
+        ranks_of.setdefault(digest, []).append(rank)
     if len(ranks_of) > 1:
-        told = "; ".join(
-            f"{ranks_in_words(ranks)}: {everyone[ranks[0]][0]} ({found})" for found, ranks in ranks_of.items()
+        choices = "; ".join(
+            f"{ranks_in_words(ranks)}: {everyone[ranks[0]][0]} ({digest})" for digest, ranks in ranks_of.items()
         )
-        raise CheckpointError(f"the ranks load different checkpoints: {told}: give every rank the same one")
+        raise CheckpointError(f"the ranks load different checkpoints: {choices}: give every rank the same one")
     return directory, manifest
 
 

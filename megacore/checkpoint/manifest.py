@@ -2,7 +2,7 @@
 
 Plain JSON, read without torch: a checkpoint that cannot be used is refused before torch is loaded. Its first line is
 the SHA-256 of all that follows, so that no bit of it changes unnoticed either. What it names is looked for in its own
-directory alone, and it is parsed only if its size is in proportion.
+directory only, and it is parsed only if its size is in proportion.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class CheckpointSaver:
         self._job = _Job(draft=draft, temporary=temporary, final=final, work=work)
 
     def advance(self) -> Saved | None:
-        """Agree on what is done and go on to what follows; only where no rank is waiting.
+        """Agree on what is done, and begin what follows; only if no rank is waiting.
 
         Returns:
             The checkpoint, once it is published.

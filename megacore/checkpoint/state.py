@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,20 @@ _WEIGHTS = StateKind(name=MODEL)
 Read = Callable[[str, str, Slices, Tensor | None], Tensor]  # kind, global name, which part of it, where to
 
 
+class Entry(NamedTuple):
+    """One tensor of a checkpoint, as far as this rank holds it.
+
+    Attributes:
+        kind: weights, buffers, or the name of a kind of optimizer state.
+        spec: the global tensor, and this rank's slice of it.
+        tensor: the slice, without padding.
+    """
+
+    kind: str
+    spec: ShardSpec
+    tensor: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingState:
     """A rank's view of the run.
@@ -40,7 +54,7 @@ class TrainingState:
         data_parallel: holds the weights.
         optimizer: holds the state of what this rank updates.
         counters: further numbers, the same on every rank (updates done, loss scale).
-        buffers: by global name; replicas may have different ones, of which those of one replica are kept.
+        buffers: by global name; replicas may have different ones, and one replica's are kept.
     """
 
     step: int
@@ -50,8 +64,8 @@ class TrainingState:
     counters: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
-    def entries(self) -> Iterator[tuple[str, ShardSpec, Tensor]]:
-        """(kind, slice, fp32 tensor without padding) of the stage; the ranks of a replica group iterate together.
+    def entries(self) -> Iterator[Entry]:
+        """The tensors of this rank's stages; the ranks of a replica group iterate together.
 
         A tensor may be the live one: copy it to keep it while training continues.
 
@@ -70,9 +84,9 @@ class TrainingState:
                 for name, tensor in tensors.items():
                     if kind.exists(whole=name in bucket.unsplit):
                         spec = _spec_of_state(kind, specs[name])
-                        yield kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind))
+                        yield Entry(kind.name, spec, spec.unpadded(_leading(tensor, spec.shape, kind)))
         for name, buffer in self.buffers.items():
-            yield BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer
+            yield Entry(BUFFERS, ShardSpec(name=name, shape=tuple(buffer.shape)), buffer)
 
     def fill(self, read: Read, kinds: Sequence[StateKind], updates: int) -> None:
         """Set everything that this rank updates, and publish the weights.
@@ -144,7 +158,7 @@ class TrainingState:
 
 
 def _spec_of_state(kind: StateKind, spec: ShardSpec) -> ShardSpec:
-    """Which slice of which global tensor the state of a parameter is."""
+    """The spec of a parameter's state: its global tensor, and this rank's slice."""
     return spec if kind.per == "element" else ShardSpec(name=spec.name, shape=kind.shape(spec.shape))
 
 

@@ -38,7 +38,7 @@ POINTS = (
     "half retired",
     "done",
 )
-"""The points of a save, in order. The first one, and all after the shards, are passed by the first rank alone."""
+"""The points of a save, in order. The first one, and all after the shards, are passed only by the first rank."""
 
 _CHUNK = 1 << 24
 

@@ -62,7 +62,7 @@ def read_rows(tensor: StoredTensor, start: int, stop: int, dtype: torch.dtype | 
 
 
 def read_slice(tensor: StoredTensor, where: Slices, out: Tensor | None = None) -> Tensor:
-    """A slice of a tensor, of which no other byte is read.
+    """A slice of a tensor; no other bytes are read.
 
     Args:
         tensor: where it lies.

@@ -23,10 +23,10 @@ class Work:
         problem: why it failed, or None; empty where it failed only because another rank did.
     """
 
-    def __init__(self, do: Callable[[], Any] | None, place: Path, *, background: bool) -> None:
+    def __init__(self, do: Callable[[], Any] | None, path: Path, *, background: bool) -> None:
         self.result: Any = None
         self.problem: str | None = None
-        self._do, self._place = do, place
+        self._do, self._path = do, path
         self._thread: threading.Thread | None = None
         if do is None:
             return
@@ -38,7 +38,7 @@ class Work:
             thread.start()
             self._thread = thread
         except RuntimeError as error:  # the system gives no more threads
-            self.problem, self._do = described(error, place), None
+            self.problem, self._do = described(error, path), None
 
     @property
     def is_done(self) -> bool:
@@ -55,17 +55,17 @@ class Work:
         except PeerFailed:
             self.problem = ""
         except Exception as error:
-            self.problem = described(error, self._place)
+            self.problem = described(error, self._path)
         finally:
             self._do = None  # and with it the state that it holds
 
 
-def described(error: Exception, place: Path) -> str:
+def described(error: Exception, path: Path) -> str:
     """An exception in one line; one that nobody foresaw with its type and the line of code that raised it."""
     if isinstance(error, OSError):
-        return f"{error.filename or place}: {error.strerror or error}"
+        return f"{error.filename or path}: {error.strerror or error}"
     if isinstance(error, UserError):
-        return f"{place}: {error}"
+        return f"{path}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{place}: {type(error).__name__}: {error}".removesuffix(": ") + where
+    return f"{path}: {type(error).__name__}: {error}".removesuffix(": ") + where

@@ -101,10 +101,10 @@ def convert(args: Namespace) -> None:
 
 def _from_hf(args: Namespace, temporary: Path) -> None:
     model = open_model(args.input)
-    print(f"{args.input}: {model.family.model_type}, {len(model.found.tensors)} tensors")
-    if model.found.left_out:
-        names = ", ".join(model.found.left_out[:3])
-        print(f"left out, as the model does not compute with them: {names} ({len(model.found.left_out)} in all)")
+    print(f"{args.input}: {model.family.model_type}, {len(model.stored.tensors)} tensors")
+    if model.stored.left_out:
+        names = ", ".join(model.stored.left_out[:3])
+        print(f"left out, as the model does not compute with them: {names} ({len(model.stored.left_out)} in all)")
     write_checkpoint(model, temporary, most_bytes=args.max_shard_size)
     tokens = check_tokens(model.config, args.input, args.check_tokens)
     agreement = compare(args.input, temporary, tokens)
@@ -145,10 +145,10 @@ def _from_megatron(args: Namespace, temporary: Path) -> None:
 
 def size(text: str) -> int:
     """A number of bytes, such as 500MB."""
-    found = re.fullmatch(r"(\d{1,12})\s*([A-Z]*)", text.strip().upper())
-    if found is None or found[2] not in _UNITS or int(found[1]) < 1:
+    match = re.fullmatch(r"(\d{1,12})\s*([A-Z]*)", text.strip().upper())
+    if match is None or match[2] not in _UNITS or int(match[1]) < 1:
         raise ArgumentTypeError(f"{text!r} is no size: use, for example, 500MB or 5GB")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def tolerance(text: str) -> float:

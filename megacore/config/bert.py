@@ -75,7 +75,7 @@ class BertSection(Section):
 
     @property
     def has_sentence_head(self) -> bool:
-        """Whether the model has a pooler and a sentence head, of which a resolved configuration's task decides."""
+        """Whether the model has a pooler and a sentence head; the task of a resolved configuration decides."""
         return self.sentence_task != "none"
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:

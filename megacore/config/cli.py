@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import megacore
-from megacore.config.fields import field_infos
+from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.flags import Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import help_text, help_topic
 from megacore.config.messages import counted
@@ -190,7 +190,10 @@ def _read(argv: Sequence[str], process: _Process, kind: type[C], shape: Shape | 
     # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config) if process.local_rank == 0 else []
     local_problems = [*process.problems, *file.problems, *on_disk, *shape_problems]
-    return _Reading(config, problems, local_problems, _overridden_preset(kind, flags, file, path), path)
+    notes = _overridden_preset(kind, flags, file, path)
+    if not problems and not local_problems:
+        notes += _kept_although_derived(kind, flags, file, path)
+    return _Reading(config, problems, local_problems, notes, path)
 
 
 def _shape_values(shape: Shape | None, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -224,6 +227,32 @@ def _overridden_preset(kind: type[Config], flags: Given, file: Given, path: str 
     if not changed:
         return []
     return [f"--config {path} overrides --preset {flags.values['preset']}: {', '.join(changed)}"]
+
+
+# Fields that a resolved file contains although they follow from others, and what they follow to.
+_DERIVED: Mapping[str, Callable[[Config], Any]] = {
+    "num_query_groups": lambda config: config.model.query_groups,
+    "kv_channels": lambda config: config.model.head_size,
+    "ffn_hidden_size": lambda config: config.model.inner_size,
+    "max_position_embeddings": lambda config: config.model.max_position_embeddings or config.data.seq_length,
+    "lr_decay_iters": lambda config: config.lr_decay_iters,
+}
+
+
+def _kept_although_derived(kind: type[Config], flags: Given, file: Given, path: str | None) -> list[str]:
+    """A note for each field that followed from others in the run that wrote the file, and that flags would change."""
+    notes = []
+    for name, derived in _DERIVED.items():
+        if name not in file.values or name in flags.values:
+            continue
+        kept, others = file.values[name], {k: v for k, v in file.values.items() if k != name}
+        there, here = (_build(kind, _with_defaults(kind, values)) for values in (others, {**others, **flags.values}))
+        if not there.model.problems() and kept == derived(there) != derived(here):
+            notes.append(
+                f"--config {path} sets {flag_and_value(name, kept)}: {flag_and_value(name, None)} derives it from the "
+                f"other flags, which gives {derived(here)}"
+            )
+    return notes
 
 
 def _build(kind: type[C], values: Mapping[str, Any]) -> C:

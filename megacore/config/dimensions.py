@@ -1,7 +1,7 @@
 """The dimensions of the mesh: one row for each way in which the ranks divide the work.
 
-The table fixes how ranks are numbered, how they are named in messages and files, and, through what a dimension divides,
-which groups they form (`megacore.parallel.mesh`). A further dimension is a further row.
+The table fixes how ranks are numbered and how they are named in messages and files. What a dimension divides decides
+which groups the ranks form (`megacore.parallel.mesh`), by the roles below. A further dimension is a further row.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 Divides = Literal["stages", "samples", "tokens", "matrices", "nothing"]
 
@@ -39,6 +40,28 @@ DIMENSIONS = (
     Dimension("tp", "tp", "matrices"),
 )
 
+# What the ranks of a group divide among themselves, by the group's role; in the order in which groups are made.
+ROLES: Mapping[str, frozenset[Divides]] = {
+    "pipeline": frozenset({"stages"}),
+    "batch": frozenset({"samples"}),
+    "layer": frozenset({"matrices"}),
+    "loss": frozenset({"samples", "tokens"}),
+    "replicas": frozenset({"samples", "tokens"}),
+    "copies": frozenset({"nothing"}),
+}
+
+
+def ranks_of_role(role: str, parallel: Any, dimensions: Sequence[Dimension] = DIMENSIONS) -> int:
+    """The number of ranks in a group of a role.
+
+    Args:
+        role: one of `ROLES`.
+        parallel: the resolved section of the configuration with the degrees.
+        dimensions: the table.
+    """
+    degrees = degrees_of(partial(getattr, parallel), dimensions)
+    return math.prod(degrees[d.name] for d in dimensions if d.divides in ROLES[role])
+
 
 def degrees_of(field: Callable[[str], int], dimensions: Sequence[Dimension] = DIMENSIONS) -> dict[str, int]:
     """The number of ranks along each dimension, by name, outermost first.
@@ -51,7 +74,7 @@ def degrees_of(field: Callable[[str], int], dimensions: Sequence[Dimension] = DI
 
 
 def coordinates_of(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Where a rank stands along each dimension, by name.
+    """The coordinate of a rank along each dimension, by name.
 
     Args:
         rank: global.

@@ -15,8 +15,9 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megacore.config.messages import did_you_mean, number, one_of
@@ -153,8 +154,13 @@ def _describe(field: dataclasses.Field[Any], declared: Any, narrowed: Any) -> Fi
     )
 
 
-def field_docs(section: type) -> dict[str, str]:
+def field_docs(section: type) -> Mapping[str, str]:
     """The help text of each field: the string under it in the source, which Python itself does not keep."""
+    return _field_docs(section)
+
+
+@functools.cache  # parsing the source takes milliseconds
+def _field_docs(section: type) -> Mapping[str, str]:
     body = ast.parse(inspect.getsource(_declaring_class(section))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}
@@ -163,7 +169,7 @@ def field_docs(section: type) -> dict[str, str]:
             assert isinstance(statement.target, ast.Name)
             assert isinstance(following.value, ast.Constant)
             docs[statement.target.id] = " ".join(str(following.value.value).split())
-    return docs
+    return MappingProxyType(docs)
 
 
 class Section:

@@ -18,6 +18,7 @@ REPLACED = {
     "--calculate-per-token-loss": "leave it out: the loss is always divided by the tokens of the global batch",
     "--ckpt-format": "leave it out: checkpoints are safetensors",
     "--ckpt-step": "use --load OUTPUT_DIR/step_NNNNNNNN",
+    "--cross-entropy-loss-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--data-args-path": "use --config FILE.toml, with data_path in its table [data]",
     "--dataloader-type": "leave it out: samples come in one order that every layout shares",
     "--ddp-bucket-size": "use --bucket-size-mb, which counts MiB instead of elements",
@@ -29,14 +30,15 @@ REPLACED = {
     "--exit-signal-handler": "leave it out: SIGTERM and SIGINT always save and end the run",
     "--embed-layernorm": "use --embedding-layernorm",
     "--fp16": "use --precision fp16",
+    "--grad-reduce-in-bf16": "use --grad-reduce-dtype bf16",
     "--group-query-attention": "leave it out: --num-query-groups turns it on",
     "--log-memory-to-tensorboard": "leave it out: memory is always in metrics.jsonl",
     "--log-throughput": "leave it out: throughput is always logged",
-    "--lr-decay-samples": "use --lr-decay-iters, which counts steps",
-    "--lr-warmup-fraction": "use --lr-warmup-iters, which counts steps",
-    "--lr-warmup-samples": "use --lr-warmup-iters, which counts steps",
+    "--lr-decay-samples": "use --lr-decay-iters: its value divided by --global-batch-size",
+    "--lr-warmup-fraction": "use --lr-warmup-iters: its value times --lr-decay-iters",
+    "--lr-warmup-samples": "use --lr-warmup-iters: its value divided by --global-batch-size",
     "--masked-softmax-fusion": "leave it out: the implementation of each operation is chosen and reported",
-    "--merge-file": "use --tokenizer DIR, with a tokenizer.json in it",
+    "--merge-file": "use --tokenizer DIR, with this file in it as merges.txt",
     "--no-create-attention-mask-in-dataloader": "leave it out: the data loader never makes attention masks",
     "--no-bias-dropout-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--no-bias-gelu-fusion": "leave it out: the implementation of each operation is chosen and reported",
@@ -44,6 +46,8 @@ REPLACED = {
     "--no-gradient-accumulation-fusion": "leave it out: there is no such fusion",
     "--no-load-rng": "leave it out: no generator has a state that could be loaded",
     "--no-masked-softmax-fusion": "leave it out, or choose with --attention sdpa or --attention fused-softmax",
+    "--no-persist-layer-norm": "leave it out: the implementation of each operation is chosen and reported",
+    "--no-rope-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--no-save-rng": "leave it out: no generator has a state that could be saved",
     "--openai-gelu": "leave it out: --activation gelu is its tanh form",
     "--recompute-activations": "use --recompute selective",
@@ -54,27 +58,31 @@ REPLACED = {
     "--reset-position-ids": "leave it out: packed BERT has relative positions, GPT counts through a sample",
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear and --rope-scaling-factor",
     "--swiglu": "use --activation swiglu",
+    "--tiktoken-pattern": "use --tokenizer PATH, with the tokenizer's tokenizer.json",
     "--tokenizer-type": "leave it out: --tokenizer PATH tells its own type",
-    "--train-samples": "use --train-iters, which counts steps of --global-batch-size samples",
+    "--train-samples": "use --train-iters: its value divided by --global-batch-size",
     "--transformer-impl": "leave it out: the fastest available implementation is chosen and reported",
     "--use-checkpoint-args": "use --config OUTPUT_DIR/config.toml, which every run writes",
     "--use-cpu-initialization": "leave it out: initial weights are the same on every device and layout",
+    "--use-dist-ckpt": "leave it out: every checkpoint is loaded on any layout",
     "--use-distributed-optimizer": "use --zero-stage 1",
     "--use-mcore-models": "leave it out: there is one kind of model",
     "--use-rope-scaling": "use --rope-scaling llama3, with --rope-scaling-factor and --rope-original-max-positions",
     "--use-rotary-position-embeddings": "use --position-embedding-type rope",
-    "--vocab-file": "use --tokenizer PATH (a tokenizer.json, a directory that holds one, or a SentencePiece model)",
+    "--vocab-file": "use --tokenizer DIR, with this file in it as vocab.json (GPT-2) or vocab.txt (BERT)",
 }
 """Flags that have another name here, or that megacore does not need."""
 
 _NOT_YET = """
-    --apply-layernorm-1p --check-for-large-grads --check-for-spiky-loss --context-parallel-size --end-weight-decay
-    --expert-model-parallel-size --finetune --iterations-to-skip --log-num-zeros-in-grad --log-params-norm
-    --manual-gc --manual-gc-interval --no-load-optim --no-mmap-bin-files --no-save-optim
-    --num-dataset-builder-threads --per-split-data-args-path --pretrained-checkpoint --profile --profile-ranks
-    --profile-step-end --profile-step-start --rotary-interleaved --skip-train --squared-relu --start-weight-decay
-    --step-batch-size-schedule --tensorboard-dir --tensorboard-log-interval --test-data-path --timing-log-level
-    --timing-log-option --tp-comm-overlap --train-data-path --use-tp-pp-dp-mapping --valid-data-path
+    --apply-layernorm-1p --check-for-large-grads --check-for-spiky-loss --context-parallel-size --decoupled-lr
+    --decoupled-min-lr --empty-unused-memory-level --enable-one-logger --end-weight-decay --expert-model-parallel-size
+    --finetune --fp8-amax-compute-algo --fp8-amax-history-len --fp8-format --fp8-param-gather --iterations-to-skip
+    --log-num-zeros-in-grad --log-params-norm --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
+    --manual-gc --manual-gc-interval --no-load-optim --no-mmap-bin-files --no-save-optim --num-dataset-builder-threads
+    --num-experts --per-split-data-args-path --pretrained-checkpoint --profile --profile-ranks --profile-step-end
+    --profile-step-start --rampup-batch-size --rotary-interleaved --skip-train --squared-relu --start-weight-decay
+    --step-batch-size-schedule --tensorboard-dir --tensorboard-log-interval --tensorboard-queue-size --test-data-path
+    --timing-log-level --timing-log-option --tp-comm-overlap --train-data-path --use-tp-pp-dp-mapping --valid-data-path
     --vocab-extra-ids --wandb-entity --wandb-exp-name --wandb-project --wandb-save-dir --weight-decay-incr-style
 """
 NOT_YET = frozenset(_NOT_YET.split())

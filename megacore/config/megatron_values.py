@@ -86,20 +86,20 @@ def _layers_of_virtual_stage(flag: str, text: str, shape: Shape) -> Translation:
     layers = _number(flag, text)
     if not shape.num_layers or not shape.pp:
         return Translation({})
-    own, left = divmod(shape.num_layers, shape.pp)
+    per_rank, left = divmod(shape.num_layers, shape.pp)
     if left:
         raise ValueError(
             f"{flag} {layers} counts layers of equal stages, and --pp {shape.pp} does not divide --num-layers "
-            f"{shape.num_layers}: say instead how many stages a rank holds, with --virtual-stages and --schedule "
+            f"{shape.num_layers}: give the number of stages per rank instead, with --virtual-stages and --schedule "
             "interleaved; uneven ones are balanced"
         )
-    if own % layers:
+    if per_rank % layers:
         raise ValueError(
-            f"{flag} {layers} must divide the {own} layers of a rank (--num-layers {shape.num_layers} / --pp "
-            f"{shape.pp}): use {one_of(divisors(own, near=layers))}, or --virtual-stages and --schedule interleaved, "
-            "which balances uneven stages"
+            f"{flag} {layers} must divide the {per_rank} layers per rank (--num-layers {shape.num_layers} / --pp "
+            f"{shape.pp}): use {one_of(divisors(per_rank, near=layers))}, or --virtual-stages and --schedule "
+            "interleaved, which balances uneven stages"
         )
-    return _stages(own // layers)
+    return _stages(per_rank // layers)
 
 
 def _layout(flag: str, text: str, shape: Shape) -> Translation:

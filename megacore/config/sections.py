@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from megacore.config.dimensions import degrees_of
 from megacore.config.fields import Choices, Flag, Range, Section
@@ -187,6 +187,14 @@ class PrecisionConfig(Section):
         return replace(self, initial_loss_scale=max(scale, self.min_loss_scale))
 
 
+class SplitShares(NamedTuple):
+    """The shares of training, validation and test, which sum to 1."""
+
+    train: float
+    valid: float
+    test: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
     """The training data, its split, and how it is loaded."""
@@ -233,8 +241,8 @@ class DataConfig(Section):
             )
         return path[1::2], positive
 
-    def split_shares(self) -> tuple[float, float, float]:
-        """The shares of training, validation and test, which sum to 1.
+    def split_shares(self) -> SplitShares:
+        """The shares of --split.
 
         Raises:
             ValueError: --split is not one to three non-negative numbers, or its first number is 0.
@@ -250,8 +258,7 @@ class DataConfig(Section):
             raise ValueError(
                 f"--split {self.split} leaves nothing to train on: make the first number positive, for example 949,50,1"
             )
-        train, valid, test = (s / sum(shares) for s in [*shares, 0.0, 0.0][:3])
-        return train, valid, test
+        return SplitShares(*(s / sum(shares) for s in [*shares, 0.0, 0.0][:3]))
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         for name, parse in (("data_path", self.blend), ("split", self.split_shares)):

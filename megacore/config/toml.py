@@ -85,6 +85,7 @@ def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:
         given.problems.append(f"--config {path} is not valid TOML: {error}")
         return given
     given.unread = set()
+    tables_of: dict[str, str] = {}  # of each key that was read
     for name, table in tables.items():
         where = partial(_where, path, text)
         if name not in sections_of(kind):
@@ -95,6 +96,9 @@ def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:
             given.problems.append(f"{where(None, name)}: {name} is a table: write [{name}] on a line of its own")
         else:
             for key, value in table.items():
+                other = tables_of.setdefault(key, name)
+                if other != name and _field(kind, name, key) is not None:
+                    given.problems.append(f"{where(name, key)}: {key} is under [{other}] and under [{name}]: keep one")
                 _read_key(given, kind, partial(where, name, key), (name, key), value)
     return given
 

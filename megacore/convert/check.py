@@ -115,8 +115,8 @@ def check_tokens(config: ResolvedModel, tokenizer: Path | None, file: Path | Non
         except OSError as error:
             raise DataError(f"--check-tokens {file} cannot be read: {error.strerror}") from None
     vocabulary, most = config.vocab_size, _most_tokens(config)
-    found = carried_tokenizer(tokenizer)
-    ids = list(text.encode()) if found is None else found.encode(text)
+    carried = carried_tokenizer(tokenizer)
+    ids = list(text.encode()) if carried is None else carried.encode(text)
     if file is None and len(ids) < _FEWEST_TOKENS:  # to this tokenizer the text is hardly more than one unknown word
         ids = list(text.encode())
     if ids and most > _MOST_TOKENS:  # the text again and again, to reach a limit
@@ -161,10 +161,10 @@ def _their_logits(model: HFModel, tokens: Tensor) -> list[Tensor]:
     if model.bert is None:
         return [twin(input_ids=tokens, use_cache=False).logits[0]]
     segments = {"token_type_ids": _segments(tokens)} if model.bert.bert_style == "classic" else {}
-    found = twin(input_ids=tokens, **segments)
+    output = twin(input_ids=tokens, **segments)
     if model.bert.sentence_task == "none":
-        return [found.logits[0]]
-    return [found.prediction_logits[0], found.seq_relationship_logits[0]]
+        return [output.logits[0]]
+    return [output.prediction_logits[0], output.seq_relationship_logits[0]]
 
 
 @torch.no_grad()
@@ -178,8 +178,8 @@ def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype
         return tensors.read(parameter.spec.name, rounded or torch.float32).float()
 
     _stream(stage, read)
-    found = stage(tokens if tensors.bert is None else (tokens, _segments(tokens), torch.ones_like(tokens)))
-    logits, *sentence = found if isinstance(found, tuple) else (found,)
+    output = stage(tokens if tensors.bert is None else (tokens, _segments(tokens), torch.ones_like(tokens)))
+    logits, *sentence = output if isinstance(output, tuple) else (output,)
     return [logits[0, :, : config.vocab_size], *(one[0] for one in sentence)]
 
 

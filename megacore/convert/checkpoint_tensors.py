@@ -29,7 +29,7 @@ from megacore.config.bert import ResolvedBert
 from megacore.config.dimensions import DIMENSIONS
 from megacore.errors import CheckpointError
 
-Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
+TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
 
 
 class CheckpointTensors:
@@ -107,11 +107,11 @@ def _model_of(manifest: Manifest, directory: Path) -> ResolvedModel:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def shards(forms: Forms, most_bytes: int) -> list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Deal tensors out to files of at most so many bytes, in order; a larger tensor has a file of its own."""
+def shards(types_of: TensorTypes, most_bytes: int) -> list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """Assign tensors to files of at most `max_bytes`, in order; a larger tensor gets a file of its own."""
     files: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = 0
-    for name, (dtype, shape) in forms.items():
+    for name, (dtype, shape) in types_of.items():
         more = torch.Size(shape).numel() * dtype.itemsize
         if files[-1] and size + more > most_bytes:
             files.append({})
@@ -122,46 +122,46 @@ def shards(forms: Forms, most_bytes: int) -> list[dict[str, tuple[torch.dtype, t
 
 
 def write_shards(
-    directory: Path, stem: str, forms: Forms, tensors: Iterator[tuple[str, Tensor]], *, most_bytes: int
+    directory: Path, stem: str, types_of: TensorTypes, tensors: Iterator[tuple[str, Tensor]], *, most_bytes: int
 ) -> dict[str, str]:
     """Write tensors into safetensors files, each as it comes.
 
     Args:
-        directory: where to.
+        directory: of the files.
         stem: the files' name: `model` gives model.safetensors, or model-00001-of-00003.safetensors.
-        forms: dtype and shape of all tensors, in the order in which they come.
+        types_of: dtype and shape of all tensors, in the order in which they come.
         tensors: the tensors.
         most_bytes: of a file.
 
     Returns:
         Name of each tensor -> its file.
     """
-    files = shards(forms, most_bytes)
-    where: dict[str, str] = {}
-    for number, own in enumerate(files, start=1):
+    files = shards(types_of, most_bytes)
+    file_of: dict[str, str] = {}
+    for number, entries in enumerate(files, start=1):
         name = f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        with TensorWriter(directory / name, own) as writer:
-            for _ in own:
+        with TensorWriter(directory / name, entries) as writer:
+            for _ in entries:
                 writer.write(*next(tensors))
-        where |= dict.fromkeys(own, name)
-    return where
+        file_of |= dict.fromkeys(entries, name)
+    return file_of
 
 
 def weights_manifest(
     directory: Path,
     config: Config,
-    forms: Forms,
+    types_of: TensorTypes,
     where: Mapping[str, str],
     others: Sequence[str],
     *,
     tokenizer: str | None = None,
 ) -> Manifest:
-    """The manifest of a checkpoint of weights alone, at step 0: what a run starts from.
+    """The manifest of a checkpoint with only weights, at step 0, from which a run starts.
 
     Args:
         directory: where the files lie.
         config: of a run with the model.
-        forms: dtype and shape of all tensors.
+        types_of: dtype and shape of all tensors.
         where: their files.
         others: further files to list.
         tokenizer: fingerprint of the tokenizer among them.
@@ -172,7 +172,7 @@ def weights_manifest(
             dtype=str(dtype).removeprefix("torch."),
             pieces=[Piece(file=where[name], start=[0] * len(shape), stop=list(shape))],
         )
-        for name, (dtype, shape) in forms.items()
+        for name, (dtype, shape) in types_of.items()
     }
     files: dict[str, FileEntry] = {name: describe(directory / name) for name in sorted({*where.values(), *others})}
     sections: dict[str, dict[str, Any]] = dataclasses.asdict(config)

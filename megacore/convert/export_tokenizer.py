@@ -45,7 +45,7 @@ def export_tokenizer(tensors: CheckpointTensors, like: Path | None) -> ExportTok
         CheckpointError: a file of the checkpoint's is damaged, or `like` has another tokenizer.
         DataError: a tokenizer cannot be read.
     """
-    own = _own(tensors)
+    own = _tokenizer_of_checkpoint(tensors)
     if like is None:
         return own
     others = present(like, TOKENIZER_FILES)
@@ -59,7 +59,7 @@ def export_tokenizer(tensors: CheckpointTensors, like: Path | None) -> ExportTok
     return ExportTokenizer(directory=like, files=others)
 
 
-def _own(tensors: CheckpointTensors) -> ExportTokenizer:
+def _tokenizer_of_checkpoint(tensors: CheckpointTensors) -> ExportTokenizer:
     directory = tensors.directory / TOKENIZER_DIRECTORY
     listed = {name: entry for name in TOKENIZER_FILES if (entry := tensors.manifest.files.get(_key(name))) is not None}
     for name, entry in listed.items():

@@ -25,7 +25,7 @@ from megacore.convert.hf_directory import (
     open_directory,
     present,
 )
-from megacore.convert.plan import Found, Step, find_tensors, make_plan, require_enough, whole_config
+from megacore.convert.plan import Step, StoredTensors, find_tensors, make_plan, require_enough, whole_config
 from megacore.models.hf.families import family_of
 from megacore.models.hf.family import Family
 
@@ -45,7 +45,7 @@ class HFModel:
         config: the model, resolved.
         bert: what is BERT's own of it.
         plan: its tensors.
-        found: where they lie.
+        stored: the tensors of its files.
     """
 
     directory: HFDirectory
@@ -53,7 +53,7 @@ class HFModel:
     config: ResolvedModel
     bert: ResolvedBert | None
     plan: list[Step]
-    found: Found
+    stored: StoredTensors
 
 
 def open_model(path: Path) -> HFModel:
@@ -71,8 +71,8 @@ def open_model(path: Path) -> HFModel:
     require_enough(family, config, bert, len(directory.tensors), str(path))
     plan = make_plan(family, config, bert)
     untied = config.untie_embeddings_and_output_weights
-    found = find_tensors(plan, family, directory.tensors, str(path), untied=untied)
-    return HFModel(directory=directory, family=family, config=config, bert=bert, plan=plan, found=found)
+    stored = find_tensors(plan, family, directory.tensors, str(path), untied=untied)
+    return HFModel(directory=directory, family=family, config=config, bert=bert, plan=plan, stored=stored)
 
 
 def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
@@ -87,19 +87,19 @@ def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
         DataError: its tokenizer cannot be read.
     """
     tokenizer = carried_tokenizer(model.directory.path)
-    tensors = model.found.tensors
-    forms = {step.ours: (DTYPES[tensors[step.theirs[0]].dtype], step.shape) for step in model.plan}
-    where = write_shards(target, "model", forms, _converted(model), most_bytes=most_bytes)
+    tensors = model.stored.tensors
+    types_of = {step.ours: (DTYPES[tensors[step.theirs[0]].dtype], step.shape) for step in model.plan}
+    where = write_shards(target, "model", types_of, _converted(model), most_bytes=most_bytes)
     kept = _keep(model, target)
     fingerprint = None if tokenizer is None else tokenizer.fingerprint
     config = whole_config(model.config, model.bert)
-    manifest = weights_manifest(target, config, forms, where, kept, tokenizer=fingerprint)
+    manifest = weights_manifest(target, config, types_of, where, kept, tokenizer=fingerprint)
     (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 
 def _converted(model: HFModel) -> Iterator[tuple[str, Tensor]]:
     for step in model.plan:
-        yield step.ours, step.assemble(lambda source, step=step: read_tensor(model.found.tensors[step.theirs[source]]))  # type: ignore[misc]
+        yield step.ours, step.assemble(lambda source, step=step: read_tensor(model.stored.tensors[step.theirs[source]]))  # type: ignore[misc]
 
 
 def _keep(model: HFModel, target: Path) -> list[str]:
@@ -113,6 +113,6 @@ def _keep(model: HFModel, target: Path) -> list[str]:
     if generation := present(source, (GENERATION_CONFIG,)):
         (target / KEPT_GENERATION_CONFIG).write_bytes(generation[0].read_bytes())
         kept.append(KEPT_GENERATION_CONFIG)
-    about = {"names": model.found.names, "copies": model.found.copies}
+    about = {"names": model.stored.names, "copies": model.stored.copies}
     (target / KEPT_SOURCE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return kept

@@ -1,7 +1,7 @@
 """A directory of Hugging Face transformers, as a stranger may have made it: nothing in it is run, and nothing outside
 it is read.
 
-Weights are read from safetensors alone. Names in the index must be plain file names, and links must stay inside the
+Weights are read only from safetensors. Names in the index must be plain file names, and links must stay inside the
 directory (or inside the hub cache that it belongs to). Everything is checked before the first tensor is read.
 """
 
@@ -71,12 +71,12 @@ def open_directory(path: Path) -> HFDirectory:
     files = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
     for name, listed in files.items():
-        found = read_header(inside(path, name))
-        if listed is not None and (missing := sorted(listed - found.keys())):
+        stored = read_header(inside(path, name))
+        if listed is not None and (missing := sorted(listed - stored.keys())):
             raise CheckpointError(f"{path / INDEX} has {missing[0][:80]} in {name}, but it is not there")
-        if listed is not None and (more := sorted(found.keys() - listed)):
+        if listed is not None and (more := sorted(stored.keys() - listed)):
             raise CheckpointError(f"{path / name} has {more[0][:80]}, which {INDEX} does not list there")
-        tensors |= found
+        tensors |= stored
     return HFDirectory(path=path, config=config, tensors=tensors)
 
 
@@ -171,11 +171,11 @@ def present(directory: Path, names: tuple[str, ...]) -> list[Path]:
     Raises:
         CheckpointError: one leads out of the directory, or is far too large.
     """
-    found = [inside(directory, name) for name in names if os.path.lexists(directory / name)]
-    for path in found:
+    paths = [inside(directory, name) for name in names if os.path.lexists(directory / name)]
+    for path in paths:
         if path.stat().st_size > _LARGEST_FILE:
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, too many for such a file")
-    return found
+    return paths
 
 
 def carry(files: list[Path], target: Path) -> None:

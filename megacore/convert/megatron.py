@@ -152,8 +152,8 @@ def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronModel:
         copies += [[part] for part in merged.pop("head.weight").parts]
     _require_complete(merged, shapes, path)
     for parts in copies:
-        own = merged["embedding.tokens.weight"].parts
-        if not any(torch.equal(parts[0], part) for part in own):
+        embedding = merged["embedding.tokens.weight"].parts
+        if not any(torch.equal(parts[0], part) for part in embedding):
             raise CheckpointError(f"{path}: word_embeddings_for_head differs from the embedding it is tied to")
     return MegatronModel(
         path=path,
@@ -223,9 +223,9 @@ def write_megatron(model: MegatronModel, target: Path, *, most_bytes: int) -> No
         CheckpointError: they differ, or the files do not fit each other.
     """
     dtypes = {name: model.merged[name.replace(".mlp.gate.", ".mlp.up.")].parts[0].dtype for name in model.shapes}
-    forms = {name: (dtypes[name], shape) for name, shape in model.shapes.items()}
-    where = write_shards(target, "model", forms, model.tensors(), most_bytes=most_bytes)
-    manifest = weights_manifest(target, whole_config(model.config, None), forms, where, [])
+    types_of = {name: (dtypes[name], shape) for name, shape in model.shapes.items()}
+    where = write_shards(target, "model", types_of, model.tensors(), most_bytes=most_bytes)
+    manifest = weights_manifest(target, whole_config(model.config, None), types_of, where, [])
     (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     written = CheckpointTensors(target)
     for name, tensor in model.tensors():

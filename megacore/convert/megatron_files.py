@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoint files, mp_rank_XX[_YYY]/model_optim_rng.pt, which are pickles: read as data alone.
+"""Megatron-LM's checkpoint files, mp_rank_XX[_YYY]/model_optim_rng.pt, which are pickles: only data is read.
 
 torch's restricted loader takes tensors, numbers, texts and containers, and refuses everything else. Besides it knows
 argparse.Namespace, in which Megatron-LM keeps its flags, and a few names that such files mention and nobody here needs
@@ -98,20 +98,20 @@ def open_ranks(path: Path) -> list[list[RankFile]]:
         CheckpointError: files are missing, or hold what megacore does not load.
     """
     directory = _iteration(path)
-    found: dict[tuple[int, int], Path] = {}
+    files_of: dict[tuple[int, int], Path] = {}
     for entry in sorted(directory.iterdir()):
         if match := _RANK.fullmatch(entry.name):
-            found[int(match[2] or 0), int(match[1])] = _file(entry)
+            files_of[int(match[2] or 0), int(match[1])] = _file(entry)
         elif entry.name.startswith("mp_rank_"):
             raise CheckpointError(f"{entry}: megacore reads mp_rank_TT and mp_rank_TT_PPP, without further dimensions")
-    if not found:
+    if not files_of:
         raise CheckpointError(f"{directory} has no mp_rank_TT[_PPP]/{FILE}: it is not in Megatron-LM's torch format")
-    stages, ranks = (max(key[i] for key in found) + 1 for i in (0, 1))
+    stages, ranks = (max(key[i] for key in files_of) + 1 for i in (0, 1))
     for pp in range(stages):
         for tp in range(ranks):
-            if (pp, tp) not in found:
+            if (pp, tp) not in files_of:
                 raise CheckpointError(f"{directory} lacks the file of tensor rank {tp}, pipeline rank {pp}")
-    files = [[_load(found[pp, tp], tp, pp) for tp in range(ranks)] for pp in range(stages)]
+    files = [[_load(files_of[pp, tp], tp, pp) for tp in range(ranks)] for pp in range(stages)]
     sizes = (("tensor_model_parallel_size", ranks), ("pipeline_model_parallel_size", stages))
     for name, size in sizes:
         said = files[0][0].args.get(name, size)

@@ -133,11 +133,11 @@ def make_plan(family: Family, config: ResolvedModel, bert: ResolvedBert | None =
     rules = {rule.ours: rule for rule in family.rules}
     steps = []
     for name, shape in model_shapes(config, bert).items():
-        found = _BLOCK.match(name)
+        match = _BLOCK.match(name)
         rule = rules.get(_BLOCK.sub("blocks.{i}.", name))
         if rule is None:
             raise CheckpointError(f"a {family.model_type} model has no tensor for {name}")
-        steps.append(_step(rule, name, shape, config, number=found[1] if found else ""))
+        steps.append(_step(rule, name, shape, config, number=match[1] if match else ""))
     return steps
 
 
@@ -214,7 +214,7 @@ def require_enough(family: Family, config: ResolvedModel, bert: ResolvedBert | N
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class StoredTensors:
     """The tensors of a directory, as a plan asks for them.
 
     Attributes:
@@ -232,7 +232,7 @@ class Found:
 
 def find_tensors(
     plan: list[Step], family: Family, stored: Mapping[str, StoredTensor], where: str, *, untied: bool
-) -> Found:
+) -> StoredTensors:
     """Find every tensor of a plan among the stored ones, and nothing besides.
 
     Args:
@@ -246,42 +246,44 @@ def find_tensors(
         CheckpointError: tensors are missing, unknown, of another shape, or of several dtypes where they become one.
     """
     wanted = their_shapes(plan)
-    found = Found(tensors={}, names={}, left_out=[], copies={})
+    result = StoredTensors(tensors={}, names={}, left_out=[], copies={})
     repeated = family.unused if untied else family.ties
     problems = []
     for name, tensor in stored.items():
         canonical = _canonical(name, wanted, family)
         if canonical in wanted:
-            if canonical in found.tensors:
-                problems.append(f"{canonical} is there twice, as {found.names.get(canonical, canonical)} and as {name}")
-            found.tensors[canonical] = tensor
+            if canonical in result.tensors:
+                problems.append(
+                    f"{canonical} is there twice, as {result.names.get(canonical, canonical)} and as {name}"
+                )
+            result.tensors[canonical] = tensor
             if name != canonical:
-                found.names[canonical] = name
+                result.names[canonical] = name
         elif canonical in repeated:
-            found.copies[name] = repeated[canonical]
+            result.copies[name] = repeated[canonical]
         elif name.endswith(family.buffers):
-            found.left_out.append(name)
+            result.left_out.append(name)
         else:
             problems.append(f"{name[:80]} is unknown")
-    problems += [f"{name} is missing" for name in wanted if name not in found.tensors]
+    problems += [f"{name} is missing" for name in wanted if name not in result.tensors]
     problems += [
-        f"{name} is {list(found.tensors[name].shape)}, but config.json makes it {list(shape)}"
+        f"{name} is {list(result.tensors[name].shape)}, but config.json makes it {list(shape)}"
         for name, shape in wanted.items()
-        if name in found.tensors and found.tensors[name].shape != shape
+        if name in result.tensors and result.tensors[name].shape != shape
     ]
-    problems += list(_mixed(plan, found))
+    problems += list(_mixed(plan, result))
     if problems:
         more = f"; and {len(problems) - 6} more" if len(problems) > 6 else ""
         raise CheckpointError(f"{where} does not hold what its config.json describes: {'; '.join(problems[:6])}{more}")
-    for name, original in found.copies.items():
-        if _equal(stored[name], found.tensors[original]):
+    for name, original in result.copies.items():
+        if _equal(stored[name], result.tensors[original]):
             continue
         if not untied:
             raise CheckpointError(
                 f"{where}: config.json ties {name} to {original}, but they differ: one of both is wrong"
             )
-        found.left_out.append(name)
-    return found
+        result.left_out.append(name)
+    return result
 
 
 def _canonical(name: str, wanted: Mapping[str, tuple[int, ...]], family: Family) -> str:
@@ -293,9 +295,9 @@ def _canonical(name: str, wanted: Mapping[str, tuple[int, ...]], family: Family)
     return name
 
 
-def _mixed(plan: list[Step], found: Found) -> Iterator[str]:
+def _mixed(plan: list[Step], stored: StoredTensors) -> Iterator[str]:
     for step in plan:
-        tensors = [found.tensors[name] for name in step.theirs if name in found.tensors]
+        tensors = [stored.tensors[name] for name in step.theirs if name in stored.tensors]
         if wrong := next((one for one in tensors if one.dtype not in _FLOATS), None):
             yield f"{wrong.name} is {wrong.dtype}, which no weight is"
         elif len({tensor.dtype for tensor in tensors}) > 1:

@@ -87,6 +87,6 @@ class WeightsFromHF:
     def fill(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
         for parameter in parameters:
-            values = self._steps[parameter.spec.name].slice(parameter.spec, self._model.found.tensors)
+            values = self._steps[parameter.spec.name].slice(parameter.spec, self._model.stored.tensors)
             parameter.data.zero_()
             parameter.spec.unpadded(parameter.data).copy_(values)

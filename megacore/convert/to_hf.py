@@ -202,16 +202,16 @@ def write_directory(export: Export, target: Path, *, most_bytes: int) -> None:
         target: an empty directory.
         most_bytes: of a file.
     """
-    forms = dict(_forms(export))
-    where = write_shards(target, "model", forms, _converted(export), most_bytes=most_bytes)
+    types_of = dict(_types_of(export))
+    where = write_shards(target, "model", types_of, _converted(export), most_bytes=most_bytes)
     if len(set(where.values())) > 1:
-        size = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in forms.values())
+        size = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in types_of.values())
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
         _write_json(target / INDEX, index)
     _write_config(export, target)
 
 
-def _forms(export: Export) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
+def _types_of(export: Export) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...]]]]:
     for name, shape in their_shapes(export.plan).items():
         dtype = export.dtype or export.tensors.dtype(_parts(export, name)[0][0].ours)
         yield export.names.get(name, name), (dtype, shape)
@@ -246,7 +246,7 @@ def _write_config(export: Export, target: Path) -> None:
     if export.config is not None:
         config = export.config
         if kept is None:
-            config = config | {"dtype": _name(_widest({dtype for dtype, _ in dict(_forms(export)).values()}))}
+            config = config | {"dtype": _name(_widest({dtype for dtype, _ in dict(_types_of(export)).values()}))}
         _write_json(target / CONFIG, config)
     elif kept == tensors.directory:
         (target / CONFIG).write_bytes((kept / KEPT_CONFIG).read_bytes())

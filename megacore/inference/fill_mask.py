@@ -46,4 +46,4 @@ def fill_mask(
     ids = torch.tensor(list(allowed))
     best = masked[:, ids].topk(min(top_k, len(ids)))
     rows = zip(ids[best.indices].tolist(), best.values.tolist(), strict=True)
-    return [list(zip(found, probabilities, strict=True)) for found, probabilities in rows]
+    return [list(zip(tokens, probabilities, strict=True)) for tokens, probabilities in rows]

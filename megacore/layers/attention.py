@@ -85,11 +85,11 @@ class SelfAttention(nn.Module):
         """
         query, key, value = self._heads(self.qkv(x))
         query, key, value = self._normalized_and_rotated(query, key, value, positions)
-        heads = [heads.transpose(1, 2) for heads in (query, key, value)]  # [b, n/t, s, d]
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [b, n/t, s, d]
         if self.recomputes and torch.is_grad_enabled():
-            mixed = recompute(partial(self._mix, documents=documents), *heads, streams=self.streams)
+            mixed = recompute(partial(self._mix, documents=documents), query, key, value, streams=self.streams)
         else:
-            mixed = self._mix(*heads, documents=documents)
+            mixed = self._mix(query, key, value, documents)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:

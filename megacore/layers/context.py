@@ -46,8 +46,8 @@ class BuildContext:
         device: where parameters live.
         streams: where dropout masks come from.
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
-        recompute_attention: attention keeps queries, keys and values alone, and mixes them again in backward.
-        recompute_light: the outputs of norms and activations are made again in backward, and not kept.
+        recompute_attention: attention keeps only queries, keys and values, and is computed again in backward.
+        recompute_light: the outputs of norms and activations are computed again in backward, and not kept.
         split_backward: input and weight gradients are computed apart, at different times or to the same bits as if.
         attention: which implementation mixes them.
         products: computes the matrix products of every linear layer, the output layer's included.

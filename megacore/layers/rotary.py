@@ -3,7 +3,7 @@
 One object serves all layers of a model that share its frequencies, and keeps the tables of the longest sequence so far.
 Longer contexts than a model was trained on stretch the frequencies: all alike (linear; Chen et al. 2023, arXiv
 2306.15595), by the length of the sequence (dynamic NTK; Peng et al. 2023, arXiv 2309.00071, appendix B.1), or the low
-ones alone (llama3; Llama team 2024, arXiv 2407.21783).
+ones only (llama3; Llama team 2024, arXiv 2407.21783).
 
 Shape legend: b micro-batch, s positions, n heads, d head size, r rotated dimensions.
 """

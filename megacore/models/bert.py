@@ -71,8 +71,8 @@ class BertEmbedding(ShardedModule):
         tokens, segments, documents = inputs
         x = self.tokens(tokens)
         if self.positions is not None and self.segments is not None:
-            own = local_positions(tokens.shape[1], self.split)
-            x = x + F.embedding(segments[:, own], self.segments) + self.positions[own]
+            positions = local_positions(tokens.shape[1], self.split)
+            x = x + F.embedding(segments[:, positions], self.segments) + self.positions[positions]
         return self.dropout(self.norm(x)), documents
 
 
@@ -160,24 +160,24 @@ def _builds(config: ResolvedBertConfig, context: BuildContext) -> list[Callable[
     model, modern = config.model, config.bert.packed
     bases = (model.rotary_base, config.bert.local_rotary_base) if modern else ()
     turns = [Rotary(model.rotary_dimensions, base=base) for base in bases]
-    found: list[Callable[[], nn.Module]] = []
+    builders: list[Callable[[], nn.Module]] = []
     for i in range(model.num_layers):
-        own, name = bert_block(config, i), f"blocks.{i}"
+        block, name = bert_block(config, i), f"blocks.{i}"
         if modern:
             build: Callable[[], nn.Module] = partial(
                 TransformerBlock,
-                own,
+                block,
                 context,
                 name,
                 causal=False,
-                window=own.window_size,
-                rotary=turns[own.window_size is not None],
+                window=block.window_size,
+                rotary=turns[block.window_size is not None],
                 attention_norm=i > 0,  # the first block reads what the embedding has normed already
             )
         else:
-            build = partial(PostNormBlock, own, context, name)
-        found.append(build)
-    return found
+            build = partial(PostNormBlock, block, context, name)
+        builders.append(build)
+    return builders
 
 
 def bert_flops(config: ResolvedBertConfig) -> float:

@@ -184,7 +184,7 @@ def _wrong_ties(
 
 
 def is_split(layers: Sequence[Layer]) -> bool:
-    """Whether a layer has a parameter of which each tensor-parallel rank holds a part."""
+    """Whether a layer has a parameter that the tensor-parallel ranks split."""
     return any(
         parameter.numel() != _global_size(parameter) for layer in layers for parameter in layer.parameters().values()
     )

@@ -24,7 +24,7 @@ class LayerSpec:
         build: makes the layer; its forward takes the previous layer's output.
         parameters: parameters of the whole layer, all tensor-parallel slices together.
         flops: operations of its forward for one token, by which stages may be balanced.
-        is_block: one of the repeated layers, of which every stage holds at least one.
+        is_block: one of the repeated layers; every stage holds at least one.
         tied: local parameter name -> global name of the earlier layer's parameter that it is.
         held: parameters that one tensor-parallel rank holds, padding included; None: `parameters`.
         shared: how many of these are tied, and are held once where both layers lie on one rank.

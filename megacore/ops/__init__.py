@@ -1,9 +1,9 @@
-"""The operators that a layer is made of, and the one place that decides which implementation of each runs.
+"""The operators of layers, and the one module (dispatch.py) that decides which implementation of each runs.
 
-Every operator has a plain-torch form and a Triton kernel (`megacore.kernels`, imported from here alone). On a GPU with
+Every operator has a plain-torch form and a Triton kernel (`megacore.kernels`, imported only from here). On a GPU with
 Triton the kernel runs, elsewhere torch; `--kernels` and `kernels_chosen` override it. Each kernel is a
 `torch.library.custom_op` with a shape function and a gradient, so that fake tensors, FLOP counters and torch.compile
-see through it. All of them may be used alone: `from megacore.ops import rms_norm`.
+see through it. Each may be used by itself: `from megacore.ops import rms_norm`.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def implementations(
     """
     kernels = described(device)
     softmax = kernels if positions != "alibi" else "torch"
-    found = {norm: kernels}
+    names = {norm: kernels}
     if positions == "rope":
-        found["rotary"] = kernels
-    found["attention"] = "torch sdpa" if resolved(attention) == "sdpa" else f"fused softmax, {softmax}"
-    found[activation] = kernels if activation in ("gelu", "swiglu") else "torch"
-    return {**found, "cross_entropy": kernels}
+        names["rotary"] = kernels
+    names["attention"] = "torch sdpa" if resolved(attention) == "sdpa" else f"fused softmax, {softmax}"
+    names[activation] = kernels if activation in ("gelu", "swiglu") else "torch"
+    return {**names, "cross_entropy": kernels}

@@ -1,7 +1,7 @@
 """Activations of the feed-forward layer: GELU, with the bias before it folded in or without, SwiGLU and GeGLU.
 
 GELU is the tanh form that GPT-2 uses (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2), SwiGLU that of Shazeer
-2020 (arXiv 2002.05202). Both keep their inputs alone and compute the rest again in backward.
+2020 (arXiv 2002.05202). Both keep only their inputs and compute the rest again in backward.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def gelu(x: Tensor, *, exact: bool = False) -> Tensor:
 
     Args:
         x: [..., f] contiguous; fp32, fp16 or bf16.
-        exact: with the error function, as BERT has it; in plain torch alone.
+        exact: with the error function, as in BERT; only in plain torch.
 
     Returns:
         Like x.

@@ -32,38 +32,48 @@ Attention = Literal["auto", "sdpa", "fused-softmax"]
 
 
 def resolved(implementation: Attention) -> Attention:
-    """What `auto` stands for: sdpa, which is the faster one for every mask that the models have."""
+    """The implementation of `auto`: sdpa, which is the faster one for every mask that the models have."""
     return "sdpa" if implementation == "auto" else implementation
 
 
-class _Latest:
-    """The tensor that was made last. The layers of a model ask for one and the same, one after the other, and share it;
-    another one takes its place, so that no more than one outlives its forward pass.
+class _Cache:
+    """The latest tensor of each kind of layer: the layers of a kind share it.
 
-    What is made while fake tensors or torch.compile trace is not real, and is not kept. Neither is a tensor of
-    inference mode, which autograd could not save later: that mode is left while a tensor is made.
+    A tensor of another shape replaces the one of its kind, and a further kind the oldest one, so that few outlive their
+    forward pass. Fake tensors and those of a torch.compile trace are not kept. Neither are tensors of inference mode,
+    which autograd could not save later: that mode is left while a tensor is made.
+
+    Args:
+        kinds: the number of tensors to keep.
     """
 
-    def __init__(self) -> None:
-        self._key: Hashable = None
-        self._tensor: Tensor | None = None
+    def __init__(self, kinds: int = 1) -> None:
+        self._kinds = kinds
+        self._kept: dict[Hashable, tuple[Hashable, Tensor]] = {}  # kind -> shape, and the tensor; the oldest first
 
-    def get(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """The tensor of this key, which nobody may write to."""
+    def get(self, kind: Hashable, shape: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """The tensor of a kind, which must not be written to.
+
+        Args:
+            kind: of the layer.
+            shape: what else the tensor depends on, such as the length, dtype and device.
+            make: makes it.
+        """
         if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
             return make()
-        if self._tensor is None or self._key != key:
-            self._tensor = None  # its memory may be used for the next
+        if kind not in self._kept or self._kept[kind][0] != shape:
+            self._kept.pop(kind, None)  # the new one may use its memory
+            if len(self._kept) == self._kinds:
+                del self._kept[next(iter(self._kept))]
             with torch.inference_mode(False), torch.no_grad():
-                self._tensor = make()
-            self._key = key
-        return self._tensor
+                self._kept[kind] = shape, make()
+        return self._kept[kind][1]
 
 
 class Alibi:
-    """What ALiBi adds to scores: minus the distance, times a slope of each head's own.
+    """The term that ALiBi adds to scores: minus the distance, times the slope of the head.
 
-    It remembers the causal bias of its last sequence's length, n x s x s numbers, so that all layers share one.
+    It keeps the causal bias of the last sequence length, n x s x s numbers, which all layers share.
 
     Args:
         slopes: [n] fp32, of the heads that are computed here.
@@ -71,11 +81,11 @@ class Alibi:
 
     def __init__(self, slopes: Tensor) -> None:
         self.slopes = slopes
-        self._causal = _Latest()
+        self._causal = _Cache()
 
     def bias(self, like: Tensor, seen: Tensor | None, *, causal: bool) -> Tensor:
         """[1 or b, n, s, s] in `like`'s dtype, -inf where a key is not seen; `seen` as `visible` gives it, and None
-        where causality alone decides, or nothing."""
+        where only causality decides, or nothing."""
         length = like.shape[-2]
         if seen is not None or not causal:
             bias = self._distances(length, like)
@@ -85,11 +95,11 @@ class Alibi:
             later = torch.ones(length, length, dtype=torch.bool, device=like.device).triu(1)
             return self._distances(length, like).masked_fill_(later, -math.inf)
 
-        return self._causal.get((length, like.dtype, like.device), causally)
+        return self._causal.get(None, (length, like.dtype, like.device), causally)
 
     def _distances(self, length: int, like: Tensor) -> Tensor:
-        place = torch.arange(length, device=like.device)
-        distance = (place[:, None] - place).abs()
+        positions = torch.arange(length, device=like.device)
+        distance = (positions[:, None] - positions).abs()
         return (-self.slopes.to(like.device)[:, None, None] * distance).to(like.dtype).unsqueeze(0)
 
 
@@ -125,11 +135,11 @@ def attention(
         key: [b, g, s, d]; query head i reads key and value head i g / n.
         value: [b, g, s, d].
         causal: no position sees a later one.
-        window: with causal, a position sees its last `window` positions alone, itself included; otherwise those at most
+        window: with causal, a position sees only its last `window` positions, itself included; otherwise those at most
             window // 2 away on either side (as ModernBERT counts, arXiv 2412.13663).
-        documents: [b, s] int64 or int32: a position sees its own document alone. 0 is padding, which nobody sees, and
-            whose result is 0.
-        alibi: falls off scores with distance.
+        documents: [b, s] int64 or int32: a position sees only its document. 0 is padding, which no position
+            sees, and whose result is 0.
+        alibi: bias by distance.
         dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's device.
         implementation: which one.
 
@@ -150,7 +160,7 @@ def attention(
         if alibi is not None:
             mask = alibi.bias(query, seen, causal=causal)
         elif seen is not None and documents is None:
-            mask = _as_bias(seen, query.dtype, (s, _reach(causal, window), causal, query.device))
+            mask = _as_bias(seen, query.dtype, (_reach(causal, window), causal))
         mixed = _sdpa(query, key, value, mask, causal=causal and mask is None, dropout=dropout)
     else:
         shrink, divisor = _split_root(d)
@@ -167,38 +177,38 @@ def attention(
 def visible(
     length: int, *, causal: bool, window: int | None, documents: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Which keys a query sees, [1 or b, 1, s, s] bool; None where causality alone decides, or nothing.
+    """Which keys a query sees, [1 or b, 1, s, s] bool; None where only causality decides, or nothing.
 
-    Padding sees padding here, so that no query sees nothing: its result is cleared afterwards.
+    Padding sees padding here, so that every query sees some key: the result of padding is set to 0 afterwards.
     """
     reach = _reach(causal, window)
     if (reach is None or reach >= length) and documents is None:
         return None
-    seen = _masks.get((length, reach, causal, device), lambda: _near(length, reach, causal, device))
+    seen = _masks.get((reach, causal), (length, device), lambda: _near(length, reach, causal, device))
     return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
-# For the layers of whatever model runs.
-_masks, _mask_biases = _Latest(), _Latest()
+# Of the model that runs. A model has at most two kinds of masks: of its global and of its local layers.
+_masks, _mask_biases = _Cache(2), _Cache(2)
 
 
 def _near(length: int, reach: int | None, causal: bool, device: torch.device) -> Tensor:
     """[1, 1, s, s] bool: which keys are nearer than `reach` and, if causal, not later."""
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions
     seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if reach is not None:
         seen &= distance.abs() < reach
     return seen.view(1, 1, length, length)
 
 
-def _as_bias(seen: Tensor, dtype: torch.dtype, key: tuple[Hashable, ...]) -> Tensor:
+def _as_bias(seen: Tensor, dtype: torch.dtype, kind: Hashable) -> Tensor:
     """A mask as 0 and -inf: torch makes a tensor of these from a boolean mask in every call, and keeps each."""
 
     def made() -> Tensor:
         return torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill_(~seen, -math.inf)
 
-    return _mask_biases.get((*key, dtype), made)
+    return _mask_biases.get(kind, (seen.shape, dtype, seen.device), made)
 
 
 def _reach(causal: bool, window: int | None) -> int | None:

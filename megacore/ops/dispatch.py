@@ -23,7 +23,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 class _Decision:
     """The choice in force. Like torch's own backend switches it belongs to the process, not to a model: an operator
-    that torch.compile or autograd calls is handed tensors alone."""
+    that torch.compile or autograd calls gets only tensors."""
 
     choice: Choice = "auto"
     triton: str | None = triton_version()
@@ -163,7 +163,7 @@ def require_integers(**tensors: Tensor) -> None:
 
 
 def require_rows(**tensors: Tensor) -> None:
-    """At least one dimension, of which the last holds something.
+    """At least one dimension, and a last dimension that is not empty.
 
     Raises:
         ValueError: one has none, or an empty last one.

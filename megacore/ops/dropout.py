@@ -1,4 +1,4 @@
-"""residual + dropout(x + bias) with a mask that is a function of a seed and the place, never stored.
+"""residual + dropout(x + bias) with a mask that is a function of a seed and the position, never stored.
 
 The random bits are Philox 4x32-10 (Salmon et al. 2011) of the key `seed` and the counter (column / 4, row, 0, 0), a
 word for each of four neighbouring columns. The plain form computes the same bits, so that both implementations,

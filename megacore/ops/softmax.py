@@ -114,8 +114,8 @@ def fused_softmax(
         x: [b, heads, sq, sk] contiguous scores; fp32, fp16 or bf16; any sizes.
         scale: multiplies the scores; positive.
         causal: query i sees keys up to i + offset.
-        offset: the queries' place among the keys. None: sk - sq, the queries being the last of the sequence.
-        window: query i sees keys after i + offset - window alone (with causal: the last `window` keys).
+        offset: position of the first query among the keys. None: sk - sq, the queries being the last of the sequence.
+        window: query i sees only keys after i + offset - window (with causal: the last `window` keys).
         key_mask: [b, sk] bool contiguous, True where a key is seen, False where it is padding.
 
     Returns:

@@ -45,11 +45,11 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> tuple[list[d
     parts = list(whole.chunk(group.size))
     works = _exchange([shard] * group.size, parts, group)
 
-    def place() -> None:
+    def copy() -> None:
         if parts[group.rank].data_ptr() != shard.data_ptr():
             parts[group.rank].copy_(shard)
 
-    return works, place
+    return works, copy
 
 
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> list[dist.Work]:
@@ -69,7 +69,7 @@ def sum_among(tensor: Tensor, group: Group, members: Sequence[int]) -> None:
 
     Args:
         tensor: contiguous.
-        group: of which the members are ranks.
+        group: that contains the members.
         members: positions in the group, ascending, this rank's among them.
     """
     others = [member for member in members if member != group.rank]

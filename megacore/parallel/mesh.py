@@ -21,9 +21,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megacore.config import ParallelConfig, ResolvedParallel
-from megacore.config.dimensions import DIMENSIONS, Dimension, Divides, coordinates_of, degrees_of, describe_rank
-from megacore.config.messages import ranks_in_words
+from megacore.config import ParallelConfig
+from megacore.config.dimensions import DIMENSIONS, ROLES, Dimension, coordinates_of, degrees_of, describe_rank
+from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import ConfigError
 
 
@@ -69,16 +69,6 @@ class Holders:
 
 ALONE = Group()
 _STORE_PATIENCE = timedelta(seconds=2)
-
-# What the ranks of a group divide among themselves, by the group's role; in the order in which groups are made.
-_ROLES: Mapping[str, frozenset[Divides]] = {
-    "pipeline": frozenset({"stages"}),
-    "batch": frozenset({"samples"}),
-    "layer": frozenset({"matrices"}),
-    "loss": frozenset({"samples", "tokens"}),
-    "replicas": frozenset({"samples", "tokens"}),
-    "copies": frozenset({"nothing"}),
-}
 
 ReplicaRole = Literal["replicas"]
 """The roles of groups that hold copies of a parameter and sum its gradients."""
@@ -128,7 +118,7 @@ class Mesh:
         return group
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a global rank stands along each dimension, by name."""
+        """The coordinate of a global rank along each dimension, by name."""
         return coordinates_of(rank, self.degrees)
 
     def describe(self, rank: int) -> str:
@@ -177,7 +167,7 @@ def select_device(wanted: str) -> torch.device:
         raise ConfigError(
             [
                 f"--device {wanted}: local rank {local_rank}, but this process sees {count} devices: "
-                f"start at most {count} ranks a node, let each see one device of its own, or use --device cpu"
+                f"start at most {count} ranks per node, let each see one device of its own, or use --device cpu"
             ]
         )
     index = local_rank if count > 1 else 0
@@ -200,7 +190,7 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     """Join the job, unless this process has; a world of one process joins nothing.
 
     Args:
-        config: of which only the device and the timeout are read.
+        config: only its device and timeout are read.
 
     Returns:
         This rank's device, and the group of all ranks.
@@ -227,27 +217,37 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
     return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
 
 
-def build_mesh(config: ResolvedParallel, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
+def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
     """Join the job and make the groups of this rank.
 
     Args:
-        config: resolved; the product of its degrees is the world size.
+        config: the degrees. Without `dp` it follows from the number of processes.
         dimensions: the table, outermost first.
 
     Raises:
-        ConfigError: the device that is asked for is not here, another rank has it too, or one of another kind.
+        ConfigError: the product of the degrees is not the number of processes; or the device that is asked for is not
+            here, another rank has it too, or one of another kind.
     """
+    degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
+    if config.dp is None:
+        degrees["dp"] = max(1, world_size() // math.prod(degrees.values()))
+    if (needed := math.prod(degrees.values())) != world_size():
+        raise ConfigError(
+            [
+                f"{' x '.join(f'{name} {degree}' for name, degree in degrees.items())} = {needed}, but the run has "
+                f"{counted(world_size(), 'process', 'processes')}: use torchrun --nproc-per-node {needed}, or degrees "
+                f"whose product is {world_size()}"
+            ]
+        )
     device, world = join_job(config)
-    degrees = degrees_of(partial(getattr, config), dimensions)
-    assert math.prod(degrees.values()) == world.size, f"{degrees} for {world.size} ranks"
     if world.size == 1:
         return Mesh(device=device, dimensions=dimensions, degrees=degrees)
     made: dict[tuple[tuple[int, ...], ...], Group] = {}
-    for role in _ROLES:
+    for role in ROLES:
         groups = groups_of_role(role, dimensions, degrees)
         if groups not in made:
             made[groups] = _join(groups, world, device, _timeout(config))
-    roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in _ROLES}
+    roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in ROLES}
     return Mesh(device=device, dimensions=dimensions, degrees=degrees, world=world, **roles)
 
 
@@ -262,7 +262,7 @@ def groups_of_role(
         degrees: ranks along each of them, by name.
     """
     sizes = [degrees[dimension.name] for dimension in dimensions]
-    axes = [axis for axis, dimension in enumerate(dimensions) if dimension.divides in _ROLES[role]]
+    axes = [axis for axis, dimension in enumerate(dimensions) if dimension.divides in ROLES[role]]
     ranks = torch.arange(math.prod(sizes)).view(sizes).movedim(axes, tuple(range(-len(axes), 0)))
     return tuple(map(tuple, ranks.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()))
 
@@ -308,7 +308,7 @@ def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Call
     Args:
         store: of the job.
         rank: of this process.
-        world_size: number of processes, each of which calls this.
+        world_size: number of processes, which all call this.
         select: finds this rank's device.
 
     Raises:
@@ -319,10 +319,10 @@ def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Call
         device = select()
     except ConfigError as error:
         problem = "; ".join(error.problems)
-    own = _Device(None, None, problem) if device is None else _Device(device.type, _identity(device))
-    store.set(f"device/{rank}", json.dumps(asdict(own)))
-    told = store.multi_get([f"device/{other}" for other in range(world_size)])
-    if problems := list(_unfit([_Device(**json.loads(value)) for value in told])):
+    local = _Device(None, None, problem) if device is None else _Device(device.type, _identity(device))
+    store.set(f"device/{rank}", json.dumps(asdict(local)))
+    values = store.multi_get([f"device/{other}" for other in range(world_size)])
+    if problems := list(_unfit([_Device(**json.loads(value)) for value in values])):
         raise ConfigError(problems)
     assert device is not None
     return device
@@ -330,7 +330,7 @@ def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Call
 
 @dataclass(frozen=True)
 class _Device:
-    """What a rank says of its device: torch's name of its kind, what tells it from others, why there is none."""
+    """The device of a rank: torch's name of its kind, an identity that differs between devices, or the problem."""
 
     kind: str | None
     identity: str | None
@@ -339,7 +339,7 @@ class _Device:
 
 
 def _unfit(devices: Sequence[_Device]) -> Iterator[str]:
-    """What is wrong with the ranks' devices together."""
+    """The problems of the ranks' devices taken together."""
     for problem, ranks in _alike(device.problem for device in devices):
         yield f"{problem} ({ranks_in_words(ranks)}, {devices[ranks[0]].host})"
     kinds = _alike(device.kind for device in devices)
@@ -349,10 +349,10 @@ def _unfit(devices: Sequence[_Device]) -> Iterator[str]:
             f"{ranks_in_words(kinds[0][1])} on {kinds[0][0]}: with --device auto a machine whose accelerator does not "
             "work takes its CPU; repair it or leave it out, or give every rank the same --device"
         )
-    for place, ranks in _alike(device.identity and f"{device.identity} on {device.host}" for device in devices):
+    for name, ranks in _alike(device.identity and f"{device.identity} on {device.host}" for device in devices):
         if len(ranks) > 1:
             yield (
-                f"{ranks_in_words(ranks)} have the same device, {place}: start no more ranks on a node than it has "
+                f"{ranks_in_words(ranks)} have the same device, {name}: start no more ranks on a node than it has "
                 "devices, with LOCAL_RANK as torchrun sets it or with one device bound to each "
                 "(srun --gpus-per-task 1), or use --device cpu"
             )

@@ -1,4 +1,4 @@
-"""How many of the host's processors a process, or a rank, may use."""
+"""The number of the host's cores that a process, or a rank, may use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ def available_cores() -> int:
     return len(cores_of_process())
 
 
-def share_of_cores(own: frozenset[int], node: Sequence[frozenset[int]]) -> int:
+def share_of_cores(cores: frozenset[int], node: Sequence[frozenset[int]]) -> int:
     """A rank's share of its node's cores, at least 1: a core that n ranks may use counts 1/n for each of them.
 
-    So a rank whose launcher binds it to cores of its own has all of them, and ranks that may all use the same ones
-    divide them.
+    So a rank has all cores that only it may use, and ranks that may use the same cores divide them.
 
     Args:
-        own: cores that the rank may use.
+        cores: that the rank may use.
         node: the same for every rank of its node, this one among them.
     """
-    return max(1, int(sum(Fraction(1, sum(core in cores for cores in node)) for core in own)))
+    return max(1, int(sum(Fraction(1, sum(core in others for others in node)) for core in cores)))

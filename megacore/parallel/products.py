@@ -60,7 +60,7 @@ TORCH = TorchProducts()
 
 
 class _Output(torch.autograd.Function):
-    """The output, and backward the input's gradient alone."""
+    """The output; backward computes only the gradient of the input."""
 
     @staticmethod
     def forward(ctx: Any, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

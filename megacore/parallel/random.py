@@ -26,7 +26,7 @@ _BLOCK_ELEMENTS = 1 << 20
 
 
 def stable_hash(*parts: str | int) -> int:
-    """64 bits that depend on the parts alone, the same in every process and Python version."""
+    """64 bits that depend only on the parts, the same in every process and Python version."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

@@ -71,7 +71,7 @@ def not_kept(value: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
 
 
 class Recomputed(nn.Module):
-    """A layer of which only the input is kept.
+    """A layer that keeps only its input until backward.
 
     What the layer writes into its buffers, such as BatchNorm's running averages, it writes once: the second pass works
     on copies.

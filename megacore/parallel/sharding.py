@@ -1,4 +1,4 @@
-"""Which slice of which global tensor a parameter is.
+"""ShardSpec: the global tensor of a parameter, and the slice of it on this rank.
 
 Every parameter of a model is a `ShardedParameter` whose `ShardSpec` states the global tensor's name and true shape, the
 slice of it on this rank, [start, stop) in each dimension, and which ranks hold copies of that slice. Initialisation,
@@ -81,7 +81,7 @@ class ShardSpec:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter that knows which slice of which global tensor it is (`spec`)."""
+    """A parameter with its `spec`: the global tensor, and the slice of it on this rank."""
 
     spec: ShardSpec
 

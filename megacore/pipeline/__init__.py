@@ -1,1 +1,1 @@
-"""Pipeline parallelism: which layers a rank holds, in which order it computes, and how stages hand over tensors."""
+"""Pipeline parallelism: the layers of each rank, the order of its computations, and the transfers between stages."""

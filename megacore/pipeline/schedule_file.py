@@ -1,4 +1,4 @@
-"""A user's own schedule from a CSV file: one row a rank, one computation a cell, in the order of their execution.
+"""A user's schedule from a CSV file: one row per rank, one computation per cell, in the order of execution.
 
 `0F0` is the forward of microbatch 0 at stage 0, `2B1` the backward of microbatch 1 at stage 2, or `2I1` and later `2W1`
 its two halves; empty cells are skipped. Sends and receives are added, and the schedule is proven, as for the built-in
@@ -37,7 +37,7 @@ def load_schedule(path: Path) -> Schedule:
         raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from None
     order = [[_action(cell.strip(), path, rank) for cell in row if cell.strip()] for rank, row in enumerate(rows)]
     if not order:
-        raise ScheduleError(f"{path} holds no computation: write one row a rank, such as 0F0,0F1,0B0,0B1")
+        raise ScheduleError(f"{path} holds no computation: write one row per rank, such as 0F0,0F1,0B0,0B1")
     stages = 1 + max(action.stage for row in order for action in row)
     if stages % len(order):
         raise ScheduleError(
@@ -70,7 +70,7 @@ def check_schedule(config: ResolvedConfig) -> None:
     if there != here:
         raise ScheduleError(
             f"--schedule-csv {parallel.schedule_csv} is for --pp {there[0]}, --virtual-stages {there[1]} and "
-            f"{there[2]} microbatches a replica, but the run has --pp {here[0]}, --virtual-stages {here[1]} "
+            f"{there[2]} microbatches per replica, but the run has --pp {here[0]}, --virtual-stages {here[1]} "
             f"and {here[2]}"
         )
 
@@ -83,7 +83,7 @@ def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
 
     Args:
         parallel: names the schedule, or its file, and gives the pipeline's size.
-        microbatches: of a replica in a step.
+        microbatches: per replica and step.
     """
     if parallel.schedule_csv is not None:
         return load_schedule(Path(parallel.schedule_csv))

@@ -1,8 +1,7 @@
-"""The shapes of the tensors that stages exchange, from a trial: one forward of a microbatch, stage by stage.
+"""The specs of the tensors that stages exchange, from a trial: one forward of a microbatch, stage by stage.
 
-Every rank of the pipeline tries its stages in turn, in evaluation mode and without gradients, and tells the others the
-shapes and types of what came out; the next stage tries zeros of these. A layer that cannot be used is refused on all
-ranks alike.
+The ranks of the pipeline run their stages in turn, in evaluation mode and without gradients, and send the specs of the
+outputs to the others; the next stage runs on zeros of these. A layer that cannot be used is refused on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Specs = tuple[TensorSpec, ...]
 
 
 class StageShapes:
-    """The shapes and types of what every stage receives, by those of the model's input.
+    """The specs of the inputs of every stage, by those of the model's input.
 
     Args:
         chunks: the stages of this rank.
@@ -34,11 +33,11 @@ class StageShapes:
         self._cause: Exception | None = None
 
     def of(self, inputs: Any, stage: int) -> Specs:
-        """What a stage after the first receives for these inputs of the model, whose shapes have been tried."""
+        """The specs of the inputs of a stage after the first, for inputs of the model whose specs have been tried."""
         return self._known[_specs_of(inputs)][stage - 1]
 
     def unknown(self, inputs: Iterable[Any]) -> list[Any]:
-        """One of each of the shapes that have not been tried."""
+        """One of the inputs for each of their specs that have not been tried."""
         return list({key: one for one in inputs if (key := _specs_of(one)) not in self._known}.values())
 
     @torch.no_grad()
@@ -46,11 +45,11 @@ class StageShapes:
         """Try a microbatch; all ranks of the pipeline call this together.
 
         Args:
-            inputs: of the model, by which the shapes are known from here on.
-            first: what the first layer is given of them, on the device where this rank holds that layer.
+            inputs: of the model, whose specs are the key.
+            first: the input of the first layer, on the device if this rank holds that layer.
 
         Raises:
-            UserError: a layer fails, or returns what cannot be passed on; with the same message on every rank.
+            UserError: a layer fails, or returns what cannot be sent; with the same message on every rank.
         """
         group = self._transport.group
         outputs: list[Specs] = []
@@ -65,7 +64,7 @@ class StageShapes:
         self._known[_specs_of(inputs)] = outputs[:-1]
 
     def _try(self, chunk: int, x: Any) -> Specs | str:
-        """The shapes and types of a stage's outputs, or what is wrong."""
+        """The specs of a stage's outputs, or the message of an error."""
         stage = self._chunks[chunk].eval()
         for index, name in enumerate(stage.names):
             given = ", ".join(map(str, _specs_of(x)))

@@ -58,7 +58,7 @@ def in_flight(schedule: Schedule, rank: int) -> int:
 
 
 def held(schedule: Schedule, rank: int) -> int:
-    """Largest number of forwards of a rank of which it still needs something kept: until their weight gradients."""
+    """Largest number of forwards of a rank whose activations it still needs, until their weight gradients."""
     return _peak(schedule, rank, {Op.BACKWARD, Op.WEIGHT_GRAD})
 
 
@@ -71,16 +71,16 @@ def _peak(schedule: Schedule, rank: int, ends: set[Op]) -> int:
 
 
 def _require_each_once(schedule: Schedule, trains: bool) -> None:
-    found: dict[Op, Counter[tuple[int, int]]] = {op: Counter() for op in Op}
+    counts: dict[Op, Counter[tuple[int, int]]] = {op: Counter() for op in Op}
     for actions in schedule.actions:
         for action in actions:
-            found[action.op][action.stage, action.microbatch] += 1
-            if found[action.op][action.stage, action.microbatch] > 1:
+            counts[action.op][action.stage, action.microbatch] += 1
+            if counts[action.op][action.stage, action.microbatch] > 1:
                 raise ScheduleError(f"rank {action.stage % schedule.ranks} does {action} more than once")
-    grads = found[Op.BACKWARD] + found[Op.INPUT_GRAD]
-    required = [(Op.FORWARD, found[Op.FORWARD])]
+    grads = counts[Op.BACKWARD] + counts[Op.INPUT_GRAD]
+    required = [(Op.FORWARD, counts[Op.FORWARD])]
     if trains:
-        required += [(Op.BACKWARD, grads), (Op.WEIGHT_GRAD, found[Op.BACKWARD] + found[Op.WEIGHT_GRAD])]
+        required += [(Op.BACKWARD, grads), (Op.WEIGHT_GRAD, counts[Op.BACKWARD] + counts[Op.WEIGHT_GRAD])]
     elif backwards := [action for actions in schedule.actions for action in actions if action.op in _BACKWARDS]:
         raise ScheduleError(f"rank {backwards[0].stage % schedule.ranks} does {backwards[0]}, but nothing is trained")
     for op, have in required:
@@ -96,7 +96,7 @@ def _require_each_once(schedule: Schedule, trains: bool) -> None:
 
 
 def _require_local_order(schedule: Schedule) -> None:
-    """Every transfer stands where its tensor is there, and every tensor that crosses ranks has its transfer."""
+    """Every transfer follows the computation of its tensor, and every tensor that crosses ranks has a transfer."""
     for rank in range(schedule.ranks):
         made: set[Key] = set()
         moved: set[Action] = set()
@@ -120,7 +120,7 @@ def _require_local_order(schedule: Schedule) -> None:
 
 
 def _run_blocking(schedule: Schedule) -> None:
-    """Execute with transfers that block: all of a run are posted together, and the rank goes on once each has met its
+    """Execute with transfers that block: a rank posts a batch of them together, and continues once each has met its
     other side; between two ranks, messages meet in the order of posting."""
     runs = [[run for is_transfer, run in schedule.batches(rank) if is_transfer] for rank in range(schedule.ranks)]
     posted: dict[tuple[int, int, bool], list[Action]] = defaultdict(list)  # from, to, whether the receiving side

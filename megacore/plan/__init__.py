@@ -1,2 +1,2 @@
-"""What a run needs, computed from its configuration alone, without torch: schedules simulated and drawn, model
+"""The needs of a run, computed only from its configuration, without torch: schedules simulated and drawn, model
 sizes, operations, memory."""

@@ -13,16 +13,19 @@ import math
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
+from megacore.config.dimensions import ranks_of_role
 from megacore.plan.model_size import vocabulary_rows
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOST_LOGITS = 2.0**31
 """Bytes of logits that exist at a time, unless --loss-chunks says otherwise."""
+# Tensors [b, s, f] that an MLP keeps, by activation: the input of `down`, and what the activation's backward needs.
+_INNER_TENSORS = {"relu": 1, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3, "geglu-exact": 3}
 
 
 def residual_bytes(config: ResolvedConfig) -> float:
     """One tensor [b, s, h] of the residual stream: all that `--recompute full` keeps of a block."""
-    split = config.parallel.tp if config.parallel.sequence_parallel else 1
+    split = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     return _element(config) * _tokens(config) * config.model.hidden_size / split
 
 
@@ -38,7 +41,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     residual = residual_bytes(config)
     if recompute == "full":
         return residual
-    e, t, tokens = _element(config), config.parallel.tp, _tokens(config)
+    e, t, tokens = _element(config), _layer_ranks(config), _tokens(config)
     split = t if config.parallel.sequence_parallel else 1
     masks = 2 / e if block.hidden_dropout and on_cpu else 0.0  # a kernel draws its mask again
     light = recompute == "light"
@@ -46,7 +49,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     outputs = 2 if not light else 1 if isinstance(config, BertConfig) and not config.bert.packed else 0
     stream = residual * ((1 if block.parallel_residual else 2) + outputs + masks)  # inputs and outputs of two norms
     norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
-    mlp = {"relu": 1, "gelu": 2, "gelu-exact": 2}.get(block.activation, 3)
+    mlp = _INNER_TENSORS[block.activation]
     if on_cpu and block.activation.startswith("geglu"):
         mlp += 1  # the activated gate
     if light and block.activation != "relu":
@@ -64,7 +67,7 @@ def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu
 
 def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
     """Queries, keys and values, and what mixing them keeps; with norms of queries and keys also what these keep."""
-    e, t, s, tokens = _element(config), config.parallel.tp, config.data.seq_length, _tokens(config)
+    e, t, s, tokens = _element(config), _layer_ranks(config), config.data.seq_length, _tokens(config)
     n, g, d = block.num_attention_heads, block.query_groups, block.head_size
     queries, keys = n * d / t, d * max(g / t, 1)
     normed = 0.0
@@ -73,7 +76,7 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
         normed = tokens * (e * (queries + keys) + heads * _norm_bytes(config, block, d, on_cpu=on_cpu))
     if block.qk_layernorm or block.position_embedding_type == "rope":
         taken = e * tokens * (queries + 2 * keys)
-    else:  # views of what is projected, of which grouped queries are copied; ranks that share a group exchange theirs
+    else:  # views of the projection, but grouped queries are copied; ranks that share a group exchange theirs
         projected = (n + 2 * g) * d / (t if t <= g else 1)
         taken = e * tokens * (projected + (queries if g < n else 0.0))
     if recompute == "selective":
@@ -107,13 +110,13 @@ def shared_bytes(config: ResolvedConfig) -> float:
     if config.training.attention == "fused-softmax" or _has_documents(config):
         return 0.0
     if model.position_embedding_type == "alibi":
-        return e * s * s * model.num_attention_heads / config.parallel.tp
+        return e * s * s * model.num_attention_heads / _layer_ranks(config)
     return (1 + e) * s * s if model.window_size is not None and model.window_size < s else 0.0
 
 
 def logits_bytes(config: ResolvedConfig) -> float:
     """All logits [b, s, padded V/t], over which the loss writes their gradient."""
-    return _element(config) * _tokens(config) * vocabulary_rows(config.model, config.parallel.tp)
+    return _element(config) * _tokens(config) * vocabulary_rows(config.model, _layer_ranks(config))
 
 
 def loss_chunks(config: ResolvedConfig) -> int:
@@ -133,6 +136,10 @@ def head_bytes(config: ResolvedConfig) -> float:
 def _has_documents(config: ResolvedConfig) -> bool:
     """Whether every position carries the number of its document, as BERT's do."""
     return isinstance(config, BertConfig)
+
+
+def _layer_ranks(config: ResolvedConfig) -> int:
+    return ranks_of_role("layer", config.parallel)
 
 
 def _tokens(config: ResolvedConfig) -> int:

@@ -100,7 +100,7 @@ def require_writable(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"-o {path} is a directory: name a file in it, as in -o {path / 'out.svg'}")
     if not path.absolute().parent.is_dir():
-        raise UserError(f"-o {path}: {path.parent} is not a directory: make it, or choose another place")
+        raise UserError(f"-o {path}: {path.parent} is not a directory: make it, or choose another path")
     if path.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"-o {path} needs matplotlib, which is not installed: use -o {path.with_suffix('.svg')}, "
@@ -133,8 +133,8 @@ def _svg_mark(mark: Box | Line | Words) -> str:
     weight = ' font-weight="bold"' if mark.bold else ""
     anchor = "" if mark.anchor == "start" else f' text-anchor="{mark.anchor}"'
     # The middle of the capitals, which no viewer's dominant-baseline agrees on, is 0.36 of the size above the baseline.
-    place = f'x="{_number(mark.x)}" y="{_number(mark.y + 0.36 * mark.size)}" font-size="{_number(mark.size)}"'
-    return f'<text {place} fill="{mark.color}"{anchor}{weight}>{escape(mark.text)}</text>'
+    attributes = f'x="{_number(mark.x)}" y="{_number(mark.y + 0.36 * mark.size)}" font-size="{_number(mark.size)}"'
+    return f'<text {attributes} fill="{mark.color}"{anchor}{weight}>{escape(mark.text)}</text>'
 
 
 def _svg_box(box: Box) -> str:
@@ -160,10 +160,10 @@ def _save_png(drawing: Drawing, path: Path) -> None:
     points = 72 / _DOTS_PER_INCH  # of a pixel
     for mark in drawing.marks:
         if isinstance(mark, Box):
-            place = ((mark.x, mark.y), mark.width, mark.height)
-            axes.add_patch(Rectangle(*place, facecolor=mark.fill, edgecolor=mark.edge or "none", linewidth=points))
+            rectangle = ((mark.x, mark.y), mark.width, mark.height)
+            axes.add_patch(Rectangle(*rectangle, facecolor=mark.fill, edgecolor=mark.edge or "none", linewidth=points))
             if mark.hatched:
-                axes.add_patch(Rectangle(*place, fill=False, edgecolor=_HATCH, hatch="////", linewidth=0))
+                axes.add_patch(Rectangle(*rectangle, fill=False, edgecolor=_HATCH, hatch="////", linewidth=0))
         elif isinstance(mark, Line):
             axes.plot((mark.x1, mark.x2), (mark.y1, mark.y2), color=mark.color, linewidth=points)
         else:

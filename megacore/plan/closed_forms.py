@@ -27,7 +27,7 @@ def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
 
     Args:
         schedule: one of `build_schedule`.
-        costs: durations, of which those of the first stage count.
+        costs: durations; those of the first stage are used.
     """
     p, m, v = schedule.ranks, schedule.microbatches, schedule.virtual_stages
     f, b, w = costs.forward[0], costs.input_grad[0], costs.weight_grad[0]

@@ -72,47 +72,47 @@ def _ranks_here(
     config: ResolvedConfig, layers: Sequence[PlannedLayer], *, torch_is_loaded: bool
 ) -> Sequence[RankMemory]:
     ranks = plan_memory(config, layers, on_cpu=True, torch_is_loaded=torch_is_loaded)
-    return [ranks[place] for place in places_here(config)]
+    return [ranks[pp_rank] for pp_rank in pp_ranks_here(config)]
 
 
-def device_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], place: int, room: Room) -> str | None:
+def device_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], pp_rank: int, room: Room) -> str | None:
     """Why a rank does not fit into its accelerator's memory; None where it does.
 
     Args:
         config: a resolved configuration.
         layers: the whole model.
-        place: the rank's place in the pipeline.
+        pp_rank: the rank's number in its pipeline.
         room: of the device.
     """
-    rank = plan_memory(config, layers, on_cpu=False)[place]
+    rank = plan_memory(config, layers, on_cpu=False)[pp_rank]
     if rank.certain <= room.available:
         return None
-    limits = Limits(room=room, host=host_room(), on_cpu=False, local_ranks=len(places_here(config)))
+    limits = Limits(room=room, host=host_room(), on_cpu=False, local_ranks=len(pp_ranks_here(config)))
     return _message(config, layers, [rank], limits)
 
 
-def device_warning(config: ResolvedConfig, layers: Sequence[PlannedLayer], place: int, room: Room) -> str | None:
+def device_warning(config: ResolvedConfig, layers: Sequence[PlannedLayer], pp_rank: int, room: Room) -> str | None:
     """That a rank may need more than its accelerator has left; arguments as for `device_problem`."""
-    return _warning(config, layers, plan_memory(config, layers, on_cpu=False)[place].expected, room)
+    return _warning(config, layers, plan_memory(config, layers, on_cpu=False)[pp_rank].expected, room)
 
 
 def offload_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], room: Room | None = None) -> str | None:
     """Why what `--offload-optimizer` keeps in host memory does not fit there; None where it does."""
     room = room or host_room()
     ranks = plan_memory(config, layers, on_cpu=False)
-    needed = sum(ranks[place].on_host for place in places_here(config))
+    needed = sum(ranks[pp_rank].on_host for pp_rank in pp_ranks_here(config))
     if room is None or needed <= room.available:
         return None
     taken, available = _told_apart(needed, room.available)
     return (
-        f"--offload-optimizer needs {taken} of host memory for {counted(len(places_here(config)), 'rank')} on this "
+        f"--offload-optimizer needs {taken} of host memory for {counted(len(pp_ranks_here(config)), 'rank')} on this "
         f"machine, but {available} are available ({room.source}): use --zero-stage 1 or more with a larger --dp, fewer "
         f"ranks per machine, or leave --offload-optimizer out; {_TRY_ANYWAY}"
     )
 
 
-def places_here(config: ResolvedConfig) -> list[int]:
-    """The place in the pipeline of each rank that shares this process's machine, as the launcher numbers them."""
+def pp_ranks_here(config: ResolvedConfig) -> list[int]:
+    """The number in its pipeline of each rank that shares this process's machine, as the launcher numbers them."""
     world, degrees, pipeline = config.parallel.ranks, config.parallel.degrees, pipeline_dimension()
     rank, local = _variable("RANK", 0), _variable("LOCAL_RANK", 0)
     here = min(max(_variable("LOCAL_WORLD_SIZE", 1), 1), world)

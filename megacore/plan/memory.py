@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
+from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import LayerCost, stage_ranges
 from megacore.pipeline.schedule import Action, Op, rank_order
 from megacore.pipeline.schedule_file import load_schedule
@@ -58,12 +59,12 @@ class RankMemory:
     """Bytes that one rank takes.
 
     Attributes:
-        pp_rank: its place in the pipeline.
+        pp_rank: its number in the pipeline.
         parameters: how many it holds, padding included.
         state: by kind, as `state_bytes` has them; where the optimizer is offloaded also what lies in host memory.
         on_host: how much of the state lies in host memory while the rank computes on an accelerator.
         activations: kept for backward by the microbatches in flight.
-        in_flight: microbatches of which the rank's stages keep activations, of all its stages together.
+        in_flight: microbatches whose activations the rank keeps, summed over its stages.
         working: what exists beside them at the end of a forward: logits, or a block that is computed again.
         building: what exists when the last layer has been made.
         late: of the state, what the optimizer makes when the activations of the run's only step are gone.
@@ -113,25 +114,25 @@ def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
         parameters: of a rank's slice of its pipeline stages.
         config: a resolved configuration.
     """
-    compute, ranks = ELEMENT_BYTES[config.precision.precision], config.parallel.dp
+    compute, ranks = ELEMENT_BYTES[config.precision.precision], ranks_of_role("replicas", config.parallel)
     summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
     reduce = 8 if config.training.reproducible else summed
     offload = config.parallel.offload_optimizer
     master = 4 if offload or compute != 4 else 0
     stage = config.parallel.zero_stage if ranks > 1 else 0
-    own = parameters / (ranks if stage >= 1 else 1)
+    shard = parameters / (ranks if stage >= 1 else 1)
     return {
         "params": parameters * compute / (ranks if stage >= 3 else 1),
         "grads": parameters * reduce / (ranks if stage >= 2 else 1),
-        "optimizer": own * (config.optimizer_settings.bytes_per_parameter + master),
-        "buffers": own * summed if offload else 0.0,
+        "optimizer": shard * (config.optimizer_settings.bytes_per_parameter + master),
+        "buffers": shard * summed if offload else 0.0,
     }
 
 
 def plan_memory(
     config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool, torch_is_loaded: bool = False
 ) -> list[RankMemory]:
-    """What the ranks take, one for each place in the pipeline; tensor- and data-parallel ranks take the same.
+    """The memory of the ranks of a pipeline; it is the same on all ranks of a stage.
 
     Args:
         config: a resolved configuration.
@@ -140,7 +141,8 @@ def plan_memory(
         torch_is_loaded: whether what torch takes of host memory is taken already, and does not count again.
     """
     stages = stage_ranges(layers, config.parallel)
-    ranks = [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in range(config.parallel.pp)]
+    count = ranks_of_role("pipeline", config.parallel)
+    ranks = [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in range(count)]
     if on_cpu and torch_is_loaded:
         overhead = (0.0, CPU_OVERHEAD - _CERTAIN_CPU_OVERHEAD)
         return [dataclasses.replace(rank, overhead=overhead) for rank in ranks]
@@ -154,22 +156,22 @@ def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:
 
 
 def num_microbatches(config: ResolvedConfig) -> int:
-    """Of a replica in a step."""
+    """Microbatches per replica and step."""
     training = config.training
-    return training.global_batch_size // (training.micro_batch_size * config.parallel.dp)
+    return training.global_batch_size // (training.micro_batch_size * ranks_of_role("batch", config.parallel))
 
 
 def _rank_memory(
     config: ResolvedConfig, layers: Sequence[PlannedLayer], stages: Sequence[range], rank: int, *, on_cpu: bool
 ) -> RankMemory:
-    own = stages[rank :: config.parallel.pp]
-    parameters = held_parameters(layers, own)
+    on_rank = stages[rank :: ranks_of_role("pipeline", config.parallel)]
+    parameters = held_parameters(layers, on_rank)
     state = state_bytes(parameters, config)
-    chunks = [_kept_by_stage([layers[i] for i in numbers], config, on_cpu=on_cpu) for numbers in own]
-    blocks = [block for numbers in own for i in numbers if (block := layers[i].block) is not None]
+    chunks = [_kept_by_stage([layers[i] for i in numbers], config, on_cpu=on_cpu) for numbers in on_rank]
+    blocks = [block for numbers in on_rank for i in numbers if (block := layers[i].block) is not None]
     flying = in_flight(config.parallel, rank, num_microbatches(config))
     longer = in_flight(config.parallel, rank, num_microbatches(config), until=Op.WEIGHT_GRAD)
-    has_head = stages[-1] in own and layers[-1].block is None and bool(blocks)
+    has_head = stages[-1] in on_rank and layers[-1].block is None and bool(blocks)
     again = _computed_again(config, blocks, on_cpu=on_cpu)
     head = head_bytes(config) if has_head else 0.0
     # Gradients in autograd's hands, or divided ones, are forgotten when a step begins.
@@ -182,10 +184,10 @@ def _rank_memory(
         activations=_products(flying, chunks) + (shared_bytes(config) if blocks else 0.0),
         in_flight=sum(flying),
         working=max(head, again),
-        building=_building_bytes(config, state, [layers[i] for numbers in own for i in numbers]),
+        building=_building_bytes(config, state, [layers[i] for numbers in on_rank for i in numbers]),
         late=_late_bytes(config, state, on_cpu=on_cpu),
         gradients_apart=forgotten > 0 and sum(flying) == 1 and num_microbatches(config) == 1,
-        passing=_passing_bytes(config, [layers[i] for numbers in own for i in numbers], blocks, on_cpu=on_cpu)
+        passing=_passing_bytes(config, [layers[i] for numbers in on_rank for i in numbers], blocks, on_cpu=on_cpu)
         + max(_products(longer, chunks) - _products(flying, chunks), 0.0),
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
     )
@@ -195,17 +197,17 @@ def _products(counts: Iterable[int], sizes: Iterable[float]) -> float:
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
 
 
-def held_parameters(layers: Sequence[PlannedLayer], own: Sequence[range]) -> int:
+def held_parameters(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
     """Parameters of one rank, padding included; a table that two of its layers share counts once.
 
     Args:
         layers: the whole model.
-        own: the layers of each of the rank's stages.
+        stages: the numbers of the layers of each of the rank's stages.
     """
-    here = [layers[i] for numbers in own for i in numbers]
-    names = {layer.name for layer in here}
+    held = [layers[i] for numbers in stages for i in numbers]
+    names = {layer.name for layer in held}
     count = 0
-    for layer in here:
+    for layer in held:
         count += layer.parameters if layer.held is None else layer.held
         if any(owner.startswith(f"{name}.") for owner in layer.tied.values() for name in names - {layer.name}):
             count -= layer.shared
@@ -224,7 +226,7 @@ def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: 
 
     Args:
         parallel: schedule and degrees.
-        rank: place in the pipeline.
+        rank: number in the pipeline.
         microbatches: of a replica in a step.
         until: where a schedule splits backward, whether activations count until the gradient of the stage's input
             (`INPUT_GRAD`: the least that is kept) or of its weights (`WEIGHT_GRAD`: the most).
@@ -295,11 +297,11 @@ def _computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, 
 
 def _building_bytes(config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
     """What exists when the last layer has been made: parameters and master weights, and on stage 3 that layer whole."""
-    dp, kept = config.parallel.dp, config.optimizer_settings.bytes_per_parameter
+    replicas, kept = ranks_of_role("replicas", config.parallel), config.optimizer_settings.bytes_per_parameter
     master = 0.0
     if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
         master = state["optimizer"] * 4 / (kept + 4)
-    whole = 4.0 * _largest_layer(layers) if dp > 1 and config.parallel.zero_stage == 3 else 0.0
+    whole = 4.0 * _largest_layer(layers) if replicas > 1 and config.parallel.zero_stage == 3 else 0.0
     return state["params"] + master + whole
 
 
@@ -321,8 +323,7 @@ def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
 
 def _forgets_gradients(config: ResolvedConfig) -> bool:
     """Whether no buffer of gradients outlives a step."""
-    dp = config.parallel.dp
-    if dp == 1:
+    if ranks_of_role("replicas", config.parallel) == 1:
         return config.precision.precision == "fp32" == config.precision.grad_reduce_dtype and (
             not config.training.reproducible
         )
@@ -336,10 +337,11 @@ def _passing_bytes(
     buckets of ZeRO's stages 2 and 3, and on stage 3 the parameters of two layers."""
     e = ELEMENT_BYTES[config.precision.precision]
     largest = _largest_layer(layers)
-    stage = config.parallel.zero_stage if config.parallel.dp > 1 else 0
+    replicas = ranks_of_role("replicas", config.parallel)
+    stage = config.parallel.zero_stage if replicas > 1 else 0
     moment = e * largest + _largest_block(config, blocks, on_cpu=on_cpu) / 2
     if stage == 2:
-        bucket = grown(int(config.parallel.bucket_size_mb * 2**20), config.parallel.dp)
+        bucket = grown(int(config.parallel.bucket_size_mb * 2**20), replicas)
         moment += 2 * min(bucket, 4.0 * sum(layer.parameters for layer in layers) / 4)
     if stage == 3:
         moment += 2 * largest * (4 + e)

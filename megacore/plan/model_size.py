@@ -21,7 +21,7 @@ def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
 
     Args:
         config: a resolved configuration.
-        tp: count what one of so many tensor-parallel ranks holds, the vocabulary's padding included. None: count the
+        tp: count what one of tp tensor-parallel ranks holds, including the vocabulary's padding. None: count the
             whole layer, without padding.
     """
     norm = norm_parameters(config) if config.embedding_layernorm else 0

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
+from megacore.config.dimensions import ranks_of_role
 from megacore.plan.flops import block_flops, head_flops
 from megacore.plan.model_size import (
     bert_embedding_parameters,
@@ -55,7 +56,7 @@ def outline(config: ResolvedConfig) -> list[LayerOutline]:
     """The layers of a GPT's or a BERT's resolved configuration, from the embedding to the head."""
     if isinstance(config, ResolvedBertConfig):
         return bert_outline(config)
-    return gpt_outline(config.model, config.parallel.tp)
+    return gpt_outline(config.model, ranks_of_role("layer", config.parallel))
 
 
 def gpt_outline(config: ResolvedModel, tp: int) -> list[LayerOutline]:
@@ -73,57 +74,64 @@ def gpt_outline(config: ResolvedModel, tp: int) -> list[LayerOutline]:
         is_block=True,
         block=config,
     )
-    return [
-        LayerOutline(
-            name="embedding",
-            parameters=embedding_parameters(config),
-            held=embedding_parameters(config, tp),
-            flops=2.0 * config.hidden_size,
-        ),
-        *(dataclasses.replace(block, name=f"blocks.{i}") for i in range(config.num_layers)),
-        LayerOutline(
-            name="head",
-            parameters=head_parameters(config),
-            held=head_parameters(config, tp),
-            flops=head_flops(config),
-            **_tied(config, tp),
-        ),
-    ]
+    return _between_embedding_and_head(
+        [dataclasses.replace(block, name=f"blocks.{i}") for i in range(config.num_layers)],
+        config,
+        tp,
+        embedding=_Parameters(embedding_parameters(config), embedding_parameters(config, tp)),
+        head=_Parameters(head_parameters(config), head_parameters(config, tp)),
+        head_flops=head_flops(config),
+    )
 
 
 def bert_outline(config: ResolvedBertConfig) -> list[LayerOutline]:
     """The layers of a BERT."""
-    model, tp = config.model, config.parallel.tp
+    model, tp = config.model, ranks_of_role("layer", config.parallel)
     blocks = []
     for i in range(model.num_layers):
-        own = bert_block(config, i)
-        # ModernBERT's first block reads what the embedding has normed already.
+        block = bert_block(config, i)
+        # ModernBERT's first block reads the output of the embedding's norm, and has none before its attention.
         missing = norm_parameters(model) if config.bert.packed and i == 0 else 0
         blocks.append(
             LayerOutline(
                 name=f"blocks.{i}",
-                parameters=block_parameters(own) - missing,
-                held=block_parameters(own, tp) - missing,
-                flops=block_flops(own, model.max_position_embeddings),
+                parameters=block_parameters(block) - missing,
+                held=block_parameters(block, tp) - missing,
+                flops=block_flops(block, model.max_position_embeddings),
                 is_block=True,
-                block=own,
+                block=block,
             )
         )
+    return _between_embedding_and_head(
+        blocks,
+        model,
+        tp,
+        embedding=_Parameters(bert_embedding_parameters(config), bert_embedding_parameters(config, tp)),
+        head=_Parameters(bert_head_parameters(config), bert_head_parameters(config, tp)),
+        head_flops=head_flops(model) + 2.0 * model.hidden_size**2,
+    )
+
+
+class _Parameters(NamedTuple):
+    """The parameters of a layer, and those that a tensor-parallel rank holds."""
+
+    whole: int
+    held: int
+
+
+def _between_embedding_and_head(
+    blocks: Iterable[LayerOutline],
+    model: ResolvedModel,
+    tp: int,
+    *,
+    embedding: _Parameters,
+    head: _Parameters,
+    head_flops: float,
+) -> list[LayerOutline]:
     return [
-        LayerOutline(
-            name="embedding",
-            parameters=bert_embedding_parameters(config),
-            held=bert_embedding_parameters(config, tp),
-            flops=2.0 * model.hidden_size,
-        ),
+        LayerOutline(name="embedding", parameters=embedding.whole, held=embedding.held, flops=2.0 * model.hidden_size),
         *blocks,
-        LayerOutline(
-            name="head",
-            parameters=bert_head_parameters(config),
-            held=bert_head_parameters(config, tp),
-            flops=head_flops(model) + 2.0 * model.hidden_size**2,
-            **_tied(model, tp),
-        ),
+        LayerOutline(name="head", parameters=head.whole, held=head.held, flops=head_flops, **_tied(model, tp)),
     ]
 
 

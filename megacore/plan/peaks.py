@@ -1,4 +1,4 @@
-"""What a device can compute at most, of which model FLOPs utilization is a share.
+"""The peak speed of a device; model FLOPs utilization is a share of it.
 
 Dense throughput (without structured sparsity) of matrix products with fp32 accumulation, at the boost clock, from the
 manufacturers' data sheets and architecture white papers (NVIDIA: V100, T4, A100, A30, A10, A40, L4, L40, L40S, H100,
@@ -77,6 +77,6 @@ def peak_tflops(device_name: str, form: Format) -> float | None:
     """
     for pattern, peaks in _TABLE:
         if re.fullmatch(pattern, device_name.strip()):
-            found: float | None = getattr(peaks, form)
-            return found
+            peak: float | None = getattr(peaks, form)
+            return peak
     return None

@@ -1,4 +1,4 @@
-"""The textbook diagram of a pipeline: a row a rank, a box a computation with its microbatch's number, and the bubble.
+"""The textbook diagram of a pipeline: a row per rank, a box with the microbatch's number per computation, the bubble.
 
 One time line, or several above each other on one time axis, such as a predicted and a measured one. What a rank does
 not compute between the start and the end of the pass is shaded: that is the bubble.
@@ -39,7 +39,7 @@ class Panel:
         title: what it is.
         bubble: the bubble in words.
         timeline: when which rank computes what.
-        virtual_stages: stages of a rank, told apart by shade.
+        virtual_stages: stages per rank, which differ in shade.
     """
 
     title: str
@@ -116,10 +116,10 @@ class _Painter:
 
 def _typical_durations(panels: Sequence[Panel]) -> dict[Op, float]:
     """The mean duration of each kind of computation."""
-    found: dict[Op, list[float]] = defaultdict(list)
+    durations_of: dict[Op, list[float]] = defaultdict(list)
     for span in _spans(panels):
-        found[span.action.op].append(span.end - span.start)
-    return {op: sum(durations) / len(durations) for op, durations in found.items()}
+        durations_of[span.action.op].append(span.end - span.start)
+    return {op: sum(durations) / len(durations) for op, durations in durations_of.items()}
 
 
 def _number_size(panels: Sequence[Panel], typical: dict[Op, float], scale: float) -> float:

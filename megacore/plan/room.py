@@ -1,6 +1,6 @@
 """How much host memory is left to the processes of a run, as Linux tells it: of the machine, and of its control groups.
 
-A container or a batch system limits memory by control groups, nested in each other, of which the narrowest decides;
+A container or a batch system limits memory by control groups, nested in each other, and the narrowest decides;
 both versions of them are read (the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst). What the
 kernel keeps of files counts as free, since it gives that up first, and so does swap: a run is refused for what is
 certain alone.
@@ -26,7 +26,7 @@ def host_room(root: Path = Path("/")) -> Room | None:
     """The least of what the machine and each control group of this process have left; None where nothing tells.
 
     Args:
-        root: where /proc and /sys are found.
+        root: the directory that contains /proc and /sys.
     """
     rooms = [*_machine(root), *_groups(root)]
     return min(rooms, key=lambda room: room.available, default=None)
@@ -90,12 +90,12 @@ def _version_1(group: Path, swap: float) -> Room | None:
 
 def _table(path: Path) -> Mapping[str, int]:
     """The lines of a file that are a name and a number."""
-    found = {}
+    values_of = {}
     for line in _text(path).splitlines():
         name, *values = line.replace(":", " ").split()
         if values and values[0].isdecimal():
-            found[name] = int(values[0])
-    return found
+            values_of[name] = int(values[0])
+    return values_of
 
 
 def _number(path: Path) -> float | None:

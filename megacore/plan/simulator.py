@@ -113,7 +113,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     stuck = run_all([len(actions) for actions in schedule.actions], machine.advance)
     if stuck:
         names = "; ".join(f"rank {rank} waits to do {schedule.actions[rank][at]}" for rank, at in stuck.items())
-        raise ScheduleError(f"the schedule cannot go on: {names}")
+        raise ScheduleError(f"the schedule deadlocks: {names}")
     return Timeline(spans=machine.spans)
 
 

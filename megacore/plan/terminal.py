@@ -1,4 +1,4 @@
-"""A pipeline's time line in a terminal: a line a rank, legible without colour.
+"""A pipeline's time line in a terminal: one line per rank, legible without colour.
 
 Every computation begins with its name where there is room for all names: `2F7`, or `F7` without the stage. Where there
 is not, a column shows the letter of what takes most of its time. A name without its stage has a small letter for every

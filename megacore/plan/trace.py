@@ -96,7 +96,11 @@ def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]
             start, stop = (_microseconds(moment, origin) for moment in (timed.start, timed.end))
             if start - at >= _SHORTEST_IDLE:
                 yield {**_event("idle", "idle", at, start, about), "pid": pid, "tid": _ACTIONS}
-            yield {**_event(_name(timed), timed.kind, start, stop, about | _place(timed)), "pid": pid, "tid": _ACTIONS}
+            yield {
+                **_event(_name(timed), timed.kind, start, stop, about | _coordinates(timed)),
+                "pid": pid,
+                "tid": _ACTIONS,
+            }
             at = stop
         if end - at >= _SHORTEST_IDLE:
             yield {**_event("idle", "idle", at, end, about), "pid": pid, "tid": _ACTIONS}
@@ -106,7 +110,7 @@ def _event(name: str, category: str, start: float, stop: float, arguments: dict[
     return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": round(stop - start, 1), "args": arguments}
 
 
-def _place(timed: Timed) -> dict[str, int]:
+def _coordinates(timed: Timed) -> dict[str, int]:
     """Stage and microbatch, where there is only one."""
     actions = timed.actions
     return {"stage": actions[0].stage, "microbatch": actions[0].microbatch} if len(actions) == 1 else {}
@@ -174,8 +178,8 @@ def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
             if all(number == 0 for name, number in arguments.items() if name not in ("name", pipeline))
         }
         computed = [e for e in content["traceEvents"] if e.get("cat") == "compute" and e["pid"] in rank_of]
-        found = [(_count(e["args"]["step"]), rank_of[e["pid"]], _span(e)) for e in computed]
-        steps = sorted({step for step, _, _ in found})
+        spans_of = [(_count(e["args"]["step"]), rank_of[e["pid"]], _span(e)) for e in computed]
+        steps = sorted({step for step, _, _ in spans_of})
         chosen = steps[-1] if step is None else step
     except OSError as error:
         raise UserError(f"--from-trace {path} cannot be read: {error.strerror}") from None
@@ -184,7 +188,7 @@ def read_trace(path: Path, step: int | None = None) -> MeasuredPass:
     if chosen not in steps:
         raise UserError(f"--step {chosen}: {path} has the steps {', '.join(map(str, steps))}")
     try:
-        spans = _rows([(rank, span) for number, rank, span in found if number == chosen], list(rank_of.values()))
+        spans = _rows([(rank, span) for number, rank, span in spans_of if number == chosen], list(rank_of.values()))
         order = [[span.action for span in row] for row in spans]
         schedule = with_transfers(name, order, virtual_stages=virtual, microbatches=microbatches)
         prove(schedule)
@@ -223,7 +227,7 @@ def _span(event: dict[str, Any]) -> Span:
     return Span(Action(op, _count(microbatch + 1) - 1, _count(stage + 1) - 1), start / 1000, end / 1000)
 
 
-def _rows(found: Sequence[tuple[int, Span]], ranks: Sequence[int]) -> list[list[Span]]:
+def _rows(spans: Sequence[tuple[int, Span]], ranks: Sequence[int]) -> list[list[Span]]:
     """What each rank did, in order, from the first computation of all on.
 
     Raises:
@@ -231,9 +235,9 @@ def _rows(found: Sequence[tuple[int, Span]], ranks: Sequence[int]) -> list[list[
     """
     if sorted(ranks) != list(range(len(ranks))):
         raise ScheduleError(f"its processes are the pipeline ranks {', '.join(map(str, ranks))}")
-    first = min(span.start for _, span in found)
+    first = min(span.start for _, span in spans)
     rows: list[list[Span]] = [[] for _ in ranks]
-    for rank, span in sorted(found, key=lambda pair: pair[1].start):
+    for rank, span in sorted(spans, key=lambda pair: pair[1].start):
         if rows[rank] and span.start - first < rows[rank][-1].end - _ROUNDING:
             raise ScheduleError(f"rank {rank}: {span.action} begins before {rows[rank][-1].action} ends")
         rows[rank].append(Span(span.action, span.start - first, span.end - first))

@@ -256,7 +256,7 @@ def _thriftiest(change: Change) -> Change:
 
 
 def _with_batch(change: Change, dp: int) -> Change:
-    """A global batch that so many replicas can share: the given one, or one microbatch for each."""
+    """A global batch that `dp` replicas can share: the given one, or one microbatch for each."""
     training = change.config.training
     batch = training.micro_batch_size * dp
     if training.global_batch_size % batch == 0:
@@ -296,8 +296,8 @@ def _smaller_presets(start: Change) -> list[Change]:
         return []
     candidates = [_as_preset(config, other) for other in config.presets if other != name]
     sized = [(whole_parameters(c.config, outline(c.config)), c) for c in candidates if c is not None]
-    own = whole_parameters(config, outline(config))
-    return [change for size, change in sorted(sized, key=lambda item: item[0], reverse=True) if size < own]
+    current = whole_parameters(config, outline(config))
+    return [change for size, change in sorted(sized, key=lambda item: item[0], reverse=True) if size < current]
 
 
 def _fewer_layers(start: Change) -> Iterator[Change]:

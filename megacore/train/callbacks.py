@@ -1,5 +1,4 @@
-"""The seam for what watches, records or guards a run: a `Callback` is told what happens, and the trainer knows none by
-name.
+"""Callbacks watch, record or guard a run: the trainer calls their methods, and knows none by name.
 
     class Losses(Callback):
         def __init__(self) -> None:
@@ -10,13 +9,13 @@ name.
 
     Trainer(config, mesh, task, train_data, valid_data, callbacks=[Losses()]).run()
 
-Every rank calls the callbacks that it was given, the trainer's own (the report on rank 0, the tracer) first, then the
-others in their order. Of one step: `on_step_begin`, the step, `on_step_end`; then, as far as they are due, `on_log`,
-`on_evaluate`, `on_save`. A run ends with `on_stop`, or with `on_error`.
+Every rank calls its callbacks: first the trainer's own (the report on rank 0, the tracer), then the others in order. A
+step calls `on_step_begin`, computes, and calls `on_step_end`; then `on_log`, `on_evaluate` and `on_save` if they are
+due. A run ends with `on_stop` or with `on_error`.
 
-An exception in a callback ends the run as one in the trainer does: this rank reports it, and all others end with it. A
-callback that communicates must do so on every rank alike. One that asks for the value of a tensor on an accelerator
-(`float(result.loss)`) waits for the accelerator: do that in `on_log`, not in every step.
+An exception in a callback ends the run like one in the trainer: this rank reports it, and all ranks end. A callback
+that communicates must do so on every rank. Reading the value of a tensor on an accelerator (`float(result.loss)`) waits
+for the accelerator: do it in `on_log`, not in every step.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from megacore.train.step import StepResult
 
 
 class Run(Protocol):
-    """What a callback may ask of the trainer."""
+    """The part of the trainer that callbacks may use."""
 
     @property
     def config(self) -> ResolvedConfig:
@@ -61,7 +60,7 @@ class Run(Protocol):
 
 
 class Callback:
-    """Is told what happens in a run. Every method does nothing here: override what is of interest."""
+    """Methods that the trainer calls during a run. They do nothing here: override those of interest."""
 
     def on_step_begin(self, run: Run, step: int) -> None:
         """Step number `step`, counted from 1, is about to be computed."""
@@ -86,10 +85,10 @@ class Callback:
 
 
 class Callbacks:
-    """Tells several callbacks, in order.
+    """Calls several callbacks, in order.
 
     Args:
-        run: what happens to which.
+        run: passed to the callbacks.
         members: the callbacks.
     """
 

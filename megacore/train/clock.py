@@ -1,4 +1,4 @@
-"""How long steps take, as reported: on the wall clock, and without what is no part of them."""
+"""The reported time per step: on the wall clock, without logging, evaluation and saving."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from megacore.train.metrics import synchronize
 
 
 class StepClock:
-    """Seconds per step since the last look, without what happened while paused.
+    """Seconds per step, without the time while it was paused.
 
-    A look and a pause wait until an accelerator is done with the steps before: its work would else be counted where it
-    is waited for.
+    `per_step` and `paused` first wait for an accelerator, so that its work counts in the step that queued it.
 
     Args:
         device: that computes.
-        step: steps done before.
+        step: steps done so far.
     """
 
     def __init__(self, device: torch.device, step: int) -> None:
@@ -30,7 +29,7 @@ class StepClock:
         self._step, self._start = step, time.perf_counter()
 
     def per_step(self, step: int) -> float:
-        """Seconds of each of the steps since the last look, the last of which is number `step`."""
+        """Seconds per step since the last call; `step` steps are done."""
         synchronize(self._device)
         now = time.perf_counter()
         seconds = (now - self._start) / max(step - self._step, 1)
@@ -39,7 +38,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside does not count; pauses may be nested."""
+        """A context whose time does not count; may be nested."""
         synchronize(self._device)
         start, since = self._start, time.perf_counter()
         yield

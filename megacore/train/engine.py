@@ -191,7 +191,7 @@ class PipelineEngine:
         return float(self.train_steps.evaluate([self._prepare(microbatches)]).means)
 
     def split(self, inputs: Any, targets: Any) -> list[Pair]:
-        """This replica's microbatches of a batch, of which every rank has all.
+        """This replica's microbatches of a batch that every rank has in full.
 
         The batch is cut into num_microbatches x dp pieces, as even as its samples allow, which the replicas take in
         turn.
@@ -284,7 +284,7 @@ class PipelineEngine:
         """Continue from a checkpoint, whatever layout saved it; all ranks call this together.
 
         Args:
-            directory: a checkpoint, or what `save` was given, of which the newest is taken.
+            directory: a checkpoint, or a directory given to `save`, whose newest checkpoint is loaded.
 
         Raises:
             CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.

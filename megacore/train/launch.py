@@ -33,7 +33,7 @@ _SECONDS_FOR_PEERS_TO_ASK = 1.0
 
 
 def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
-    """Run `body` on this rank's place of the mesh.
+    """Run `body` on this rank of the mesh.
 
     Args:
         config: resolved.

@@ -25,7 +25,7 @@ def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[P
 
     Args:
         config: a resolved configuration.
-        mesh: this rank's place.
+        mesh: this rank's groups.
         layers: the whole model.
 
     Returns:
@@ -37,17 +37,17 @@ def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[P
     if not config.training.memory_check:
         return None
     verdicts = all_gather_objects(_verdict(config, mesh, layers), mesh.world)
-    told = [verdict.and_rank(f" (rank {n}: {mesh.describe(n)})") for n, verdict in enumerate(verdicts)]
-    told = told if mesh.world.size > 1 else verdicts
-    for verdict in told:
+    named = [verdict.and_rank(f" (rank {n}: {mesh.describe(n)})") for n, verdict in enumerate(verdicts)]
+    named = named if mesh.world.size > 1 else verdicts
+    for verdict in named:
         if verdict.problem is not None:
             raise ConfigError([verdict.problem])
-    return next((verdict.warning for verdict in told if verdict.warning is not None), None)
+    return next((verdict.warning for verdict in named if verdict.warning is not None), None)
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Why a rank is refused, or what it is warned of."""
+    """Why a rank is refused, or a warning for it."""
 
     problem: str | None = None
     warning: str | None = None
@@ -60,12 +60,12 @@ def _verdict(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer])
     if mesh.device.type == "cpu":
         problem = host_problem(config, layers, torch_is_loaded=True)
         return _Verdict(problem, None if problem else host_warning(config, layers))
-    room, place, problem = device_room(mesh.device), mesh.pipeline.rank, None
+    room, stage, problem = device_room(mesh.device), mesh.pipeline.rank, None
     if room is not None:
-        problem = device_problem(config, layers, place, room)
+        problem = device_problem(config, layers, stage, room)
     if problem is None and config.parallel.offload_optimizer:
         problem = offload_problem(config, layers)
-    return _Verdict(problem, None if problem or room is None else device_warning(config, layers, place, room))
+    return _Verdict(problem, None if problem or room is None else device_warning(config, layers, stage, room))
 
 
 def device_room(device: torch.device) -> Room | None:

@@ -128,7 +128,7 @@ class StepMetrics:
 
 
 def microbatches_of_replica(config: ResolvedConfig, mesh: Mesh) -> int:
-    """Microbatches of a replica in a step."""
+    """Microbatches per replica and step."""
     training = config.training
     return training.global_batch_size // training.micro_batch_size // mesh.batch.size
 

@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 30.0  # a network file system may remember for so long that 
 
 @contextlib.contextmanager
 def output_directory(config: C, mesh: Mesh) -> Iterator[C]:
-    """Hold the output directory while the run goes on; all ranks enter together.
+    """Hold the output directory during the run; all ranks enter together.
 
     Yields:
         The configuration with the very checkpoint that the run continues from as --load, or without one.

@@ -62,7 +62,7 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
     Args:
         task: what is trained.
         config: resolved.
-        mesh: this rank's place.
+        mesh: this rank's groups.
     """
     stages = stage_ranges(task.layers, config.parallel)
     held = stages[mesh.pipeline.rank :: mesh.pipeline.size]
@@ -165,8 +165,8 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
 
 
 def _terms(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mesh) -> int:
-    """How many gradients of one parameter a step adds up at most: one a microbatch and use, and with sequence
-    parallelism one a rank of the layer group."""
+    """The largest number of gradients of one parameter that a step adds: one per microbatch and use and, with sequence
+    parallelism, per rank of the layer group."""
     uses = 1 + max(Counter(name for layer in layers for name in layer.tied.values()).values(), default=0)
     microbatches = config.training.global_batch_size // config.training.micro_batch_size
     return microbatches * uses * mesh.layer.size

@@ -1,9 +1,9 @@
-"""Says which rank died, by its coordinates, as soon as it does; and ends without a word more when a signal says so.
+"""Reports a rank that died, by its coordinates, at once; and ends the process quietly on a signal.
 
-A collective with a dead peer fails on some ranks, and blocks on others, without naming anybody; and no Python signal
-handler runs while one blocks. So every rank watches the processes of its own machine, and its signals, from a thread
-(a process descriptor becomes readable at the very moment a process ends). One survivor says who is gone, and all stop
-at once instead of waiting for a timeout. The launcher is watched too: without it, nobody would end the ranks.
+A collective with a dead peer fails on some ranks and blocks on others, without naming the peer; and no Python signal
+handler runs while one blocks. So a thread of every rank watches the other ranks on the same machine, and this rank's
+signals. (A process descriptor becomes readable at the moment the process ends.) One survivor reports the dead rank, and
+all stop at once instead of waiting for a timeout. The launcher is watched too: without it nothing would end the ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megacore.train.ending import exit_with, report_cause
 
 EXIT_PEER_DIED = 1
 _POLL_SECONDS = 0.2  # where the system has no process descriptors
-_LAUNCHER = -1  # stands for a rank
+_LAUNCHER = -1  # instead of a rank
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A process of this job; the launcher, torchrun, has no rank of its own but _LAUNCHER."""
+    """A process of this job; the rank of the launcher, torchrun, is _LAUNCHER."""
 
     rank: int
     host: str
@@ -41,8 +41,7 @@ class PeerWatch:
     """Watches the other ranks on this machine, their launcher, and this one's signals, until `stop()`.
 
     Args:
-        mesh: for the ranks' coordinates; every rank of it constructs its watch at the same point of the program, in
-            the main thread.
+        mesh: for the ranks' coordinates. All ranks construct their watches together, in the main thread.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -50,7 +49,7 @@ class PeerWatch:
         self.me = Peer(mesh.world.rank, socket.gethostname(), os.getpid())
         everyone: list[Peer] = all_gather_objects(self.me, mesh.world)
         self._peers = [peer for peer in everyone if peer.host == self.me.host and peer.rank != self.me.rank]
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; another launcher may well end before its processes
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; other launchers may end before their processes
             self._peers.append(Peer(_LAUNCHER, self.me.host, os.getppid()))
         self._descriptors = {peer.rank: _open(peer.pid) for peer in self._peers}
         self._stopped = threading.Event()
@@ -60,10 +59,10 @@ class PeerWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """From here on other ranks may end: this one is done with them."""
+        """Stop watching: other ranks may end from now on."""
         self._stopped.set()
         for number in self._handled:
-            if signal.getsignal(number) is _arrives:  # what has taken it over keeps it
+            if signal.getsignal(number) is _arrives:  # unless another handler has replaced it
                 signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         os.write(self._wakeup, b"\0")  # closing is not enough: data workers have inherited this end of the pipe
@@ -88,7 +87,7 @@ class PeerWatch:
 
     def give_up(self, gone: list[Peer]) -> NoReturn:
         """Name the dead, unless a rank has already said why the job ends, and end this process."""
-        # Where the launcher is gone, ranks that are gone as well went because of it.
+        # If the launcher has ended, other ranks ended because of it.
         gone = [peer for peer in gone if peer.rank == _LAUNCHER] or gone
         local = {peer.rank for peer in self._peers if peer.rank != _LAUNCHER} | {self.me.rank}
         survivors = local - {peer.rank for peer in gone}
@@ -113,7 +112,7 @@ class PeerWatch:
 
 
 def _catch(numbers: list[signal.Signals]) -> tuple[int, int]:
-    """A pipe from which the numbers of arriving signals can be read, in place of what they do by default."""
+    """The read and write ends of a pipe to which arriving signals write their numbers, instead of the default."""
     arrived, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -123,8 +122,8 @@ def _catch(numbers: list[signal.Signals]) -> tuple[int, int]:
 
 
 def _arrives(number: int, frame: FrameType | None) -> None:
-    """In place of what a signal does by default: its number goes through the pipe. Where training has put a handler of
-    its own in this one's place (stopping.py), the signal is that one's to answer."""
+    """Does nothing: the signal's number is in the pipe. If training has installed another handler (stopping.py), the
+    watch leaves the signal to it."""
 
 
 def _open(pid: int) -> int | None:
@@ -136,7 +135,7 @@ def _open(pid: int) -> int | None:
 
 
 def _poll(*descriptors: int) -> select.poll:
-    """What waits for any of the descriptors to become readable; unlike select.select, whatever their numbers are."""
+    """A poll for any of the descriptors to become readable; unlike select.select for any descriptor number."""
     events = select.poll()
     for descriptor in descriptors:
         events.register(descriptor, select.POLLIN)

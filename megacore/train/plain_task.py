@@ -23,7 +23,7 @@ LossFunction = Callable[[Any, Any], Tensor]  # (output of the last layer, target
 
 @dataclass(frozen=True, kw_only=True)
 class PlainMicrobatch:
-    """What the runtime is given of a microbatch.
+    """A microbatch, for the runtime.
 
     Attributes:
         index: global number in the run, the same for every layout.

@@ -1,9 +1,9 @@
-"""Refuses a job whose ranks were not started alike: other flags, other data, or other code on one node.
+"""Refuses a job whose ranks have different flags, data or code.
 
-Such a job hangs, or worse trains on something that nobody asked for. Every rank collects facts of its run by name; the
-ranks compare one digest of them, and exchange the facts themselves only where the digests differ. Paths may differ from
-node to node: of a file or directory only what is in it counts, and whether one was given at all. The checkpoint of
---load is compared where it is read (checkpoint/load.py).
+Such a job hangs or, worse, trains something that nobody asked for. Every rank collects facts of its run by name. The
+ranks compare one digest of them, and exchange the facts only if the digests differ. Paths may differ between nodes: of
+a file or directory only its content is compared, and whether it was given. The checkpoint of --load is compared where
+it is read (checkpoint/load.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group
 from megacore.plan.memory import PlannedLayer
 
-Facts = dict[str, str]  # what it is -> its value, in words of a message
+Facts = dict[str, str]  # name -> value, both as messages show them
 
 _PATHS = ("data_path", "tokenizer", "data_cache_path", "output_dir", "load", "init_from_hf", "schedule_csv")
 _READ_WHOLE = 1 << 26  # bytes; of a larger file only samples are read
@@ -43,7 +43,7 @@ _MOST = 12  # differences that one message names
 
 
 def refuse_different_ranks(config: ResolvedConfig, world: Group, layers: Sequence[PlannedLayer] = ()) -> None:
-    """Compare configuration, data and code of all ranks; every rank calls this before anything depends on them.
+    """Compare configuration, data and code of all ranks, which call this together before training.
 
     Args:
         config: resolved.
@@ -55,54 +55,54 @@ def refuse_different_ranks(config: ResolvedConfig, world: Group, layers: Sequenc
     """
     if world.size == 1:
         return
-    own = facts(config) | {f"layer {layer.name!r}": f"of {layer.parameters} parameters" for layer in layers}
-    digests = all_gather_objects(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest(), world)
+    local = facts(config) | {f"layer {layer.name!r}": f"of {layer.parameters} parameters" for layer in layers}
+    digests = all_gather_objects(hashlib.sha256(json.dumps(local, sort_keys=True).encode()).hexdigest(), world)
     if len(set(digests)) > 1:
-        raise ConfigError(differences(all_gather_objects(own, world)))
+        raise ConfigError(differences(all_gather_objects(local, world)))
 
 
 def facts(config: ResolvedConfig) -> Facts:
-    """What must be the same on every rank."""
+    """The facts that must be equal on all ranks."""
     data = config.data
-    found = dict(_settings(config))
+    result = dict(_settings(config))
     prefixes, weights = data.blend() if data.data_path else ((), None)
-    found["weights of --data-path"] = "none" if weights is None else " ".join(map(str, weights))
+    result["weights of --data-path"] = "none" if weights is None else " ".join(map(str, weights))
     for number, prefix in enumerate(prefixes, 1):
         for path in (idx_path(prefix), bin_path(prefix)):
-            found[f"--data-path, {path.suffix} of dataset {number}"] = _file(path)
+            result[f"--data-path, {path.suffix} of dataset {number}"] = _file(path)
     try:
         tokenizer = tokenizer_of(config)
-        found["content of --tokenizer"] = "none" if tokenizer is None else tokenizer.fingerprint
+        result["content of --tokenizer"] = "none" if tokenizer is None else tokenizer.fingerprint
     except DataError as error:
-        found["content of --tokenizer"] = str(error)
+        result["content of --tokenizer"] = str(error)
     if config.parallel.schedule_csv is not None:
-        found["content of --schedule-csv"] = _file(Path(config.parallel.schedule_csv))
+        result["content of --schedule-csv"] = _file(Path(config.parallel.schedule_csv))
     if config.checkpoint.init_from_hf is not None:
         for path in sorted(Path(config.checkpoint.init_from_hf).glob("*.*")):
-            found[f"{path.name} of --init-from-hf"] = _file(path)
+            result[f"{path.name} of --init-from-hf"] = _file(path)
     program = getattr(sys.modules["__main__"], "__file__", None)  # none in an interactive session
-    found["the program's source"] = "none" if program is None else f"{Path(program).name} {_digest(Path(program))}"
+    result["the program's source"] = "none" if program is None else f"{Path(program).name} {_digest(Path(program))}"
     package = Path(megacore.__file__).parent
     kernels = package / "kernels"  # in a checkout a link, which rglob does not follow
     for path in sorted({*package.rglob("*.py"), *kernels.rglob("*.py")}):
-        found[f"megacore's {path.relative_to(package)}"] = _digest(path)
+        result[f"megacore's {path.relative_to(package)}"] = _digest(path)
     versions = {"megacore": megacore.__version__, "torch": torch.__version__, "numpy": np.__version__}
-    return found | {f"version of {name}": str(version) for name, version in versions.items()}
+    return result | {f"version of {name}": str(version) for name, version in versions.items()}
 
 
 def differences(everyone: list[Facts]) -> list[str]:
-    """What sets ranks apart from rank 0, a line for each fact and value.
+    """The differences from rank 0, one line per fact and value.
 
     Args:
         everyone: the facts of every rank.
     """
     first = everyone[0]
-    names = list(dict.fromkeys(name for own in everyone for name in own))
+    names = list(dict.fromkeys(name for of_rank in everyone for name in of_rank))
     lines = []
     for name in names:
         ranks_of: dict[str, list[int]] = {}
-        for rank, own in enumerate(everyone):
-            ranks_of.setdefault(own.get(name, "missing"), []).append(rank)
+        for rank, of_rank in enumerate(everyone):
+            ranks_of.setdefault(of_rank.get(name, "missing"), []).append(rank)
         expected = first.get(name, "missing")
         lines += [
             f"{_who(ranks, first)}: {name} {value}, rank 0: {expected}"
@@ -153,6 +153,6 @@ def _file(path: Path) -> str:
 
 
 def _who(ranks: list[int], first: Mapping[str, str]) -> str:
-    """Ranks in words, the first of them with its place in the layout of rank 0."""
-    place = describe_rank(ranks[0], degrees_of(lambda field: int(first[flag(field)])))
-    return f"{ranks_in_words(ranks)} ({place if len(ranks) == 1 else f'the first: {place}'})"
+    """Ranks in words, the first of them with its coordinates in the layout of rank 0."""
+    coordinates = describe_rank(ranks[0], degrees_of(lambda field: int(first[flag(field)])))
+    return f"{ranks_in_words(ranks)} ({coordinates if len(ranks) == 1 else f'the first: {coordinates}'})"

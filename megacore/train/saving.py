@@ -1,4 +1,4 @@
-"""The trainer's saves: who is told of them, and what happens where one fails (`--on-save-error`)."""
+"""The trainer's saves: the callbacks that follow them, and what happens if one fails (`--on-save-error`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Saving:
 
     Args:
         config: resolved.
-        mesh: this rank's place.
+        mesh: this rank's groups.
         callbacks: told of every checkpoint once it is published.
         report: takes warnings.
         loaded: the checkpoint that the run continues from.
@@ -41,7 +41,7 @@ class Saving:
         self._is_one_process = mesh.world.size == 1
         self.is_busy = False
         warns = config.checkpoint.on_save_error == "warn"
-        self._warning = "; training goes on (--on-save-error warn)" if warns else None
+        self._warning = "; training continues (--on-save-error warn)" if warns else None
         self._saved_step: int | None = None
 
     def __enter__(self) -> Saving:
@@ -72,7 +72,7 @@ class Saving:
             is_last: whether nothing comes after it: then it is waited for, and if it fails the run does.
 
         Raises:
-            StorageError: it failed, and the run is not to go on.
+            StorageError: it failed, and --on-save-error is stop.
         """
         self._guarded(self._saver.finish, self._warning)
         warning = None if is_last else self._warning

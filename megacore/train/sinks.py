@@ -23,18 +23,18 @@ from megacore.train.step import StepResult
 
 
 class Report(Callback):
-    """What rank 0 tells the user.
+    """The messages and records of rank 0.
 
     A fresh run never overwrites the metrics of an earlier one: they are set aside as metrics.jsonl.1, .2 and so on.
-    A resumed run appends, and refuses a file with a line that is no record: to drop the line would lose what it said.
+    A resumed run appends, and refuses a file with a line that is not a record: dropping it would lose data.
 
     Args:
         output_dir: directory of metrics.jsonl.
         train_iters: steps of the run, for the bar.
         first_step: steps already done.
-        terms: names of the loss's terms, where it has several.
+        terms: names of the loss's sums, if there are several.
         quiet: say and write nothing (every rank but the first).
-        may_drop: a record that cannot be written is left out, and training goes on; else it ends the run.
+        may_drop: a record that cannot be written is left out, and training continues; otherwise this ends the run.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Report(Callback):
             self._task = self._bar.add_task("training", total=train_iters, completed=first_step)
             self._bar.start()
 
-    # ---- what happens in the run
+    # ---- events of the run
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Advance the bar; say why a step is skipped."""
@@ -98,7 +98,7 @@ class Report(Callback):
         """Close the file and the bar."""
         self.close()
 
-    # ---- how it is said
+    # ---- output
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -129,7 +129,7 @@ class Report(Callback):
             self._file = None
 
     def _written(self, write: Callable[[], None]) -> bool:
-        """Whether this could be done to the file; where it could not and the run goes on, the first time is told."""
+        """Whether a write to the file succeeded; warns at the first failure if the run may continue."""
         assert self._file is not None
         try:
             write()
@@ -138,7 +138,7 @@ class Report(Callback):
             if not self._may_drop:
                 raise StorageError(problem) from None
             if not self._warned:
-                lost = "what cannot be written is left out, and training goes on (--on-save-error warn)"
+                lost = "what cannot be written is left out, and training continues (--on-save-error warn)"
                 self.say(f"warning: {problem}; {lost}")
             self._warned = True
             return False
@@ -150,7 +150,7 @@ def say(text: str, *, may_fail: bool = False) -> None:
 
     Args:
         text: a line or several.
-        may_fail: where it cannot be written, go on without it.
+        may_fail: ignore text that cannot be written.
 
     Raises:
         OutputClosed: nobody reads it.
@@ -202,7 +202,7 @@ def _step_of(line: bytes, path: Path, number: int) -> int:
         step = None
     if type(step) is not int:
         raise UserError(
-            f"{path} line {number} is not a record of a run, so that this one cannot go on after it: "
+            f"{path} line {number} is not a record of a run, so this run cannot append to it: "
             "mend or remove the line, move the file away, or use another --output-dir"
         )
     return step

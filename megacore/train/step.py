@@ -1,9 +1,8 @@
-"""One train step, the same for the trainer and the engine: from microbatches to updated weights.
+"""One train step, for the trainer and the engine: from microbatches to updated weights.
 
-Every rank runs its microbatches through its stages (pipeline/runtime.py), gradients are summed over data-parallel ranks
-while the last backward runs, then the weights are updated or the step is skipped (optim/update.py). The loss, or each
-of its terms, is divided by the number of tokens (or of what else it sums over) of the whole global batch, known before
-the first backward.
+Every rank runs its microbatches through its stages (pipeline/runtime.py). Gradients are summed over data-parallel ranks
+while the last backward runs. Then the weights are updated, or the step is skipped (optim/update.py). Each sum of the
+loss is divided by its count (of tokens, for example) over the global batch, which is known before the first backward.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from megacore.train.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a train step leaves, equal on every rank.
+    """The result of a train step, equal on every rank.
 
     Attributes:
         step: its number, from 1.
-        loss: mean loss of the global batch, the sum of its terms' means; an fp64 scalar on the device.
-        means: of the loss's terms over the global batch, fp64 [terms] or a scalar, on the device.
-        counts: what the terms were divided by, likewise.
+        loss: mean loss of the global batch, the sum of `means`; an fp64 scalar on the device.
+        means: of each sum of the loss over the global batch, fp64 [sums] or a scalar, on the device.
+        counts: by which the sums were divided, likewise.
         grad_norm: global gradient norm before clipping, an fp64 scalar in host memory.
         lr: learning rate.
         skipped: why the weights were left as they are, or None.
-        votes: of all ranks, summed.
+        votes: summed over ranks.
     """
 
     step: int
@@ -55,18 +54,18 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Means over evaluated global batches, and what they were divided by; fp64, of the task's evaluation shape."""
+    """Means over evaluated global batches, and the counts of their terms; fp64, of the task's evaluation shape."""
 
     means: Tensor
     counts: Tensor
 
 
 class BatchWeight:
-    """One over the global batch's counts, which are summed over ranks while the first forward runs.
+    """The loss weight, 1 / the global batch's counts; they are summed over ranks while the first forward runs.
 
     Args:
-        counts: of this rank's microbatches, fp64; becomes the global batch's once the sum has arrived.
-        group: whose ranks take different samples.
+        counts: of this rank's microbatches, fp64; replaced in place by the sum over `group`.
+        group: ranks with different samples.
         loss_scale: the fp16 loss scale, a further factor of `value`.
     """
 
@@ -80,25 +79,25 @@ class BatchWeight:
         return torch.where(self.counts > 0, 1.0 / self.counts, 0.0)
 
     def value(self) -> Tensor:
-        """What scales the summed loss before backward, fp32."""
+        """The factor of the summed loss before backward, fp32."""
         return (self.per_count() * self._loss_scale).float()
 
 
 class TrainStep:
     """A task's model on this rank, with its optimizer, and the steps that train it.
 
-    A step is `compute_gradients` and then `update_weights`; what a caller does between the two overlaps with the work
-    that is queued on an accelerator.
+    A step is `compute_gradients`, then `update_weights`. What the caller does between the two overlaps with
+    the work of an accelerator.
 
     Args:
-        task: what is trained.
+        task: the model and its loss.
         config: resolved.
         mesh: this rank's groups and device.
 
     Attributes:
         step: steps taken.
         model: this rank's part of the model.
-        update: the optimizer and what guards it.
+        update: the optimizer, and the checks before its step.
     """
 
     def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
@@ -117,9 +116,8 @@ class TrainStep:
     def compute_gradients(self, microbatches: Sequence[Any]) -> None:
         """Forward and backward of this replica's microbatches.
 
-        An accelerator is not waited for here. Whatever is added must not do so: no `float`, `item` or `tolist` of a
-        tensor on the device, and no tensor made on the host and copied there.
-        tests/accelerator/test_synchronizations.py counts.
+        This must not wait for an accelerator: no `float`, `item` or `tolist` of a tensor on the device, and no copy of
+        a tensor from the host. tests/accelerator/test_synchronizations.py checks it.
 
         Args:
             microbatches: this data-parallel rank's share of the global batch, on the device.
@@ -133,10 +131,10 @@ class TrainStep:
     def update_weights(self, *, votes: Sequence[int] = ()) -> StepResult:
         """Update the weights from the gradients, or skip the step on all ranks.
 
-        An accelerator is waited for once, for the decision which of the two.
+        The decision waits for an accelerator, once.
 
         Args:
-            votes: what this rank adds to sums over all ranks that travel along; as many on every rank.
+            votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
 
         Raises:
             TrainingStopped: losses or gradients of many steps in a row were not finite.
@@ -183,7 +181,7 @@ class TrainStep:
 
         Args:
             consumed_samples: the position in the data.
-            buffers: tensors by global name that are neither weights nor the optimizer's.
+            buffers: tensors by global name that are neither weights nor optimizer state.
         """
         return TrainingState(
             step=self.step,
@@ -198,7 +196,7 @@ class TrainStep:
         """Continue from a checkpoint, of any layout; all ranks call this together.
 
         Args:
-            directory: the checkpoint, or a run's output directory, of which the newest is taken.
+            directory: a checkpoint, or a run's output directory, whose newest checkpoint is loaded.
             buffers: to fill, by global name.
 
         Returns:

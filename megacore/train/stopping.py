@@ -1,8 +1,8 @@
-"""When a run ends early, by agreement: a signal, a time limit or a step, of which all ranks learn at the same step.
+"""Early ends of a run, for a signal, a time limit or a step, which all ranks agree on at the same step.
 
-Each rank may have its own reason, and votes for it: votes are summed over ranks together with the loss and the norm of
-a step, and the weightiest reason with a vote is the decision. A signal is only noted while training goes on, and a
-second one changes nothing: the run saves, and ends with status 0.
+Each rank votes for its reason. The votes are summed over ranks together with the loss and the norm of a step, and the
+most important reason with a vote decides. A signal is only recorded until then, and a second one changes nothing: the
+run saves, and ends with status 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megacore.config.sections import CheckpointConfig
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _DURATION, _INTERVAL, _REQUEST = "duration", "interval", "request"
-_REASONS: tuple[signal.Signals | str, ...] = (*_SIGNALS, _DURATION, _INTERVAL, _REQUEST)  # a later one weighs more
+_REASONS: tuple[signal.Signals | str, ...] = (*_SIGNALS, _DURATION, _INTERVAL, _REQUEST)  # the most important last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Decision:
 
     Attributes:
         stop: why the run ends now, or None.
-        some_rank_waits: whether some rank still has something to do before ranks can agree on a save.
+        some_rank_waits: whether a rank is not ready yet to agree on a save.
     """
 
     stop: str | None = None
@@ -36,9 +36,9 @@ class Decision:
 
 
 class StopRequests:
-    """What asks this rank to end the run; a context in which SIGINT and SIGTERM are requests.
+    """Requests to end the run on this rank; inside this context SIGINT and SIGTERM are such requests.
 
-    After one has come it stays so at the end of the context: a second one must not end the process in another way.
+    After the first one the handlers stay: a second signal must not end the process in another way.
 
     Args:
         options: when the run ends early.
@@ -66,24 +66,24 @@ class StopRequests:
         self._signal = self._signal or number
 
     def request(self, reason: str) -> None:
-        """Ask for an end after the next step; the first reason is the one that is given."""
+        """End the run after the next step; the first reason is reported."""
         self._request = self._request or reason
 
     def votes(self, step: int, *, waiting: bool) -> list[int]:
-        """What this rank adds to the sums of a step.
+        """This rank's votes, which are summed over ranks in a step.
 
         Args:
-            step: that is being done.
-            waiting: whether this rank still has something to do before ranks can agree on a save.
+            step: the current one.
+            waiting: whether this rank is not ready yet to agree on a save.
 
         Returns:
-            For each reason to stop whether it is this rank's, then whether it is waiting; 0 or 1 each.
+            0 or 1 for each reason to stop, then for waiting.
         """
-        mine = self._reason(step)
-        return [*(int(reason == mine) for reason in _REASONS), int(waiting)]
+        own_reason = self._reason(step)
+        return [*(int(reason == own_reason) for reason in _REASONS), int(waiting)]
 
     def decision(self, votes: Sequence[int]) -> Decision:
-        """What follows from the sums of all ranks' votes."""
+        """The decision from the summed votes."""
         *counts, waiting = votes
         voted = [reason for reason, count in zip(_REASONS, counts, strict=True) if count]
         return Decision(stop=self._text(voted[-1]) if voted else None, some_rank_waits=waiting > 0)

@@ -25,7 +25,7 @@ def launch_summary(
 
     Args:
         config: resolved.
-        mesh: this rank's place.
+        mesh: this rank's groups.
         layers: the whole model.
         stages: which layers each pipeline stage holds.
         samples: training and validation samples of the run.
@@ -39,7 +39,7 @@ def launch_summary(
         f"{layers[stage[0]].name} .. {layers[stage[-1]].name}: {count / 1e6:,.2f}M"
         for stage, count in zip(stages, held, strict=True)
     ]
-    virtual = f" of {parallel.virtual_stages} stages a rank" if parallel.virtual_stages > 1 else ""
+    virtual = f" of {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
     bubble = f"{parallel.schedule}{virtual}; by the stages' operations {idle_share:.1%} of a step's time is bubble"
     lines = [
         ("topology", f"{describe_degrees(mesh.degrees)} = {mesh.world.size} ranks"),
@@ -57,7 +57,7 @@ def launch_summary(
         (
             "batch",
             f"{batch} sequences of {config.data.seq_length} = "
-            f"{batch * config.data.seq_length:,} tokens a step; "
+            f"{batch * config.data.seq_length:,} tokens per step; "
             f"{microbatches} microbatch(es) of {training.micro_batch_size} a replica",
         ),
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
@@ -75,14 +75,14 @@ def launch_summary(
 
 def _operators(config: ResolvedConfig, device: torch.device) -> str:
     model = config.model
-    found = ops.implementations(
+    implementations = ops.implementations(
         device,
         config.training.attention,
         norm="rms_norm" if model.normalization == "RMSNorm" else "layer_norm",
         activation=model.activation,
         positions=model.position_embedding_type,
     )
-    return ", ".join(f"{name}: {how}" for name, how in found.items())
+    return ", ".join(f"{name}: {how}" for name, how in implementations.items())
 
 
 def _parameters(model: ResolvedModel, layers: list[LayerSpec], stages: list[range]) -> tuple[int, list[int]]:

@@ -25,11 +25,11 @@ class Tracer(Callback):
 
     Args:
         config: resolved.
-        mesh: this rank's place.
+        mesh: this rank's groups.
         runtime: whose passes are traced.
-        report: is told where the trace lies.
+        report: prints where the trace is.
         first_step: steps done before this run.
-        microbatches: of a replica in a step.
+        microbatches: per replica and step.
     """
 
     def __init__(

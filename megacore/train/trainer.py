@@ -1,7 +1,7 @@
 """The training loop, the same for every model and every layout.
 
-Next batch, train step, log, evaluate, save. What a step is stands in step.py, what is logged in metrics.py, how it is
-saved in saving.py; what else watches the run is a callback (callbacks.py).
+Next batch, train step, log, evaluate, save. A step is in step.py, the logged figures in metrics.py, saving in
+saving.py; whatever else watches a run is a callback (callbacks.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Trainer:
         task: the model's layers and its loss.
         train_data: training samples; at least train_iters x global_batch_size of them.
         valid_data: validation samples, or None for no evaluation.
-        callbacks: what watches this rank's run, besides the trainer's own report and tracer.
+        callbacks: of this rank, besides the trainer's own report and tracer.
 
     Attributes:
         decision: what all ranks do after the last step.
@@ -94,8 +94,8 @@ class Trainer:
     # ---- the run
 
     def run(self) -> None:
-        """Train until train_iters or until something asks for an end, evaluating, logging and saving as configured;
-        leave the result in the output directory."""
+        """Train until train_iters or until a request to stop; evaluate, log and save as configured. The results are in
+        the output directory."""
         if self.loaded is not None:
             changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
             self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
@@ -133,7 +133,7 @@ class Trainer:
         return self.step >= self.config.training.train_iters or self.decision.stop is not None
 
     def train_step(self, microbatches: Sequence[Batch]) -> StepResult:
-        """One update of the weights; what ranks agree on meanwhile is in `decision`.
+        """One update of the weights; sets `decision`, on which all ranks agree.
 
         Args:
             microbatches: this data-parallel rank's share of the global batch, on the device.
@@ -161,8 +161,8 @@ class Trainer:
         self.callbacks.on_log({**self._position(), **figures})
 
     def evaluate(self) -> float | None:
-        """Mean loss (without what only training adds to it, such as label smoothing) over eval_iters global batches of
-        the validation data, the same ones every time; None where these have nothing to predict."""
+        """Mean loss over eval_iters global batches of the validation data, the same every time, without terms that only
+        training has, such as label smoothing; None if there is nothing to predict."""
         assert self.valid_batches is not None
         self.valid_batches.rewind()
         batches = islice(self.valid_batches, self.config.training.eval_iters)
@@ -180,7 +180,7 @@ class Trainer:
         """End the run after the next step, on all ranks, with a checkpoint; any rank may ask.
 
         Args:
-            reason: why, in the words of the last line: "stopped by {reason}".
+            reason: as in the last line of the output: "stopped by {reason}".
         """
         self.stop_requests.request(reason)
 
@@ -223,8 +223,8 @@ class Trainer:
         return [microbatch.to(self.mesh.device, non_blocking=True) for microbatch in microbatches]
 
     def _is_due(self, interval: int, step: int | None = None) -> bool:
-        """Whether a step, by default the last one taken, is one of every `interval` steps, or the last of the run; an
-        interval of 0 means the last only."""
+        """Whether a step, by default the last one taken, is a multiple of `interval` or the last step of the run; if
+        `interval` is 0 only the last step is due."""
         step = self.step if step is None else step
         return step == self.config.training.train_iters or (interval > 0 and step % interval == 0)
 

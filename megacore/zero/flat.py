@@ -18,7 +18,7 @@ import torch
 from megacore.parallel.mesh import ReplicaRole
 from megacore.parallel.sharding import ShardedParameter
 
-# Elements at multiples of which parameters and shards begin: 64 bytes at 16 bits, 128 at 32. What a matrix product
+# Parameters and shards begin at multiples of this many elements: 64 bytes at 16 bits, 128 at 32. What a matrix product
 # rounds may depend on how its operands are aligned, and unaligned ones are slower.
 ALIGNMENT = 32
 

@@ -60,6 +60,7 @@ std::atomic<int64_t> host_syncs{0}, operators{0}, bytes_to_device{0}, bytes_to_h
 using SyncCallback = void (*)(const char* cause);
 using DrainCallback = int (*)();
 std::atomic<SyncCallback> on_sync{nullptr};   // told of every host synchronisation
+std::atomic<bool> slow{false};                // events are not done before the host waits for them
 std::atomic<DrainCallback> drain{nullptr};    // waits until every collective under way has finished; 0 on success
 
 void count_sync(const char* cause) {
@@ -146,6 +147,13 @@ struct Timelines {
     std::vector<Access> taken(std::make_move_iterator(first), std::make_move_iterator(accesses.end()));
     accesses.erase(first, accesses.end());
     return taken;
+  }
+
+  bool host_knows(const Clock& clock) {
+    std::lock_guard<std::recursive_mutex> guard(mutex);
+    for (size_t i = 0; i < clock.size(); i++)
+      if (!covers(host, static_cast<int64_t>(i), clock[i]) && clock[i] > 0) return false;
+    return true;
   }
 
   void host_waits(const Clock& clock) {
@@ -767,6 +775,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) timelines().host_waits(of(event)->clock);
   }
   bool queryEvent(void* event) const override {
+    if (event != nullptr && slow && !timelines().host_knows(of(event)->clock)) return false;
     if (event != nullptr) timelines().host_waits(of(event)->clock);  // the host knows then
     return true;
   }
@@ -850,6 +859,7 @@ int64_t pretend_bytes_to_host() { return bytes_to_host; }
 void pretend_count_sync(const char* cause) { count_sync(cause); }
 void pretend_on_sync(SyncCallback callback) { on_sync = callback; }
 void pretend_on_drain(DrainCallback callback) { drain = callback; }
+void pretend_be_slow(bool yes) { slow = yes; }
 void pretend_limit_memory(int64_t bytes) { memory.limit = bytes; }
 int pretend_device_count() { return device_count(); }
 int pretend_current_device() { return current_device; }

@@ -108,6 +108,16 @@ def counting() -> Iterator[Counters]:
             setattr(counters, name, figure - before[name])
 
 
+@contextlib.contextmanager
+def slow() -> Iterator[None]:
+    """Inside, an event that is asked about is not done unless the host has waited for it; else it is done at once."""
+    library().pretend_be_slow(True)
+    try:
+        yield
+    finally:
+        library().pretend_be_slow(False)
+
+
 def limit_memory(size: int) -> None:
     """Give every device this many bytes; an allocation beyond them raises torch.OutOfMemoryError."""
     library().pretend_limit_memory(size)

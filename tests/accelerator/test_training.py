@@ -121,7 +121,8 @@ ALL: dict[int, list[Case]] = {
 def trainer_of(case: Case, device: str, directory: str) -> Any:
     layout, changes = case
     # One sample a microbatch where there is a pipeline to fill; elsewhere two, which is twice as fast.
-    plain = {"train_iters": STEPS, "eval_iters": 1, "device": device, "micro_batch_size": 1 if layout[1] > 1 else 2}
+    plain = {"train_iters": STEPS, "eval_iters": 1, "num_layers": 4, "device": device}
+    plain["micro_batch_size"] = 1 if layout[1] > 1 else 2
     changes = plain | changes
     make = (make_bert_config, make_bert_trainer) if changes.pop("bert", False) else (make_config, make_trainer)
     config = make[0](layout, directory, **changes)

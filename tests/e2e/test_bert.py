@@ -18,7 +18,7 @@ from tools.fill_mask import main as fill_mask
 from tools.preprocess_data import main as preprocess
 from tools.train_tokenizer import main as train_tokenizer
 
-TOPICS, NOUNS, VERBS = 12, 6, 3
+TOPICS, NOUNS, VERBS = 6, 4, 3
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "init_method_std": 0.1}
 
 
@@ -84,8 +84,8 @@ def run(corpus: Corpus, output_dir: Path, **changes: object) -> list[str]:
 def learned(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output of a run that is long enough to learn."""
     output = tmp_path_factory.mktemp("learned")
-    flags = {"micro_batch_size": 32, "global_batch_size": 32, "train_iters": 800, "lr": 2e-3, "lr_warmup_iters": 40}
-    quiet = {"hidden_dropout": 0, "attention_dropout": 0, "eval_interval": 800, "eval_iters": 8, "seed": 1234}
+    flags = {"micro_batch_size": 32, "global_batch_size": 32, "train_iters": 400, "lr": 2e-3, "lr_warmup_iters": 40}
+    quiet = {"hidden_dropout": 0, "attention_dropout": 0, "eval_interval": 400, "eval_iters": 8, "seed": 1234}
     done = alone(*run(corpus, output, **flags, **quiet), program=BERT_PROGRAM, timeout=200)
     assert done.returncode == 0, done.stderr
     return output

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -154,7 +153,9 @@ def test_a_signal_to_the_launcher_saves_and_ends_everything_quietly(
     tmp_path: Path, number: signal.Signals, num_workers: int
 ) -> None:
     flags = small_run(tmp_path / "out", pp=2, num_workers=num_workers, **ENDLESS)
-    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags) as job:
+    # Once with the signal handlers that new interpreters have.
+    cold = (number, num_workers) == (signal.SIGINT, 2)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *flags, cold=cold) as job:
         wait_for_step(job, 3)
         job.torchrun.send_signal(number)
         job.ends(END)
@@ -164,10 +165,15 @@ def test_a_signal_to_the_launcher_saves_and_ends_everything_quietly(
     assert find_checkpoint(tmp_path / "out") == tmp_path / "out" / f"step_{step:08d}"
 
 
+def loads_torch(pid: int) -> bool:
+    """Whether a process has begun to load torch's libraries."""
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
 def test_a_signal_before_the_first_step_ends_everything_quietly(tmp_path: Path) -> None:
-    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *small_run(tmp_path / "out", **ENDLESS)) as job:
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *small_run(tmp_path / "out", **ENDLESS), cold=True) as job:
         until(lambda: {0, 1} <= set(job.pids().values()), START, "no ranks")
-        time.sleep(1.0)  # torch is being loaded
+        until(lambda: all(loads_torch(pid) for pid, rank in job.pids().items() if rank is not None), START, "no torch")
         job.torchrun.send_signal(signal.SIGINT)
         job.ends(END)
         assert job.said().strip() in ("", "megacore: stopped by SIGINT")

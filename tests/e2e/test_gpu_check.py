@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_check.records import read_records
-from tests.unit.packaging_builds import ROOT
+from tests.e2e.launching import ROOT, run_warm
 
 needs_pretend = pytest.mark.skipif(
     importlib.util.find_spec("tests.accelerator.device") is None or shutil.which("g++") is None,
@@ -41,9 +40,8 @@ KINDS = {
 
 def check(output: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     """Run the command; exit status, what it said, and its report."""
-    command = [sys.executable, "benchmarks/gpu.py", "--small", "--output", str(output), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    script = ROOT / "benchmarks" / "gpu.py"
+    done = run_warm(script, "--small", "--output", output, *arguments, timeout=1800, directory=ROOT)
     path = output / "gpu-report.json"
     return done.returncode, done.stdout + done.stderr, json.loads(path.read_text()) if path.exists() else {}
 

@@ -148,6 +148,14 @@ def test_every_make_target_exists(document: Path) -> None:
 
 
 @PAGES
+def test_every_row_of_a_table_has_as_many_cells_as_its_first(document: Path) -> None:
+    """A `|` in a cell ends it on GitHub, in code as well, unless it is written `\\|`."""
+    for table in re.findall(r"(?:^ *\|.*\n)+", document.read_text(encoding="utf-8"), re.MULTILINE):
+        first, *rows = [re.split(r"(?<!\\)\|", row) for row in table.splitlines()]
+        assert [row for row in rows if len(row) != len(first)] == []
+
+
+@PAGES
 def test_every_link_leads_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text(encoding="utf-8"))
     local = [link for link in links if not re.match(r"[a-z]+:", link)]

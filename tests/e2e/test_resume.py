@@ -105,15 +105,29 @@ def test_a_signal_to_one_rank_saves_on_all_and_ends_with_status_0(tmp_path: Path
     assert losses(tmp_path / "out")[-1][0] == step
 
 
+# The training script, which waits less long for a run that is about to end.
+IMPATIENT = """
+import sys
+import megacore.checkpoint.lock
+import pretrain_gpt
+from megacore.train.launch import exit_with
+
+megacore.checkpoint.lock._PATIENCE_SECONDS = 0.2
+exit_with(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
 def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
-    lock = WriterLock(tmp_path)
-    (tmp_path / "config.toml").write_text("the first run's")
-    done = alone(*small_run(tmp_path, **OPTIONS), timeout=PATIENCE)
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    output = tmp_path / "run"
+    lock = WriterLock(output)
+    (output / "config.toml").write_text("the first run's")
+    done = alone(*small_run(output, **OPTIONS), program=tmp_path / "impatient.py", timeout=PATIENCE)
     lock.release()
     assert done.returncode == 2
     assert f"is being written by another run (pid {os.getpid()} on " in done.stderr
     assert "Traceback" not in done.stderr
-    assert (tmp_path / "config.toml").read_text() == "the first run's"
+    assert (output / "config.toml").read_text() == "the first run's"
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_settings_may_change(

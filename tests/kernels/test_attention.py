@@ -249,6 +249,21 @@ def test_one_mask_outlives_its_forward_pass() -> None:
         earlier.append(weakref.ref(masks[0]))
 
 
+def test_global_and_local_layers_keep_a_mask_each() -> None:
+    """ModernBERT's layers take turns: neither mask is made again, for as long as the length stays."""
+
+    def masks() -> list[Tensor | None]:
+        return [visible(6, causal=False, window=w, documents=None, device=torch.device("cpu")) for w in (2, 8)]
+
+    first, again = masks(), masks()
+    assert all(one is not None and one is other for one, other in zip(first, again, strict=True))
+    gone = [weakref.ref(mask) for mask in first if mask is not None]
+    del first, again
+    visible(7, causal=False, window=2, documents=None, device=torch.device("cpu"))
+    visible(7, causal=False, window=8, documents=None, device=torch.device("cpu"))
+    assert all(mask() is None for mask in gone)
+
+
 REFUSALS = {
     "groups": (lambda q, k, v: ops.attention(q, k[:, :3], v[:, :3], causal=True), "dividing query's 4 heads"),
     "values": (lambda q, k, v: ops.attention(q, k, v[:, :, :5], causal=True), "value has shape"),

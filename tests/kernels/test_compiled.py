@@ -3,11 +3,15 @@
 Expectations are recorded per Triton version (`python -m tests.kernels.test_compiled` writes those of the installed
 one); an unrecorded version is held to everything but the numbers. Registers may differ by a few from what is recorded:
 what ptxas is given depends a little on what the process compiled before.
+
+Triton caches what it compiled, by source, target and its own version: only the first run on a machine takes minutes.
+sm_80 is `slow`: the same source, whose compilation finds other registers and nothing else in nearly all kernels.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +25,30 @@ from tests.unit.packaging_builds import ROOT
 RECORDS = Path(__file__).parent / "figures"
 REGISTERS_EITHER_WAY = 8
 FIGURES = ("registers", "shared", "wide", "narrow")
+# What is wrong -> the kernel's file, the text there, the text instead, the cases compiled with it, what is reported.
+DEFECTS = {
+    "the exact causal condition in the load's mask": (
+        "softmax",
+        "touched &= columns // 16 * 16 < last",
+        "touched &= columns < last",
+        "fused_softmax causal 4096 bf16",
+        "of less than 128 bits",
+    ),
+    "the exact vocabulary in the load's mask": (
+        "cross_entropy",
+        'mask=column < width, other=float("-inf")',
+        'mask=column < columns, other=float("-inf")',
+        "cross_entropy 50257 of 50304 bf16",
+        "of less than 128 bits",
+    ),
+    "a block that does not fit the registers": (
+        "norm",
+        "PERSISTENT = {True: 8192",
+        "PERSISTENT = {True: 32768",
+        "layer_norm 16384 bf16",
+        "spills",
+    ),
+}
 
 
 def report(*arguments: str, cwd: Path = ROOT) -> dict[str, Any]:
@@ -36,21 +64,35 @@ def record() -> Path:
     return RECORDS / f"triton-{triton.__version__}.json"
 
 
+@pytest.fixture(scope="module", params=[90, pytest.param(80, marks=pytest.mark.slow)], ids=["sm_90", "sm_80"])
+def architecture(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, Any]:
-    return report()
+def compiled(architecture: int) -> dict[str, Any]:
+    return report("--architecture", str(architecture))
 
 
-def test_no_kernel_spills_or_moves_rows_in_pieces(compiled: dict[str, Any]) -> None:
+def test_no_kernel_spills_or_moves_rows_in_pieces(architecture: int, compiled: dict[str, Any]) -> None:
     assert len(compiled["compiled"]) > 150
-    assert {c["architecture"] for c in compiled["compiled"]} == {80, 90}
+    assert {c["architecture"] for c in compiled["compiled"]} == {architecture}
     assert not compiled["problems"], "\n".join(compiled["problems"])
 
 
-def test_figures_are_the_recorded_ones(compiled: dict[str, Any]) -> None:
+def test_each_architecture_is_compiled_for_itself() -> None:
+    """Triton keeps what it compiled per device: one device for all would give the code of the first architecture."""
+    compiled = report("--only", "gelu 3072 bf16")["compiled"]
+    assert sorted(c["architecture"] for c in compiled) == [80] * 4 + [90] * 4  # gelu and bias_gelu, both ways
+
+
+def test_figures_are_the_recorded_ones(architecture: int, compiled: dict[str, Any]) -> None:
     if not record().exists():
         pytest.skip(f"nothing is recorded for Triton {triton.__version__}")
-    expected: dict[str, list[int]] = json.loads(record().read_text())
+    recorded: dict[str, list[int]] = json.loads(record().read_text())
+    expected = {name: figures for name, figures in recorded.items() if name.endswith(f", sm_{architecture}")}
+    if not expected:
+        pytest.skip(f"nothing is recorded for Triton {triton.__version__} on sm_{architecture}")
     found = {c["name"]: [c[figure] for figure in FIGURES] for c in compiled["compiled"]}
     assert found.keys() == expected.keys()
     for name, (registers, *others) in found.items():
@@ -63,6 +105,29 @@ def test_the_page_has_a_row_for_every_kernel(compiled: dict[str, Any]) -> None:
     rows = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in page.splitlines() if line.startswith("|")}
     missing = {(c["case"], c["kernel"]) for c in compiled["compiled"]} - rows
     assert not missing, "python tools/kernel_report.py --write docs/kernels.md"
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The problems found in a copy of the kernels with every defect."""
+    tree = tmp_path_factory.mktemp("tree")
+    for folder in ("kernels", "megacore", "tools"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for kernel, old, new, _, _ in DEFECTS.values():
+        file = tree / "kernels" / f"{kernel}.py"
+        text = file.read_text(encoding="utf-8")
+        assert old in text, f"{file.name} has changed: plant the defect anew"
+        file.write_text(text.replace(old, new), encoding="utf-8")
+    only = [word for *_, case, _ in DEFECTS.values() for word in ("--only", case)]
+    problems: list[str] = report("--architecture", "90", *only, cwd=tree)["problems"]
+    return problems
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_bad_code_is_found(defect: str, planted: list[str]) -> None:
+    *_, case, message = DEFECTS[defect]
+    problems = [problem for problem in planted if case in problem]
+    assert problems and all(message in problem for problem in problems), problems
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every Triton kernel in Triton's interpreter, where there is no GPU.
 
 The interpreter has to be chosen before Triton is first imported, and whoever imported it otherwise cannot change that:
-these tests run in a process of their own.
+these files run in a process of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,16 +23,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def interpreted(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run pytest with kernels interpreted."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(cwd)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize("file", ["test_numerics.py", "test_training.py"])
-def test_kernels_in_the_interpreter(file: str) -> None:
-    done = interpreted(f"tests/kernels/{file}")
+def test_kernels_in_the_interpreter() -> None:
+    files = (f"tests/kernels/{name}" for name in ("test_numerics.py", "test_training.py", "test_planted.py"))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     counted = re.search(r"(\d+) passed", done.stdout)
     assert counted and "skipped" not in done.stdout, "nothing was tried"

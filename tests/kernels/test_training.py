@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacore import ops
 from megacore.parallel.mesh import Mesh
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
-from tests.parity.runs import make_config, make_trainer
+from tests.parity.runs import RaggedData, make_config, make_trainer
 
 pytestmark = pytest.mark.on_device
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.2}
@@ -22,9 +22,13 @@ def losses(
     choice: ops.Choice, output_dir: Path, device: torch.device, count: int = 20, **changes: Any
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of some steps."""
-    config = make_config((1, 1, 1), output_dir, global_batch_size=1, micro_batch_size=1, num_layers=1, **changes)
+    # Every token is a program of its own in most kernels, and Triton's interpreter takes milliseconds for each.
+    small = {"num_layers": 1, "num_attention_heads": 2, "seq_length": 5, "global_batch_size": 1, "micro_batch_size": 1}
+    config = make_config((1, 1, 1), output_dir, **small, **changes)
+    ragged = RaggedData(config.training.train_iters)
+    data = [{name: values[: config.data.seq_length] for name, values in ragged[i].items()} for i in range(len(ragged))]
     with ops.kernels_chosen(choice):
-        trainer = make_trainer(config, Mesh(device=device))
+        trainer = make_trainer(config, Mesh(device=device), data)
         steps = [trainer.train_step(next(trainer.batches)) for _ in range(count)]
     return [(float(step.loss), float(step.grad_norm)) for step in steps]
 

@@ -32,20 +32,27 @@ State = dict[str, dict[str, Tensor]]  # kind -> name -> whole tensor
 
 
 def run_steps(
-    rank: int, world_size: int, layout: Layout, directory: str, load: str | None, steps: int, changes: dict[str, Any]
+    rank: int,
+    world_size: int,
+    layout: Layout,
+    directory: str,
+    load: str | None,
+    steps: int,
+    further: int,
+    changes: dict[str, Any],
 ) -> tuple[list[float], State, State] | None:
-    """Train `steps` steps from `load` (or the start), save; the state at the start and at the end on rank 0."""
+    """Train `steps` steps from `load` (or the start), save, and train on for `further` steps: on rank 0 all losses, and
+    the state at the start and at the save."""
     config = make_config(layout, directory, load=load, **changes)
     if config.training.reproducible:
         compute_reproducibly()
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
     before = whole_state(trainer, mesh)
-    losses = []
-    for _ in range(steps):
-        losses.append(float(trainer.train_step(next(trainer.batches)).loss))
+    losses = [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(steps)]
     trainer.save()
     after = whole_state(trainer, mesh)
+    losses += [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(further)]
     return (losses, before, after) if rank == 0 else None
 
 
@@ -58,11 +65,12 @@ def whole_state(trainer: Trainer, mesh: Mesh) -> State:
 
 
 def steps(
-    layout: Layout, directory: Path, load: Path | None, count: int, **changes: Any
+    layout: Layout, directory: Path, load: Path | None, count: int, *, further: int = 0, **changes: Any
 ) -> tuple[list[float], State, State]:
     tp, pp, dp = layout
     source = None if load is None else str(load)
-    result = run_distributed(run_steps, tp * pp * dp, layout, str(directory), source, count, changes, timeout=120)[0]
+    arguments = (layout, str(directory), source, count, further, {"num_layers": 4, **changes})
+    result = run_distributed(run_steps, tp * pp * dp, *arguments, timeout=120)[0]
     assert result is not None
     return result
 
@@ -81,13 +89,12 @@ def steps(
 def test_any_layout_loads_into_any_other(
     source: Layout, written_with: dict[str, Any], target: Layout, read_with: dict[str, Any], tmp_path: Path
 ) -> None:
-    _, _, saved = steps(source, tmp_path / "a", None, 3, **written_with)
+    straight, _, saved = steps(source, tmp_path / "a", None, 3, further=3, **written_with)
     losses, loaded, _ = steps(target, tmp_path / "b", tmp_path / "a", 3, **read_with)
     assert loaded.keys() == saved.keys() == {"model", "exp_avg", "exp_avg_sq"}
     for kind, table in saved.items():
         assert loaded[kind].keys() == table.keys()
         assert all(torch.equal(loaded[kind][name], value) for name, value in table.items()), kind
-    straight, _, _ = steps(source, tmp_path / "c", None, 6, **written_with)
     assert losses == pytest.approx(straight[3:], rel=1e-6)
 
 

@@ -228,7 +228,7 @@ def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     for step in range(2):
         one, other = (engine.train_batch(engine.split(*batch(step))) for engine in (own, usual))
         assert one.item() == pytest.approx(other.item(), rel=1e-6)
-    with pytest.raises(UserError, match="4 microbatches a replica, but the run has --pp 1, --virtual-stages 1 and 3"):
+    with pytest.raises(UserError, match="4 microbatches per replica, but the run has --pp 1, --virtual-stages 1 and 3"):
         engine_of([linear("a")], parallel={"schedule_csv": str(file)}, num_microbatches=3)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config import AdamWConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
-from megacore.errors import CheckpointError
+from megacore.errors import CheckpointError, ConfigError
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from megacore.train.engine import Layer, PipelineEngine
@@ -184,10 +184,10 @@ def split_layers(mesh: Mesh) -> list[Layer]:
 def tensor_parallel(
     rank: int, world_size: int, tp: int, pp: int, zero_stage: int, directory: str
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    sizes = {"tp": tp, "pp": pp, "dp": world_size // (tp * pp)}
-    mesh = build_mesh(ParallelConfig(**sizes, device="cpu"))  # type: ignore[arg-type]
-    parallel = {**sizes, "zero_stage": zero_stage}
-    engine = engine_of(split_layers(mesh), mesh=mesh, parallel=parallel, num_microbatches=4 // sizes["dp"])
+    mesh = build_mesh(ParallelConfig(tp=tp, pp=pp, device="cpu"))
+    assert mesh.batch.size == world_size // (tp * pp)
+    parallel = {"tp": tp, "pp": pp, "dp": mesh.batch.size, "zero_stage": zero_stage}
+    engine = engine_of(split_layers(mesh), mesh=mesh, parallel=parallel, num_microbatches=4 // mesh.batch.size)
     losses, norms = [], []
     for step in range(3):
         losses += train(engine, step, step + 1)
@@ -195,6 +195,12 @@ def tensor_parallel(
     if directory:
         engine.save(directory)
     return losses, norms, engine.state_dict()
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(tp=2), ParallelConfig(pp=2, dp=1)])
+def test_a_mesh_that_needs_other_processes_is_refused(parallel: ParallelConfig) -> None:
+    with pytest.raises(ConfigError, match=r"= 2, but the run has 1 process: use torchrun --nproc-per-node 2"):
+        build_mesh(parallel)
 
 
 def test_split_layers_train_as_on_one_process(tmp_path: Path) -> None:

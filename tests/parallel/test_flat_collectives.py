@@ -40,7 +40,7 @@ def test_sums_and_parts_are_exact() -> None:
 def train_both(rank: int, world_size: int, directory: str) -> list[tuple[Outcome, Outcome] | None]:
     by_messages, pairs = collectives._by_messages, []
     for stage in STAGES:
-        changes: dict[str, Any] = {"zero_stage": stage, "train_iters": 3}
+        changes: dict[str, Any] = {"zero_stage": stage, "num_layers": 2, "train_iters": 3}
         collectives._by_messages = lambda whole: False
         flat = train(rank, world_size, (1, 1, 2), directory, changes)
         collectives._by_messages = by_messages

@@ -76,7 +76,7 @@ def test_a_run_starts_from_the_weights(
     weights, loss = found
     hf = open_model(directory)
     for step in hf.plan:
-        whole: Tensor = step.slice(spec_of(step.ours, step.shape), hf.found.tensors)
+        whole: Tensor = step.slice(spec_of(step.ours, step.shape), hf.stored.tensors)
         assert torch.equal(weights[step.ours], whole), step.ours
     assert loss == pytest.approx(expected_loss(directory, 8), abs=1e-6)
 

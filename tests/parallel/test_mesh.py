@@ -71,7 +71,7 @@ def train_copies(
     """Train and save on meshes with so many copies; None: without the dimension."""
     outcomes = []
     for degree in degrees:
-        config = make_config(layout, f"{directory}/{degree}", train_iters=3, **changes)
+        config = make_config(layout, f"{directory}/{degree}", num_layers=2, train_iters=3, **changes)
         mesh = build_mesh(config.parallel, DIMENSIONS if degree is None else with_copies(degree))
         trainer = make_trainer(config, mesh)
         outcomes.append(outcome_of(trainer))

@@ -42,7 +42,7 @@ BEFORE = 2
 
 def config_of(layout: Layout, directory: Path | str, *, turn: int = 0, load: Path | None = None) -> Any:
     changes = {**SCHEDULE.get(layout, {}), "zero_stage": (STAGE[layout] + turn) % 4 if layout in STAGE else 0}
-    changes |= {"reproducible": True, "micro_batch_size": 1, "train_iters": 30}
+    changes |= {"reproducible": True, "micro_batch_size": 1, "global_batch_size": 4, "train_iters": 30}
     return make_config(layout, directory, load=None if load is None else str(load), **changes)
 
 

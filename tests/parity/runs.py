@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megacore.config import (
@@ -57,6 +58,21 @@ class Outcome:
 
 
 Run = Callable[..., Outcome]
+Size = Callable[[Layout], dict[str, Any]]
+
+
+def small(layout: Layout) -> dict[str, Any]:
+    """Eight steps of a model that this layout just divides: one block more than stages, which no pp above 1 divides."""
+    return {"num_layers": layout[1] + 1, "train_iters": 8}
+
+
+def whole(layout: Layout) -> dict[str, Any]:
+    """The twenty steps and five blocks of `make_config`."""
+    return {}
+
+
+# Of a test with a `size`: each case is small in `make test`, and whole in `make test-slow`.
+in_both_sizes = pytest.mark.parametrize("size", [small, pytest.param(whole, marks=pytest.mark.slow)])
 
 
 def agree(found: Outcome, expected: Outcome) -> None:
@@ -197,14 +213,7 @@ def gather(
     """Whole tensors from what every rank owns; where several ranks own the same, they must agree bit for bit."""
     shapes = {name: tuple(parameter.shape) for name, parameter in trainer.model.parameters.items()}
     mine = [
-        # NumPy's arrays are pickled and read several times as fast as torch's tensors; wider numbers lose nothing.
-        (
-            owned.spec,
-            shapes[owned.spec.name],
-            owned.segment.start,
-            owned.segment.stop,
-            value.detach().float().numpy(force=True),
-        )
+        (owned.spec, shapes[owned.spec.name], owned.segment.start, owned.segment.stop, array_of(value))
         for owned in trainer.model.data_parallel.segments
         if (value := take(owned)) is not None
     ]
@@ -219,6 +228,12 @@ def gather(
         _agree(spec.take(full), spec.unpadded(tensor), spec.name)
     assert not any(torch.isnan(full).any() for full in whole.values()), "a slice is missing"
     return whole
+
+
+def array_of(tensor: Tensor) -> NDArray[np.float32]:
+    """A tensor in at most 32 bits as ranks send it to each other: pickle is several times as fast with an array."""
+    array: NDArray[np.float32] = tensor.detach().float().numpy(force=True)
+    return array
 
 
 def _agree(held: Tensor, piece: Tensor, name: str) -> None:

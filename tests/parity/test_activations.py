@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from megacore.config import ModelConfig
+from megacore.config.fields import field_infos
 from tests.distributed import run_distributed
 from tests.parity.activations import activation_config, kept_by_formula, kept_by_the_paper, kept_per_block
 
@@ -40,9 +42,7 @@ def test_a_block_keeps_what_the_formula_says(tp: int, precision: str, tmp_path_f
 ROPE = {"position_embedding_type": "rope"}
 GROUPED: dict[str, Any] = {"num_query_groups": 2}
 FAMILIES: list[dict[str, Any]] = [
-    {"activation": "swiglu"},
-    {"activation": "geglu"},
-    {"activation": "relu"},
+    *({"activation": name} for name in field_infos(ModelConfig)["activation"].choices),
     {"normalization": "RMSNorm"},
     ROPE,
     GROUPED,

@@ -122,7 +122,7 @@ def test_every_layout_loads_its_slices(converted: Converted, tp: int, pp: int) -
 
 
 def whole_tensor(hf: Any, step: Any) -> Tensor:
-    tensor: Tensor = step.assemble(lambda number: read_tensor(hf.found.tensors[step.theirs[number]]))
+    tensor: Tensor = step.assemble(lambda number: read_tensor(hf.stored.tensors[step.theirs[number]]))
     return tensor
 
 

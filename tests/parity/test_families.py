@@ -92,12 +92,18 @@ MORE: list[Case] = [
 ]
 
 
-def shape_of(name: str) -> dict[str, Any]:
+def shape_of(name: str, blocks: int = 4) -> dict[str, Any]:
     """A small model of the family, whose inner sizes no tensor-parallel layout divides by accident."""
     if name == "one key and value head":
-        return {**shape_of("qwen3"), "num_query_groups": 1, "add_qkv_bias": True}
+        return {**shape_of("qwen3", blocks), "num_query_groups": 1, "add_qkv_bias": True}
     family = FAMILIES[name]
-    return {"num_query_groups": family.groups, **family.changes, "num_layers": 4, "train_iters": 3}
+    return {"num_query_groups": family.groups, **family.changes, "num_layers": blocks, "train_iters": 3}
+
+
+def model_of(case: Case) -> tuple[str, int]:
+    """What a case trains: the family, and two blocks or as many as it has stages."""
+    name, (_, pp, _), changes = case
+    return name, max(2, pp * changes.get("virtual_stages", 1))
 
 
 def train_alone(directory: str, **changes: Any) -> Outcome:
@@ -108,13 +114,14 @@ def train_alone(directory: str, **changes: Any) -> Outcome:
 
 def train_all(
     rank: int, world_size: int, cases: list[Case], directory: str
-) -> tuple[dict[str, Outcome], list[Outcome]]:
-    """One process of each family, dealt out to the ranks, and every layout, all ranks together."""
-    names = list(dict.fromkeys(name for name, _, _ in cases))[rank::world_size]
-    mine = {name: train_alone(f"{directory}/{rank}", **shape_of(name)) for name in names}
+) -> tuple[dict[tuple[str, int], Outcome], list[Outcome]]:
+    """One process of each model, dealt out to the ranks, and every layout, all ranks together."""
+    models = list(dict.fromkeys(map(model_of, cases)))[rank::world_size]
+    mine = {model: train_alone(f"{directory}/{rank}", **shape_of(*model)) for model in models}
     found = []
-    for name, layout, changes in cases:
-        config = make_config(layout, directory, **shape_of(name), **changes)
+    for case in cases:
+        _, layout, changes = case
+        config = make_config(layout, directory, **shape_of(*model_of(case)), **changes)
         found.append(train_on(build_mesh(config.parallel), config))
     return mine, found if rank == 0 else []
 
@@ -122,10 +129,10 @@ def train_all(
 @pytest.mark.parametrize("cases", [pytest.param(FEW, id="few"), pytest.param(MORE, id="more", marks=pytest.mark.slow)])
 def test_every_family_is_the_same_on_every_layout(cases: list[Case], tmp_path: Path) -> None:
     replies = run_distributed(train_all, 4, cases, str(tmp_path), timeout=200)
-    alone = {name: outcome for mine, _ in replies for name, outcome in mine.items()}
-    for (name, layout, changes), found in zip(cases, replies[0][1], strict=True):
-        print(name, layout, changes)  # shown where it fails
-        agree(found, alone[name])
+    alone = {model: outcome for mine, _ in replies for model, outcome in mine.items()}
+    for case, found in zip(cases, replies[0][1], strict=True):
+        print(*case)  # shown where it fails
+        agree(found, alone[model_of(case)])
 
 
 def train_reproducibly(rank: int, world_size: int, directory: str) -> list[Outcome]:

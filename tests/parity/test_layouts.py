@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parity.runs import Layout, Run, agree
+from tests.parity.runs import Layout, Run, Size, agree, in_both_sizes, small, whole
 
 LAYOUTS: list[Layout] = [
     (2, 1, 1),
@@ -28,17 +28,27 @@ LAYOUTS: list[Layout] = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_adamw_with_clipping_equals_one_process(layout: Layout, run: Run) -> None:
-    one = run((1, 1, 1))
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        *((layout, small) for layout in LAYOUTS),
+        ((1, 2, 2), whole),
+        *(pytest.param(layout, whole, marks=pytest.mark.slow) for layout in LAYOUTS if layout != (1, 2, 2)),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_adamw_with_clipping_equals_one_process(layout: Layout, size: Size, run: Run) -> None:
+    one = run((1, 1, 1), **size(layout))
     assert min(one.norms) > 0.5, "clipping is meant to be active"
-    agree(run(layout), one)
+    agree(run(layout, **size(layout)), one)
 
 
+@in_both_sizes
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 2)], ids=str)
-def test_sgd_untied_equals_one_process(layout: Layout, run: Run) -> None:
+def test_sgd_untied_equals_one_process(layout: Layout, size: Size, run: Run) -> None:
     """AdamW forgives a gradient that is wrong by a factor; plain SGD does not."""
     changes = {
+        **size(layout),
         "optimizer": "sgd",
         "sgd_momentum": 0.0,
         "lr": 0.1,
@@ -51,25 +61,29 @@ def test_sgd_untied_equals_one_process(layout: Layout, run: Run) -> None:
         torch.testing.assert_close(found.final[name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_hidden_dropout_does_not_depend_on_the_layout(run: Run) -> None:
+@in_both_sizes
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 2)], ids=str)
+def test_hidden_dropout_does_not_depend_on_the_layout(layout: Layout, size: Size, run: Run) -> None:
     """Masks are functions of names and indices: with equal micro-batches even dropout is the same on every layout."""
-    changes = {"hidden_dropout": 0.2, "micro_batch_size": 1}
+    changes = {**size(layout), "hidden_dropout": 0.2, "micro_batch_size": 1}
     one = run((1, 1, 1), **changes)
-    assert one.losses != run((1, 1, 1)).losses
-    for layout in ((2, 1, 1), (1, 2, 2)):
-        agree(run(layout, **changes), one)
+    assert one.losses != run((1, 1, 1), **size(layout)).losses
+    agree(run(layout, **changes), one)
 
 
-def test_attention_dropout_does_not_depend_on_pipeline_and_data_layout(run: Run) -> None:
-    changes = {"attention_dropout": 0.2, "micro_batch_size": 1}
+@in_both_sizes
+def test_attention_dropout_does_not_depend_on_pipeline_and_data_layout(size: Size, run: Run) -> None:
+    changes = {**size((1, 2, 2)), "attention_dropout": 0.2, "micro_batch_size": 1}
     agree(run((1, 2, 2), **changes), run((1, 1, 1), **changes))
 
 
 def test_two_runs_are_bitwise_equal(run: Run) -> None:
-    first, second = run((2, 1, 2), seed=7), run((2, 1, 2), seed=7, log_interval=11)  # trained anew
+    changes = {**small((2, 1, 2)), "seed": 7}
+    first, second = run((2, 1, 2), **changes), run((2, 1, 2), **changes, log_interval=11)  # trained anew
     assert first.losses == second.losses
     assert all(torch.equal(first.final[name], second.final[name]) for name in first.final)
 
 
 def test_another_seed_is_another_run(run: Run) -> None:
-    assert run((2, 1, 2), seed=7).losses[0] != run((2, 1, 2)).losses[0]
+    changes = small((2, 1, 2))
+    assert run((2, 1, 2), **changes, seed=7).losses[0] != run((2, 1, 2), **changes).losses[0]

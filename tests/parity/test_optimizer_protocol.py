@@ -83,7 +83,7 @@ def trainer_of(dp: int, directory: str, **changes: Any) -> Trainer:
     register()
     compute_reproducibly()
     fixed = {"optimizer": "normalized", "reproducible": True, "micro_batch_size": 1, "train_iters": STEPS}
-    config = make_config((1, 1, dp), directory, **fixed, **changes)
+    config = make_config((1, 1, dp), directory, num_layers=2, **fixed, **changes)
     config = NormalizedRun(**{section.name: getattr(config, section.name) for section in dataclasses.fields(config)})
     return make_trainer(config, build_mesh(config.parallel))
 

@@ -54,7 +54,7 @@ def counted(rank: int, size: int, layout: Layout, directory: str, variants: list
     """Train every variant with the counter and without."""
     outcomes = []
     for changes in variants:
-        config = make_config(layout, directory, train_iters=3, **changes)
+        config = make_config(layout, directory, train_iters=3, num_layers=2, **changes)
         mesh, products = build_mesh(config.parallel), CountedProducts()
         counting, plain = make_trainer(config, mesh, products=products), make_trainer(config, mesh)
         losses = [[float(t.train_step(next(t.batches)).loss) for _ in range(3)] for t in (counting, plain)]

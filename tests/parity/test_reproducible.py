@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.parity.runs import Layout, Run, agree, bitwise
+from tests.parity.runs import Layout, Run, Size, agree, bitwise, in_both_sizes, small
 
-PLAIN: dict[str, Any] = {"reproducible": True, "micro_batch_size": 1, "train_iters": 6}
+PLAIN: dict[str, Any] = {"reproducible": True, "micro_batch_size": 1}
 
 
+def plain(layout: Layout, size: Size) -> dict[str, Any]:
+    """What both runs have in common: four steps of the small model, six of the whole one."""
+    return {**PLAIN, **size(layout), "train_iters": 4 if size is small else 6}
+
+
+@in_both_sizes
 @pytest.mark.parametrize(
     "layout, changes",
     [
@@ -32,17 +38,21 @@ PLAIN: dict[str, Any] = {"reproducible": True, "micro_batch_size": 1, "train_ite
     ],
     ids=str,
 )
-def test_no_layout_changes_a_bit(layout: Layout, changes: dict[str, Any], run: Run) -> None:
-    bitwise(run(layout, **PLAIN, **changes), run((1, 1, 1), **PLAIN))
+def test_no_layout_changes_a_bit(layout: Layout, changes: dict[str, Any], size: Size, run: Run) -> None:
+    bitwise(run(layout, **plain(layout, size), **changes), run((1, 1, 1), **plain(layout, size)))
 
 
+@in_both_sizes
 @pytest.mark.parametrize("stage, layout", [(0, (2, 2, 2)), (3, (2, 1, 2)), (1, (2, 3, 1))], ids=str)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_nor_beside_tensor_parallelism(stage: int, layout: Layout, sequence_parallel: bool, run: Run) -> None:
-    changes = {**PLAIN, "sequence_parallel": sequence_parallel}
+def test_nor_beside_tensor_parallelism(
+    stage: int, layout: Layout, sequence_parallel: bool, size: Size, run: Run
+) -> None:
+    changes = {**plain(layout, size), "sequence_parallel": sequence_parallel}
     bitwise(run(layout, zero_stage=stage, **changes), run((2, 1, 1), **changes))
 
 
+@in_both_sizes
 @pytest.mark.parametrize(
     "changes",
     [
@@ -55,12 +65,14 @@ def test_nor_beside_tensor_parallelism(stage: int, layout: Layout, sequence_para
     ids=str,
 )
 @pytest.mark.parametrize("stage, layout", [(1, (1, 2, 2)), (3, (1, 1, 4))], ids=str)
-def test_nor_in_any_other_mode(stage: int, layout: Layout, changes: dict[str, Any], run: Run) -> None:
-    changes = PLAIN | changes
+def test_nor_in_any_other_mode(stage: int, layout: Layout, changes: dict[str, Any], size: Size, run: Run) -> None:
+    changes = plain(layout, size) | changes
     bitwise(run(layout, zero_stage=stage, **changes), run((1, 1, 1), **changes))
 
 
-def test_it_is_the_ordinary_run_to_rounding(run: Run) -> None:
-    plain = {name: value for name, value in PLAIN.items() if name != "reproducible"}
-    agree(run((1, 1, 1), **PLAIN), run((1, 1, 1), **plain))
-    agree(run((2, 1, 1), **PLAIN), run((1, 1, 1), **plain))
+@in_both_sizes
+def test_it_is_the_ordinary_run_to_rounding(size: Size, run: Run) -> None:
+    exact = plain((2, 1, 1), size)
+    ordinary = {name: value for name, value in exact.items() if name != "reproducible"}
+    agree(run((1, 1, 1), **exact), run((1, 1, 1), **ordinary))
+    agree(run((2, 1, 1), **exact), run((1, 1, 1), **ordinary))

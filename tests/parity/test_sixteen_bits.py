@@ -26,9 +26,9 @@ def step(trainer: Trainer) -> float:
 
 
 def learn(rank: int, world_size: int, layout: Layout, directory: str, precision: str, stage: int) -> list[float]:
-    """Losses of a run on data that can be learned."""
+    """Losses of a run on data that can be learned: a small model and few microbatches, since there are many steps."""
     changes = {"precision": precision, "zero_stage": stage, "train_iters": STEPS, "lr": 1e-2, "init_method_std": 0.02}
-    config = make_config(layout, directory, **changes)
+    config = make_config(layout, directory, num_layers=2, micro_batch_size=4, **changes)
     mesh = build_mesh(config.parallel)
     samples = STEPS * config.training.global_batch_size
     trainer = make_trainer(config, mesh, MockDataset(VOCAB, SEQUENCE, samples, seed=3))
@@ -107,7 +107,7 @@ def scaled_steps(
 ) -> Continued | None:
     """Steps up to `last` from the start or from a checkpoint, then a save: losses, scales, weights, counters."""
     scale = {"initial_loss_scale": 1024.0, "loss_scale_window": 3, "hysteresis": 2}
-    config = make_config(layout, directory, precision="fp16", zero_stage=2, load=load, **scale)
+    config = make_config(layout, directory, precision="fp16", zero_stage=2, load=load, num_layers=3, **scale)
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
     name = "blocks.2.mlp.down.weight"

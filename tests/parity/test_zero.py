@@ -15,14 +15,29 @@ from megacore.optim import update
 from megacore.parallel.mesh import build_mesh
 from tests.distributed import run_distributed
 from tests.parity.reference import plain_torch
-from tests.parity.runs import BATCH, Layout, Outcome, Run, agree, bitwise, make_config, make_trainer, train_on
+from tests.parity.runs import (
+    BATCH,
+    Layout,
+    Outcome,
+    Run,
+    Size,
+    agree,
+    bitwise,
+    in_both_sizes,
+    make_config,
+    make_trainer,
+    small,
+    train_on,
+    whole,
+)
 
 # Plain AdamW moves an entry whose gradient is zero but for rounding (the key's bias) by the sign of the rounding;
 # with an epsilon above it every weight is a smooth function of the gradients, and weights can be compared as tightly
 # as losses.
 SMOOTH = {"adam_eps": 1e-4}
 STAGES = (0, 1, 2, 3)
-LAYOUTS: list[Layout] = [(1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 2)]
+# In `make test` every stage runs by itself and beside a pipeline; in `make test-slow` on every layout.
+LAYOUTS: dict[Layout, tuple[int, ...]] = {(1, 1, 2): STAGES, (1, 1, 4): (2, 3), (1, 2, 2): (1, 3), (2, 2, 2): (0, 2)}
 MORE_LAYOUTS: list[Layout] = [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 4), (1, 4, 2)]
 
 
@@ -32,38 +47,51 @@ def batches(layout: Layout) -> dict[str, Any]:
     return {"micro_batch_size": 2 if dp == 1 else 1, "global_batch_size": 16 if dp == 4 else BATCH}
 
 
-def all_stages(rank: int, world_size: int, layout: Layout, directory: str) -> list[Outcome] | None:
+def all_stages(
+    rank: int, world_size: int, layout: Layout, directory: str, stages: tuple[int, ...], changes: dict[str, Any]
+) -> list[Outcome] | None:
     """One run a stage, one after the other on the same ranks."""
-    configs = [make_config(layout, directory, zero_stage=stage, **SMOOTH, **batches(layout)) for stage in STAGES]
+    configs = [make_config(layout, directory, zero_stage=stage, **changes) for stage in stages]
     mesh = build_mesh(configs[0].parallel)
     outcomes = [train_on(mesh, config) for config in configs]
     return outcomes if rank == 0 else None
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcome]:
-    """torch.optim.AdamW's run in one process, by the size of the global batch."""
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """torch.optim.AdamW's run in one process, by the size of the global batch and of the model."""
 
     @cache
-    def run_of(global_batch_size: int) -> Outcome:
-        directory = tmp_path_factory.mktemp("plain")
-        return plain_torch(directory, micro_batch_size=1, global_batch_size=global_batch_size, **SMOOTH)
+    def run_of(**changes: Any) -> Outcome:
+        return plain_torch(tmp_path_factory.mktemp("plain"), **{**changes, "micro_batch_size": 1})
 
     return run_of
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in MORE_LAYOUTS)], ids=str
+    ("layout", "stages", "size"),
+    [
+        *((layout, stages, small) for layout, stages in LAYOUTS.items()),
+        *(pytest.param(layout, STAGES, whole, marks=pytest.mark.slow) for layout in [*LAYOUTS, *MORE_LAYOUTS]),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_every_stage_is_torchs_adamw(
-    layout: Layout, plain: Callable[[int], Outcome], tmp_path_factory: pytest.TempPathFactory
+    layout: Layout,
+    stages: tuple[int, ...],
+    size: Size,
+    plain: Callable[..., Outcome],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Twenty clipped steps of four microbatches: losses, norms, gradients, weights and moments."""
+    """Clipped steps of four microbatches: losses, norms, gradients, weights and moments."""
     tp, pp, dp = layout
-    expected = plain(batches(layout)["global_batch_size"])
+    changes = {**SMOOTH, **batches(layout), **size(layout)}
+    expected = plain(**changes)
     assert min(expected.norms) > 0.5, "clipping is meant to be active"
     directory = str(tmp_path_factory.mktemp("run"))
-    for found in run_distributed(all_stages, tp * pp * dp, layout, directory, timeout=300)[0]:
+    outcomes = run_distributed(all_stages, tp * pp * dp, layout, directory, stages, changes, timeout=300)[0]
+    for stage, found in zip(stages, outcomes, strict=True):
+        print("stage", stage)  # shown where it fails
         agree(found, expected)
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)
         assert found.norms == pytest.approx(expected.norms, rel=1e-6)
@@ -76,15 +104,16 @@ def test_every_stage_is_torchs_adamw(
                 assert error <= 1e-5 * value.abs().max(), f"{kind} of {name}: {error}"
 
 
+@in_both_sizes
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 3, 1)], ids=str)
-def test_a_stage_without_data_parallelism_is_the_plain_run(layout: Layout, stage: int, run: Run) -> None:
-    assert run(layout, zero_stage=stage).losses == run(layout).losses
+def test_a_stage_without_data_parallelism_is_the_plain_run(layout: Layout, stage: int, size: Size, run: Run) -> None:
+    assert run(layout, zero_stage=stage, **size(layout)).losses == run(layout, **size(layout)).losses
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_overlap_changes_no_bit(stage: int, run: Run) -> None:
-    changes: dict[str, Any] = {"zero_stage": stage, "train_iters": 5, **SMOOTH}
+    changes: dict[str, Any] = {"zero_stage": stage, "num_layers": 3, "train_iters": 5, **SMOOTH}
     overlapped = run((1, 2, 2), **changes)
     waiting = run((1, 2, 2), overlap_grad_reduce=False, overlap_param_gather=False, **changes)
     assert overlapped.losses == waiting.losses
@@ -94,13 +123,15 @@ def test_overlap_changes_no_bit(stage: int, run: Run) -> None:
 @pytest.mark.parametrize("bucket_size_mb", [1e-6, 100.0])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_one_bucket_and_one_a_parameter_agree(stage: int, bucket_size_mb: float, run: Run) -> None:
-    changes: dict[str, Any] = {"train_iters": 5, **SMOOTH}
+    changes: dict[str, Any] = {"num_layers": 2, "train_iters": 5, **SMOOTH}
     agree(run((1, 1, 2), zero_stage=stage, bucket_size_mb=bucket_size_mb, **changes), run((1, 1, 1), **changes))
 
 
+@in_both_sizes
 @pytest.mark.parametrize("stage", [2, 3])
-def test_untied_sgd(stage: int, run: Run) -> None:
+def test_untied_sgd(stage: int, size: Size, run: Run) -> None:
     changes = {
+        **size((1, 2, 2)),
         "optimizer": "sgd",
         "sgd_momentum": 0.9,
         "lr": 0.05,
@@ -110,11 +141,13 @@ def test_untied_sgd(stage: int, run: Run) -> None:
     agree(run((1, 2, 2), zero_stage=stage, **changes), run((1, 1, 1), **changes))
 
 
+@in_both_sizes
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_sixteen_bits_stay_near_fp32(precision: str, stage: int, run: Run) -> None:
+def test_sixteen_bits_stay_near_fp32(precision: str, stage: int, size: Size, run: Run) -> None:
     """Same losses to 16-bit rounding; master weights keep what 16 bits lose."""
-    found, one = run((1, 1, 2), zero_stage=stage, precision=precision), run((1, 1, 1))
+    changes = size((1, 1, 2))
+    found, one = run((1, 1, 2), zero_stage=stage, precision=precision, **changes), run((1, 1, 1), **changes)
     assert found.losses == pytest.approx(one.losses, rel=2e-3)
     assert found.norms == pytest.approx(one.norms, rel=3e-2)
     assert all(torch.equal(found.initial[name], value) for name, value in one.initial.items())
@@ -134,7 +167,7 @@ def test_sixteen_bits_stay_near_fp32(precision: str, stage: int, run: Run) -> No
 )
 def test_the_step_on_the_host_changes_no_bit(layout: Layout, changes: dict[str, Any], run: Run) -> None:
     """Gradients are clipped in host memory then, and stay as they were on the device."""
-    changes = {"train_iters": 5, **changes}
+    changes = {"num_layers": 3, "train_iters": 5, **changes}
     bitwise(run(layout, offload_optimizer=True, **changes), run(layout, **changes), kinds=("initial", "final"))
 
 

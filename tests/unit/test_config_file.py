@@ -9,6 +9,7 @@ import pytest
 
 from megacore.config import Config
 from megacore.config.cli import load_toml, save_toml
+from megacore.config.toml import read_toml
 from megacore.errors import ConfigError
 from tests.unit import refusals
 from tests.unit.refusals import GOOD, Refuse, parse, problems
@@ -114,3 +115,14 @@ def test_a_file_with_the_former_default_of_the_first_loss_scale_is_read(precisio
     file = tmp_path / "config.toml"
     file.write_text(f"[precision]\n{precision}\ninitial_loss_scale = 65536.0\n")
     assert parse(*GOOD, "--config", str(file)).precision.initial_loss_scale == 65536.0
+
+
+@pytest.mark.parametrize("tables", [("optimizer", "adamw"), ("adamw", "optimizer")])
+def test_a_key_in_its_table_and_in_that_of_an_earlier_version_is_refused(
+    tmp_path: Path, tables: tuple[str, str]
+) -> None:
+    """Either of the two could be the one that is meant."""
+    file = tmp_path / "both.toml"
+    file.write_text(f"[{tables[0]}]\nadam_beta2 = 0.95\n\n[{tables[1]}]\nadam_beta2 = 0.98\n")
+    (problem,) = read_toml(file).problems
+    assert problem == f"{file} line 5: adam_beta2 is under [{tables[0]}] and under [{tables[1]}]: keep one"

@@ -20,6 +20,7 @@ import pytest
 from megacore.data.gpt.dataset import GPTDataset, build_indices, extent
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.errors import DataError
+from tests.patience import patience
 from tests.unit import data_bytes
 
 SHAPES = [(seed, *shape) for seed, shape in enumerate(itertools.product([1, 2, 3, 5, 8, 31], [1, 2, 7, 40, 90]))] * 6
@@ -139,7 +140,7 @@ def test_millions_of_epochs_take_seconds() -> None:
     # Ten million epochs; with a generator for each of them this took three minutes.
     start = time.monotonic()
     indices = build_indices(np.arange(1), np.array([100]), num_samples=10**6, seq_length=1024, seed=1)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < patience(40)
     assert len(indices["document_index"]) == 10_240_001
     assert indices["sample_index"][-1].tolist() == [10_240_000, 0]
 

@@ -63,9 +63,16 @@ def within(count: float, trials: int, prob: float, sigmas: float = 3) -> bool:
 WAYS: list[dict[str, Any]] = [{}, {"words": True}, {"max_ngram": 3}, {"words": True, "max_ngram": 4}]
 
 
-@pytest.mark.parametrize("length", [30, 500])
-@pytest.mark.parametrize("prob", [0.15, 0.3])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "prob", "length"),
+    # By default every two of them together; every three are slow.
+    [
+        pytest.param(way, prob, length, marks=[pytest.mark.slow] * ((i + j + k) % 2))
+        for i, way in enumerate(WAYS)
+        for j, prob in enumerate((0.15, 0.3))
+        for k, length in enumerate((30, 500))
+    ],
+)
 def test_rates_are_those_asked_for(way: dict[str, Any], prob: float, length: int) -> None:
     rng, rules = np.random.default_rng(length), masking(prob, **way)
     count: Counter[str] = Counter()

@@ -162,17 +162,17 @@ def test_the_output_is_the_same_for_any_number_of_workers(
 ) -> None:
     path, texts = corpus
     outputs, reports = [], []
-    for workers in (1, 2, 4):
+    for workers in (1, 3):
         job = Job(
             inputs=(str(path),) * 2, output_prefix=str(tmp_path / f"w{workers}"), append_eod=True, workers=workers
         )
         reports.append(preprocess(job, tokenizer))
         outputs.append([Path(f"{job.output('text')}.{ending}").read_bytes() for ending in ("bin", "idx", "json")])
-    assert outputs[0] == outputs[1] == outputs[2]
-    assert reports[0].bad == reports[1].bad == reports[2].bad
+    assert outputs[0] == outputs[1]
+    assert reports[0].bad == reports[1].bad
     assert [line.line for line in reports[0].bad] == [52, 153, 254, 355, 456, 557] * 2
     expected = [[[*tokenizer.encode(text), tokenizer.eod]] for text in texts] * 2
-    assert data_bytes.read(tmp_path / "w2_text_document") == expected
+    assert data_bytes.read(tmp_path / "w3_text_document") == expected
     assert reports[0].documents == 1200
     assert reports[0].tokens == sum(len(document[0]) for document in expected)
     assert reports[0].text_bytes == reports[0].file_bytes == 2 * path.stat().st_size

@@ -1,5 +1,5 @@
-"""Directories made to do harm: each is refused within a second, without memory, with nothing run, read outside or
-left behind."""
+"""Directories made to do harm: each is refused within a second (of a quiet machine), without memory, with nothing run,
+read outside or left behind."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from megacore.convert.hf_directory import open_directory
 from tests.e2e.launching import words
+from tests.patience import patience
 from tools.convert_checkpoint import main as convert
 
 CONFIG = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 8, "vocab_size": 11}
@@ -298,7 +299,7 @@ def test_harm_is_refused(harm: Callable[[Path], None], tmp_path: Path, capsys: p
     assert re.search(HOSTILE[harm], said), said
     assert len(said) < 2000
     assert "Traceback" not in said
-    assert seconds < MOST_SECONDS
+    assert seconds < patience(MOST_SECONDS)
     assert grown < MOST_BYTES, f"{grown / 2**20:.0f} MiB"
     assert sorted(file.name for file in tmp_path.iterdir()) == before, "something was made"
     assert not list((tmp_path / "work").iterdir()), "something was left"

@@ -94,7 +94,7 @@ def test_a_script_started_in_the_checkout_sees_the_real_kernels(foreign: Path) -
 
 
 def test_transformers_does_not_take_our_folder_for_the_package(foreign: Path) -> None:
-    code = "import transformers.integrations.hub_kernels as hub; print(hub.is_kernels_available())"
+    code = "from transformers.utils import import_utils; print(import_utils.is_kernels_available())"
     for python_path in ([ROOT], [ROOT, foreign]):
         environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(map(str, python_path))}
         command = [sys.executable, "-c", code]

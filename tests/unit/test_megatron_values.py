@@ -50,7 +50,9 @@ def test_a_translated_flag_is_ours(given: list[str], ours: list[str]) -> None:
 
 def test_a_translated_flag_goes_with_lists_and_unset_values(refuse: Refuse) -> None:
     assert parse(*GOOD, "--use-flash-attn", "--dp", "None") == parse(*GOOD, "--attention", "sdpa")
-    found = problems(refuse("--use-flash-attn", "--data-path", "1", "a", "2", "b", "--vocab-size", "8", "--train-iters", "7"))
+    found = problems(
+        refuse("--use-flash-attn", "--data-path", "1", "a", "2", "b", "--vocab-size", "8", "--train-iters", "7")
+    )
     assert [problem.split(":")[0] for problem in found] == ["--data-path a", "--data-path b"]
 
 
@@ -58,7 +60,7 @@ def test_a_translated_flag_goes_with_lists_and_unset_values(refuse: Refuse) -> N
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--num-layers-per-virtual-pipeline-stage", "4"], "must divide the 6 layers of a rank"),
+        (["--num-layers-per-virtual-pipeline-stage", "4"], "must divide the 6 layers per rank"),
         (["--num-layers-per-virtual-pipeline-stage", "0"], "'0' is not a whole number of 1 or more"),
         (["--num-virtual-stages-per-pipeline-rank"], "needs one value, and has 0"),
         (["--pipeline-model-parallel-layout", "Ettt|tm|L"], "multi-token prediction (m) is not in megacore"),

@@ -106,13 +106,21 @@ def test_what_is_recommended_fits(
 WIDE = ("--hidden-size", "16384", "--num-attention-heads", "128", "--num-layers", "2", "--vocab-size", "50257")
 
 
-@pytest.mark.parametrize("gib", [0.3, 1, 2, 4, 8, 16, 17.4, 20, 60])
+LARGE = (("--preset", "llama-3-8b"), ("--preset", "mistral-7b", "--num-layers", "30"), WIDE)
+LITTLE = (0.3, 1, 2, 4, 8, 16, 17.4, 20, 60)
+
+
 @pytest.mark.parametrize(
-    "flags",
-    [("--preset", "llama-3-8b"), ("--preset", "mistral-7b", "--num-layers", "30"), WIDE],
-    ids=lambda flags: " ".join(flags[:4]),
+    ("flags", "gib"),
+    # By default every amount of memory once; all of them for every model are slow.
+    [
+        pytest.param(flags, gib, marks=[pytest.mark.slow] * ((i - j) % len(LARGE) != 0))
+        for i, flags in enumerate(LARGE)
+        for j, gib in enumerate(LITTLE)
+    ],
+    ids=lambda value: " ".join(value[:4]) if isinstance(value, tuple) else str(value),
 )
-def test_there_are_three_ways_out_however_little_there_is(gib: float, flags: tuple[str, ...]) -> None:
+def test_there_are_three_ways_out_however_little_there_is(flags: tuple[str, ...], gib: float) -> None:
     config = parse(*MOCK, *flags, "--device", "cpu")
     text = host_problem(config, outline(config), room=Room(gib * GIB, ""))
     assert text is not None

@@ -85,5 +85,6 @@ def test_it_must_fit_the_run(pp: int, batch: int, fits: bool, tmp_path: Path) ->
     if fits:
         check_schedule(config)
         return
-    with pytest.raises(ScheduleError, match=rf"is for --pp 2, .* 2 microbatches a replica, but the run has --pp {pp}"):
+    expected = rf"is for --pp 2, .* 2 microbatches per replica, but the run has --pp {pp}"
+    with pytest.raises(ScheduleError, match=expected):
         check_schedule(config)

@@ -274,7 +274,7 @@ PLAIN = "--schedule 1f1b --pp 2 --microbatches 4"
         ("--schedule 1f1b --pp 0 --microbatches 4", "0 must be at least 1"),
         (
             "--schedule interleaved --pp 2 --microbatches 4",
-            "--schedule interleaved needs several stages a rank: give --virtual-stages 2 or more",
+            "--schedule interleaved needs several stages per rank: give --virtual-stages 2 or more",
         ),
         (f"{PLAIN} --virtual-stages 2", "--virtual-stages 2 has no effect with --schedule 1f1b: leave it out, or use"),
         (f"{PLAIN} --costs 1,2", "1,2 must be three times from 1e-06 to 1,000,000, in any unit, as in 1,1,1"),

@@ -11,6 +11,7 @@ import pytest
 
 from megacore.convert.publish import published
 from megacore.errors import CheckpointError
+from tests.patience import patience
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_what_a_killed_conversion_left_is_removed(tmp_path: Path) -> None:
         "import os, signal, sys; from pathlib import Path; from megacore.convert.publish import published\n"
         "with published(Path(sys.argv[1])) as made: (made / 'half').touch(); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], check=False, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], check=False, timeout=patience(60))
     left = [path.name for path in tmp_path.iterdir()]
     assert len(left) == 1
     assert left[0].startswith(".out.tmp-")

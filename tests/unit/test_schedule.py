@@ -47,7 +47,7 @@ def check(name: str, virtual: int, ranks: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("name, virtual", KINDS)
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_every_promise_of_every_schedule(name: str, virtual: int, ranks: int) -> None:
     for microbatches in SOME:
         check(name, virtual, ranks, microbatches)

@@ -173,9 +173,9 @@ def _check_sentences(config: ResolvedBertConfig, indexed: IndexedDataset) -> Non
     evaluated = config.training.eval_interval > 0
     for stream, name in enumerate(("training", "validation") if evaluated else ("training",)):
         for part in parts_of(config, [indexed], stream):
-            found, least = paired_documents(indexed, part.documents), 1 if task == "sop" else 2
-            if found < least:
-                few = "none" if found == 0 else "only one"
+            count, least = paired_documents(indexed, part.documents), 1 if task == "sop" else 2
+            if count < least:
+                few = "none" if count == 0 else "only one"
                 raise DataError(
                     f"--sentence-task {task} needs {least} or more documents of several sentences, but of the "
                     f"{len(part.documents)} {name} documents of {indexed.idx_path} {few} has two: "

@@ -45,16 +45,16 @@ def sentence_chunks(indexed: IndexedDataset, documents: range, *, target: int) -
 
 def paired_documents(indexed: IndexedDataset, documents: range) -> int:
     """How many documents have two sentences with tokens, counted up to two."""
-    found = 0
+    count = 0
     boundaries = indexed.document_indices
     begin = documents.start
-    while begin < documents.stop and found < 2:
+    while begin < documents.stop and count < 2:
         end = int(np.searchsorted(boundaries, boundaries[begin] + _BLOCK, side="right")) - 1
         end = min(max(end, begin + 1), documents.stop)
         _, stops = _sentences(indexed, range(begin, end))
-        found += int((np.diff(stops, prepend=0) >= 2).sum())
+        count += int((np.diff(stops, prepend=0) >= 2).sum())
         begin = end
-    return min(found, 2)
+    return min(count, 2)
 
 
 def _sentences(indexed: IndexedDataset, documents: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,6 +1,6 @@
 """What BERT reads: masked samples of sentence pairs, of single segments, or of packed documents.
 
-Sample k is a function of (seed, k) alone. Its random numbers come from a counter-based generator whose key is the seed
+Sample k depends only on (seed, k). Its random numbers come from a counter-based generator whose key is the seed
 and the dataset's place in the run, and whose counter is k: the same on every layout, with any number of workers, after
 a resume, and at every evaluation.
 """

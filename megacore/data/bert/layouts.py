@@ -24,7 +24,7 @@ from megacore.errors import DataError
 
 
 class PairText:
-    """Pairs of segments, [CLS] A [SEP] B [SEP], of which the second may be another document's, or the two swapped.
+    """Pairs of segments, [CLS] A [SEP] B [SEP]. The second may be another document's, or the two may be swapped.
 
     Args:
         split: What to read.
@@ -87,7 +87,7 @@ class PairText:
         return np.concatenate(([begin], begin + np.cumsum(lengths[lengths > 0])))
 
     def _elsewhere(self, chunk: int, wanted: int, rng: np.random.Generator) -> tuple[int, int]:
-        """A range of so many tokens or a little more, whole sentences of another document."""
+        """Whole sentences of another document, with this number of tokens or a little more."""
         documents = self._chunks["document"]
         low, high = np.searchsorted(documents, documents[chunk] + np.arange(2)).tolist()
         other = int(rng.integers(len(documents) - (high - low)))
@@ -103,7 +103,7 @@ class PairText:
 
 
 class SegmentText:
-    """Single segments, [CLS] A [SEP]: pieces of a document, the last of which may be short.
+    """Single segments, [CLS] A [SEP]: pieces of a document; the last one may be short.
 
     Args:
         split: What to read.
@@ -143,8 +143,8 @@ class SegmentText:
 
 
 class PackedText:
-    """Documents one after the other, [CLS] A [SEP] [CLS] B [SEP] ..., without padding; one that does not fit goes on in
-    another sample.
+    """Documents one after the other, [CLS] A [SEP] [CLS] B [SEP] ..., without padding; one that does not fit continues
+    in another sample.
 
     Args:
         split: What to read.

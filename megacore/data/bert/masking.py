@@ -140,21 +140,21 @@ def draw_spans(
     taken = bytearray(len(sizes))
     spans: list[tuple[int, int]] = []
     while budget > 0:
-        place = _free_place(taken, run_of, bisect_right(shares, next(lots)) + 1, lots)
-        if place is None:
+        span = _free_span(taken, run_of, bisect_right(shares, next(lots)) + 1, lots)
+        if span is None:
             break
-        start, stop = place
+        start, stop = span
         size = ends[stop] - ends[start]
         if size > budget and next(lots) * size >= budget:
             break
-        spans.append(place)
+        spans.append(span)
         taken[start:stop] = b"\1" * (stop - start)
         budget -= size
     return spans
 
 
-def _free_place(taken: bytearray, run_of: Sequence[int], length: int, lots: Iterator[float]) -> tuple[int, int] | None:
-    """A random place where so many units of one run are free; one unit fewer at a time where none is found."""
+def _free_span(taken: bytearray, run_of: Sequence[int], length: int, lots: Iterator[float]) -> tuple[int, int] | None:
+    """A random span of `length` free units of one run, or of as many fewer as are free somewhere."""
     for wanted in range(length, 0, -1):
         places = len(taken) - wanted + 1
         for _ in range(_TRIES):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megacore.config import Config, ResolvedConfig
+from megacore.config.sections import SplitShares
 from megacore.data.gpt.blend import BlendedDataset, SampleDataset, blend_index
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.mock import MockDataset
@@ -175,23 +176,31 @@ def parts_of(config: Config, opened: Sequence[IndexedDataset], stream: int) -> l
     return parts
 
 
-def split_documents(indexed: IndexedDataset, shares: tuple[float, float, float]) -> tuple[range, range, range]:
-    """Divide the documents into training, validation and test: disjoint, in order, and none left over.
+class DocumentSplit(NamedTuple):
+    """The documents of each split."""
+
+    train: range
+    valid: range
+    test: range
+
+
+def split_documents(indexed: IndexedDataset, shares: SplitShares) -> DocumentSplit:
+    """Split the documents into training, validation and test: disjoint, in order, and complete.
 
     Raises:
         DataError: There would be no document to train on.
     """
     count = indexed.num_documents
-    bounds = [0, round(count * shares[0]), round(count * (shares[0] + shares[1])), count]
-    if shares[2] == 0:
+    bounds = [0, round(count * shares.train), round(count * (shares.train + shares.valid)), count]
+    if shares.test == 0:
         bounds[2] = count  # 0.95 + 0.05 is not quite 1
-    train, valid, test = (range(*pair) for pair in pairwise(bounds))
-    if not train or indexed.document_start(train.stop) == 0:
+    split = DocumentSplit(*(range(*pair) for pair in pairwise(bounds)))
+    if not split.train or indexed.document_start(split.train.stop) == 0:
         raise DataError(
             f"--split leaves no tokens to train on in the {count} documents of {indexed.idx_path}: "
             "make its first number larger, or add documents"
         )
-    return train, valid, test
+    return split
 
 
 def _blended(

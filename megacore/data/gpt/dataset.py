@@ -5,12 +5,12 @@ sample k is:
 
 - document_index: the documents, in a new order for each epoch, one epoch after the other: an endless stream of tokens;
 - sample_index: window w covers tokens [w * seq_length, (w + 1) * seq_length] of that stream; windows overlap by one
-  token, the last label of one being the first input of the next. Row w is the window's start: (place in
+  token, the last label of one being the first input of the next. Row w is the window's start: (position in
   document_index, offset in that document);
 - shuffle_index: which window sample k is. Every epoch is shuffled by itself, and the window that runs over into the
   next epoch comes last.
 
-So the order is a function of (seed, epoch, k) alone. Megatron-LM shuffles all epochs together, unless the last supplies
+So the order depends only on (seed, epoch, k). Megatron-LM shuffles all epochs together, unless the last supplies
 less than 80% of an epoch's samples; there, asking for more samples changes the whole order, and a longer run cannot
 continue a shorter one.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.gpt.index_cache import Arrays, cached_arrays
-from megacore.data.gpt.shuffling import EPOCHS_DRAWN_ALONE, generator, shuffled_epochs
+from megacore.data.gpt.shuffling import EPOCHS_DRAWN_SEPARATELY, generator, shuffled_epochs
 from megacore.data.indexed.reader import IndexedDataset, token_error
 from megacore.errors import DataError
 
@@ -81,13 +81,13 @@ def build_indices(
     order = shuffled_epochs(len(documents), size.passes, seed)
     laid_out = lengths[order]
     ends = np.cumsum(laid_out)
-    # Windows that start in a document: multiples of seq_length in [start, end). Repeating each place by that number
+    # Windows that start in a document: multiples of seq_length in [start, end). Repeating each position by that number
     # gives every window's document in one pass.
     begun = (ends + (seq_length - 1)) // seq_length  # windows that start before each document's end
-    place = np.repeat(np.arange(len(order)), np.diff(begun, prepend=0))[: size.windows + 1]
+    position = np.repeat(np.arange(len(order)), np.diff(begun, prepend=0))[: size.windows + 1]
     windows = np.empty((size.windows + 1, 2), np.int64)
-    windows[:, 0] = place
-    windows[:, 1] = np.arange(size.windows + 1) * seq_length - (ends[place] - laid_out[place])
+    windows[:, 0] = position
+    windows[:, 1] = np.arange(size.windows + 1) * seq_length - (ends[position] - laid_out[position])
     return {
         "document_index": documents[order],
         "sample_index": windows,
@@ -100,15 +100,15 @@ def _shuffle(tokens: int, size: Extent, seq_length: int, seed: int) -> NDArray[n
     shuffle = np.arange(size.windows)
     firsts = -(-np.arange(size.epochs + 1) * tokens // seq_length)  # the first window that starts in each epoch
     counts = np.diff(firsts) - 1  # windows to shuffle; an epoch's differ by one at most
-    alone = min(size.epochs, EPOCHS_DRAWN_ALONE)
-    for epoch in range(alone):
+    separate = min(size.epochs, EPOCHS_DRAWN_SEPARATELY)
+    for epoch in range(separate):
         if counts[epoch] > 1:
             generator(seed, epoch, _SAMPLES).shuffle(shuffle[firsts[epoch] : firsts[epoch] + counts[epoch]])
-    for count in np.unique(counts[alone:]).tolist():
+    for count in np.unique(counts[separate:]).tolist():
         if count > 1:
             # A generator of its own for each count: so no epoch's order depends on how many epochs there are.
-            rows = firsts[alone:-1][counts[alone:] == count][:, None] + np.arange(count)
-            shuffle[rows] = generator(seed, EPOCHS_DRAWN_ALONE, _SAMPLES, count).permuted(rows, axis=1)
+            rows = firsts[separate:-1][counts[separate:] == count][:, None] + np.arange(count)
+            shuffle[rows] = generator(seed, EPOCHS_DRAWN_SEPARATELY, _SAMPLES, count).permuted(rows, axis=1)
     return shuffle
 
 
@@ -197,11 +197,11 @@ class GPTDataset:
 
     def _spans(self, window: int) -> Iterator[tuple[int, int]]:
         """The ranges of the .bin that make up a window."""
-        (place, offset), (last_place, last_offset) = self.sample_index[window : window + 2].tolist()
-        for at in range(place, last_place + 1):
-            document = int(self.document_index[at])
+        (first, offset), (last, last_offset) = self.sample_index[window : window + 2].tolist()
+        for index in range(first, last + 1):
+            document = int(self.document_index[index])
             start = self.indexed.document_start(document)
-            stop = start + last_offset + 1 if at == last_place else self.indexed.document_start(document + 1)
+            stop = start + last_offset + 1 if index == last else self.indexed.document_start(document + 1)
             yield start + offset, stop
             offset = 0
 

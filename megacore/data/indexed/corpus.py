@@ -1,6 +1,6 @@
 """Text files in pieces of bounded size that end where a document ends, so that workers can share them.
 
-Plain text and JSON lines, each also as .gz or .zst. Pieces depend on the input alone, never on the number of workers.
+Plain text and JSON lines, each also as .gz or .zst. Pieces depend only on the input, not on the number of workers.
 Lines end at a newline byte and nowhere else: str.splitlines would also cut at form feeds and U+2028.
 """
 
@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -119,7 +120,7 @@ def _last_boundary(data: bytearray, unit: str, searched: int) -> int:
     return end
 
 
-def _blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
+def _blocks(path: str, file: BufferedReader) -> Iterator[bytes]:
     """The file's content in blocks, decompressed by its suffix."""
     suffix = Path(path).suffix
     try:
@@ -129,7 +130,8 @@ def _blocks(path: str, file: BinaryIO) -> Iterator[bytes]:
         elif suffix == ".zst":
             yield from _zstd_blocks(file)
         else:
-            yield from iter(lambda: file.read(_BLOCK), b"")
+            # One system call at a time: between two of them Python sees a Ctrl-C that came while a pipe was slow.
+            yield from iter(lambda: file.read1(_BLOCK), b"")
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         raise DataError(f"{path}: cannot be read to its end ({error}): damaged or cut short") from error
 

@@ -14,6 +14,7 @@ import struct
 import zlib
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,16 @@ def idx_path(prefix: str | Path) -> Path:
 def bin_path(prefix: str | Path) -> Path:
     """Path of the token file of a dataset prefix."""
     return Path(f"{prefix}.bin")
+
+
+class _Header(NamedTuple):
+    """The header of an .idx file: the dtype of tokens, how many sequences and document boundaries follow, and whether
+    each sequence has a mode."""
+
+    dtype: np.dtype
+    sequences: int
+    documents: int
+    has_modes: bool
 
 
 class IndexedDataset:
@@ -136,8 +147,8 @@ class IndexedDataset:
         """Length and CRC-32 of the .idx, which decides every sample: tells a changed dataset from a cached one."""
         return f"{len(self._index)}-{zlib.crc32(self._index.data):08x}"
 
-    def _read_header(self, size: int) -> tuple[np.dtype, int, int, bool]:
-        """Check the header against the file's length: (dtype, S, D, whether modes follow)."""
+    def _read_header(self, size: int) -> _Header:
+        """Read the header, and check it against the file's length."""
         if size < HEADER.size:
             raise self._error(f"{size} bytes are too few for the {HEADER.size}-byte header: empty or truncated")
         with open(self.idx_path, "rb") as file:
@@ -158,7 +169,7 @@ class IndexedDataset:
             )
         if documents < 2 or sequences == 0:
             raise self._error("holds no documents")
-        return DTYPES[code], sequences, documents, size == expected + sequences
+        return _Header(DTYPES[code], sequences, documents, has_modes=size == expected + sequences)
 
     def _check_sequences(self, bin_size: int) -> None:
         """Lengths non-negative, offsets their exclusive prefix sum, and the sum exactly the .bin's length."""

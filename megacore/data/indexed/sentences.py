@@ -3,7 +3,7 @@
 1. A blank line ends a sentence, and a single line break does not.
 2. The full stops of scripts that need no space after them (。！？ । ۔ ։ ። and others) end one wherever they stand.
 3. `.`, `!`, `?`, `…` and runs of them end one, closing quotes and brackets included, before white space and whatever is
-   not a lower-case letter or punctuation that goes on: letters of scripts without case, digits and symbols too.
+   not a lower-case letter or punctuation that continues it: letters of scripts without case, digits and symbols too.
 4. A single `.` does not after an abbreviation that asks for more (Dr., e.g.; No. and p. before a number), nor after the
    number or letter that a list item begins with. After an initial or acronym (J., U.S.), or an abbreviation that may
    end a sentence (etc., Inc.), it does only before a word that usually begins one (The, He, In). Titles, days and

@@ -251,7 +251,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Sidecar | None:
 
 
 def _open_locked(path: Path) -> BinaryIO:
-    """Open a partial file for writing, alone: a leftover of a killed run is emptied, a live writer's is refused."""
+    """Open a partial file as its only writer: a leftover of a killed run is emptied, a live writer's is refused."""
     while True:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:

@@ -1,7 +1,7 @@
 """Batches for one data-parallel rank: which samples a step takes is arithmetic, and the whole state is one number.
 
 Microbatch j of data-parallel rank d holds the samples `consumed + (j * dp + d) * mbs + [0, mbs)`. So a step's samples
-are the same for every layout, and a run resumes anywhere from `consumed_samples` alone. An accelerator is given a step
+are the same for every layout, and `consumed_samples` is all that a run needs to resume. An accelerator is given a step
 while it computes the one before.
 """
 

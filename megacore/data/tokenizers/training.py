@@ -48,7 +48,7 @@ def train_tokenizer(
         tokenizer = _train_sentencepiece(texts, kind.removeprefix("sentencepiece-"), vocab_size)
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
-            f"--vocab-size {vocab_size} is too small for this text: its characters alone take {tokenizer.vocab_size}"
+            f"--vocab-size {vocab_size} is too small for this text: only its characters take {tokenizer.vocab_size}"
         )
     return tokenizer
 

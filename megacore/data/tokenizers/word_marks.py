@@ -28,13 +28,13 @@ def role_tokens(vocabulary: Container[str], named: Mapping[str, str]) -> dict[st
         vocabulary: the texts of all tokens.
         named: the tokens that a configuration names, by role; one that is not in the vocabulary is passed over.
     """
-    found = {}
+    tokens = {}
     for role, usual in ROLES.items():
         for token in (named.get(role), *usual):
             if token is not None and token in vocabulary:
-                found[role] = token
+                tokens[role] = token
                 break
-    return found
+    return tokens
 
 
 def word_starts(pieces: Sequence[str], description: Mapping[str, Any]) -> list[bool] | None:

@@ -64,8 +64,8 @@ class _Separators(dict[int, str]):
 
     def __missing__(self, code: int) -> str:
         character = chr(code)
-        alone = character in string.punctuation or unicodedata.category(character).startswith("P")
-        self[code] = f" {character} " if alone else character
+        separate = character in string.punctuation or unicodedata.category(character).startswith("P")
+        self[code] = f" {character} " if separate else character
         return self[code]
 
 

@@ -72,13 +72,13 @@ class ConfigReader:
             default: what transformers takes where the file has none.
         """
         info = field_infos(ModelConfig)[ours]
-        found = [(name, self._values[name]) for name in names if name in self._values]
+        given = [(name, self._values[name]) for name in names if name in self._values]
         self._seen.update(names)
-        if not found:
+        if not given:
             return default
-        name, value = found[0]
-        if any(other != value for _, other in found[1:]):
-            self.problem(name, f"is {value!r}, but {found[1][0]} is {found[1][1]!r}")
+        name, value = given[0]
+        if any(other != value for _, other in given[1:]):
+            self.problem(name, f"is {value!r}, but {given[1][0]} is {given[1][1]!r}")
         if value is None and info.optional:
             return None
         kinds = (int, float) if info.kind is float else (info.kind,)

@@ -39,7 +39,7 @@ class Run:
 @dataclass(frozen=True)
 class Layout:
     """An order of rows. A model of a million heads has millions of runs: they are made one at a time, not before the
-    shapes of the stored tensors say that there are so many heads.
+    shapes of the stored tensors give the number of heads.
 
     Attributes:
         sizes: rows of each source, as far as the tensor needs it.

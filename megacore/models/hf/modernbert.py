@@ -42,11 +42,11 @@ def _base(reader: ConfigReader, kind: str) -> float:
     """The rotary base of a kind of block."""
     name, default = _BASES[kind]
     table = reader.get("rope_parameters")
-    own = table.get(kind) if isinstance(table, dict) else None
+    entry = table.get(kind) if isinstance(table, dict) else None
     base = reader.get(name, default)
-    if isinstance(own, dict):
-        base = own.get("rope_theta", base)
-        if own.get("rope_type", "default") != "default" or own.keys() - {"rope_type", "rope_theta"}:
+    if isinstance(entry, dict):
+        base = entry.get("rope_theta", base)
+        if entry.get("rope_type", "default") != "default" or entry.keys() - {"rope_type", "rope_theta"}:
             reader.problem(f"rope_parameters.{kind}", "has a rope scaling, which megacore does not have for ModernBERT")
     if type(base) not in (int, float):
         reader.problem(name, f"is {str(base)[:40]!r}, not a number")
