@@ -5,6 +5,8 @@ The norm comes before the layer, as in GPT-2, or after the residual sum, as in t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import overload
 
 import torch
@@ -14,9 +16,10 @@ from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.attention import SelfAttention
 from megacore.layers.context import BuildContext
-from megacore.layers.norm import build_norm
+from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
+from megacore.parallel.recompute import not_kept
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
 
 
@@ -40,13 +43,27 @@ class MLP(nn.Module):
             self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.column_arguments)
         self.up = ColumnParallelLinear(h, inner, bias=bias, **context.column_arguments)
         self.down = RowParallelLinear(inner, h, bias=bias, **context.linear_arguments)
+        # ReLU keeps its output itself.
+        self.light = context.recompute_light and config.activation != "relu"
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
-        if self.gate is None:
-            return self.down(self._activate(self.up(x)))
-        gate, up = columns_parallel(x, [self.gate, self.up])
-        return self.down(self._activate_gate(gate, up))
+        if self.gate is not None:
+            return self._down(self._activate_gate, *columns_parallel(x, [self.gate, self.up]))
+        if self._takes_bias(x):
+            assert self.up.bias is not None
+            return self._down(ops.bias_gelu, self.up(x, with_bias=False), self.up.bias)
+        return self._down(self._activate, self.up(x))
+
+    def _down(self, activate: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """The output of the second layer for what the activation gives."""
+        return _given(self.down, partial(activate, *inputs), light=self.light)
+
+    def _takes_bias(self, x: Tensor) -> bool:
+        """Whether the activation adds the bias in its own pass. Not where weight gradients are computed apart, for
+        which the activation's backward would run twice; compiled code fuses the two anyway."""
+        fused = ops.uses_triton(x) and not torch.compiler.is_compiling() and self.activation == "gelu"
+        return fused and self.up.bias is not None and not self.up.split_backward
 
     def _activate(self, x: Tensor) -> Tensor:
         match self.activation:
@@ -98,7 +115,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         drop, shard = config.hidden_dropout, context.residual_shard
-        self.parallel = config.parallel_residual
+        self.parallel, self.light = config.parallel_residual, context.recompute_light
         self.attention_norm = build_norm(config, device=context.device) if attention_norm else nn.Identity()
         self.attention = SelfAttention(
             config, context, f"{name}.attention", causal=causal, window=window, rotary=rotary, alibi=alibi
@@ -126,11 +143,14 @@ class TransformerBlock(nn.Module):
         return (self._apply_to(hidden, *where), *where)
 
     def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        attended = self.attention_dropout(self.attention(self.attention_norm(x), documents, positions))
+        attend = partial(self.attention, documents=documents, positions=positions)
+        light = self.light and not isinstance(self.attention_norm, nn.Identity)
+        attended = _given(attend, partial(self.attention_norm, x), light=light)
         if self.parallel:
-            return x + attended + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
-        x = x + attended
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+            both = self.attention_dropout.added_to(x, attended)
+            return self.mlp_dropout.added_to(both, _given(self.mlp, partial(self.mlp_norm, x), light=self.light))
+        normed, x = _normed_sum(self.mlp_norm, self.attention_dropout, attended, x)
+        return self.mlp_dropout.added_to(x, _given(self.mlp, partial(self.mlp_norm, x), normed, light=self.light))
 
 
 class PostNormBlock(nn.Module):
@@ -146,6 +166,7 @@ class PostNormBlock(nn.Module):
     def __init__(self, config: ResolvedModel, context: BuildContext, name: str) -> None:
         super().__init__()
         drop, shard = config.hidden_dropout, context.residual_shard
+        self.light = context.recompute_light
         self.attention = SelfAttention(config, context, f"{name}.attention", causal=False)
         self.attention_dropout = Dropout(drop, context.streams, f"{name}.attention_dropout", shard=shard)
         self.attention_norm = build_norm(config, device=context.device)
@@ -156,5 +177,33 @@ class PostNormBlock(nn.Module):
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Hidden states [b, s, h] and document numbers [b, s] -> the same"""
         x, documents = inputs
-        x = self.attention_norm(x + self.attention_dropout(self.attention(x, documents)))
-        return self.mlp_norm(x + self.mlp_dropout(self.mlp(x))), documents
+        x, total = _normed_sum(self.attention_norm, self.attention_dropout, self.attention(x, documents), x)
+        mixed = _given(self.mlp, partial(self.attention_norm, total), x, light=self.light)
+        x, _ = _normed_sum(self.mlp_norm, self.mlp_dropout, mixed, x)
+        return x, documents
+
+
+def _given(
+    layer: Callable[[Tensor], Tensor], make: Callable[[], Tensor], made: Tensor | None = None, *, light: bool
+) -> Tensor:
+    """layer(make()); `light` keeps nothing of what is made, and makes it again in backward.
+
+    Args:
+        layer: starts with linear layers, which keep their input.
+        make: a norm or an activation of tensors that it keeps itself.
+        made: what it has made, if it has been called already.
+        light: see above. Compiled code decides by itself.
+    """
+    value = make() if made is None else made
+    if not light or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return layer(value)
+    with not_kept(value, make):
+        return layer(value)
+
+
+def _normed_sum(norm: LayerNorm | RMSNorm, dropout: Dropout, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """norm(residual + dropout(x)), and the sum. Either dropout or the norm computes the sum in its own pass."""
+    if not dropout.drops:
+        return norm.of_sum(x, residual)
+    total = dropout.added_to(residual, x)
+    return norm(total), total

@@ -47,6 +47,7 @@ class BuildContext:
         streams: where dropout masks come from.
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
         recompute_attention: attention keeps only queries, keys and values, and is computed again in backward.
+        recompute_light: the outputs of norms and activations are computed again in backward, and not kept.
         split_backward: input and weight gradients are computed apart, at different times or to the same bits as if.
         attention: which implementation mixes them.
         products: computes the matrix products of every linear layer, the output layer's included.
@@ -59,6 +60,7 @@ class BuildContext:
     streams: RandomStreams
     sequence_parallel: bool = False
     recompute_attention: bool = False
+    recompute_light: bool = False
     split_backward: bool = False
     attention: Attention = "auto"
     products: Products = TORCH
@@ -76,6 +78,7 @@ class BuildContext:
             streams=streams,
             sequence_parallel=config.parallel.sequence_parallel,
             recompute_attention=config.training.recompute == "selective",
+            recompute_light=config.training.recompute == "light",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
             attention=config.training.attention,
             loss_chunks=loss_chunks(config),

@@ -38,8 +38,15 @@ class LayerNorm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
+        return ops.layer_norm(x, *self._parameters_of_group(), self.epsilon)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised sum of two tensors [..., h], and the sum."""
+        return ops.add_layer_norm(x, residual, *self._parameters_of_group(), self.epsilon)
+
+    def _parameters_of_group(self) -> tuple[Tensor, Tensor | None]:
         bias = None if self.bias is None else copy_to_group(self.bias, self.group)
-        return ops.layer_norm(x, copy_to_group(self.weight, self.group), bias, self.epsilon)
+        return copy_to_group(self.weight, self.group), bias
 
 
 class RMSNorm(ShardedModule):
@@ -61,6 +68,10 @@ class RMSNorm(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
         return ops.rms_norm(x, copy_to_group(self.weight, self.group), self.epsilon)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The normalised sum of two tensors [..., h], and the sum."""
+        return ops.add_rms_norm(x, residual, copy_to_group(self.weight, self.group), self.epsilon)
 
 
 def build_norm(

@@ -104,7 +104,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None, None, None]:
     dx = _dropout_backward(dy.contiguous(), *ctx.mask)
     dbias = None if ctx.bias_dtype is None else dx.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return dx, dbias, dy.clone(), None, None, None
+    return dx, dbias, dy, None, None, None
 
 
 _dropout_add.register_autograd(_differentiate, setup_context=_keep)

@@ -173,7 +173,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> Tensor:
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """s = x + residual and LayerNorm of s, reading and writing each once.
 
@@ -181,7 +181,7 @@ def add_layer_norm(
         x: [..., h] contiguous; fp32, fp16 or bf16.
         residual: like x.
         weight: [h], of x's dtype.
-        bias: [h], of x's dtype.
+        bias: [h], of x's dtype; None: there is none.
         epsilon: added to the variance.
 
     Returns:
@@ -190,7 +190,7 @@ def add_layer_norm(
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    _check(x, epsilon, weight=weight, bias=bias)
+    _check(x, epsilon, weight=weight, **({} if bias is None else {"bias": bias}))
     _check_residual(x, residual)
     if not uses_triton(x):
         summed = x + residual

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megacore import ops
 from megacore.parallel.sharding import ShardSpec
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -150,9 +151,24 @@ class Dropout(nn.Module):
         if self.training and self.probability > 0.0:
             self._seed = torch.tensor(self.streams.seed(self.site, self.shard))
 
+    @property
+    def drops(self) -> bool:
+        """Whether anything is set to zero now: not in evaluation, or with probability 0."""
+        return self.training and self.probability > 0.0
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + dropout(x), of two tensors of one shape and dtype; on a device with kernels in one pass."""
+        if not self.drops:
+            return residual + x
+        if ops.uses_triton(x) and not torch.compiler.is_compiling():
+            seed = self.streams.seed(self.site, self.shard)
+            return ops.bias_dropout_add(x, None, residual, probability=self.probability, seed=seed)
+        dropped: Tensor = self(x)
+        return residual + dropped
+
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as x; x itself in evaluation or with probability 0."""
-        if not self.training or self.probability == 0.0:
+        if not self.drops:
             return x
         if torch.compiler.is_compiling():
             mask: Tensor = _kept(self._seed, x.shape, 1.0 - self.probability, x.device)

@@ -7,7 +7,8 @@ for bit the first; no generator state is saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +40,37 @@ def recompute(function: Callable[..., T], *inputs: Tensor, streams: RandomStream
 
     output: T = checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output
+
+
+@contextmanager
+def not_kept(value: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
+    """What operators inside would keep of `value` for backward is not kept: `again` makes it anew when it is needed.
+
+    Meant for what a cheap operator leaves between two that keep their inputs, such as a norm before a linear layer: of
+    the norm's input there is one copy anyway, and its output is as cheap to make as to read.
+
+    Args:
+        value: its memory is freed when nothing else holds it.
+        again: computes it from tensors that are kept anyway; the same bits.
+    """
+    memory = value.untyped_storage()._cdata
+    kept = value.shape, value.dtype
+
+    def pack(tensor: Tensor) -> Tensor | tuple[Any, ...]:
+        if tensor.untyped_storage()._cdata != memory:
+            return tensor
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Tensor | tuple[Any, ...]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        with torch.no_grad():
+            made = again()
+        assert (made.shape, made.dtype) == kept and made.is_contiguous()
+        return made.as_strided(*packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 class Recomputed(nn.Module):

@@ -109,12 +109,12 @@ class ColumnParallelLinear(ShardedModule):
             spec = ShardSpec.split((out_features,), {0: (start, stop)})
             self.bias = ShardedParameter(torch.empty(stop - start, device=device), spec)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
         """[b, s, i] (or [b, s/t, i]) -> [b, s, o/t]"""
         return column_parallel(
             x,
             self.weight,
-            self.bias,
+            self.bias if with_bias else None,
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,

@@ -35,20 +35,25 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     Args:
         config: a resolved configuration.
         block: the block's own, which may differ from `config.model` in its window.
-        on_cpu: whether operators run in plain torch, which keeps more for RMSNorm, GeGLU and attention dropout.
-        recompute: `none`, `selective` or `full`, whatever the configuration says.
+        on_cpu: whether operators run in plain torch, which keeps more for RMSNorm, GeGLU and dropout.
+        recompute: `none`, `selective`, `light` or `full`, whatever the configuration says.
     """
     residual = residual_bytes(config)
     if recompute == "full":
         return residual
     e, t, tokens = _element(config), _layer_ranks(config), _tokens(config)
     split = t if config.parallel.sequence_parallel else 1
-    masks = 2 / e if block.hidden_dropout else 0.0
-    stream = residual * ((1 if block.parallel_residual else 2) + 2 + masks)  # inputs and outputs of two norms
+    masks = 2 / e if block.hidden_dropout and on_cpu else 0.0  # a kernel draws its mask again
+    light = recompute == "light"
+    # The output of BERT's second norm is the residual stream, which the next block keeps.
+    outputs = 2 if not light else 1 if isinstance(config, BertConfig) and not config.bert.packed else 0
+    stream = residual * ((1 if block.parallel_residual else 2) + outputs + masks)  # inputs and outputs of two norms
     norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
     mlp = _INNER_TENSORS[block.activation]
     if on_cpu and block.activation.startswith("geglu"):
         mlp += 1  # the activated gate
+    if light and block.activation != "relu":
+        mlp -= 1  # what the second product reads
     mixed = block.num_attention_heads * block.head_size
     within = e * tokens * (mlp * block.inner_size + mixed) / t
     return stream + norms + within + _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)

@@ -148,7 +148,7 @@ def _where(change: Change, config: ResolvedConfig, limits: Limits) -> str:
 def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:
     """The same ranks and model with flags that save memory, the fewest and gentlest first."""
     training, parallel, dp = start.config.training, start.config.parallel, start.config.parallel.dp
-    kinds = ("none", "selective", "full")
+    kinds = ("none", "selective", "light", "full")
     batch = training.global_batch_size // dp
     smaller = [m for m in (training.micro_batch_size // n for n in (2, 4, 8)) if m] + [1]
     groups: list[list[tuple[str, str, dict[str, Any]]]] = [

@@ -91,8 +91,6 @@ def test_figures_are_the_recorded_ones(architecture: int, compiled: dict[str, An
         pytest.skip(f"nothing is recorded for Triton {triton.__version__}")
     recorded: dict[str, list[int]] = json.loads(record().read_text())
     expected = {name: figures for name, figures in recorded.items() if name.endswith(f", sm_{architecture}")}
-    if not expected:
-        pytest.skip(f"nothing is recorded for Triton {triton.__version__} on sm_{architecture}")
     found = {c["name"]: [c[figure] for figure in FIGURES] for c in compiled["compiled"]}
     assert found.keys() == expected.keys()
     for name, (registers, *others) in found.items():

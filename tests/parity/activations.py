@@ -5,7 +5,10 @@ docs/memory.md derives the formula, term by term.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +39,20 @@ class Kept:
             self._held.setdefault(address, tensor)
         return tensor
 
+    def inner_hooks(self) -> AbstractContextManager[Any]:
+        """Count also what hooks inside leave, as autograd calls the innermost alone."""
+        counts = self.pack
+
+        class Hooks(torch.autograd.graph.saved_tensors_hooks):
+            def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+                def noted(tensor: Tensor) -> Any:
+                    packed = pack(tensor)
+                    return counts(packed) if isinstance(packed, Tensor) else packed
+
+                super().__init__(noted, unpack)
+
+        return mock.patch("torch.autograd.graph.saved_tensors_hooks", Hooks)
+
     @property
     def bytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._held.values())
@@ -61,7 +78,7 @@ def kept_per_block(rank: int, world_size: int, layout: Layout, directory: str, c
             block = layer.layer if isinstance(layer, Recomputed) else layer
             if not hasattr(block, "attention"):
                 return runner.run_layer(chunk, index, layer, x)
-            with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor), kept.inner_hooks():
                 return runner.run_layer(chunk, index, layer, x)
 
     stage.runner = Counting()

@@ -14,8 +14,9 @@ from tests.parity.activations import activation_config, kept_by_formula, kept_by
 
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 SELECTIVE, FULL = {"recompute": "selective"}, {"recompute": "full"}
-CASES: list[dict[str, Any]] = [{}, SELECTIVE, FULL]
-SPLIT_CASES = [*CASES, SEQUENCE_PARALLEL, SEQUENCE_PARALLEL | SELECTIVE, SEQUENCE_PARALLEL | FULL]
+LIGHT = {"recompute": "light"}
+CASES: list[dict[str, Any]] = [{}, SELECTIVE, LIGHT, FULL]
+SPLIT_CASES = [*CASES, *(SEQUENCE_PARALLEL | case for case in CASES)]
 
 
 def kept_in_all(rank: int, world_size: int, directory: str, cases: list[dict[str, Any]]) -> list[float]:
@@ -51,6 +52,9 @@ FAMILIES: list[dict[str, Any]] = [
     {"qk_layernorm": True},
     {"qk_layernorm": True, "normalization": "RMSNorm"} | ROPE,
     {"parallel_residual": True, "disable_bias_linear": True},
+    LIGHT | {"activation": "swiglu", "normalization": "RMSNorm"} | ROPE,
+    LIGHT | {"activation": "geglu", "parallel_residual": True},
+    LIGHT | {"activation": "relu"},
     {"position_embedding_type": "alibi"},
     {"window_size": 16},
     {"attention": "fused-softmax"},

@@ -29,7 +29,12 @@ def test_sequence_parallel_with_sgd_equals_one_process(size: Size, run: Run) -> 
 @in_both_sizes
 @pytest.mark.parametrize(
     "changes",
-    [{"recompute": "selective"}, {"recompute": "full"}, {"recompute": "full", "recompute_num_layers": 1}],
+    [
+        {"recompute": "selective"},
+        {"recompute": "light"},
+        {"recompute": "full"},
+        {"recompute": "full", "recompute_num_layers": 1},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("layout, stage", [((1, 1, 1), 0), ((1, 2, 2), 3), ((2, 2, 1), 0)], ids=str)

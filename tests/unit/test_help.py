@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 import megacore
-from megacore.config import Config, TrainingConfig, sections_of
+from megacore.config import SECTIONS, Config, TrainingConfig, sections_of
 from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names, parse_config
 from megacore.config.fields import field_docs, field_infos
@@ -16,6 +16,7 @@ from megacore.config.flags import all_fields, read_flags
 from megacore.config.help import help_text, help_topic
 from megacore.config.megatron_flags import advice
 from megacore.config.messages import number
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.presets import BERT_PRESETS, GPT_PRESETS
 from megacore.errors import UserError
 from tests.unit import refusals
@@ -174,18 +175,14 @@ def test_a_flag_is_found_by_every_name_and_a_section_by_its_own() -> None:
     assert by_name == help_of("--norm-epsilon", Config) == help_of("layernorm-epsilon", Config)
     assert help_of("no-mock-data", Config) == help_of("mock-data", Config)
     assert help_of("optimizer", Config).startswith("[optimizer]\n")  # the section
-    assert help_of("--optimizer", Config).startswith("  --optimizer {adamw,sgd}\n")  # the flag
+    assert help_of("--optimizer", Config).startswith(f"  --optimizer {{{','.join(OPTIMIZERS)}}}\n")  # the flag
     assert help_of("config", Config).startswith("  --config FILE.toml\n")
 
 
 @pytest.mark.parametrize(
     ("topic", "kind", "message"),
     [
-        (
-            "paralel",
-            Config,
-            "use model, parallel, precision, data, optimizer, adamw, sgd, training, checkpoint, logging or all",
-        ),
+        ("paralel", Config, f"use {', '.join(SECTIONS)} or all, or the name of a flag"),
         ("paralel", Config, "(did you mean parallel?)"),
         ("learning-rate-warmup", Config, "--help learning-rate-warmup: there is no such section or flag"),
         ("bert", Config, "there is no such section or flag"),
