@@ -33,6 +33,7 @@ CASES: list[tuple[Layout, Changes]] = [
 ]
 SLOW_CASES: list[tuple[Layout, Changes]] = [
     ((1, 1, 1), GPT),
+    ((2, 1, 1), {**LLAMA, "recompute": "light"}),
     ((1, 1, 1), {"parallel_residual": True, "attention": "fused-softmax", "activation": "geglu", "precision": "fp16"}),
     ((4, 1, 1), {**LLAMA, "qk_layernorm": True, "sequence_parallel": True}),
     ((2, 1, 2), {"reproducible": True, "zero_stage": 1, "position_embedding_type": "alibi"}),
