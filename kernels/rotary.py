@@ -1,6 +1,9 @@
-"""Rotary position embedding: the first dimensions of every head turned in pairs, the rest copied."""
+"""Rotary position embedding: the first dimensions of every head turned in pairs, the rest copied; alone, or while
+queries, keys and values are taken out of one projection."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -62,3 +65,128 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
             num_warps=warps_of(tile * block, 512),
         )  # fmt: skip
     return y
+
+
+@triton.jit
+def _turning(cos_ptr, sin_ptr, positions, half, is_value, HALF: tl.constexpr):
+    """Cosine and sine of a token's angles for each head, [HEADS, HALF]; those of angle 0 for values."""
+    column = tl.arange(0, HALF)[None, :]
+    angle = (tl.program_id(0) % positions) * half + column
+    cos = tl.load(cos_ptr + angle, mask=column < half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=column < half, other=0.0).to(tl.float32)
+    return tl.where(is_value, 1.0, cos), tl.where(is_value, 0.0, sin)
+
+
+@triton.jit
+def _places(head, groups, size, SHARED: tl.constexpr):
+    """Where heads of a token lie: in the packed tensor, among the queries, among keys or values."""
+    token = tl.program_id(0).to(tl.int64)
+    group, member = head // (SHARED + 2), head % (SHARED + 2)
+    packed = (token * groups * (SHARED + 2) + head) * size
+    return packed, (token * groups * SHARED + group * SHARED + member) * size, (token * groups + group) * size
+
+
+@triton.jit
+def _load_part(query, key, value, query_at, shared_at, column, inside, member, SHARED: tl.constexpr):
+    """Columns of heads from where each lies, in fp32."""
+    part = tl.load(query + query_at + column, mask=inside & (member < SHARED), other=0.0).to(tl.float32)
+    part += tl.load(key + shared_at + column, mask=inside & (member == SHARED), other=0.0).to(tl.float32)
+    return part + tl.load(value + shared_at + column, mask=inside & (member > SHARED), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_part(part, query, key, value, query_at, shared_at, column, inside, member, SHARED: tl.constexpr):
+    """Columns of heads to where each lies."""
+    tl.store(query + query_at + column, part, mask=inside & (member < SHARED))
+    tl.store(key + shared_at + column, part, mask=inside & (member == SHARED))
+    tl.store(value + shared_at + column, part, mask=inside & (member > SHARED))
+
+
+@triton.jit
+def _split(
+    packed_ptr, query, key, value, cos_ptr, sin_ptr, positions, groups, size, half,
+    SHARED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    member, exists = head % (SHARED + 2), head < groups * (SHARED + 2)
+    packed_at, query_at, shared_at = _places(head, groups, size, SHARED)
+    cos, sin = _turning(cos_ptr, sin_ptr, positions, half, member > SHARED, HALF)
+    column = tl.arange(0, HALF)[None, :]
+    inside = exists & (column < half)
+    first = tl.load(packed_ptr + packed_at + column, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(packed_ptr + packed_at + half + column, mask=inside, other=0.0).to(tl.float32)
+    kind = query.dtype.element_ty
+    one, other = (first * cos - second * sin).to(kind), (second * cos + first * sin).to(kind)
+    _store_part(one, query, key, value, query_at, shared_at, column, inside, member, SHARED)
+    _store_part(other, query, key, value, query_at, shared_at, half + column, inside, member, SHARED)
+    if REST > 0:
+        rest = 2 * half + tl.arange(0, REST)[None, :]
+        inside = exists & (rest < size)
+        copied = tl.load(packed_ptr + packed_at + rest, mask=inside, other=0.0)
+        _store_part(copied, query, key, value, query_at, shared_at, rest, inside, member, SHARED)
+
+
+@triton.jit
+def _join(
+    packed_ptr, query, key, value, cos_ptr, sin_ptr, positions, groups, size, half,
+    SHARED: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    member, exists = head % (SHARED + 2), head < groups * (SHARED + 2)
+    packed_at, query_at, shared_at = _places(head, groups, size, SHARED)
+    cos, sin = _turning(cos_ptr, sin_ptr, positions, half, member > SHARED, HALF)
+    column = tl.arange(0, HALF)[None, :]
+    inside = exists & (column < half)
+    first = _load_part(query, key, value, query_at, shared_at, column, inside, member, SHARED)
+    second = _load_part(query, key, value, query_at, shared_at, half + column, inside, member, SHARED)
+    kind = packed_ptr.dtype.element_ty
+    tl.store(packed_ptr + packed_at + column, (first * cos + second * sin).to(kind), mask=inside)
+    tl.store(packed_ptr + packed_at + half + column, (second * cos - first * sin).to(kind), mask=inside)
+    if REST > 0:
+        rest = 2 * half + tl.arange(0, REST)[None, :]
+        inside = exists & (rest < size)
+        copied = _load_part(query, key, value, query_at, shared_at, rest, inside, member, SHARED)
+        tl.store(packed_ptr + packed_at + rest, copied.to(kind), mask=inside)
+
+
+@on_its_device
+def split(packed: Tensor, cos: Tensor, sin: Tensor, *, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys turned as by `rotate`, and values, out of one tensor.
+
+    Args:
+        packed: [b, s, groups * (q + 2), d] contiguous: of each group its q queries, its key, its value.
+        cos: [s, r/2] contiguous.
+        sin: [s, r/2] contiguous.
+        groups: the number of keys, which is that of the values.
+
+    Returns:
+        Queries [b, s, groups * q, d], keys and values [b, s, groups, d], contiguous.
+    """
+    batch, positions, heads, size = packed.shape
+    query = packed.new_empty((batch, positions, heads - 2 * groups, size))
+    key, value = (packed.new_empty((batch, positions, groups, size)) for _ in range(2))
+    _launch(_split, packed, (query, key, value), cos, sin)
+    return query, key, value
+
+
+@on_its_device
+def join(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of `split`'s input from those of its outputs, all contiguous."""
+    batch, positions, groups, size = key.shape
+    packed = key.new_empty((batch, positions, query.shape[2] + 2 * groups, size))
+    _launch(_join, packed, (query, key, value), cos, sin)
+    return packed
+
+
+def _launch(kernel: Any, packed: Tensor, parts: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor) -> None:
+    batch, positions, heads, size = packed.shape
+    groups, half = parts[1].shape[2], cos.shape[1]
+    if not packed.numel():
+        return
+    block = block_of(half)
+    tile = max(1, min(triton.next_power_of_2(heads), _TILE // block))
+    kernel[(batch * positions, triton.cdiv(heads, tile))](
+        packed, *parts, cos, sin, positions, groups, size, half,
+        SHARED=heads // groups - 2, REST=block_of(size - 2 * half) if size > 2 * half else 0, HEADS=tile, HALF=block,
+        num_warps=warps_of(tile * block, 512),
+    )  # fmt: skip

@@ -190,6 +190,11 @@ def _elementwise() -> Iterator[Case]:
                 launch=partial(_rotary, heads, size, dtype),
                 narrow={"rotate": 2},  # cosine and sine, where a thread holds one of them
             )
+            yield Case(
+                name=f"split_rotary {heads} x {size} {name}",
+                launch=partial(_split_rotary, heads, size, dtype),
+                narrow={"split": 2, "join": 2},
+            )
         for width in (3072, 8192, 14336):
             yield Case(name=f"swiglu {width} {name}", launch=partial(_swiglu, width, dtype))
         yield Case(name=f"bias_dropout_add 4096 {name}", launch=partial(_dropout, 4096, dtype))
@@ -199,6 +204,12 @@ def _elementwise() -> Iterator[Case]:
 def _rotary(heads: int, size: int, dtype: torch.dtype) -> None:
     x, angles = _meta(2, 1024, heads, size, dtype=dtype), _meta(1024, size // 2, dtype=torch.float32)
     rotary.rotate(x, angles, angles, backwards=False)
+
+
+def _split_rotary(heads: int, size: int, dtype: torch.dtype) -> None:
+    groups = heads // 4
+    packed, angles = _meta(2, 1024, 6 * groups, size, dtype=dtype), _meta(1024, size // 2, dtype=torch.float32)
+    rotary.join(*rotary.split(packed, angles, angles, groups=groups), angles, angles)
 
 
 def _swiglu(width: int, dtype: torch.dtype) -> None:

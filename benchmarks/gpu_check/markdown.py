@@ -119,10 +119,9 @@ def _training(runs: list[Record], synchronisations: list[Record]) -> str:
     ]
     text = (
         "bf16, one microbatch and one update a step, the largest micro batch that fits, no dropout. MFU counts "
-        "attention in full (Narayanan et al. 2021), and as the half that causality needs; compiled: "
+        "attention in full (Narayanan et al. 2021), and as the half that causality needs; compiled: --compile."
     )
-    how = {run["how"] for run in runs if run["mode"] == "compiled"} or {"not measured"}
-    return f"### Training\n\n{text}{', '.join(sorted(how))}.\n\n{_table(head, rows)}"
+    return f"### Training\n\n{text}\n\n{_table(head, rows)}"
 
 
 def _memory(runs: list[Record]) -> str:

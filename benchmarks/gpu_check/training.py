@@ -31,7 +31,7 @@ from benchmarks.gpu_check.profiling import heaviest
 from benchmarks.gpu_check.records import Records, one_line, read_records
 from benchmarks.workload import megacore_step, megacore_trainer
 from megacore.config import Config, ResolvedConfig
-from megacore.config.cli import flag_names, parse_config
+from megacore.config.cli import parse_config
 from megacore.data.gpt.build import vocabulary_size
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import ShardedParameter
@@ -84,14 +84,11 @@ def config_of(shape: str, mode: Mode, micro_batch: int, directory: Path, *, smal
     model = SHAPES[shape].small if small else SHAPES[shape].flags
     batch = ("--micro-batch-size", str(micro_batch), "--global-batch-size", str(micro_batch))
     run = ("--train-iters", "100000", "--output-dir", str(directory))
-    extra = {"plain": (), "offload": ("--offload-optimizer",), "compiled": ("--compile",) * compiles_by_flag()}[mode]
+    extra = {"plain": (), "offload": ("--offload-optimizer",), "compiled": ("--compile",)}[mode]
+    if mode == "compiled" and small:  # for tests, which shall not wait for a compiler
+        extra += ("--compile-backend", "aot-eager")
     flags = [*_COMMON, *model, *batch, *run, *extra]
     return parse_config(flags, prog="training", description="", kind=Config, vocabulary=vocabulary_size)
-
-
-def compiles_by_flag() -> bool:
-    """Whether the trainer compiles by itself when asked to."""
-    return "--compile" in flag_names()
 
 
 class DrawnOnDevice:
@@ -108,14 +105,9 @@ class DrawnOnDevice:
 
 
 @contextmanager
-def trainer_of(config: ResolvedConfig, device: torch.device, *, compiled: bool) -> Iterator[Trainer]:
+def trainer_of(config: ResolvedConfig, device: torch.device) -> Iterator[Trainer]:
     """A trainer, of which nothing is left on the device afterwards."""
     trainer = megacore_trainer(config, Mesh(device=device), weights=DrawnOnDevice())
-    if compiled and not compiles_by_flag():
-        backend = "inductor" if device.type == "cuda" else "aot_eager"
-        for chunk in trainer.model.chunks:
-            for layer in chunk.layers:
-                layer.compile(backend=backend, dynamic=False)
     try:
         yield trainer
     finally:
@@ -137,7 +129,7 @@ class Run:
 
     Attributes:
         shape: which model.
-        mode: plain, compiled (each layer by torch.compile) or with the optimizer offloaded.
+        mode: plain, compiled (--compile) or with the optimizer offloaded.
         device: where.
         directory: for what a trainer writes.
         small: the small form of the model.
@@ -152,7 +144,7 @@ class Run:
     def trainer(self, micro_batch: int) -> AbstractContextManager[Trainer]:
         """A context with a trainer of this run."""
         config = config_of(self.shape, self.mode, micro_batch, self.directory, small=self.small)
-        return trainer_of(config, self.device, compiled=self.mode == "compiled")
+        return trainer_of(config, self.device)
 
     def peak_bytes(self, micro_batch: int) -> int | None:
         """Most memory in use during two steps; None if they do not fit."""
@@ -197,7 +189,6 @@ def measure(run: Run, micro_batch: int, records: Records) -> None:
             "training",
             shape=run.shape,
             mode=run.mode,
-            how=_how(run),
             micro_batch=micro_batch,
             **speed(trainer.config, micro_batch, statistics.median(seconds), run.device),
             seconds_of_each_step=[round(one, 5) for one in seconds],
@@ -207,12 +198,6 @@ def measure(run: Run, micro_batch: int, records: Records) -> None:
             "synchronisations", shape=run.shape, mode=run.mode, per_step=host_synchronisations(step, run.device)
         )
         records.add("profile", shape=run.shape, mode=run.mode, **heaviest(step, run.device))
-
-
-def _how(run: Run) -> str:
-    if run.mode != "compiled":
-        return run.mode
-    return "--compile" if compiles_by_flag() else "torch.compile of each layer by the benchmark; no --compile yet"
 
 
 def step_seconds(step: Callable[[], None], device: torch.device, *, most: int) -> list[float]:

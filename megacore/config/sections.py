@@ -366,6 +366,12 @@ class TrainingConfig(Section):
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Implementation of norms, activations, softmax and cross-entropy. auto: triton on cuda if it is installed, else
     torch."""
+    compile: bool = False
+    """Compiles transformer blocks with torch.compile, which fuses their operators into fewer kernels. The first step
+    takes a minute or more."""
+    compile_backend: Literal["inductor", "aot-eager"] = "inductor"
+    """Backend of --compile. inductor: generates kernels; on the CPU it needs a C++ compiler. aot-eager: runs PyTorch's
+    own operators, for finding out whether capture or generated code changes a result."""
     label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
     """Label smoothing: share of the target probability that is spread evenly over the vocabulary. 0: off. Evaluations
     do not use it."""
@@ -386,6 +392,8 @@ class TrainingConfig(Section):
                 f"--recompute-num-layers {self.recompute_num_layers} has no effect with --recompute {self.recompute}: "
                 "leave it out, or use --recompute full"
             )
+        if not self.compile and "compile" not in wrong:
+            yield from self.without_effect(("compile_backend",), wrong, "--no-compile", "--compile")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,9 @@ class SelfAttention(nn.Module):
         self.dropout, self.streams = config.attention_dropout, context.streams
         self.site, self.layer_group = name, context.layer_group
         self.recomputes, self.implementation = context.recompute_attention, context.attention
+        self.split_by = context.layer_group.size if context.sequence_parallel else 1
+        # torch's fused operator draws from the device's generator: compiled code ends where it does.
+        self.uncompiled = ("_mixed",) if self.dropout else ()
         rows = (n + 2 * self.groups) * d
         self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.column_arguments)
         self.query_norm: LayerNorm | RMSNorm | None = None
@@ -83,14 +86,20 @@ class SelfAttention(nn.Module):
         Returns:
             Like x.
         """
-        query, key, value = self._heads(self.qkv(x))
-        query, key, value = self._normalized_and_rotated(query, key, value, positions)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [b, n/t, s, d]
-        if self.recomputes and torch.is_grad_enabled():
-            mixed = recompute(partial(self._mix, documents=documents), query, key, value, streams=self.streams)
+        projected = self.qkv(x)
+        if self.rotary is not None and self.query_norm is None and self.layer_group.size <= self.groups:
+            packed = projected.unflatten(-1, (-1, self.head_size))
+            groups = self.groups // self.layer_group.size
+            query, key, value = self.rotary.split(packed, groups=groups, positions=positions)
         else:
-            mixed = self._mix(query, key, value, documents)
+            query, key, value = self._normalized_and_rotated(*self._heads(projected), positions)
+        mixed = self._mixed(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
         return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def prepare(self, x: Tensor) -> None:
+        """Make the tables of the rotation, which compiled code reads, for hidden states of x's shape."""
+        if self.rotary is not None:
+            self.rotary.tables(x.shape[1] * self.split_by, x.device)
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d]; views where they can
@@ -116,6 +125,13 @@ class SelfAttention(nn.Module):
             query, key = self.rotary.rotate(query, key, positions)
             value = value.contiguous()
         return query, key, value
+
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        """[b, n/t, s, d] and [b, g/t, s, d] twice -> [b, n/t, s, d]"""
+        mix = partial(self._mix, documents=documents)
+        if self.recomputes and torch.is_grad_enabled():
+            return recompute(mix, query, key, value, streams=self.streams)
+        return mix(query, key, value)
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0

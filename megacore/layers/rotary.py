@@ -81,13 +81,35 @@ class Rotary:
         Returns:
             Like query and key, contiguous.
         """
-        b, s = query.shape[:2]
-        cos, sin = self.tables(s, query.device)
+        cos, sin = self._angles(query, positions)
         if positions is None:
             return ops.rotary(query.contiguous(), cos, sin), ops.rotary(key.contiguous(), cos, sin)
-        cos, sin = cos[positions.flatten()], sin[positions.flatten()]
-        turned = (ops.rotary(x.reshape(1, b * s, *x.shape[2:]), cos, sin).view(x.shape) for x in (query, key))
+        turned = (ops.rotary(x.reshape(1, -1, *x.shape[2:]), cos, sin).view(x.shape) for x in (query, key))
         return next(turned), next(turned)
+
+    def split(self, packed: Tensor, *, groups: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, turned by their positions, and values out of one projection.
+
+        Args:
+            packed: [b, s, groups * (q + 2), d] contiguous: of each group its q queries, its key, its value.
+            groups: the number of keys and of values.
+            positions: as for `rotate`.
+
+        Returns:
+            [b, s, groups * q, d] and twice [b, s, groups, d], contiguous.
+        """
+        cos, sin = self._angles(packed, positions)
+        if positions is None:
+            return ops.split_rotary(packed, cos, sin, groups=groups)
+        b, s = positions.shape
+        parts = ops.split_rotary(packed.view(1, b * s, *packed.shape[2:]), cos, sin, groups=groups)
+        query, key, value = (part.view(b, s, *part.shape[2:]) for part in parts)
+        return query, key, value
+
+    def _angles(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the angles of x's positions, [s, r/2], or [b s, r/2] of given ones."""
+        cos, sin = self.tables(x.shape[1], x.device)
+        return (cos, sin) if positions is None else (cos[positions.flatten()], sin[positions.flatten()])
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position's angles, [s, r/2] fp32 each."""

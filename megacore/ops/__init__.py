@@ -17,7 +17,7 @@ from megacore.ops.dispatch import Choice, choose_kernels, described, kernels_cho
 from megacore.ops.dropout import bias_dropout_add, dropout_mask
 from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy
 from megacore.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megacore.ops.position import rotary
+from megacore.ops.position import rotary, split_rotary
 from megacore.ops.softmax import fused_softmax
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "layer_norm",
     "rms_norm",
     "rotary",
+    "split_rotary",
     "swiglu",
     "uses_triton",
     "why_not",

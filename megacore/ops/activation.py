@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    is_fused,
     require,
     require_contiguous,
     require_floats,
@@ -119,6 +120,10 @@ def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
         from megacore.kernels import swiglu as kernel
 
         return kernel.forward(gate, up)
+    return _swiglu_reference(gate, up)
+
+
+def _swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
@@ -173,6 +178,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     require_same_device(gate=gate, up=up)
     require_floats(gate=gate, up=up)
     require_shape(gate.shape, "like gate", up=up)
+    if is_fused(gate):
+        return _swiglu_reference(gate, up)
     return _swiglu_forward(_rows(gate, "gate"), _rows(up, "up")).view(gate.shape)
 
 

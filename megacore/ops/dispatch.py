@@ -1,8 +1,9 @@
 """The way into every operator: which implementation runs, and what its arguments must be.
 
 The implementation is decided once at launch, the same for every operator: `auto` is Triton for tensors on a GPU where
-Triton is installed, and plain torch elsewhere. Tests choose for a while with `kernels_chosen`. Triton is imported by
-the first operator that needs it and never otherwise: it is optional, and takes a second to load.
+Triton is installed, and plain torch elsewhere, also in what torch.compile compiles: it makes fewer kernels of that.
+Tests choose for a while with `kernels_chosen`. Triton is imported by the first operator that needs it and never
+otherwise: it is optional, and takes a second to load.
 """
 
 from __future__ import annotations
@@ -73,8 +74,13 @@ def kernels_chosen(choice: Choice) -> Iterator[None]:
 def uses_triton(x: Tensor) -> bool:
     """Whether operators on this tensor run as Triton kernels."""
     if _Decision.choice == "auto":
-        return x.is_cuda and _Decision.triton is not None
+        return x.is_cuda and _Decision.triton is not None and not torch.compiler.is_compiling()
     return _Decision.choice == "triton"
+
+
+def is_fused(x: Tensor) -> bool:
+    """Whether torch.compile is to see what the operator does, and fuse it with its neighbours."""
+    return torch.compiler.is_compiling() and not uses_triton(x)
 
 
 def runs_triton(**tensor: Tensor) -> bool:

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    is_fused,
     require,
     require_contiguous,
     require_floats,
     require_same_device,
     require_shape,
+    require_whole,
     runs_triton,
+    uses_triton,
 )
 
 
@@ -66,16 +69,106 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    require(x.dim() == 4, f"x has shape {tuple(x.shape)}: it must be [b, s, heads, d]")
+    _check(x, cos, sin, name="x")
+    return rotary_reference(x, cos, sin, backwards=False) if is_fused(x) else _rotary(x, cos, sin, False)
+
+
+@torch.library.custom_op("megacore::split_rotary", mutates_args=())
+def _split_rotary(packed: Tensor, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    if runs_triton(packed=packed):
+        from megacore.kernels import rotary as kernel
+
+        return kernel.split(packed, cos, sin, groups=groups)
+    query, key, value = _split_reference(packed, cos, sin, groups)
+    return query, key, value.clone()
+
+
+@_split_rotary.register_fake
+def _(packed: Tensor, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    b, s, heads, d = packed.shape
+    key = packed.new_empty((b, s, groups, d))
+    return packed.new_empty((b, s, heads - 2 * groups, d)), key, torch.empty_like(key)
+
+
+@torch.library.custom_op("megacore::join_rotary", mutates_args=())
+def _join_rotary(dquery: Tensor, dkey: Tensor, dvalue: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if runs_triton(dkey=dkey):
+        from megacore.kernels import rotary as kernel
+
+        return kernel.join(dquery, dkey, dvalue, cos, sin)
+    turned = (rotary_reference(x, cos, sin, backwards=True) for x in (dquery, dkey))
+    by_group = (x.unflatten(2, (dkey.shape[2], -1)) for x in (*turned, dvalue))
+    return torch.cat(tuple(by_group), dim=3).flatten(2, 3)
+
+
+@_join_rotary.register_fake
+def _(dquery: Tensor, dkey: Tensor, dvalue: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    b, s, groups, d = dkey.shape
+    return dkey.new_empty((b, s, dquery.shape[2] + 2 * groups, d))
+
+
+def _keep_split(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, cos, sin, _ = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _differentiate_split(ctx: Any, dquery: Tensor, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor, None, None, None]:
+    return (
+        _join_rotary(dquery.contiguous(), dkey.contiguous(), dvalue.contiguous(), *ctx.saved_tensors),
+        None,
+        None,
+        None,
+    )
+
+
+_split_rotary.register_autograd(_differentiate_split, setup_context=_keep_split)
+
+
+def _split_reference(packed: Tensor, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    by_group = packed.unflatten(2, (groups, -1))  # [b, s, g, q + 2, d]
+    parts = by_group.split([by_group.shape[3] - 2, 1, 1], dim=3)
+    query, key, value = (part.flatten(2, 3).contiguous() for part in parts)
+    return rotary(query, cos, sin), rotary(key, cos, sin), value
+
+
+def split_rotary(packed: Tensor, cos: Tensor, sin: Tensor, *, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys turned as by `rotary`, and values, out of the projection that holds them by group.
+
+    Args:
+        packed: [b, s, groups * (q + 2), d] contiguous: of each group its q query heads, its key, its value.
+        cos: [s, r/2], as for `rotary`.
+        sin: [s, r/2]; likewise.
+        groups: the number of key heads, which is that of value heads.
+
+    Returns:
+        Queries [b, s, groups * q, d], keys and values [b, s, groups, d], contiguous.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    require_whole(groups=groups)
+    _check(packed, cos, sin, name="packed")
+    heads = packed.shape[2]
+    require(
+        groups > 0 and heads % groups == 0 and heads // groups > 2,
+        f"packed has {heads} heads: {groups} groups need the same number each, of 3 or more",
+    )
+    if not uses_triton(packed):
+        return _split_reference(packed, cos, sin, groups)
+    query, key, value = _split_rotary(packed, cos, sin, groups)
+    return query, key, value
+
+
+def _check(x: Tensor, cos: Tensor, sin: Tensor, *, name: str) -> None:
+    require(x.dim() == 4, f"{name} has shape {tuple(x.shape)}: it must be [b, s, heads, d]")
     require(cos.dim() == 2, f"cos has shape {tuple(cos.shape)}: it must be [s, r/2]")
     most = x.shape[3] // 2
     require(
         0 < cos.shape[1] <= most,
-        f"cos has {cos.shape[1]} columns: it must have 1 to {most}, half of x's last dimension",
+        f"cos has {cos.shape[1]} columns: it must have 1 to {most}, half of {name}'s last dimension",
     )
-    require_same_device(x=x, cos=cos, sin=sin)
-    require_floats(x=x)
+    require_same_device(**{name: x}, cos=cos, sin=sin)
+    require_floats(**{name: x})
     require_floats(cos=cos, sin=sin)
-    require_shape((x.shape[1], cos.shape[1]), "positions of x times r/2", cos=cos, sin=sin)
-    require_contiguous(x=x, cos=cos, sin=sin)
-    return _rotary(x, cos, sin, False)
+    require_shape((x.shape[1], cos.shape[1]), f"positions of {name} times r/2", cos=cos, sin=sin)
+    require_contiguous(**{name: x}, cos=cos, sin=sin)

@@ -23,6 +23,7 @@ Reduction = Literal["sum", "max"]
 # torch 2.13 renamed these two; older releases know only the second name.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_compiled_ops: Any = torch.ops._c10d_functional  # that a graph of torch.compile may hold
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -66,6 +67,80 @@ def start_all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Pe
     if group.size == 1:
         return Pending()
     return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group.handle, async_op=True)])
+
+
+class Sum:
+    """The sum of a tensor over the group, under way.
+
+    Args:
+        x: its memory may be used for the sum.
+        group: of two ranks or more.
+    """
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._compiled = torch.compiler.is_compiling()
+        if self._compiled:
+            self._sum = _compiled_ops.all_reduce(x, "sum", group.name)
+        else:
+            self._sum = x.contiguous()
+            self._pending = start_all_reduce_(self._sum, group)
+
+    def wait(self) -> Tensor:
+        """The sum."""
+        if self._compiled:
+            return _compiled_ops.wait_tensor(self._sum)
+        self._pending.wait()
+        return self._sum
+
+
+def all_reduced(x: Tensor, group: Group) -> Tensor:
+    """The sum of x over the group, as a new tensor."""
+    return Sum(x if torch.compiler.is_compiling() else _own_copy(x), group).wait()
+
+
+class ShardsGathered:
+    """The ranks' tensors of equal shape, stacked along a new first dimension; under way."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._compiled = torch.compiler.is_compiling()
+        self._shape = (group.size, *x.shape)
+        if self._compiled:
+            self._whole = _compiled_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name)
+        else:
+            self._whole = x.new_empty(self._shape)
+            self._pending = start_all_gather(self._whole.view(-1), x.contiguous().view(-1), group)
+
+    def wait(self) -> Tensor:
+        """[group.size, *x.shape]"""
+        if self._compiled:
+            return _compiled_ops.wait_tensor(self._whole).view(self._shape)
+        self._pending.wait()
+        return self._whole
+
+
+class SumScattered:
+    """This rank's part of a sum over the group, under way.
+
+    Args:
+        x: [group.size, ...], contiguous, a part for each rank.
+        group: of two ranks or more.
+    """
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._compiled = torch.compiler.is_compiling()
+        if self._compiled:
+            self._local = _compiled_ops.reduce_scatter_tensor(x.flatten(0, 1), "sum", group.size, group.name)
+        else:
+            self._parts = x  # until the sum is there
+            self._local = x.new_empty(x.shape[1:])
+            self._pending = start_reduce_scatter(self._local.view(-1), x.view(-1), group)
+
+    def wait(self) -> Tensor:
+        """The shape of a part."""
+        if self._compiled:
+            return _compiled_ops.wait_tensor(self._local)
+        self._pending.wait()
+        return self._local
 
 
 def _by_messages(whole: Tensor) -> bool:
@@ -157,17 +232,22 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_(_own_copy(grad), ctx.group), None
+        return all_reduced(grad, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce_(_own_copy(x), group)
+    def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
+        if torch.compiler.is_compiling():  # the compiler finds out itself whether a copy is needed
+            return all_reduced(x, group)
+        if not in_place or x._is_view() or not x.is_contiguous():
+            return all_reduced(x, group)
+        ctx.mark_dirty(x)
+        return all_reduce_(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -197,9 +277,16 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _Copy.apply(x, group)
 
 
-def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """Leave a tensor-parallel region: partial results summed forward, identity backward."""
-    return x if group.size == 1 else _Reduce.apply(x, group)
+def reduce_from_group(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
+    """Leave a tensor-parallel region: partial results summed forward, identity backward.
+
+    Args:
+        x: of every rank.
+        group: that sums them.
+        in_place: x may be overwritten, which saves a copy, if it is contiguous and no view: neither the caller nor the
+            operator that made it reads it again.
+    """
+    return x if group.size == 1 else _Reduce.apply(x, group, in_place)
 
 
 def gather_from_group(x: Tensor, group: Group) -> Tensor:

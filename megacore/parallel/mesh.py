@@ -35,11 +35,13 @@ class Group:
         ranks: global ranks of the members, in group order.
         rank: this rank's position in `ranks`.
         handle: the torch process group; None when the group has one member.
+        name: torch's name of it, by which compiled code refers to it.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     handle: dist.ProcessGroup | None = None
+    name: str = ""
 
     @property
     def size(self) -> int:
@@ -414,4 +416,6 @@ def leave(mesh: Mesh) -> None:
 
 
 def _group(handle: dist.ProcessGroup | None, rank: int, ranks: tuple[int, ...]) -> Group:
-    return Group(ranks=ranks, rank=ranks.index(rank), handle=handle if len(ranks) > 1 else None)
+    if handle is None or len(ranks) == 1:
+        return Group(ranks=ranks, rank=ranks.index(rank))
+    return Group(ranks=ranks, rank=ranks.index(rank), handle=handle, name=handle.group_name)

@@ -130,7 +130,8 @@ def parameter_gradients(
     products: Products, x: Tensor, grads: Iterable[Tensor], has_bias: Iterable[bool]
 ) -> list[Tensor | None]:
     """The gradients of weight, bias, weight, bias, ... of linear layers that share the input x."""
-    inputs, gradients = x.flatten(0, -2), list[Tensor | None]()
+    inputs = x.flatten(0, -2)
+    gradients: list[Tensor | None] = []
     for grad, biased in zip(grads, has_bias, strict=True):
         rows = grad.flatten(0, -2)
         gradients += [products.weight_gradient(rows, inputs), rows.sum(0) if biased else None]

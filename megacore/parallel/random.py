@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,10 +108,25 @@ class RandomStreams:
         """The seed of a site's mask, for operators that draw it themselves."""
         return stable_hash(self._seed, site, self._microbatch, shard)
 
+    def seed(self, site: str, shard: int) -> int:
+        """The same in 63 bits."""
+        return self.key(site, shard) & (2**63 - 1)
+
     def generator(self, site: str, shard: int) -> torch.Generator:
         """A generator at the start of the site's stream; valid until the next call."""
-        self._generator.manual_seed(self.key(site, shard) & (2**63 - 1))
+        self._generator.manual_seed(self.seed(site, shard))
         return self._generator
+
+
+@torch.library.custom_op("megacore::kept", mutates_args=())
+def _kept(seed: Tensor, shape: Sequence[int], share: float, device: torch.device) -> Tensor:
+    generator = torch.Generator(device=device).manual_seed(int(seed))
+    return torch.empty(shape, dtype=torch.bool, device=device).bernoulli_(share, generator=generator)
+
+
+@_kept.register_fake
+def _(seed: Tensor, shape: Sequence[int], share: float, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=torch.bool, device=device)
 
 
 class Dropout(nn.Module):
@@ -129,6 +144,12 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability, self.streams, self.site, self.shard = probability, streams, site, shard
         self._scale = float(np.float32(1.0) / np.float32(1.0 - probability))
+        self._seed = torch.zeros((), dtype=torch.int64)
+
+    def prepare(self, x: Tensor) -> None:
+        """Make the seed of the microbatch a tensor on the CPU, which compiled code reads."""
+        if self.training and self.probability > 0.0:
+            self._seed = torch.tensor(self.streams.seed(self.site, self.shard))
 
     @property
     def drops(self) -> bool:
@@ -149,8 +170,11 @@ class Dropout(nn.Module):
         """Same shape and dtype as x; x itself in evaluation or with probability 0."""
         if not self.drops:
             return x
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        mask.bernoulli_(1.0 - self.probability, generator=self.streams.generator(self.site, self.shard))
+        if torch.compiler.is_compiling():
+            mask: Tensor = _kept(self._seed, x.shape, 1.0 - self.probability, x.device)
+        else:
+            mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+            mask.bernoulli_(1.0 - self.probability, generator=self.streams.generator(self.site, self.shard))
         # The factor stays a Python number, which torch multiplies by in fp32: 1 / 0.9 in bf16 is 1.109, and every
         # activation would be 0.16% too small. The mask comes second, so that backward scales no dropped gradient.
         return (x * self._scale).mul_(mask)

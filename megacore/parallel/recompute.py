@@ -29,6 +29,9 @@ def recompute(function: Callable[..., T], *inputs: Tensor, streams: RandomStream
         inputs: kept for backward.
         streams: the source of the function's dropout masks.
     """
+    if torch.compiler.is_compiling():  # compiled code takes the seeds of its masks as tensors
+        compiled: T = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return compiled
     index = streams.index
 
     def again(*tensors: Tensor) -> T:

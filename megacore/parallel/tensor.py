@@ -25,12 +25,11 @@ from torch import Tensor
 
 from megacore.config.model import padded_rows
 from megacore.parallel.collectives import (
-    Pending,
+    ShardsGathered,
+    Sum,
+    SumScattered,
     copy_to_group,
     reduce_from_group,
-    start_all_gather,
-    start_all_reduce_,
-    start_reduce_scatter,
 )
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import (
@@ -63,11 +62,9 @@ class _LinearOfCopiedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        grad_x = input_gradient(ctx.products, grads, weights).contiguous()
-        pending = start_all_reduce_(grad_x, ctx.group)
+        summing = Sum(input_gradient(ctx.products, grads, weights), ctx.group)
         gradients = parameter_gradients(ctx.products, x, grads, ctx.has_bias)
-        pending.wait()
-        return None, grad_x, None, *gradients
+        return None, summing.wait(), None, *gradients
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -167,8 +164,11 @@ class RowParallelLinear(ShardedModule):
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
         if self.group.size == 1:
             return self.products.linear(x, self.weight, self.bias)
-        leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
-        y = leave(self.products.linear(x, self.weight), self.group)
+        partial = self.products.linear(x, self.weight)
+        if self.sequence_parallel:
+            y = reduce_scatter_sequence(partial, self.group)
+        else:
+            y = reduce_from_group(partial, self.group, in_place=True)
         return y if self.bias is None else y + self.bias
 
 
@@ -242,7 +242,7 @@ def _linears(
 ) -> tuple[Tensor, ...]:
     if group.size == 1:
         return linears(products, x, parameters)
-    if split_backward:
+    if split_backward or not torch.is_grad_enabled():
         enter = gather_sequence if sequence_parallel else copy_to_group
         return linears(products, enter(x, group), parameters)
     if sequence_parallel:
@@ -263,14 +263,13 @@ class _GatherOfPieces:
     """An all-gather along the sequence, under way."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
-        self._pieces = x.new_empty((group.size, *x.shape))
-        self._pending = start_all_gather(self._pieces.view(-1), x.contiguous().view(-1), group)
+        self._gathering = ShardsGathered(x, group)
 
     def wait(self) -> Tensor:
         """[b, s, h] from every rank's [b, s/t, h]"""
-        self._pending.wait()
-        t, b, s, h = self._pieces.shape
-        return self._pieces.transpose(0, 1).reshape(b, t * s, h)
+        pieces = self._gathering.wait()
+        t, b, s, h = pieces.shape
+        return pieces.transpose(0, 1).reshape(b, t * s, h)
 
 
 class _ScatterOfSum:
@@ -278,14 +277,12 @@ class _ScatterOfSum:
 
     def __init__(self, x: Tensor, group: Group) -> None:
         b, s, h = x.shape
-        self._pieces = x.view(b, group.size, s // group.size, h).transpose(0, 1).contiguous()
-        self._local = x.new_empty((b, s // group.size, h))
-        self._pending: Pending = start_reduce_scatter(self._local.view(-1), self._pieces.view(-1), group)
+        pieces = x.view(b, group.size, s // group.size, h).transpose(0, 1).contiguous()
+        self._scattering = SumScattered(pieces, group)
 
     def wait(self) -> Tensor:
         """[b, s/t, h], summed over the ranks' [b, s, h]"""
-        self._pending.wait()
-        return self._local
+        return self._scattering.wait()
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -36,6 +36,7 @@ from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_layers, is_split
 from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.compiled import Backend
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
@@ -71,6 +72,8 @@ class PipelineEngine:
         recompute: "full" keeps only the input of each layer, and computes the layer again in backward.
         seed: of initial weights and dropout.
         reproducible: makes losses and weights bitwise the same for every pp, dp, ZeRO stage and schedule.
+        compile: run the layers as compiled code (torch.compile); what cannot be captured runs as it is.
+        compile_backend: "inductor" generates kernels, "aot-eager" runs PyTorch's own operators.
         mesh: this rank's groups and device; None: made from `parallel`.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
 
@@ -101,6 +104,8 @@ class PipelineEngine:
         recompute: Literal["none", "full"] = "none",
         seed: int = 1234,
         reproducible: bool = False,
+        compile: bool = False,
+        compile_backend: Backend = "inductor",
         mesh: Mesh | None = None,
         memory_check: bool = True,
     ) -> None:
@@ -110,6 +115,8 @@ class PipelineEngine:
             seed=seed,
             reproducible=reproducible,
             recompute=recompute,
+            compile=compile,
+            compile_backend=compile_backend,
             global_batch_size=num_microbatches * _replicas(parallel or ParallelConfig()),
         )
         self.config = _checked_config(

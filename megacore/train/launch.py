@@ -14,8 +14,9 @@ from typing import TypeVar
 import torch
 
 from megacore import ops
-from megacore.config import ResolvedConfig
+from megacore.config import ResolvedConfig, TrainingConfig
 from megacore.errors import EXIT_REFUSED, ConfigError, OutputClosed, TrainingStopped, UserError, WorkerDied
+from megacore.parallel.compiled import why_not_compile
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave, serves_store, world_size
 from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
@@ -50,7 +51,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     try:
         refuse_different_ranks(config, join_job(config.parallel)[1])
         mesh = build_mesh(config.parallel)
-        _choose_kernels(config.training.kernels, mesh.device)
+        _choose_implementations(config.training, mesh.device)
         watch = PeerWatch(mesh)
         with output_directory(config, mesh) as run_config:
             body(run_config, mesh)
@@ -72,10 +73,15 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         return _end(f"{_this_rank(watch)} failed:\n{traceback.format_exc()}", EXIT_FAILED, watch)
 
 
-def _choose_kernels(choice: ops.Choice, device: torch.device) -> None:
-    if reason := ops.why_not(choice, device):
-        raise ConfigError([f"--kernels {choice} {reason}"])
-    ops.choose_kernels(choice)
+def _choose_implementations(training: TrainingConfig, device: torch.device) -> None:
+    problems = []
+    if reason := ops.why_not(training.kernels, device):
+        problems.append(f"--kernels {training.kernels} {reason}")
+    if training.compile and (reason := why_not_compile(training.compile_backend, device)):
+        problems.append(f"--compile {reason}")
+    if problems:
+        raise ConfigError(problems)
+    ops.choose_kernels(training.kernels)
 
 
 def _end(text: str, status: int, watch: PeerWatch | None) -> int:

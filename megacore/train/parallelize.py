@@ -3,10 +3,11 @@
 1. partition: which layers this stage holds (uneven counts are balanced, nothing is dropped); then layer by layer
 2. build: split over the layer group as it is made;
 3. initialise: by global name, so that every layout starts from the same bits;
-4. recompute: wrap the blocks that keep only their input;
-5. data parallel: move the parameters as they now stand into buckets, in the precision of training, and divide them by
+4. compile: the forward of blocks runs as compiled code, and so does their backward;
+5. recompute: wrap the blocks that keep only their input;
+6. data parallel: move the parameters as they now stand into buckets, in the precision of training, and divide them by
    ZeRO's stage: on stage 3 before the next layer is built, so that no more than one is ever whole;
-6. tied parameters: their copies take the value of the first use.
+7. tied parameters: their copies take the value of the first use.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 from megacore.config import ResolvedConfig
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import all_reduce_tied_
+from megacore.parallel.compiled import compile_layer
 from megacore.parallel.mesh import Holders, Mesh
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
@@ -116,6 +118,13 @@ def _layers(
         if is_new:
             task.initialize(new.values())
         parameters |= new
+        if config.training.compile and index in blocks:
+            compile_layer(
+                layer,
+                backend=config.training.compile_backend,
+                fixed_shapes=chunk.specs[index].block is not None,
+                split_backward=config.training.reproducible or config.parallel.may_split_backward,
+            )
         if index in recomputed:
             chunk.layers[index] = Recomputed(layer, task.streams)
         yield chunk.layers[index]

@@ -68,9 +68,15 @@ def launch_summary(
         ),
         ("operators", _operators(config, mesh.device)),
         *([("loss", f"logits in {chunks} chunks of the vocabulary")] if (chunks := loss_chunks(config)) > 1 else []),
+        *([("compiled", _compiled(config))] if training.compile else []),
         ("output", training.output_dir),
     ]
     return "\n".join(f"  {label:<10}{text}" for label, text in lines)
+
+
+def _compiled(config: ResolvedConfig) -> str:
+    inside = "around the Triton kernels" if config.training.kernels == "triton" else "with their operators"
+    return f"transformer blocks, {inside}, by {config.training.compile_backend}"
 
 
 def _operators(config: ResolvedConfig, device: torch.device) -> str:

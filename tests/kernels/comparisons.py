@@ -159,6 +159,30 @@ def _rotaries() -> Iterator[Comparison]:
             fixed={"cos": angle.cos(), "sin": angle.sin()},
         )
 
+    def split(packed: Tensor, groups: int) -> list[Tensor]:
+        by_group = packed.unflatten(2, (groups, -1))
+        return [part.flatten(2, 3) for part in by_group.split([by_group.shape[3] - 2, 1, 1], dim=3)]
+
+    def split_oracle(packed: Tensor, *, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, ...]:
+        query, key, value = split(packed, groups)
+        return oracle(query, cos=cos, sin=sin), oracle(key, cos=cos, sin=sin), value
+
+    for batch, positions, groups, shared, size, half in (
+        (2, 3, 2, 3, 16, 8),
+        (1, 2, 1, 1, 50, 12),
+        (1, 2, 20, 2, 32, 16),
+    ):
+        angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+        yield Comparison(
+            name=f"split_rotary-{groups}x{shared}x{size}-{half}",
+            operator=partial(ops.split_rotary, groups=groups),
+            oracle=lambda packed, cos, sin, groups=groups: split_oracle(
+                packed, cos=cos.double(), sin=sin.double(), groups=groups
+            ),
+            shapes={"packed": (batch, positions, groups * (shared + 2), size)},
+            fixed={"cos": angle.cos(), "sin": angle.sin()},
+        )
+
 
 def _activations() -> Iterator[Comparison]:
     def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:

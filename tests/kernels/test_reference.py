@@ -132,6 +132,7 @@ CHECKED: dict[str, tuple[torch.library.CustomOpDef, tuple[Any, ...]]] = {
     "add_rms_norm": (norm._norm_forward, (_float(3, 8), _float(3, 8), _float(8), None, 1e-5, True)),
     "softmax": (softmax._softmax_forward, (_float(1, 2, 4, 6), None, 0.5, True, 2, 3)),
     "rotary": (position._rotary, (_float(1, 3, 2, 8), torch.randn(3, 4), torch.randn(3, 4), False)),
+    "split_rotary": (position._split_rotary, (_float(1, 3, 6, 8), torch.randn(3, 4), torch.randn(3, 4), 2)),
     "gelu": (activation._gelu_forward, (_float(3, 8), _float(8))),
     "swiglu": (activation._swiglu_forward, (_float(3, 8), _float(3, 8))),
     "dropout": (dropout._dropout_add, (_float(3, 8), _float(8), _float(3, 8), 7, 2**30, 1.25)),
@@ -192,6 +193,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "logits is a leaf",
     ),
     "angles": (lambda: ops.rotary(torch.ones(1, 2, 1, 4), torch.ones(2, 3), torch.ones(2, 3)), "cos has 3 columns"),
+    "groups": (
+        lambda: ops.split_rotary(torch.ones(1, 2, 4, 4), torch.ones(2, 2), torch.ones(2, 2), groups=2),
+        "packed has 4 heads: 2 groups need",
+    ),
     "rows": (lambda: ops.swiglu(torch.ones(8, 2).t(), torch.ones(2, 8)), r"gate has shape .* call gate.contiguous\(\)"),
     "bias": (lambda: ops.bias_gelu(torch.ones(2, 8), torch.ones(2)), r"bias has shape \(2,\): it must be \(8,\)"),
     "probability": (

@@ -18,16 +18,18 @@ STEPS = 4
 TWICE = {"schedule": "interleaved", "virtual_stages": 2}
 SPLIT, GPIPE = {"schedule": "zero-bubble"}, {"schedule": "gpipe"}
 EVEN = {"pipeline_balance": "uniform"}
+CAPTURED: dict[str, Any] = {"compile": True, "compile_backend": "aot-eager"}
 Case = tuple[str, int, int, dict[str, Any]]  # model, pp, dp, changes
 
 CASES: dict[int, list[Case]] = {
-    1: [(name, 1, 1, {}) for name in MODELS] + [("tokens", 1, 1, SPLIT)],
+    1: [(name, 1, 1, {}) for name in MODELS] + [("tokens", 1, 1, SPLIT), ("cnn", 1, 1, CAPTURED)],
     2: [
         *((name, 2, 1, changes) for name in MODELS for changes in ({}, TWICE, SPLIT, EVEN | SPLIT)),
         ("cnn", 2, 1, GPIPE),
         ("cnn", 1, 2, {}),
         ("cnn", 1, 2, {"zero_stage": 3}),
         ("tokens", 1, 2, {"zero_stage": 1}),
+        ("tokens", 2, 1, SPLIT | CAPTURED),
         ("tokens", 1, 2, {"zero_stage": 2}),
     ],
     4: [
@@ -45,7 +47,9 @@ CASES: dict[int, list[Case]] = {
 
 
 def make_engine(case: Case) -> PipelineEngine:
-    name, pp, dp, parallel = case
+    name, pp, dp, changes = case
+    options = {name: value for name, value in changes.items() if name.startswith("compile")}
+    parallel = {name: value for name, value in changes.items() if name not in options}
     model = MODELS[name]
     return PipelineEngine(
         model.layers,
@@ -57,6 +61,7 @@ def make_engine(case: Case) -> PipelineEngine:
         num_microbatches=4 // dp,
         train_iters=STEPS,
         seed=SEED,
+        **options,
     )
 
 

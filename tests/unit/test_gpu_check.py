@@ -197,7 +197,7 @@ def test_what_the_memory_check_refuses_is_tried(tmp_path: Path, monkeypatch: pyt
     run = training.Run(shape="gpt2-small", mode="plain", device=CPU, directory=tmp_path, small=True)
     config = training.config_of("gpt2-small", "plain", 1, tmp_path, small=True)
     checked = replace(config, training=replace(config.training, memory_check=True))
-    with pytest.raises(ConfigError, match="left by the test"), training.trainer_of(checked, CPU, compiled=False):
+    with pytest.raises(ConfigError, match="left by the test"), training.trainer_of(checked, CPU):
         pass
     assert run.peak_bytes(1) is not None
 

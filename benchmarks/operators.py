@@ -1,0 +1,208 @@
+"""How many operators a transformer block and the output layer launch, forward and backward; counted without a GPU.
+
+    python benchmarks/operators.py
+    python benchmarks/operators.py --compiled
+
+The models compute on fake tensors, with the operators that they use on a GPU. Each operator that a GPU would run is
+counted, collectives included; views and allocations are not. Some operators launch more than one kernel: torch's flash
+attention does backward, and so do our norms.
+
+With --compiled a block is compiled for the CPU, and what the generated code calls is counted: generated kernels and
+operators. It takes a minute, and needs a C++ compiler. The code for a GPU may be divided otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacore import ops
+from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, ResolvedModel, TrainingConfig
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers
+from megacore.parallel.compiled import compile_layer
+from megacore.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.parallel.mesh import ALONE, Group
+from megacore.parallel.random import RandomStreams
+
+MICRO_BATCH, POSITIONS, VOCABULARY, RANKS = 2, 64, 1024, 8
+CPU = torch.device("cpu")
+LLAMA: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "num_query_groups": 8,
+    "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+GPT2: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+SHAPES: dict[str, dict[str, Any]] = {"Llama": LLAMA, "GPT-2": GPT2, "GPT-2, dropout": {"attention_dropout": 0.0}}
+
+# Operators that launch nothing: they look at memory in another way, or allocate it.
+_FREE = frozenset({
+    "alias", "as_strided", "chunk", "detach", "device", "empty", "empty_like", "empty_strided", "expand", "lift_fresh",
+    "narrow", "new_empty", "new_empty_strided", "permute", "reshape", "_reshape_alias", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "_unsafe_view", "view",
+})  # fmt: skip
+# A call in the code that inductor generates for the CPU.
+_CALL = re.compile(r"^ +(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Operators by name, forward and backward."""
+
+    forward: Counter[str]
+    backward: Counter[str]
+
+    def __str__(self) -> str:
+        return f"{self.forward.total()} + {self.backward.total()}"
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that a GPU would run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.split("::")[1] not in _FREE:
+            self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(shape: str, tp: int) -> ResolvedModel:
+    """A model of two blocks in the named shape."""
+    config = Config(
+        model=ModelConfig(
+            num_layers=2, hidden_size=256, num_attention_heads=16, vocab_size=VOCABULARY, **SHAPES[shape]
+        ),
+        parallel=ParallelConfig(tp=tp),
+        data=DataConfig(seq_length=POSITIONS, mock_data=True),
+        training=TrainingConfig(train_iters=1, micro_batch_size=MICRO_BATCH),
+    )
+    return config.resolve(tp).model
+
+
+def group_of(tp: int) -> Group:
+    """Tensor-parallel ranks of which this process is the first; the others are not there."""
+    if tp == 1:
+        return ALONE
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    handle = dist.new_group(list(range(tp)))
+    return Group(ranks=tuple(range(tp)), rank=0, handle=handle, name=handle.group_name)
+
+
+def build(shape: str, tp: int, number: int) -> nn.Module:
+    """Layer `number` of a model in bf16: 0 is the embedding, 1 a block, -1 the output layer."""
+    context = BuildContext(layer_group=group_of(tp), device=CPU, streams=RandomStreams(0, CPU))
+    layer = gpt_layers(model_of(shape, tp), context)[number].build()
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return layer
+
+
+def hidden_states(hidden_size: int = 256) -> Tensor:
+    """What enters a layer."""
+    return torch.zeros(MICRO_BATCH, POSITIONS, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+
+
+def count_block(shape: str, tp: int) -> Count:
+    """Operators of one block."""
+    with FakeTensorMode(), ops.kernels_chosen("triton"):
+        layer, x = build(shape, tp, 1), hidden_states()
+        layer(x)  # what is made once, such as the tables of the rotation
+        with Launches() as forward:
+            y = layer(x)
+        grad = torch.zeros_like(y)
+        with Launches() as backward:
+            y.backward(grad)
+    return Count(forward.names, backward.names)
+
+
+def count_head(tp: int) -> Count:
+    """Operators of a Llama's output layer and loss."""
+    group = group_of(tp)
+    with FakeTensorMode(), ops.kernels_chosen("triton"):
+        layer, x = build("Llama", tp, -1), hidden_states()
+        labels = torch.zeros(MICRO_BATCH, POSITIONS, dtype=torch.int64)
+        mask, one = torch.ones(MICRO_BATCH, POSITIONS), torch.ones(())
+        options = ops.CrossEntropyOptions(in_place=True)
+        with Launches() as forward:
+            losses = vocab_parallel_cross_entropy(layer(x), labels, vocab_size=VOCABULARY, group=group, options=options)
+            loss = torch.sum(losses * mask)
+        with Launches() as backward:
+            loss.backward(one)
+    return Count(forward.names, backward.names)
+
+
+def count_compiled(shape: str) -> tuple[list[str], list[str]]:
+    """What the compiled forward and backward of one block call: generated kernels, and operators."""
+    layer = build(shape, 1, 1)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.02)
+
+    def run() -> None:
+        y = layer(hidden_states())
+        y.backward(torch.zeros_like(y))
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True):  # which would leave nothing to look at
+        compile_layer(layer)
+        _, code = run_and_get_code(run)
+    forward, backward = (_CALL.findall(text.split("def call(")[1]) for text in code)
+    return forward, backward
+
+
+def table() -> str:
+    """The counts of today as Markdown."""
+    lines = ["| layer | tp | forward + backward | collectives | copies |", "|---|---|---|---|---|"]
+    counts = [(f"block, {shape}", tp, count_block(shape, tp)) for shape in SHAPES for tp in (1, 8)]
+    counts += [("output layer and loss", tp, count_head(tp)) for tp in (1, 8)]
+    for name, tp, count in counts:
+        both = count.forward + count.backward
+        collectives = sum(number for op, number in both.items() if op.startswith("c10d::"))
+        lines.append(f"| {name} | {tp} | {count} | {collectives} | {both['aten::clone']} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compiled", action="store_true", help="count compiled blocks, on the CPU")
+    parser.add_argument("--names", action="store_true", help="list the operators too")
+    arguments = parser.parse_args(argv)
+    if arguments.compiled:
+        print("| compiled block | tp | forward + backward | generated |\n|---|---|---|---|")
+        for shape in SHAPES:
+            forward, backward = count_compiled(shape)
+            generated = sum(name.startswith("cpp_fused") for name in forward + backward)
+            print(f"| {shape} | 1 | {len(forward)} + {len(backward)} | {generated} |", flush=True)
+        return 0
+    print(table())
+    for shape in SHAPES if arguments.names else ():
+        count = count_block(shape, 1)
+        print(f"\n{shape}, tp 1\n  forward  {dict(count.forward)}\n  backward {dict(count.backward)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

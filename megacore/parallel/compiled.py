@@ -1,0 +1,124 @@
+"""Layers compiled with torch.compile: one graph of a block's forward and one of its backward.
+
+A layer keeps its class, its parameters and their names; only its `forward` is replaced. Layers of one class and shape
+share their compiled code. Therefore nothing that differs between layers or steps may be a number in Python, which
+torch.compile would write into the code and compile anew for the next. `Prepared.prepare` turns it into tensors before
+each call.
+
+Where a schedule computes the gradients of inputs and of weights separately, compiled code ends at the linear layers:
+the backward of compiled code is one piece, and would compute the weights' gradients twice. What lies between the linear
+layers is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from megacore.parallel.products import Products
+
+Backend = Literal["inductor", "aot-eager"]
+
+_BACKENDS = {"inductor": "inductor", "aot-eager": "aot_eager"}
+# Blocks of a model differ in a few ways (windows, a first block without a norm), each in training and in evaluation.
+_VARIANTS = 64
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """A module that reads tensors in its forward which only plain Python can make.
+
+    Methods whose names a module lists in an attribute `uncompiled` run as they are: compiled code ends before them and
+    starts again behind them.
+    """
+
+    def prepare(self, x: Tensor) -> None:
+        """Make them.
+
+        Args:
+            x: the hidden states that enter the layer.
+        """
+
+
+class _UncompiledLinears(Products):
+    """Matrix products at which compiled code ends, so that autograd sees each linear layer's own backward."""
+
+    def __init__(self, products: Products) -> None:
+        self._products = products
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._products.output(x, weight, bias)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return self._products.input_gradient(grad, weight)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return self._products.weight_gradient(grad, x)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._products.linear(x, weight, bias)
+
+
+def compile_layer(
+    layer: nn.Module, *, backend: Backend = "inductor", fixed_shapes: bool = True, split_backward: bool = False
+) -> None:
+    """Let the layer's forward and backward run as compiled code, from its first call on.
+
+    Args:
+        layer: takes a tensor, or a tuple of tensors of which the first holds the hidden states.
+        backend: `inductor` generates kernels; `aot-eager` runs the captured graphs with torch's own operators.
+        fixed_shapes: whether the layer's input has one shape, or a few; otherwise the second shape is compiled for all.
+        split_backward: gradients of inputs and of weights may be computed separately.
+    """
+    dynamo = torch._dynamo.config  # loaded here: it takes seconds
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS)
+    if split_backward:
+        # The second half of a backward walks through the graph of the first again.
+        torch._functorch.config.donated_buffer = False
+        for module in layer.modules():
+            if isinstance(products := getattr(module, "products", None), Products):
+                apart = _UncompiledLinears(products)
+                apart.linear = torch.compiler.disable(apart.linear)  # type: ignore[method-assign]
+                module.products = apart  # type: ignore[assignment]
+    for module in layer.modules():
+        for name in getattr(module, "uncompiled", ()):
+            setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    prepared = [module for module in layer.modules() if isinstance(module, Prepared)]
+
+    def prepare(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0][0] if isinstance(inputs[0], tuple) else inputs[0]
+        for module in prepared:
+            module.prepare(x)
+
+    if prepared:
+        layer.register_forward_pre_hook(prepare)
+    # Random operators of plain layers stay torch's own: they draw the same masks as without compiling.
+    options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
+    layer.forward = torch.compile(
+        layer.forward, backend=_BACKENDS[backend], options=options, dynamic=False if fixed_shapes else None
+    )
+
+
+def why_not_compile(backend: Backend, device: torch.device) -> str | None:
+    """Why the backend cannot run on a device, in a sentence; None if it can."""
+    if backend != "inductor" or device.type != "cpu":
+        return None
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return (
+            f"needs a C++ compiler on the CPU, and {compiler} is not installed: install it (Debian: apt install "
+            "g++), let CXX name another one, use --compile-backend aot-eager, or leave --compile out"
+        )
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return (
+            "needs Python's C headers on the CPU, and they are not installed: install them (Debian: apt install "
+            "python3-dev), use --compile-backend aot-eager, or leave --compile out"
+        )
+    return None
