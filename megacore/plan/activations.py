@@ -43,7 +43,9 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
         return residual
     e, t, tokens = _element(config), _layer_ranks(config), _tokens(config)
     split = t if config.parallel.sequence_parallel else 1
-    masks = 2 / e if block.hidden_dropout and on_cpu else 0.0  # a kernel draws its mask again
+    # A kernel draws its dropout mask again in backward; plain torch keeps two, and compiled code may.
+    draws_again = not on_cpu and config.training.kernels != "torch" and not config.training.compile
+    masks = 2 / e if block.hidden_dropout and not draws_again else 0.0
     light = recompute == "light"
     # The output of BERT's second norm is the residual stream, which the next block keeps.
     outputs = 2 if not light else 1 if isinstance(config, BertConfig) and not config.bert.packed else 0
