@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import multiprocessing
@@ -194,6 +195,21 @@ def test_a_killed_worker_is_one_clear_error() -> None:
     os.kill(victim.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=rf"^a data worker \(pid {victim.pid}\) was ended by SIGKILL"):
         numbers(loader)
+
+
+def test_the_processes_of_a_forgotten_loader_end() -> None:
+    others = multiprocessing.active_children()
+    loader = BatchLoader(
+        Numbered(40), Microbatch, micro_batch_size=2, global_batch_size=8, rank=0, ranks=1, num_workers=2
+    )
+    next(loader)
+    workers = [process for process in multiprocessing.active_children() if process not in others]
+    assert len(workers) == 2
+    cycle: list[object] = [loader]
+    cycle.append(cycle)  # a trainer is part of such cycles
+    del loader, cycle
+    gc.collect()
+    assert not any(process.is_alive() for process in workers)
 
 
 # ---- generated data --------------------------------------------------------------------------------------------------

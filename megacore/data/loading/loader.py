@@ -11,6 +11,7 @@ import ctypes
 import multiprocessing
 import signal
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -244,6 +245,11 @@ class _Readers(Generic[B]):
             generator=torch.Generator(),  # draws seeds for the workers, which need none; by default from everybody's
         )
         self._processes: list[BaseProcess] = []
+        # The iterator ends its processes when it is deleted, by messages. A cycle of references that holds it would be
+        # collected together with the queues that carry these messages, and the processes would stay. A finalizer keeps
+        # the iterator out of such cycles until its own `_Readers` is gone.
+        self._iterator: list[Iterator[B | _Unusable]] = []
+        weakref.finalize(self, self._iterator.clear).atexit = False  # at exit, DataLoader ends them itself
 
     def read(self) -> Iterator[B | _Unusable]:
         """Begin to read from position 0, at once; the processes are started the first time.
@@ -253,6 +259,7 @@ class _Readers(Generic[B]):
         """
         others, handler = multiprocessing.active_children(), signal.getsignal(signal.SIGCHLD)
         microbatches = iter(self._loader)
+        self._iterator[:] = [microbatches]
         self._processes += [process for process in multiprocessing.active_children() if process not in others]
         if signal.getsignal(signal.SIGCHLD) is not handler:
             # DataLoader's handler raises wherever the program happens to be. Without it, the next microbatch says so.
