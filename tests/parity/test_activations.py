@@ -80,5 +80,5 @@ def test_sixteen_bits_keep_no_more_than_published(tp: int, tmp_path_factory: pyt
         for case, kept in zip(cases, found, strict=True):
             paper = kept_by_the_paper(activation_config((tp, 1, 1), directory, **case))
             assert kept <= 1.01 * paper, case
-            if "recompute" in case:
+            if case.get("recompute") in ("selective", "full"):  # the paper has no other
                 assert kept == pytest.approx(paper, rel=0.01), case
