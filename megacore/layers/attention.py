@@ -128,10 +128,9 @@ class SelfAttention(nn.Module):
 
     def _mixed(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """[b, n/t, s, d] and [b, g/t, s, d] twice -> [b, n/t, s, d]"""
-        mix = partial(self._mix, documents=documents)
         if self.recomputes and torch.is_grad_enabled():
-            return recompute(mix, query, key, value, streams=self.streams)
-        return mix(query, key, value)
+            return recompute(partial(self._mix, documents=documents), query, key, value, streams=self.streams)
+        return self._mix(query, key, value, documents)
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0

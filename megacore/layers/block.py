@@ -5,7 +5,6 @@ The norm comes before the layer, as in GPT-2, or after the residual sum, as in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import overload
 
@@ -19,7 +18,7 @@ from megacore.layers.context import BuildContext
 from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
-from megacore.parallel.recompute import not_kept
+from megacore.parallel.recompute import computed_again
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
 
 
@@ -49,15 +48,18 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
         if self.gate is not None:
-            return self._down(self._activate_gate, *columns_parallel(x, [self.gate, self.up]))
-        if self._takes_bias(x):
+            gate, up = columns_parallel(x, [self.gate, self.up])
+            inner, again = self._activate_gate(gate, up), partial(self._activate_gate, gate, up)
+        elif self._takes_bias(x):
             assert self.up.bias is not None
-            return self._down(ops.bias_gelu, self.up(x, with_bias=False), self.up.bias)
-        return self._down(self._activate, self.up(x))
-
-    def _down(self, activate: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """The output of the second layer for what the activation gives."""
-        return _given(self.down, partial(activate, *inputs), light=self.light)
+            up = self.up(x, with_bias=False)
+            inner, again = ops.bias_gelu(up, self.up.bias), partial(ops.bias_gelu, up, self.up.bias)
+        else:
+            up = self.up(x)
+            inner, again = self._activate(up), partial(self._activate, up)
+        with computed_again(inner, again, light=self.light):
+            output: Tensor = self.down(inner)
+        return output
 
     def _takes_bias(self, x: Tensor) -> bool:
         """Whether the activation adds the bias in its own pass. Not where weight gradients are computed apart, for
@@ -143,14 +145,18 @@ class TransformerBlock(nn.Module):
         return (self._apply_to(hidden, *where), *where)
 
     def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        attend = partial(self.attention, documents=documents, positions=positions)
         light = self.light and not isinstance(self.attention_norm, nn.Identity)
-        attended = _given(attend, partial(self.attention_norm, x), light=light)
+        normed = self.attention_norm(x)
+        with computed_again(normed, partial(self.attention_norm, x), light=light):
+            attended = self.attention(normed, documents, positions)
         if self.parallel:
-            both = self.attention_dropout.added_to(x, attended)
-            return self.mlp_dropout.added_to(both, _given(self.mlp, partial(self.mlp_norm, x), light=self.light))
-        normed, x = _normed_sum(self.mlp_norm, self.attention_dropout, attended, x)
-        return self.mlp_dropout.added_to(x, _given(self.mlp, partial(self.mlp_norm, x), normed, light=self.light))
+            total, residual, normed = x, self.attention_dropout.added_to(x, attended), self.mlp_norm(x)
+        else:
+            normed, total = _normed_sum(self.mlp_norm, self.attention_dropout, attended, x)
+            residual = total
+        with computed_again(normed, partial(self.mlp_norm, total), light=self.light):
+            mixed = self.mlp(normed)
+        return self.mlp_dropout.added_to(residual, mixed)
 
 
 class PostNormBlock(nn.Module):
@@ -178,27 +184,10 @@ class PostNormBlock(nn.Module):
         """Hidden states [b, s, h] and document numbers [b, s] -> the same"""
         x, documents = inputs
         x, total = _normed_sum(self.attention_norm, self.attention_dropout, self.attention(x, documents), x)
-        mixed = _given(self.mlp, partial(self.attention_norm, total), x, light=self.light)
+        with computed_again(x, partial(self.attention_norm, total), light=self.light):
+            mixed = self.mlp(x)
         x, _ = _normed_sum(self.mlp_norm, self.mlp_dropout, mixed, x)
         return x, documents
-
-
-def _given(
-    layer: Callable[[Tensor], Tensor], make: Callable[[], Tensor], made: Tensor | None = None, *, light: bool
-) -> Tensor:
-    """layer(make()); `light` keeps nothing of what is made, and makes it again in backward.
-
-    Args:
-        layer: starts with linear layers, which keep their input.
-        make: a norm or an activation of tensors that it keeps itself.
-        made: what it has made, if it has been called already.
-        light: see above. Compiled code decides by itself.
-    """
-    value = make() if made is None else made
-    if not light or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return layer(value)
-    with not_kept(value, make):
-        return layer(value)
 
 
 def _normed_sum(norm: LayerNorm | RMSNorm, dropout: Dropout, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ for bit the first; no generator state is saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -42,17 +42,23 @@ def recompute(function: Callable[..., T], *inputs: Tensor, streams: RandomStream
     return output
 
 
-@contextmanager
-def not_kept(value: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
-    """What operators inside would keep of `value` for backward is not kept: `again` makes it anew when it is needed.
+def computed_again(value: Tensor, again: Callable[[], Tensor], *, light: bool) -> AbstractContextManager[None]:
+    """With `light`, operators inside the context do not keep `value` for backward, which calls `again` instead.
 
-    Meant for what a cheap operator leaves between two that keep their inputs, such as a norm before a linear layer: of
-    the norm's input there is one copy anyway, and its output is as cheap to make as to read.
+    Meant for the output of a cheap operator whose input is kept anyway, such as a norm before a linear layer.
 
     Args:
         value: its memory is freed when nothing else holds it.
-        again: computes it from tensors that are kept anyway; the same bits.
+        again: computes the same bits from tensors that are kept anyway.
+        light: False: the context does nothing. Compiled code ignores it, and decides by itself what it keeps.
     """
+    if not light or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return nullcontext()
+    return _not_kept(value, again)
+
+
+@contextmanager
+def _not_kept(value: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
     memory = value.untyped_storage()._cdata
     kept = value.shape, value.dtype
 
