@@ -168,8 +168,10 @@ def compare(cases: list[Case], directory: str) -> None:
         precision = case[1].get("precision", "fp32")
         losses, norms = TOLERANCES[precision]
         if precision == "fp16" and case[1].get("bert"):
-            losses = 1.25e-4  # after three steps, fp16 on one CPU process is 2e-4 away from fp32
-        expected = on_cpu(json.dumps(case[1], sort_keys=True), directory)
+            # Another layout on the CPU differs by more than the bound: its fp16 losses are 2e-4 from those of fp32.
+            expected = run_distributed(train_all, ranks, [case], "cpu", directory, init=ranks > 1, timeout=120)[0][0]
+        else:
+            expected = on_cpu(json.dumps(case[1], sort_keys=True), directory)
         assert figures[::2] == pytest.approx(expected[::2], rel=losses), case
         assert figures[1::2] == pytest.approx(expected[1::2], rel=norms), case
 
