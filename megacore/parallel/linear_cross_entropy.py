@@ -28,7 +28,7 @@ from megacore.ops.loss import (
     statistics,
 )
 from megacore.parallel.collectives import copy_to_group
-from megacore.parallel.cross_entropy import likeliest_of_group, vocabulary_share
+from megacore.parallel.cross_entropy import likeliest_of_ranks, vocabulary_share
 from megacore.parallel.mesh import Group
 from megacore.parallel.products import Products
 from megacore.parallel.tensor import gather_sequence
@@ -70,7 +70,7 @@ class ChunkedLoss:
             options: label smoothing, z-loss, ignore index.
 
         Returns:
-            [b, s] fp32; what `vocab_parallel_cross_entropy` gives for the logits, to fp32 rounding.
+            [b, s] fp32; what `ops.cross_entropy` gives for the logits, to fp32 rounding.
         """
         x = self._entered(x)
         setting = _Setting(self, self._share(), options)
@@ -94,7 +94,7 @@ class ChunkedLoss:
         """`losses`, and the likeliest token at each position, [b, s] int64; for an evaluation."""
         setting = _Setting(self, self._share(), options)
         loss, _, best = setting.forward(self._entered(x), weight, bias, targets, likeliest=True)
-        return loss.view(targets.shape), likeliest_of_group(*best, self.group).view(targets.shape)
+        return loss.view(targets.shape), likeliest_of_ranks(*best, setting.share).view(targets.shape)
 
     def _entered(self, x: Tensor) -> Tensor:
         """All of the input, [b, s, h]."""
