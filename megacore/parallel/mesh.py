@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -36,24 +36,23 @@ class Group:
         rank: this rank's position in `ranks`.
         handle: the torch process group; None when the group has one member.
         name: torch's name of it, by which compiled code refers to it.
+        size: number of members.
+        is_first: whether this rank is the first member.
+        is_last: whether this rank is the last member.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     handle: dist.ProcessGroup | None = None
     name: str = ""
+    size: int = field(init=False, repr=False, compare=False)
+    is_first: bool = field(init=False, repr=False, compare=False)
+    is_last: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
+    def __post_init__(self) -> None:
+        size = len(self.ranks)
+        for name, value in {"size": size, "is_first": self.rank == 0, "is_last": self.rank == size - 1}.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +107,10 @@ class Mesh:
     def backend(self) -> str:
         return "none (one process)" if self.world.size == 1 else dist.get_backend()
 
-    @property
-    def model(self) -> tuple[Group, ...]:
-        """Groups of ranks that hold different parameters of one replica: a sum over each in turn is one over the
-        model."""
-        return self.layer, self.pipeline
+    @cached_property
+    def sum_groups(self) -> tuple[Group, ...]:
+        """Groups over which a sum, one after the other, is a sum over all ranks; none on one process."""
+        return tuple(group for group in (self.replicas, self.layer, self.pipeline, self.copies) if group.size > 1)
 
     def replica_group(self, role: ReplicaRole) -> Group:
         """The group of a role that a parameter names as the holders of its copies."""
