@@ -8,12 +8,12 @@ from typing import TypedDict
 
 import torch
 
-from megacore.config import ResolvedConfig
+from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.ops import Attention, CrossEntropyOptions
 from megacore.parallel.linear_cross_entropy import ChunkedLoss
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import TORCH, Products
-from megacore.parallel.random import RandomStreams
+from megacore.parallel.random import Dropout, RandomStreams
 from megacore.plan.activations import loss_chunks
 
 
@@ -113,7 +113,15 @@ class BuildContext:
             products=self.products,
         )
 
-    @property
-    def residual_shard(self) -> int:
-        """Which slice of the residual stream this rank holds: 0 where all ranks hold all of it, and draw one mask."""
-        return self.layer_group.rank if self.sequence_parallel else 0
+    def hidden_dropout(self, config: ResolvedModel, site: str) -> Dropout | None:
+        """Dropout of what is written to the residual stream; None if the configuration has none.
+
+        Args:
+            config: its probability.
+            site: global name of the position in the model.
+        """
+        if not config.hidden_dropout:
+            return None
+        # The slice of the residual stream that this rank holds; where all ranks hold all of it, they draw one mask.
+        shard = self.layer_group.rank if self.sequence_parallel else 0
+        return Dropout(config.hidden_dropout, self.streams, site, shard=shard)

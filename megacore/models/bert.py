@@ -28,7 +28,6 @@ from megacore.layers.rotary import Rotary
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
-from megacore.parallel.random import Dropout
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 from megacore.parallel.tensor import (
     VocabParallelEmbedding,
@@ -62,7 +61,7 @@ class BertEmbedding(ShardedModule):
             self.positions = replicated(model.max_position_embeddings, h, device=device)
             self.segments = replicated(SEGMENTS, h, device=device)
         self.norm = build_norm(model, device=device)
-        self.dropout = Dropout(model.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard)
+        self.dropout = context.hidden_dropout(model, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -73,7 +72,8 @@ class BertEmbedding(ShardedModule):
         if self.positions is not None and self.segments is not None:
             positions = local_positions(tokens.shape[1], self.split)
             x = x + F.embedding(segments[:, positions], self.segments) + self.positions[positions]
-        return self.dropout(self.norm(x)), documents
+        x = self.norm(x)
+        return x if self.dropout is None else self.dropout(x), documents
 
 
 class BertHead(ShardedModule):

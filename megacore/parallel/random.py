@@ -83,30 +83,21 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 class RandomStreams:
-    """The source of dropout masks of one model replica; the runtime says which microbatch is being computed."""
+    """The source of dropout masks of one model replica.
+
+    Attributes:
+        microbatch: global index of the microbatch that is being computed. Who computes one sets it first: the runtime
+            before a forward, recomputation before the second one.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._generator = torch.Generator(device=device)
-        self._microbatch = 0
-
-    @property
-    def index(self) -> int:
-        """Global index of the microbatch that is being computed."""
-        return self._microbatch
-
-    @contextmanager
-    def microbatch(self, index: int) -> Iterator[None]:
-        """Masks drawn inside belong to the microbatch of this global index."""
-        previous, self._microbatch = self._microbatch, index
-        try:
-            yield
-        finally:
-            self._microbatch = previous
+        self.microbatch = 0
 
     def key(self, site: str, shard: int) -> int:
         """The seed of a site's mask, for operators that draw it themselves."""
-        return stable_hash(self._seed, site, self._microbatch, shard)
+        return stable_hash(self._seed, site, self.microbatch, shard)
 
     def seed(self, site: str, shard: int) -> int:
         """The same in 63 bits."""
