@@ -1,4 +1,4 @@
-"""What a layer is built with besides its own sizes: where it stands in the job."""
+"""What a layer is built with besides its sizes: its groups, device, and how it computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megacore.plan.activations import loss_chunks
 
 
 class ParallelArguments(TypedDict):
-    """Keyword arguments of the parallel layers that say where they stand."""
+    """Keyword arguments of every parallel layer."""
 
     group: Group
     sequence_parallel: bool

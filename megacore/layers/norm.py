@@ -19,7 +19,7 @@ class LayerNorm(ShardedModule):
         hidden_size: h.
         epsilon: added to the variance.
         bias: whether there is one.
-        group: ranks that each normalise vectors of their own, such as heads: parameters' gradients are summed over it.
+        group: ranks that normalise different vectors, such as heads: parameters' gradients are summed over it.
     """
 
     def __init__(

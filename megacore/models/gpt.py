@@ -99,7 +99,7 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
 
     Args:
         config: a resolved configuration (vocabulary and positions known).
-        context: where the layers will stand.
+        context: groups, device and what else the layers are built with.
     """
     block = partial(
         TransformerBlock,

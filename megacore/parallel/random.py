@@ -2,7 +2,7 @@
 rank's history.
 
 - Initial values: a pure function of (seed, global name, global shape), drawn block by block with a counter-based
-  generator (Philox; Salmon et al. 2011), so that a rank draws no more memory than one block beyond its own slice.
+  generator (Philox; Salmon et al. 2011), so that a rank draws no more memory than its slice and one block.
 - Dropout: the mask of a site is a pure function of (seed, site name, global microbatch index, shard). Two pipelines,
   two data layouts or a recomputation therefore see the same mask, and no generator state is ever saved or restored.
 """
@@ -59,7 +59,7 @@ def normal_slice(spec: ShardSpec, *, seed: int, std: float, out: Tensor | None =
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Let operators that take no generator draw from a stream of their own.
+    """Let operators that take no generator draw from a separate stream.
 
     Torch's default generators, of the CPU and of the device, start from `seed` inside; afterwards they are as they were
     before.
@@ -126,7 +126,7 @@ class Dropout(nn.Module):
     Args:
         probability: share of elements set to zero, in [0, 1).
         streams: where masks come from.
-        site: global name of the place in the model.
+        site: global name of the position in the model.
         shard: which slice of the activations this rank holds; 0 where all tensor-parallel ranks hold the same, which
             must then draw the same mask.
     """
