@@ -2,7 +2,7 @@
 
 One is for predicting the masked tokens, the other for saying how the two segments belong together.
 
-Each is a sum with a count of its own, masked tokens and sentence pairs, so that the mean over the global batch of the
+Each is a sum with a separate count, masked tokens and sentence pairs, so that the mean over the global batch of the
 one plus that of the other is what is trained (Devlin et al. 2018, arXiv 1810.04805, appendix A.2), whatever masked
 tokens and pairs a microbatch happens to hold; one without any adds nothing.
 
