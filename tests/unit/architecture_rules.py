@@ -37,6 +37,7 @@ ORDER = (
     {"checkpoint"},
     {"convert", "inference"},
     {"train"},
+    {"verify"},
     {"commands"},
     {"scripts", "tools"},
     {"tests"},
