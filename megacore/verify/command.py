@@ -144,6 +144,16 @@ def _list_defects() -> int:
 # ---- the request
 
 
+def request_of(argv: Sequence[str]) -> Request:
+    """What a command line asks for.
+
+    Raises:
+        SystemExit: the trainer refuses its flags; the message is printed.
+    """
+    parser = _parser()
+    return _request(parser, parser.parse_args(argv))
+
+
 def _request(parser: _Parser, args: argparse.Namespace) -> Request:
     program, *words = args.words or [""]
     name = Path(program).name

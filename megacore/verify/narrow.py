@@ -133,7 +133,7 @@ def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedMode
     ratio = model.hidden_size / (model.num_attention_heads * model.kv_channels)
     hidden = min(model.hidden_size, 8 * math.ceil(ratio * heads * size / 8))
     inner = tp * math.ceil(model.ffn_hidden_size / model.hidden_size * hidden / tp)
-    vocabulary = next((v for v in _VOCABULARIES if v <= model.vocab_size and v % tp), model.vocab_size)
+    vocabulary = next((v for v in _VOCABULARIES if v <= model.vocab_size and (tp == 1 or v % tp)), model.vocab_size)
     positions = model.max_position_embeddings
     original = model.rope_original_max_positions
     return replace(

@@ -30,6 +30,7 @@ from megacore.train.step import TrainStep
 from megacore.train.task import Task
 from megacore.verify.masks import masks_recorded
 from megacore.verify.narrow import STEPS, WARMUP_STEPS
+from megacore.zero.data_parallel import LocalSegment
 
 Array = NDArray[Any]
 
@@ -201,8 +202,10 @@ class Recorder:
             self._add_segment(self._step, "weight change", local, local.master.double() - before[id(local)].double())
 
     @property
-    def _segments(self) -> Sequence[Any]:
-        return self.steps.model.data_parallel.segments
+    def _segments(self) -> Sequence[LocalSegment]:
+        """What this rank updates, in the order in which forward uses the parameters."""
+        place = {name: number for number, name in enumerate(self.steps.model.parameters)}
+        return sorted(self.steps.model.data_parallel.segments, key=lambda local: place[local.spec.name])
 
     # ---- what a step makes on the way
 
@@ -278,7 +281,7 @@ class Recorder:
                 )
             bucket.release()
 
-    def _add_segment(self, step: int, kind: str, local: Any, value: Tensor, *, suffix: str = "") -> None:
+    def _add_segment(self, step: int, kind: str, local: LocalSegment, value: Tensor, *, suffix: str = "") -> None:
         self._keep(
             Piece(
                 key=Key(step, kind, local.spec.name + suffix),

@@ -37,8 +37,8 @@ ORDER = (
     {"checkpoint"},
     {"convert", "inference"},
     {"train"},
-    {"verify"},
     {"commands"},
+    {"verify"},
     {"scripts", "tools"},
     {"tests"},
 )
