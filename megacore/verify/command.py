@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ from megacore.verify.run import Record, Recorder, batches, gather, load_steps
 EXIT_DIVERGES = 1
 _DEFAULTS: Mapping[str, str] = {"train_iters": "1", "vocab_size": "512"}
 _SECONDS_TO_END = 10.0
+_MOST_RANKS = 64
+_WIDTH = 118
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +167,15 @@ def _request(parser: _Parser, args: argparse.Namespace) -> Request:
         parser.error(f"the first word must be pretrain_gpt.py or pretrain_bert.py, {given}{hint}")
     defects = _defects(parser, args)
     path = None if args.json is None else Path(args.json)
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        parser.error(f"--json {path} must be a file in a directory that exists")
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        parser.error(f"--json {path} must be a file in a directory that exists and can be written to")
     narrowed = narrow(_config(name, words))
+    ranks = narrowed.config.parallel.ranks
+    if "WORLD_SIZE" not in os.environ and ranks > _MOST_RANKS:
+        parser.error(
+            f"the layout has {ranks} ranks, and this tool starts at most {_MOST_RANKS} on a machine: use smaller --tp, "
+            "--pp or --dp (two of each show the same defects), or start it under torchrun"
+        )
     for defect in defects if args.defect else ():
         if not defect.possible(narrowed.config):
             parser.error(f"--defect {defect.name} is not possible with this layout: it needs {defect.needs}")
@@ -324,7 +333,7 @@ def _run_rank(request: Request) -> int:
     try:
         if is_first and directory is not None:
             for line in _heading(request):
-                print(line, flush=True)
+                print(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False), flush=True)
             reference = make_reference(config, directory, mesh.device)
         checkpoint = all_gather_objects(None if reference is None else str(reference.checkpoint), mesh.world)[0]
         status = _compare_all(request, mesh, Path(checkpoint), reference)
@@ -404,12 +413,13 @@ def _conclude(request: Request, results: Mapping[str, Verdict]) -> int:
         if verdict.first is not None and verdict.first.key.kind not in BY_NAME[name].kinds
     ]
     for line in not_covered(request.config):
-        print(f"not covered: {line}")
+        print(textwrap.fill(f"not covered: {line}", _WIDTH, subsequent_indent="  "))
     agrees = clean is None or clean.agrees
     if request.self_test:
         skipped = [defect.name for defect in DEFECTS if defect not in request.defects]
         found = len(planted_) - len(missed)
-        print(f"self-test: {found} of {len(planted_)} planted defects found; not possible here: {_or_none(skipped)}")
+        line = f"self-test: {found} of {len(planted_)} planted defects found; not possible here: {_or_none(skipped)}"
+        print(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False))
         status = 0 if agrees and not missed and not misplaced else EXIT_DIVERGES
     else:
         status = 0 if agrees and all(verdict.agrees for verdict in planted_.values()) else EXIT_DIVERGES

@@ -60,8 +60,8 @@ class Row:
     def __str__(self) -> str:
         if self.problem:
             return f"{self.key}: {self.problem}"
-        bounds = f"tolerance {self.tolerance:.1e}, one ulp of the weights makes {self.measured:.1e}"
-        return f"{self.key}: differs by {self.difference:.1e} of its norm, at most {self.largest:.1e} ({bounds})"
+        bounds = f"tolerance {self.tolerance:.1e}, one ulp {self.measured:.1e}"
+        return f"{self.key}: {self.difference:.1e} of its norm, largest {self.largest:.1e} ({bounds})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,8 @@ def _chain(key: Key, order: Mapping[Key, int]) -> tuple[int, int, int]:
 
 def _measured(reference: Reference, key: Key) -> float:
     expected = reference.record.tensors[key]
-    return max(
-        relative_difference(run.tensors[key], expected) if key in run.tensors else 0.0 for run in reference.perturbed
-    )
+    differences = (relative_difference(run.tensors[key], expected) for run in reference.perturbed if key in run.tensors)
+    return max(differences, default=0.0)
 
 
 def _tolerance(key: Key, measured: float, reference: Reference, *, exact: bool) -> float:
@@ -179,10 +178,11 @@ def _promise(record: Record, reference: Reference) -> tuple[tuple[float, float],
 def describe(verdict: Verdict, reference: Reference) -> list[str]:
     """The verdict in lines, the worst tensor first."""
     total, good = len(verdict.rows), len(verdict.rows) - len(verdict.disagreeing)
-    lines = [f"{good} of {total} tensors agree within their tolerance; the worst:"]
-    lines += [
-        f"  {'      ' if row.agrees else 'DIFFERS'}{' ' if row.agrees else ''} {row}" for row in verdict.rows[:_SHOWN]
+    lines = [
+        f"{good} of {total} tensors agree within their tolerance, which follows from what one unit in the last place",
+        "  (ulp) of the reference's weights changes in each; the worst:",
     ]
+    lines += [f"  {'agrees ' if row.agrees else 'DIFFERS'} {row}" for row in verdict.rows[:_SHOWN]]
     if len(verdict.disagreeing) > _SHOWN:
         lines.append(f"  and {len(verdict.disagreeing) - _SHOWN} more that differ (--json lists all)")
     if verdict.first is not None:
@@ -195,12 +195,13 @@ def describe(verdict: Verdict, reference: Reference) -> list[str]:
             f"such as {verdict.rounding_only[0]}"
         )
     one, other = reference.micro_batch_sizes
+    lines.append(
+        f"loss: relative difference of the layout, and of one-process runs with --micro-batch-size {one} and {other} "
+        "without dropout:"
+    )
     for step, (found, spread) in enumerate(verdict.promise, start=1):
-        bound = "at most 1e-6 is promised" if step == 1 else "which later steps may differ by as well"
-        lines.append(
-            f"loss of step {step}: differs by {found:.1e} of itself; one-process runs with --micro-batch-size "
-            f"{one} and {other} by {spread:.1e}" + (f" ({bound})" if step < 3 else "")
-        )
+        promised = "; 1e-6 is promised" if step == 1 else ""
+        lines.append(f"  step {step}: {found:.1e}, and {spread:.1e}{promised}")
     for check in verdict.checks:
         state = "agree" if check.agrees else "DIFFER"
         lines.append(f"{check.name}: {state}, at most {check.worst:.1e} over {check.tensors} tensors")
