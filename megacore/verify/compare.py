@@ -156,7 +156,20 @@ def _tolerance(key: Key, measured: float, reference: Reference, *, exact: bool) 
         return FLOOR
     if key.kind == "loss":
         measured = max(measured, reference.loss_spread[key.step - 1])
+    if key.kind == "weight change":
+        return max(FLOOR, FACTOR * measured, _granularity(key, reference.record))
     return max(FLOOR, FACTOR * measured)
+
+
+def _granularity(key: Key, record: Record) -> float:
+    """What rounding of the stored weights makes of their change: the weight before and the one after may each come out
+    one unit in the last place apart. Perturbed runs need not show it: few entries are near a rounding boundary."""
+    weight = record.tensors[Key(0, "loaded weight", key.name)]
+    for step in range(1, key.step + 1):
+        weight = weight + record.tensors[Key(step, key.kind, key.name)]
+    units = np.spacing(np.abs(weight).astype(np.float32)).astype(np.float64)
+    change = float(np.linalg.norm(record.tensors[key]))
+    return 2.0 * float(np.linalg.norm(units)) / change if change else 0.0
 
 
 def _differences(found: Mapping[Key, Any], expected: Mapping[Key, Any], key: Key) -> tuple[float, float]:

@@ -66,7 +66,7 @@ def test_every_preset_narrows_to_a_valid_model(preset: str, layout: str, monkeyp
     shape = Config.presets[preset]
     words = layout.split()
     tp = int(words[words.index("--tp") + 1]) if "--tp" in words else 1
-    if shape["num_attention_heads"] % tp or shape["num_layers"] < 5:
+    if int(shape["num_attention_heads"]) % tp or int(shape["num_layers"]) < 5:
         pytest.skip("the layout is refused for this preset")
     check(resolved(f"{layout} --preset {preset}", monkeypatch))
 
