@@ -105,10 +105,10 @@ class _Painter:
         yield from self.axes()
         for mark in chart.marks:
             yield self.mark(mark)
-        if chart.level is not None:
-            yield from self.level(*chart.level)
         for curve in chart.curves:
             yield from self.curve(curve)
+        if chart.level is not None:
+            yield from self.level(*chart.level)
         yield "</svg>"
 
     def axes(self) -> Iterator[str]:
@@ -146,7 +146,7 @@ class _Painter:
         y = self.y(value)
         if _TOP <= y <= self.bottom:
             yield f'<path class="level" d="M{_LEFT:g} {y:.1f}H{self.right:g}"/>'
-            yield f'<text class="tick" x="{self.right:g}" y="{y - 5:.1f}" text-anchor="end">{escape(name)}</text>'
+            yield f'<text class="tick halo" x="{self.right:g}" y="{y - 5:.1f}" text-anchor="end">{escape(name)}</text>'
 
     def mark(self, mark: Mark) -> str:
         x = self.x(min(max(mark.x, self.x_low), self.x_high))
@@ -179,14 +179,19 @@ class Bar:
     predicted: float
 
 
-def bars_to_svg(bars: Sequence[Bar], title: str) -> str:
-    """Horizontal bars of GiB, each with a tick where it was predicted."""
+def bars_to_svg(bars: Sequence[Bar], largest: float, title: str) -> str:
+    """Horizontal bars of GiB, each with a tick where it was predicted.
+
+    Args:
+        bars: from the top.
+        largest: value of a full bar.
+        title: for those who cannot see it.
+    """
     width, row, left, right = 560.0, 22.0, 128.0, 150.0
-    largest = max(max(bar.measured, bar.predicted) for bar in bars) or 1.0
     height = row * len(bars) + 6
     parts = [f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">']
     for number, bar in enumerate(bars):
-        y, scale = number * row + 4, (width - left - right) / largest
+        y, scale = number * row + 4, (width - left - right) / (largest or 1.0)
         measured, predicted = bar.measured * scale, left + bar.predicted * scale
         figures = f"{bar.measured / 2**30:.2f} of {bar.predicted / 2**30:.2f} GiB"
         parts.append(

@@ -75,7 +75,7 @@ class RunFiles:
                 default = () if info.default == () else info.default
                 value = table.get(key, default)
                 if (tuple(value) if isinstance(value, list) else value) != default:
-                    shown = "none" if default in (None, ()) else "required" if info.required else str(default)
+                    shown = "none" if default in (None, ()) else "required" if info.required else _shown(default)
                     yield Setting(flag=flag(key), value=_shown(value), default=shown)
 
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import megacore
 from megacore.commands.report.chart import Bar, Chart, Curve, Mark, bars_to_svg, to_svg
-from megacore.commands.report.files import Record, RunFiles
+from megacore.commands.report.files import Record, RunFiles, require_readable
 from megacore.commands.report.series import Point, finite, quantile, short, smoothed
 from megacore.commands.report.style import STYLE
-from megacore.errors import UserError
 from megacore.plan.canvas import to_svg as drawing_to_svg
 from megacore.plan.flops import CONVENTION
 from megacore.plan.picture import diagram
 from megacore.plan.traced_picture import traced_panels
 
 _MOST_MARKS, _MOST_RANKS, _MOST_ROWS, _MOST_SPANS = 300, 24, 60, 700
-_SMOOTHING = 60  # a curve is smoothed over this part of its points
+_SMOOTHING = 100  # a curve is smoothed over this part of its points
+_SMOOTHED_FROM = 50  # points
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def verdict_of(run: RunFiles) -> Verdict:
     if end["event"] == "error":
         return Verdict("bad", "failed", f"At {of}: {end.get('error')}")
     if end.get("reason") is None:
-        return Verdict("good", "finished", f"Finished: {of}.")
-    return Verdict("warn", "stopped", f"Stopped at {of} by {end['reason']}.")
+        return Verdict("good", "finished", f"Ended as planned, at {of}.")
+    return Verdict("warn", "stopped", f"At {of}, by {end['reason']}.")
 
 
 def page(run: RunFiles) -> str:
@@ -93,9 +93,9 @@ class _Page:
         yield self.loss()
         yield '<div class="grid">'
         yield from self.small_charts()
-        yield self.memory()
         yield self.step_times()
         yield "</div>"
+        yield self.memory()
         yield self.pipeline()
         yield self.starts()
         yield '<div class="grid">'
@@ -196,7 +196,7 @@ class _Page:
             yield Mark(x=x, style="skip", text=text[:200])
 
     def small_charts(self) -> Iterator[str]:
-        yield self._chart("Learning rate", "train/lr", from_zero=True)
+        yield self._chart("Learning rate", "train/lr", from_zero=True, is_noisy=False)
         yield self.gradient_norm()
         yield self._chart("Throughput", "perf/tokens_per_sec", note="tokens per second, all ranks", from_zero=True)
         if _numbers(self.run.steps, "perf/mfu"):
@@ -227,10 +227,14 @@ class _Page:
         form: Callable[[float], str] = short,
         level: tuple[float, str] | None = None,
         from_zero: bool = False,
+        is_noisy: bool = True,
     ) -> str:
         points = self._points(self.run.steps, key)
-        curve = Curve(name=title, style="main", points=points)
-        drawn = Chart(title=title, curves=[curve], x_name=self.x_name, form=form, level=level, from_zero=from_zero)
+        curves = [Curve(name=title, style="main", points=points)]
+        if is_noisy and len(points) > _SMOOTHED_FROM:
+            smooth = smoothed(points, len(points) / _SMOOTHING)
+            curves = [Curve(name=title, style="soft", points=points), Curve(name="", style="main", points=smooth)]
+        drawn = Chart(title=title, curves=curves, x_name=self.x_name, form=form, level=level, from_zero=from_zero)
         return _card(title, to_svg(drawn), note=note)
 
     # ---- ranks
@@ -247,12 +251,15 @@ class _Page:
             for rank in ranks
         ]
         if not bars:
-            return _card("Memory of each rank", '<p class="none">nothing was recorded</p>')
+            return _card("Memory of each rank", '<p class="none">nothing was recorded</p>', wide=True)
         bars.sort(key=lambda bar: -bar.measured)
         note = "peak; the line is the prediction"
         if len(bars) > _MOST_RANKS:
             note += f"; the {_MOST_RANKS} fullest of {len(bars)} ranks"
-        return _card("Memory of each rank", bars_to_svg(bars[:_MOST_RANKS], "Memory of each rank"), note=note)
+        shown, scale = bars[:_MOST_RANKS], max(max(bar.measured, bar.predicted) for bar in bars)
+        half = -(-len(shown) // 2) if len(shown) > 4 else len(shown)
+        svgs = (bars_to_svg(part, scale, "Memory of each rank") for part in (shown[:half], shown[half:]) if part)
+        return _card("Memory of each rank", f'<div class="pair">{"".join(svgs)}</div>', note=note, wide=True)
 
     def step_times(self) -> str:
         """Slow steps and slow ranks."""
@@ -283,8 +290,9 @@ class _Page:
         if not path.exists():
             return ""
         try:
+            require_readable(path)
             panels = traced_panels(path)
-        except UserError as error:
+        except ValueError as error:  # of which UserError is one
             return _card("Pipeline", f'<p class="none">{escape(str(error))}</p>', wide=True)
         spans = sum(len(row) for panel in panels for row in panel.timeline.spans)
         if spans > _MOST_SPANS:
@@ -373,7 +381,7 @@ def _numbers(records: Iterable[Record], key: str) -> list[float]:
 
 
 def _percent(value: float) -> str:
-    return f"{value:.1%}" if abs(value) < 0.1 else f"{value:.0%}"
+    return f"{value:.1%}" if 0 < abs(value) < 0.1 else f"{value:.0%}"
 
 
 def _layout(launch: Record) -> str:

@@ -57,13 +57,22 @@ def _y(point: Point) -> float:
 
 
 def smoothed(points: Sequence[Point], span: float) -> list[Point]:
-    """The exponential moving average over the last `span` numbers or so; its start is not biased towards 0."""
-    weight, total, norm, result = 2.0 / (max(span, 1.0) + 1.0), 0.0, 0.0, []
+    """The mean of the numbers within `span` points around each point; fewer near the ends, so that the curve follows.
+
+    Args:
+        points: by ascending x.
+        span: number of points.
+    """
+    sums, counts = [0.0], [0]
     for point in points:
-        if point.y is not None:
-            total += weight * (point.y - total)
-            norm += weight * (1.0 - norm)
-        result.append(Point(point.x, None if point.y is None else total / norm))
+        sums.append(sums[-1] + (point.y or 0.0))
+        counts.append(counts[-1] + (point.y is not None))
+    reach, result = int(span / 2), []
+    for position, point in enumerate(points):
+        here = min(reach, position)
+        low, high = position - here, min(position + here + 1, len(points))
+        count = counts[high] - counts[low]
+        result.append(Point(point.x, None if point.y is None else (sums[high] - sums[low]) / count))
     return result
 
 
@@ -77,13 +86,14 @@ _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def short(value: float) -> str:
-    """A number in a few characters: 1.25M, 0.031, 3e-05."""
+    """A number in a few characters: 1.25M, 0.031, 3e-5."""
     size = abs(value)
     for unit, letter in _UNITS:
         if unit <= size < 1e18:
             return f"{value / unit:.3g}{letter}"
     if size and (size < 1e-3 or size >= 1e18):
-        return f"{value:.2g}"
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:.3g}"
 
 

@@ -29,7 +29,8 @@ h2 small{font-weight:400;color:var(--soft);font-size:13px;margin-left:6px}
 .grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:0 16px;align-items:start}
 svg{display:block;width:100%;height:auto}
 .tick{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}
-.grid path.grid,path.grid{stroke:var(--grid);fill:none}
+.halo{paint-order:stroke;stroke:var(--card);stroke-width:4px;fill:var(--ink)}
+path.grid{stroke:var(--grid);fill:none}
 .axis{stroke:var(--line);fill:none}
 .line{fill:none;stroke-linejoin:round;stroke-linecap:round}
 .line.main{stroke:var(--main);stroke-width:1.8}
@@ -57,6 +58,8 @@ tr:last-child td{border-bottom:0}
 td:first-child{color:var(--soft);overflow-wrap:normal}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--paper);border-radius:8px;padding:10px 12px;
 margin:12px 0 0;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:0 40px}
+.paper svg{width:auto;max-width:100%;margin:0 auto}
 .paper{background:#fff;border-radius:8px;padding:8px;overflow-x:auto}
 .none{color:var(--soft);margin:0}
 footer{color:var(--soft);font-size:13px;padding:8px 0}
