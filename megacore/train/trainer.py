@@ -27,6 +27,7 @@ from megacore.train.clock import StepClock
 from megacore.train.history import History
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, microbatches_of_replica, term_means
+from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.provenance import first_line, provenance_of
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
@@ -90,7 +91,7 @@ class Trainer:
             may_drop=config.checkpoint.on_save_error == "warn",
         )
         self.callbacks = Callbacks(
-            self, [self.report, self._history(), *self._trackers(), *self._tracers(), *callbacks]
+            self, [self.report, self._history(), *self._trackers(), *self._tracers(), *self._profilers(), *callbacks]
         )
         self.saving = Saving(config, mesh, callbacks=self.callbacks, report=self.report, loaded=load)
 
@@ -231,6 +232,12 @@ class Trainer:
             count = microbatches_of_replica(self.config, self.mesh)
             runtime = self.model.runtime
             yield Tracer(self.config, self.mesh, runtime, self.report, first_step=self.step, microbatches=count)
+
+    def _profilers(self) -> Iterator[Profiling]:
+        steps, output_dir = self.config.logging.profiled_steps(), Path(self.config.training.output_dir)
+        if steps and steps[-1] > self.step:
+            rank, device = self.mesh.world.rank, self.mesh.device
+            yield Profiling(StepProfiler(steps, output_dir=output_dir, rank=rank, device=device), self.report.say)
 
     def _loader(self, dataset: Any, consumed_samples: int) -> BatchLoader[Any]:
         training = self.config.training

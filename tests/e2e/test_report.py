@@ -179,7 +179,8 @@ def test_markup_in_any_string_of_a_run_is_text(tmp_path: Path) -> None:
         "ranks": [{"rank": evil, evil: evil, "peak_bytes": 1, "predicted_bytes": None}],
     }
     end = {"event": "end", "step": 2, "reason": evil}
-    events = [launch, memory, {**launch, "step": 1}, skip, rollback, memory, end, {"event": evil}, {"event": "error"}]
+    events: list[dict[str, Any]] = [launch, memory, {**launch, "step": 1}, skip, rollback, memory, end]
+    events += [{"event": evil}, {"event": "error"}]
     run = write(tmp_path / "a<b>&c", [step(1), step(2)], events)
     (run / "config.toml").write_text(f"[model]\npreset = {json.dumps(evil)}\n[data]\nsplit = {json.dumps(evil)}\n")
     assert page_of(run).text.count("<script>alert(1)</script>") >= 12

@@ -19,7 +19,7 @@ SHORT: dict[str, Any] = {"train_iters": 1, "eval_interval": 1, "eval_iters": 1, 
 
 def documented() -> set[str]:
     section = PAGE.read_text(encoding="utf-8").partition("## Names and units")[2].partition("\n## ")[0]
-    return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+    return {"key"} ^ set(re.findall(r"^\| ([a-z_]+(?:/[a-z_]+)?) \|", section, re.MULTILINE))
 
 
 def written(directory: Path) -> set[str]:
