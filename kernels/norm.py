@@ -52,8 +52,9 @@ def _forward(
     if not RMS:
         mean = tl.sum(x, 0) / width
         tl.store(mean_ptr + row, mean)
-        x = tl.where(inside, x - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + epsilon)
+        x -= mean
+    squares = tl.where(inside, x * x, 0.0)  # masked here and not before: two registers fewer
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / width + epsilon)
     tl.store(rstd_ptr + row, rstd)
     y = x * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:

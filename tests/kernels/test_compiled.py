@@ -29,7 +29,10 @@ REGISTERS_EITHER_WAY = 8
 FIGURES = ("registers", "shared", "wide", "narrow")
 # Kernels whose registers leave room for fewer than 32 warps of a processor: rows too wide for the rest, all heads of a
 # token at once, and the optimizer's six tensors.
-FEW_WARPS = {"backward_chunked": 16, "backward_wide": 16, "backward_columns": 28, "split": 16, "join": 16, "step": 24}
+FEW_WARPS = {
+    "forward_wide": 16, "backward_chunked": 16, "backward_wide": 16, "backward_columns": 28, "split": 16, "join": 16,
+    "step": 24,
+}  # fmt: skip
 # What is wrong -> the kernel's file, the text there, the text instead, the cases compiled with it, what is reported.
 DEFECTS = {
     "the exact causal condition in the load's mask": (
