@@ -198,7 +198,9 @@ def _elementwise() -> Iterator[Case]:
         for width in (3072, 8192, 14336):
             yield Case(name=f"swiglu {width} {name}", launch=partial(_swiglu, width, dtype))
         yield Case(name=f"bias_dropout_add 4096 {name}", launch=partial(_dropout, 4096, dtype))
-    yield Case(name="adamw, bf16 copy", launch=_adamw, narrow={"step": 1})
+    # A thread has four elements: 64 bits of each 16-bit tensor, of which a warp's lie side by side.
+    yield Case(name="adamw, bf16 copy", launch=partial(_adamw, torch.float32), narrow={"step": 3})
+    yield Case(name="adamw, bf16 copy and gradient", launch=partial(_adamw, torch.bfloat16), narrow={"step": 4})
 
 
 def _rotary(heads: int, size: int, dtype: torch.dtype) -> None:
@@ -231,9 +233,10 @@ def _dropout(width: int, dtype: torch.dtype) -> None:
     dropout.backward(x, **mask)
 
 
-def _adamw() -> None:
+def _adamw(gradient: torch.dtype) -> None:
     flat, half = _meta(1 << 20, dtype=torch.float32), _meta(1 << 20, dtype=torch.bfloat16)
     adamw.step_(
-        flat, flat, flat, flat, copy=half, factor=_meta(1, dtype=torch.float32),
+        flat, _meta(1 << 20, dtype=gradient), flat, flat, copy=half, decays=_meta(1 << 15, dtype=torch.uint8), group=32,
+        factor=_meta(1, dtype=torch.float32),
         keep=0.9999, rate=1e-3, betas=(0.9, 0.999), epsilon=1e-8, root_correction2=0.5,
     )  # fmt: skip
