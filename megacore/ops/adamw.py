@@ -1,5 +1,5 @@
-"""AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) on one flat buffer, with unscaling, clipping, decay, the skipping
-of a step and the 16-bit copy in the same pass."""
+"""AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) on one flat buffer, with unscaling, clipping, decay, the
+skipping of a step and the 16-bit copy in the same pass."""
 
 from __future__ import annotations
 

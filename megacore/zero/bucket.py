@@ -3,7 +3,7 @@
 | kept per rank, of d ranks | stage 0 | 1 | 2 | 3 |
 |---|---|---|---|---|
 | parameters | all | all | all | a shard; all while a layer uses them |
-| gradients (fp32) | all | all | a shard | a shard |
+| gradients | all | all | a shard | a shard |
 | master weights, moments (fp32) | all | a shard | a shard | a shard |
 
 (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 5.) On stage 0 there is one shard, which every rank keeps.

@@ -96,7 +96,7 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
     """Copies of all that an update may change: master weights, moments, and the weights that layers compute with."""
     optimizer, data_parallel = trainer.update.optimizer, trainer.model.data_parallel
     data_parallel.ready()
-    tensors = [run.master for run in optimizer.runs]
+    tensors: list[torch.Tensor] = [run.master for run in optimizer.runs]
     tensors += [optimizer.tensor(run, kind) for run in optimizer.runs for kind in optimizer.kinds]
     tensors += [b._full if b.options.stage < 3 else b._shard_params for b in data_parallel.buckets]
     return [tensor.detach().clone() for tensor in tensors]
@@ -105,7 +105,8 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
 def skipping(rank: int, world_size: int, output_dir: str, zero_stage: int) -> None:
     """Steps 1 and 3 overflow; the second goes on as if the first had not been."""
     options = {"precision": "fp16", "initial_loss_scale": 1024.0, "hysteresis": 8, "zero_stage": zero_stage}
-    mesh, losses = None, []
+    mesh: Mesh | None = None
+    losses: list[list[float]] = []
     for one_pass in (False, True):
         trainer = trainer_of((1, 1, world_size), f"{output_dir}/{one_pass}", mesh, one_pass, options)
         mesh = trainer.mesh
