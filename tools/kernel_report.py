@@ -82,18 +82,18 @@ class Compiled:
         return f"{self.case}, {self.kernel}, sm_{self.architecture}"
 
     def problems(self) -> list[str]:
-        """What is wrong with it, a line each."""
-        found = []
+        """What is wrong with it, one line each."""
+        problems = []
         if self.stack or self.spills:
-            found.append(f"{self.name} spills: {self.stack} bytes of stack, {self.spills} LDL/STL")
+            problems.append(f"{self.name} spills: {self.stack} bytes of stack, {self.spills} LDL/STL")
         if self.shared > SHARED_LIMIT[self.architecture]:
-            found.append(f"{self.name} asks for {self.shared} bytes of shared memory")
+            problems.append(f"{self.name} asks for {self.shared} bytes of shared memory")
         if self.allowed >= 0 and (self.narrow > self.allowed or not self.wide):
-            found.append(
+            problems.append(
                 f"{self.name} has {self.narrow} global accesses of less than 128 bits ({self.pieces} of less than 32) "
                 f"and {self.wide} of 128; {self.allowed} narrow ones are expected"
             )
-        return found
+        return problems
 
 
 class _Target:
@@ -106,7 +106,7 @@ class _Target:
         return self._target
 
     def get_current_device(self) -> int:
-        # Triton keeps the compiled kernels per device: each architecture is a device of its own.
+        # Triton keeps the compiled kernels per device: each architecture is a different device.
         return int(self._target.arch)
 
     def get_current_stream(self, device: int | None = None) -> int:
@@ -174,7 +174,7 @@ def compile_all(only: Sequence[str], architectures: Sequence[int], jobs: int) ->
     # Forked: the children find the imports done. They run one thread, as this process has so far. Neighbouring cases go
     # to the same one, because many of them turn out to be the same code.
     with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
-        binaries = [binary for found in pool.map(_compile_numbered, chosen, chunksize=8) for binary in found]
+        binaries = [binary for compiled in pool.map(_compile_numbered, chosen, chunksize=8) for binary in compiled]
     figures: dict[bytes, dict[str, int]] = {}
     for architecture in architectures:
         figures |= _disassembled({b.cubin for b in binaries if b.architecture == architecture}, architecture)
@@ -211,14 +211,14 @@ def _disassembled(cubins: Collection[bytes], architecture: int) -> dict[bytes, d
 
 def _figures(usage: str, code: str) -> dict[str, int]:
     """What the disassembly of one kernel says."""
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
+    resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert resources is not None, usage
     accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)(\.[\w.]+)", code)
     wide = [kind for kind in accesses if ".128" in kind]
     pieces = [kind for kind in accesses if re.search(r"\.[US](8|16)\b", kind)]
     return {
-        "registers": int(found[1]),
-        "stack": int(found[2]),
+        "registers": int(resources[1]),
+        "stack": int(resources[2]),
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "wide": len(wide),
         "narrow": len(accesses) - len(wide),
@@ -230,7 +230,7 @@ def _instructions(cubin: bytes) -> bytes:
     """The machine code of a cubin, an ELF file of 64 bits: the content of its section `.text.KERNEL`."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
-    # Of a section header: where its name stands among the names, and where its content stands in the file.
+    # Of a section header: the offset of its name among the names, and that of its content in the file.
     sections = [struct.unpack_from("<I20xQQ", cubin, table + i * size) for i in range(count)]
     names = sections[of_names][1]
     (code,) = (
