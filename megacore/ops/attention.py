@@ -1,9 +1,10 @@
 """Scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1), in two implementations.
 
-`sdpa` is torch's fused operator, which never writes the scores out. `fused-softmax` computes scores, their softmax and
-the mix as three steps one can read; it keeps the weights, b x heads x s x s numbers. Both know every restriction on who
-sees whom: causal, a window, documents packed into one sequence, padding. Queries may share key and value heads
-(Ainslie et al. 2023, arXiv 2305.13245), and scores may fall with distance (ALiBi; Press et al. 2022, arXiv 2108.12409).
+`sdpa` is torch's fused operator, which never writes the scores out; what that cannot do with memory that grows with
+the sequence length, block_attention.py does. `fused-softmax` computes scores, their softmax and the mix as three steps
+one can read; it keeps the weights, b x heads x s x s numbers. Both know every restriction on who sees whom: causal, a
+window, documents packed into one sequence, padding. Queries may share key and value heads (Ainslie et al. 2023, arXiv
+2305.13245), and scores may fall with distance (ALiBi; Press et al. 2022, arXiv 2108.12409).
 
 Shape legend: b micro-batch, n heads, g key and value heads, s positions, d head size.
 """
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacore.ops.block_attention import BLOCK, block_attention
 from megacore.ops.dispatch import (
     require,
     require_floats,
@@ -27,6 +29,10 @@ from megacore.ops.dispatch import (
     require_whole,
 )
 from megacore.ops.softmax import fused_softmax
+from megacore.ops.visibility import Visibility, distances
+
+WHOLE = 1024
+"""The longest sequence for which masks, biases and, with dropout on a CPU, weights are made whole."""
 
 Attention = Literal["auto", "sdpa", "fused-softmax"]
 
@@ -98,8 +104,7 @@ class Alibi:
         return self._causal.get(None, (length, like.dtype, like.device), causally)
 
     def _distances(self, length: int, like: Tensor) -> Tensor:
-        positions = torch.arange(length, device=like.device)
-        distance = (positions[:, None] - positions).abs()
+        distance = distances(range(length), range(length), like.device).abs()
         return (-self.slopes.to(like.device)[:, None, None] * distance).to(like.dtype).unsqueeze(0)
 
 
@@ -140,7 +145,8 @@ def attention(
         documents: [b, s] int64 or int32: a position sees only its document. 0 is padding, which no position
             sees, and whose result is 0.
         alibi: bias by distance.
-        dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's device.
+        dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's device, or
+            from the CPU's where attention is computed in blocks.
         implementation: which one.
 
     Returns:
@@ -154,13 +160,18 @@ def attention(
     require(0 <= dropout < 1, f"dropout is {dropout}: it must be in [0, 1)")
     _check(query, key, value, window, documents)
     b, _, s, d = query.shape
-    seen = visible(s, causal=causal, window=window, documents=documents, device=query.device)
-    if resolved(implementation) == "sdpa":
+    view = Visibility(causal=causal, window=window, documents=documents)
+    blocks = resolved(implementation) == "sdpa" and _in_blocks(query, view, alibi=alibi is not None, dropout=dropout)
+    seen = None if blocks else visible(s, causal=causal, window=window, documents=documents, device=query.device)
+    if blocks:
+        slopes = None if alibi is None else alibi.slopes
+        mixed, _ = block_attention(query, key, value, view=view, slopes=slopes, dropout=dropout, block=BLOCK)
+    elif resolved(implementation) == "sdpa":
         mask = seen
         if alibi is not None:
             mask = alibi.bias(query, seen, causal=causal)
         elif seen is not None and documents is None:
-            mask = _as_bias(seen, query.dtype, (_reach(causal, window), causal))
+            mask = _as_bias(seen, query.dtype, (view.reach, causal))
         mixed = _sdpa(query, key, value, mask, causal=causal and mask is None, dropout=dropout)
     else:
         shrink, divisor = _split_root(d)
@@ -174,6 +185,13 @@ def attention(
     return mixed if documents is None else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
 
 
+def _in_blocks(query: Tensor, view: Visibility, *, alibi: bool, dropout: float) -> bool:
+    """Whether attention is computed a block at a time: where torch's operator would need more than causality, which it
+    knows, or has no fused form, and the sequence is long."""
+    needs_weights = dropout > 0.0 and query.device.type == "cpu"
+    return query.shape[2] > WHOLE and (alibi or needs_weights or view.restricts(query.shape[2]))
+
+
 def visible(
     length: int, *, causal: bool, window: int | None, documents: Tensor | None, device: torch.device
 ) -> Tensor | None:
@@ -181,10 +199,10 @@ def visible(
 
     Padding sees padding here, so that every query sees some key: the result of padding is set to 0 afterwards.
     """
-    reach = _reach(causal, window)
-    if (reach is None or reach >= length) and documents is None:
+    view = Visibility(causal=causal, window=window)
+    if not view.restricts(length) and documents is None:
         return None
-    seen = _masks.get((reach, causal), (length, device), lambda: _near(length, reach, causal, device))
+    seen = _masks.get((view.reach, causal), (length, device), lambda: _near(view, length, device))
     return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
@@ -192,14 +210,10 @@ def visible(
 _masks, _mask_biases = _Cache(2), _Cache(2)
 
 
-def _near(length: int, reach: int | None, causal: bool, device: torch.device) -> Tensor:
-    """[1, 1, s, s] bool: which keys are nearer than `reach` and, if causal, not later."""
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions
-    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if reach is not None:
-        seen &= distance.abs() < reach
-    return seen.view(1, 1, length, length)
+def _near(view: Visibility, length: int, device: torch.device) -> Tensor:
+    """[1, 1, s, s] bool: which keys are nearer than the view's reach and, if causal, not later."""
+    seen = view.mask(range(length), range(length), device)
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if seen is None else seen
 
 
 def _as_bias(seen: Tensor, dtype: torch.dtype, kind: Hashable) -> Tensor:
@@ -209,11 +223,6 @@ def _as_bias(seen: Tensor, dtype: torch.dtype, kind: Hashable) -> Tensor:
         return torch.zeros(seen.shape, device=seen.device, dtype=dtype).masked_fill_(~seen, -math.inf)
 
     return _mask_biases.get(kind, (seen.shape, dtype, seen.device), made)
-
-
-def _reach(causal: bool, window: int | None) -> int | None:
-    """The distance from which a key is not seen."""
-    return window if causal or window is None else window // 2 + 1
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, dropout: float) -> Tensor:
