@@ -29,6 +29,7 @@ from megacore.ops.dispatch import (
     require_whole,
 )
 from megacore.ops.softmax import fused_softmax
+from megacore.ops.varlen_attention import can_attend, varlen_attention
 from megacore.ops.visibility import Visibility, distances
 
 WHOLE = 1024
@@ -164,8 +165,7 @@ def attention(
     blocks = resolved(implementation) == "sdpa" and _in_blocks(query, view, alibi=alibi is not None, dropout=dropout)
     seen = None if blocks else visible(s, causal=causal, window=window, documents=documents, device=query.device)
     if blocks:
-        slopes = None if alibi is None else alibi.slopes
-        mixed, _ = block_attention(query, key, value, view=view, slopes=slopes, dropout=dropout, block=BLOCK)
+        mixed = _mixed_in_blocks(query, key, value, view, alibi=alibi, dropout=dropout)
     elif resolved(implementation) == "sdpa":
         mask = seen
         if alibi is not None:
@@ -190,6 +190,18 @@ def _in_blocks(query: Tensor, view: Visibility, *, alibi: bool, dropout: float) 
     knows, or has no fused form, and the sequence is long."""
     needs_weights = dropout > 0.0 and query.device.type == "cpu"
     return query.shape[2] > WHOLE and (alibi or needs_weights or view.restricts(query.shape[2]))
+
+
+def _mixed_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, view: Visibility, *, alibi: Alibi | None, dropout: float
+) -> Tensor:
+    mixed = None
+    if can_attend(query, alibi=alibi is not None, dropout=dropout):
+        mixed = varlen_attention(query, key, value, view)
+    if mixed is None:
+        slopes = None if alibi is None else alibi.slopes
+        mixed, _ = block_attention(query, key, value, view=view, slopes=slopes, dropout=dropout, block=BLOCK)
+    return mixed
 
 
 def visible(

@@ -14,7 +14,6 @@ from tests.parity.runs import Layout, Outcome, Run, agree, bitwise, train
 
 WINDOW: dict[str, Any] = {"window_size": 6, "position_embedding_type": "rope", "num_query_groups": 2}
 ALIBI: dict[str, Any] = {"position_embedding_type": "alibi"}
-PACKED: dict[str, Any] = {"bert_style": "bert", "packed": True, "sentence_task": "none"}
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 SHORT: dict[str, Any] = {"num_layers": 2, "train_iters": 3}
 
@@ -44,9 +43,12 @@ def test_blocks_equal_whole_masks(layout: Layout, model: dict[str, Any], run: Ru
     agree(blocks(layout, tmp_path, changes | split), run((1, 1, 1), **changes))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_blocks_of_packed_documents_and_padding_equal_whole_masks(recompute: str, run_bert: Run, tmp_path: Any) -> None:
-    changes = SHORT | PACKED
+@pytest.mark.parametrize("style, recompute", [("classic", "none"), ("modern", "full")])
+def test_blocks_of_padding_and_of_packed_documents_equal_whole_masks(
+    style: str, recompute: str, run_bert: Run, tmp_path: Any
+) -> None:
+    """The modern style with windows in all but every third block."""
+    changes = SHORT | {"bert_style": style}
     agree(blocks((2, 1, 1), tmp_path, changes | {"recompute": recompute}), run_bert((1, 1, 1), **changes))
 
 
