@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megacore.ops.block_attention import BLOCK, block_attention
 from megacore.ops.dispatch import (
@@ -29,7 +31,7 @@ from megacore.ops.dispatch import (
     require_whole,
 )
 from megacore.ops.softmax import fused_softmax
-from megacore.ops.varlen_attention import can_attend, varlen_attention
+from megacore.ops.varlen_attention import can_attend, fits, varlen_attention
 from megacore.ops.visibility import Visibility, distances
 
 WHOLE = 1024
@@ -41,6 +43,72 @@ Attention = Literal["auto", "sdpa", "fused-softmax"]
 def resolved(implementation: Attention) -> Attention:
     """The implementation of `auto`: sdpa, which is the faster one for every mask that the models have."""
     return "sdpa" if implementation == "auto" else implementation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What decides which of its kernels torch's fused operator runs: one layer's sizes on this rank, and its type.
+
+    Attributes:
+        heads: query heads.
+        groups: key and value heads.
+        head_size: dimensions of a head.
+        seq_length: positions.
+        dtype: of activations.
+        causal: whether no position sees a later one.
+        masked: whether documents, a window or ALiBi restrict it.
+        alibi: whether it is ALiBi.
+        dropout: probability on the weights.
+    """
+
+    heads: int
+    groups: int
+    head_size: int
+    seq_length: int
+    dtype: torch.dtype
+    causal: bool = True
+    masked: bool = False
+    alibi: bool = False
+    dropout: float = 0.0
+
+
+def backend(device: torch.device, shape: Shape) -> str:
+    """What computes attention on a device with `sdpa`: `blocks`, `varlen flash`, or the kernel that torch's operator
+    chooses: `cudnn`, `flash`, `efficient` or `math`."""
+    query, key = (
+        torch.empty(1, heads, shape.seq_length, shape.head_size, dtype=shape.dtype, device=device)
+        for heads in (shape.heads, shape.groups)
+    )
+    if shape.seq_length > WHOLE and (shape.masked or (shape.dropout > 0.0 and device.type == "cpu")):
+        return "varlen flash" if can_attend(query, alibi=shape.alibi, dropout=shape.dropout) else "blocks"
+    mask = None
+    if shape.masked:
+        mask = torch.zeros(1, 1, shape.seq_length, shape.seq_length, dtype=shape.dtype, device=device)
+    grouped = shape.heads != shape.groups
+    if grouped and _repeats_groups(query, mask):
+        key, grouped = query, False
+    chosen = torch._fused_sdp_choice(
+        query, key, key, mask, shape.dropout, shape.causal and mask is None, enable_gqa=grouped
+    )
+    return SDPBackend(chosen).name.removesuffix("_ATTENTION").lower()
+
+
+def slower_backend(device: torch.device, shape: Shape) -> str | None:
+    """A sentence for a run on CUDA that gets a slower kernel than the device has; None where it gets the best."""
+    if device.type != "cuda" or (found := backend(device, shape)) in ("varlen flash", "blocks"):
+        return None
+    if not fits(shape.dtype, shape.head_size):
+        return None  # no fast kernel takes it: that is what was asked for
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    best = "efficient" if shape.masked else "cudnn" if hopper else "flash"
+    if found == best or (best == "flash" and found == "cudnn") or (best == "efficient" and found == "cudnn"):
+        return None
+    return (
+        f"torch computes attention with its {found} kernel on this device, where {best} is expected, which is faster: "
+        f"heads of {shape.head_size}, {shape.heads} over {shape.groups} key heads, {shape.seq_length} positions in "
+        f"{str(shape.dtype).removeprefix('torch.')}. Check torch.backends.cuda.{best.replace('efficient', 'mem_efficient')}"
+        f"_sdp_enabled() and the installed cuDNN, or use another --num-attention-heads"
+    )
 
 
 class _Cache:
@@ -237,11 +305,15 @@ def _as_bias(seen: Tensor, dtype: torch.dtype, kind: Hashable) -> Tensor:
     return _mask_biases.get(kind, (seen.shape, dtype, seen.device), made)
 
 
+def _repeats_groups(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether keys and values are repeated for each query head: on CUDA only the flash kernel knows groups, and it
+    takes neither masks nor fp32; for these torch would fall back to a form that writes all weights."""
+    return query.is_cuda and (mask is not None or query.dtype == torch.float32)
+
+
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, dropout: float) -> Tensor:
     grouped = key.shape[1] != query.shape[1]
-    if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
-        # On CUDA only the flash kernel knows groups, and it takes neither masks nor fp32: for these torch would fall
-        # back to a form that writes all weights.
+    if grouped and _repeats_groups(query, mask):
         key, value, grouped = _repeated(key, query), _repeated(value, query), False
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped

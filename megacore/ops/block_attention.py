@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megacore.ops.dispatch import runs_triton
 from megacore.ops.visibility import Visibility, distances
 
 BLOCK = 512
 """Queries, and keys, of a block."""
 _ALIBI_BLOCK = 128  # queries of a block of the fused operator where each head has a bias of its own
+_LARGEST_KERNEL_HEAD = 128
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -171,6 +173,11 @@ def _blocks(of: range, size: int) -> Iterator[range]:
         start = stop
 
 
+def _uses_kernel(query: Tensor, dropout: float) -> bool:
+    """Whether the Triton kernel runs, which draws no dropout and keeps a head of 128 dimensions in registers."""
+    return dropout == 0.0 and query.shape[-1] <= _LARGEST_KERNEL_HEAD and runs_triton(query=query)
+
+
 def _uses_fused(query: Tensor, scene: Scene) -> bool:
     return query.device.type == "cpu" and scene.dropout == 0.0
 
@@ -256,6 +263,12 @@ def _block_attention(
     causal: bool, window: int | None, dropout: float, block: int, offset: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
+    if _uses_kernel(query, dropout):
+        from megacore.kernels import attention as kernel
+
+        documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
+        reach = scene.view.reach
+        return kernel.forward(query, key, value, documents, slopes, causal=causal, reach=reach, offset=offset)
     return _attend(query, key, value, scene, offset)
 
 
@@ -271,6 +284,14 @@ def _block_attention_backward(
     causal: bool, window: int | None, dropout: float, block: int, offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
+    if _uses_kernel(query, dropout):
+        from megacore.kernels import attention as kernel
+
+        delta = (d_out.float() * out.float()).sum(-1).contiguous()
+        documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
+        masks: dict[str, Any] = {"causal": causal, "reach": scene.view.reach, "offset": offset}
+        d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+        return kernel.backward(d_out, query, key, value, logarithm, delta, documents, slopes, **masks)
     return _attend_backward(d_out, (query, key, value), (out, logarithm), scene, offset)
 
 

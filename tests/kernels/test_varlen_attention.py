@@ -62,8 +62,9 @@ def test_the_kernel_sees_what_the_loop_sees(case: str, groups: int, kernel: list
     assert len(kernel) == 1 and kernel[0]["enable_gqa"] == (groups == 2)
     expected = brute_force(*exact, **CASES[case])
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
-    gradients = torch.autograd.grad(found.square().sum(), ours)
-    wanted = torch.autograd.grad(expected.square().sum(), exact, allow_unused=True)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(6))
+    gradients = torch.autograd.grad((found * weights).sum(), ours)
+    wanted = torch.autograd.grad((expected * weights).sum(), exact, allow_unused=True)
     for gradient, want in zip(gradients, wanted, strict=True):
         want = torch.zeros_like(gradient).double() if want is None else want
         torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=1e-5)
