@@ -223,6 +223,11 @@ def _backward_keys(
     tl.store(d_v_ptr + at, d_v.to(d_v_ptr.dtype.element_ty), mask=here)
 
 
+def largest_head(dtype: torch.dtype) -> int:
+    """Dimensions of a head beyond which registers spill."""
+    return 64 if dtype == torch.float32 else 128
+
+
 @on_its_device
 def forward(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, slopes: Tensor | None, *,
@@ -231,7 +236,7 @@ def forward(
     """softmax(q k^T / sqrt(d) + ALiBi's term) v over what each query sees.
 
     Args:
-        query: [b, n, q, d], d at most 128; the last dimension contiguous.
+        query: [b, n, q, d], d at most `largest_head`; the last dimension contiguous.
         key: [b, g, k, d]; likewise.
         value: like key.
         documents: [b, k] contiguous int32 or int64: of the whole sequence; a query sees its own document.
@@ -248,10 +253,11 @@ def forward(
     logarithm = query.new_empty((b, n, rows), dtype=torch.float32)
     if query.numel():
         options = _options(query, key, documents, slopes, causal=causal, reach=reach)
-        m, steps = options["M"], (query, key, value, out)
-        _forward[(triton.cdiv(rows, m), b * n)](
-            query, key, value, out, logarithm, _or(documents, query), _or(slopes, query), *_strides(*steps),
-            rows, key.shape[2], offset, reach or 0, n, d, d**-0.5, **options,
+        blocks = _blocks(query, _forward)
+        _forward[(triton.cdiv(rows, blocks["M"]), b * n)](
+            query, key, value, out, logarithm, _or(documents, query), _or(slopes, query),
+            *_strides(query, key, value, out),
+            rows, key.shape[2], offset, reach or 0, n, d, d**-0.5, **options, **blocks,
         )  # fmt: skip
     return out, logarithm
 
@@ -282,16 +288,18 @@ def backward(
     d_key, d_value = (key.new_empty((b, keys, groups, d)).transpose(1, 2) for _ in range(2))
     if not query.numel():
         return d_query, d_key.zero_(), d_value.zero_()
-    options = _options(query, key, documents, slopes, causal=causal, reach=reach, backward=True)
+    options = _options(query, key, documents, slopes, causal=causal, reach=reach)
     masks = logarithm, delta, _or(documents, query), _or(slopes, query)
     sizes = rows, keys, offset, reach or 0
-    _backward_queries[(triton.cdiv(rows, options["M"]), b * n)](
+    blocks = _blocks(query, _backward_queries)
+    _backward_queries[(triton.cdiv(rows, blocks["M"]), b * n)](
         query, key, value, d_out, d_query, *masks, *_strides(query, key, value, d_out, d_query),
-        *sizes, n, d, d**-0.5, **options,
+        *sizes, n, d, d**-0.5, **options, **blocks,
     )  # fmt: skip
-    _backward_keys[(triton.cdiv(keys, options["N"]), b * groups)](
+    blocks = _blocks(query, _backward_keys)
+    _backward_keys[(triton.cdiv(keys, blocks["N"]), b * groups)](
         query, key, value, d_out, d_key, d_value, *masks, *_strides(query, key, value, d_out, d_key),
-        *sizes, groups, d, d**-0.5, **options,
+        *sizes, groups, d, d**-0.5, **options, **blocks,
     )  # fmt: skip
     return d_query, d_key, d_value
 
@@ -306,19 +314,27 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _options(
-    query: Tensor, key: Tensor, documents: Tensor | None, slopes: Tensor | None, *,
-    causal: bool, reach: int | None, backward: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    block, wide = block_of(query.shape[-1]), query.dtype == torch.float32
+    query: Tensor, key: Tensor, documents: Tensor | None, slopes: Tensor | None, *, causal: bool, reach: int | None
+) -> dict[str, Any]:
     return {
         "SHARED": query.shape[1] // key.shape[1],
         "CAUSAL": causal,
         "WINDOW": reach is not None,
         "DOCUMENTS": documents is not None,
         "ALIBI": slopes is not None,
-        "M": 32 if wide else 64 if backward else 128,
-        "N": 32 if wide else 64,
-        "D": block,
+        "D": block_of(query.shape[-1]),
         "WIDE": interpreting(),
-        "num_warps": 4 if block <= 64 and not (backward or wide) else 8,
     }
+
+
+def _blocks(query: Tensor, kernel: Any) -> dict[str, int]:
+    """Queries and keys of a block: what the registers hold of a kernel's sums, for heads up to 64 and up to 128."""
+    small, wide = query.shape[-1] <= 64, query.dtype == torch.float32
+    m, n = {
+        _forward: (128, 64),
+        _backward_queries: (64, 64) if small else (64, 32),
+        _backward_keys: (64, 64) if small else (32, 64),
+    }[kernel]
+    if wide:
+        m = n = 32
+    return {"M": m, "N": n, "num_warps": 4 if kernel is _forward and small and not wide else 8}

@@ -46,7 +46,7 @@ def resolved(implementation: Attention) -> Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class AttentionShape:
     """What decides which of its kernels torch's fused operator runs: one layer's sizes on this rank, and its type.
 
     Attributes:
@@ -72,7 +72,7 @@ class Shape:
     dropout: float = 0.0
 
 
-def backend(device: torch.device, shape: Shape) -> str:
+def attention_backend(device: torch.device, shape: AttentionShape) -> str:
     """What computes attention on a device with `sdpa`: `blocks`, `varlen flash`, or the kernel that torch's operator
     chooses: `cudnn`, `flash`, `efficient` or `math`."""
     query, key = (
@@ -93,9 +93,9 @@ def backend(device: torch.device, shape: Shape) -> str:
     return SDPBackend(chosen).name.removesuffix("_ATTENTION").lower()
 
 
-def slower_backend(device: torch.device, shape: Shape) -> str | None:
+def slower_attention(device: torch.device, shape: AttentionShape) -> str | None:
     """A sentence for a run on CUDA that gets a slower kernel than the device has; None where it gets the best."""
-    if device.type != "cuda" or (found := backend(device, shape)) in ("varlen flash", "blocks"):
+    if device.type != "cuda" or (found := attention_backend(device, shape)) in ("varlen flash", "blocks"):
         return None
     if not fits(shape.dtype, shape.head_size):
         return None  # no fast kernel takes it: that is what was asked for
@@ -103,11 +103,12 @@ def slower_backend(device: torch.device, shape: Shape) -> str | None:
     best = "efficient" if shape.masked else "cudnn" if hopper else "flash"
     if found == best or (best == "flash" and found == "cudnn") or (best == "efficient" and found == "cudnn"):
         return None
+    switch = "mem_efficient" if best == "efficient" else best
     return (
         f"torch computes attention with its {found} kernel on this device, where {best} is expected, which is faster: "
-        f"heads of {shape.head_size}, {shape.heads} over {shape.groups} key heads, {shape.seq_length} positions in "
-        f"{str(shape.dtype).removeprefix('torch.')}. Check torch.backends.cuda.{best.replace('efficient', 'mem_efficient')}"
-        f"_sdp_enabled() and the installed cuDNN, or use another --num-attention-heads"
+        f"{shape.heads} heads of {shape.head_size} over {shape.groups} of keys, {shape.seq_length} positions in "
+        f"{str(shape.dtype).removeprefix('torch.')}. Check torch.backends.cuda.{switch}_sdp_enabled() and, for cudnn, "
+        f"the version of the installed cuDNN"
     )
 
 

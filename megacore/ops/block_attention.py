@@ -26,7 +26,6 @@ from megacore.ops.visibility import Visibility, distances
 BLOCK = 512
 """Queries, and keys, of a block."""
 _ALIBI_BLOCK = 128  # queries of a block of the fused operator where each head has a bias of its own
-_LARGEST_KERNEL_HEAD = 128
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -174,8 +173,12 @@ def _blocks(of: range, size: int) -> Iterator[range]:
 
 
 def _uses_kernel(query: Tensor, dropout: float) -> bool:
-    """Whether the Triton kernel runs, which draws no dropout and keeps a head of 128 dimensions in registers."""
-    return dropout == 0.0 and query.shape[-1] <= _LARGEST_KERNEL_HEAD and runs_triton(query=query)
+    """Whether the Triton kernel runs, which draws no dropout, and holds a head's row in registers."""
+    if dropout > 0.0 or not runs_triton(query=query):
+        return False
+    from megacore.kernels import attention as kernel
+
+    return query.shape[-1] <= kernel.largest_head(query.dtype)
 
 
 def _uses_fused(query: Tensor, scene: Scene) -> bool:
