@@ -11,8 +11,7 @@ from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.plan.activations import loss_chunks
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from megacore.train.task import DTYPES
 
 
 def launch_summary(
@@ -111,7 +110,7 @@ def attention_warning(config: ResolvedConfig, device: torch.device) -> str | Non
         groups=max(model.query_groups // ranks, 1),
         head_size=model.head_size,
         seq_length=config.data.seq_length,
-        dtype=_DTYPES[config.precision.precision],
+        dtype=DTYPES[config.precision.precision],
         causal=not is_bert,
         masked=is_bert or alibi or windowed,
         alibi=alibi,
