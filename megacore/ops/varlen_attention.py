@@ -8,7 +8,10 @@ documents begin from an int32 tensor whose length is their number: the host has 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +19,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megacore.ops.visibility import Visibility
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
 
+def _of_torch() -> Callable[..., Any] | None:
+    try:
+        kernel: Callable[..., Any] = import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:  # torch before 2.10
+        return None
+    return kernel
+
+
+varlen_attn = _of_torch()
 _LARGEST_HEAD = 256
 
 
@@ -83,6 +91,7 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility
     if runs is None:
         return None
     reach = -1 if view.reach is None else view.reach - 1
+    assert varlen_attn is not None, "`can_attend` says so"
     packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [b s, heads, d]
     mixed: Tensor = varlen_attn(
         *packed,

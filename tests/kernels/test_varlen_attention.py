@@ -74,7 +74,12 @@ def test_documents_are_read_once_for_all_layers(kernel: list[dict[str, Any]], mo
     """The host waits for the device once a microbatch."""
     read: list[Tensor] = []
     find = varlen_attention._find_runs
-    monkeypatch.setattr(varlen_attention, "_find_runs", lambda documents: read.append(documents) or find(documents))
+
+    def reading(documents: Tensor) -> Any:
+        read.append(documents)
+        return find(documents)
+
+    monkeypatch.setattr(varlen_attention, "_find_runs", reading)
     for documents in (DOCUMENTS.clone(), DOCUMENTS.clone()):
         for _ in range(3):
             ops.attention(*drawn(4), causal=True, documents=documents)
@@ -137,9 +142,9 @@ def test_torchs_kernel_is_the_loop(case: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attention, "WHOLE", 4)
     ours = [x.cuda().requires_grad_() for x in drawn(2, dtype=torch.bfloat16)]
     exact = [x.detach().cpu().double().requires_grad_() for x in ours]
-    options = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in CASES[case].items()}
+    options: dict[str, Any] = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in CASES[case].items()}
     assert varlen_attention.can_attend(ours[0], alibi=False, dropout=0.0)
-    assert varlen_attention.varlen_attention(*ours, Visibility(**options)) is not None
+    assert varlen_attention.varlen_attention(ours[0], ours[1], ours[2], Visibility(**options)) is not None
     found = ops.attention(*ours, **options)
     expected = brute_force(*exact, **CASES[case])
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-2, atol=2e-2)
