@@ -93,13 +93,17 @@ def attention_backend(device: torch.device, shape: AttentionShape) -> str:
     return SDPBackend(chosen).name.removesuffix("_ATTENTION").lower()
 
 
+def _is_cuda(device: torch.device) -> bool:
+    return torch.empty(0, device=device).is_cuda
+
+
 def slower_attention(device: torch.device, shape: AttentionShape) -> str | None:
     """A sentence for a run on CUDA that gets a slower kernel than the device has; None where it gets the best."""
-    if device.type != "cuda" or (found := attention_backend(device, shape)) in ("varlen flash", "blocks"):
+    if not _is_cuda(device) or (found := attention_backend(device, shape)) in ("varlen flash", "blocks"):
         return None
     if not fits(shape.dtype, shape.head_size):
         return None  # no fast kernel takes it: that is what was asked for
-    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    hopper = torch.get_device_module(device).get_device_capability(device) >= (9, 0)
     best = "efficient" if shape.masked else "cudnn" if hopper else "flash"
     if found == best or (best == "flash" and found == "cudnn") or (best == "efficient" and found == "cudnn"):
         return None

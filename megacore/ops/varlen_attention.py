@@ -57,7 +57,7 @@ def can_attend(query: Tensor, *, alibi: bool, dropout: float) -> bool:
         alibi: whether scores fall with distance.
         dropout: probability on the weights.
     """
-    return not alibi and dropout == 0.0 and fits(query.dtype, query.shape[-1]) and _runs_here(query.device)
+    return not alibi and dropout == 0.0 and fits(query.dtype, query.shape[-1]) and _runs_here(query)
 
 
 def fits(dtype: torch.dtype, head_size: int) -> bool:
@@ -65,12 +65,17 @@ def fits(dtype: torch.dtype, head_size: int) -> bool:
     return dtype in (torch.float16, torch.bfloat16) and head_size <= _LARGEST_HEAD and head_size % 8 == 0
 
 
-def _runs_here(device: torch.device) -> bool:
+def _runs_here(query: Tensor) -> bool:
     """Whether torch has the kernel, with windows and shared key heads, and the device runs it."""
-    if varlen_attn is None or device.type != "cuda":
+    if varlen_attn is None or not query.is_cuda:
         return False
     options = inspect.signature(varlen_attn).parameters
-    return {"window_size", "enable_gqa"} <= options.keys() and torch.cuda.get_device_capability(device) >= (8, 0)
+    return {"window_size", "enable_gqa"} <= options.keys() and _capability(query.device) >= (8, 0)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    found: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
+    return found
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility) -> Tensor | None:

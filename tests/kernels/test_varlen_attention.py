@@ -43,7 +43,7 @@ def stand_in(
 def kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The stand-in, for every device and dtype; what it was called with."""
     monkeypatch.setattr(varlen_attention, "varlen_attn", stand_in)
-    monkeypatch.setattr(varlen_attention, "_runs_here", lambda device: True)
+    monkeypatch.setattr(varlen_attention, "_runs_here", lambda query: True)
     monkeypatch.setattr(varlen_attention, "fits", lambda dtype, head_size: True)
     monkeypatch.setattr(attention, "WHOLE", 4)
     CALLS.clear()
@@ -129,10 +129,14 @@ def test_flash_attention_is_for_sixteen_bits_and_round_heads(dtype: torch.dtype,
 def test_an_older_torch_without_windows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def older(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> None: ...
 
+    class OnCuda:
+        is_cuda = True
+        device = torch.device("cuda")
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for kernel, runs in ((stand_in, True), (older, False), (None, False)):
         monkeypatch.setattr(varlen_attention, "varlen_attn", kernel)
-        assert varlen_attention._runs_here(torch.device("cuda")) == runs
+        assert varlen_attention._runs_here(OnCuda()) == runs  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
