@@ -333,7 +333,7 @@ def _blocks(query: Tensor, kernel: Any) -> dict[str, int]:
     m, n = {
         _forward: (128, 64),
         _backward_queries: (64, 64) if small else (64, 32),
-        _backward_keys: (32, 64),
+        _backward_keys: (64, 32) if small else (32, 64),
     }[kernel]
     if wide:
         m = n = 32
