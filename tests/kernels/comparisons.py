@@ -274,10 +274,6 @@ def _attentions() -> Iterator[Comparison]:
             name=f"attention-{name}-{length}",
             operator=operator,
             oracle=attention_oracle,
-            shapes={
-                "query": (2, 4, length, size),
-                "key": (2, groups, length, size),
-                "value": (2, groups, length, size),
-            },
+            shapes={"query": (1, 2, length, size)} | dict.fromkeys(("key", "value"), (1, groups, length, size)),
             fixed=fixed,
         )
