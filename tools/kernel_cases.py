@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.kernels import adamw, cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
+from megacore.kernels import adamw, attention, cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROWS = 16384  # of two sequences of 8,192: what there is one of a program weighs little beside them
@@ -46,7 +46,7 @@ class Case:
 
 def cases() -> list[Case]:
     """The shapes of common models."""
-    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_elementwise()]
+    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_elementwise(), *_attentions()]
 
 
 def product() -> list[Case]:
@@ -320,3 +320,25 @@ def _adamw(gradient: torch.dtype) -> None:
         factor=_meta(1, dtype=torch.float32),
         keep=0.9999, rate=1e-3, betas=(0.9, 0.999), epsilon=1e-8, root_correction2=0.5,
     )  # fmt: skip
+
+
+def _attentions() -> Iterator[Case]:
+    # A row of a head fills less than a warp's accesses, and strides may be anything: no width of access is expected.
+    for size, name, mask in (
+        (64, "bf16", "alibi"), (128, "bf16", "alibi"), (128, "fp16", "alibi"), (64, "fp32", "alibi"),
+        (128, "bf16", "documents, window"),
+    ):  # fmt: skip
+        yield Case(
+            name=f"attention {size} {mask} {name}",
+            launch=partial(_attention, size, DTYPES[name], alibi=mask == "alibi"),
+            aligned=False,
+        )
+
+
+def _attention(size: int, dtype: torch.dtype, *, alibi: bool) -> None:
+    query, key = (_meta(1, 8192, heads, size, dtype=dtype).transpose(1, 2) for heads in (32, 8))
+    documents = None if alibi else _meta(1, 8192, dtype=torch.int64)
+    slopes = _meta(32, dtype=torch.float32) if alibi else None
+    masks: dict[str, Any] = {"causal": True, "reach": None if alibi else 4096, "offset": 0}
+    out, logarithm = attention.forward(query, key, key, documents, slopes, **masks)
+    attention.backward(out, query, key, key, logarithm, logarithm, documents, slopes, **masks)

@@ -82,7 +82,8 @@ def kept_per_block(rank: int, world_size: int, layout: Layout, directory: str, c
                 return runner.run_layer(chunk, index, layer, x)
 
     stage.runner = Counting()
-    tokens = torch.arange(MICRO_BATCH * SEQUENCE).view(MICRO_BATCH, SEQUENCE) % config.model.vocab_size
+    shape = MICRO_BATCH, config.data.seq_length
+    tokens = torch.arange(MICRO_BATCH * config.data.seq_length).view(shape) % config.model.vocab_size
     stage(tokens)
     return kept.bytes / BLOCKS
 

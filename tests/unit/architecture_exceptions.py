@@ -18,7 +18,7 @@ LATE_IMPORTS = {
 }
 # Operators load their kernel when they first run it.
 TRITON = "Triton is optional, and takes a second to load"
-OPERATORS = ("activation", "adamw", "dropout", "loss", "norm", "position", "softmax")
+OPERATORS = ("activation", "adamw", "block_attention", "dropout", "loss", "norm", "position", "softmax")
 LATE_IMPORTS |= {(f"megacore/ops/{name}.py", "megacore.kernels"): TRITON for name in OPERATORS}
 # Who besides megacore.ops may import kernels: what compiles them without running them.
 KERNEL_USERS = {"tools/kernel_cases.py"}
