@@ -60,7 +60,7 @@ def activation_rows() -> Iterator[Sequence[str]]:
                 changes: dict[str, Any] = {"precision": precision, **case}
                 with tempfile.TemporaryDirectory() as directory:
                     config = activation_config((tp, 1, 1), directory, **changes)
-                    counted = run_distributed(kept_per_block, tp, (tp, 1, 1), directory, changes)[0]
+                    counted = sum(run_distributed(kept_per_block, tp, (tp, 1, 1), directory, changes)[0].values())
                 cells += [f"{counted / unit:.2f}", f"{kept_by_formula(config) / unit:.2f}"]
             split = "yes" if case.get("sequence_parallel") else "no"
             yield (str(tp), split, case.get("recompute", "none"), *cells, f"{kept_by_the_paper(config) / unit:.2f}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -64,14 +65,20 @@ def record_step(config: ResolvedConfig) -> StepEvents:
     Args:
         config: of a run without pipeline parallelism.
     """
+    with fake_step(config) as step:
+        recorder = Recorder(step.mesh)
+        before, one, two = (_recorded(step, recorder, config, microbatches) for microbatches in (1, 1, 2))
+        return StepEvents(before=before, one=one, two=two)
+
+
+@contextmanager
+def fake_step(config: ResolvedConfig) -> Iterator[TrainStep]:
+    """Rank 0's model and optimizer on fake tensors, with the operators of a GPU; inside, all new tensors are fake."""
     mesh = fake_mesh(config.parallel)
-    recorder = Recorder(mesh)
+    kernels: ops.Choice = "torch" if config.training.kernels == "torch" else "triton"
     try:
-        kernels: ops.Choice = "torch" if config.training.kernels == "torch" else "triton"
         with FakeTensorMode(), ops.kernels_chosen(kernels), _WithoutDropout():
-            step = TrainStep(GPTTask(config, mesh, weights=_NoWeights()), config, mesh)
-            before, one, two = (_recorded(step, recorder, config, microbatches) for microbatches in (1, 1, 2))
-            return StepEvents(before=before, one=one, two=two)
+            yield TrainStep(GPTTask(config, mesh, weights=_NoWeights()), config, mesh)
     finally:
         leave_fake_mesh(mesh)
 
