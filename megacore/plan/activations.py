@@ -47,7 +47,7 @@ def kept_by_operator(
 
     Args:
         config: a resolved configuration.
-        block: the block's own, which may differ from `config.model` in its window.
+        block: the configuration of the block, which may differ from `config.model` in its window.
         on_cpu: whether operators run in plain torch, which keeps more for RMSNorm, GeGLU and dropout.
         recompute: `none`, `selective`, `light` or `full`, whatever the configuration says.
     """
