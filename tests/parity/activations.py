@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -51,11 +52,11 @@ class Kept:
 
     def _operator(self) -> Operator:
         """Which one saves: by the module whose method runs."""
-        frame, by_products = sys._getframe(2), False
+        frame: FrameType | None = sys._getframe(2)
+        by_products = False
         while frame is not None:
-            by_products |= Path(frame.f_code.co_filename).parent.name == "parallel" and "recompute" not in (
-                frame.f_code.co_filename
-            )
+            file = Path(frame.f_code.co_filename)
+            by_products |= file.parent.name == "parallel" and file.stem != "recompute"
             name = self._names.get(id(frame.f_locals.get("self")))
             if name is not None:
                 return _OPERATORS.get(name) or ("products of norms" if by_products else "activation")
