@@ -143,7 +143,9 @@ def _report(found: Estimate, config: ResolvedConfig) -> Iterator[str]:
     )
     yield "Operators, bytes and FLOPs are counted for rank 0; times are estimated, not measured.\n"
     yield "| phase | operator | limited by | launches | GB | TFLOP | ms | share |\n|---|---|---|---|---|---|---|---|"
-    busy = sum(totals.seconds for (_, kind, _), totals in timing.rows.items() if kind != "transfer")
+    total = Totals()
+    for (_, kind, _), totals in timing.rows.items():
+        total = total if kind == "transfer" else total.plus(totals)
     small: dict[str, tuple[int, Totals]] = {}
     for (phase, kind, name), totals in timing.rows.items():
         if totals.seconds >= SMALL * timing.seconds:
@@ -158,7 +160,8 @@ def _report(found: Estimate, config: ResolvedConfig) -> Iterator[str]:
     yield f"MFU, full attention: {_in_range(found.utilization(found.model_flops), 100, '.1f')} %"
     yield f"MFU, causal attention: {_in_range(found.utilization(found.causal_flops), 100, '.1f')} %"
     yield f"FLOPs executed: {timing.work / found.seconds.expected / found.peak:.1%} of the peak"
-    yield f"Operators: {busy * 1e3:.1f} ms ({busy / timing.seconds:.1%} of the step)"
+    share = f"{total.seconds * 1e3:.1f} ms ({total.seconds / timing.seconds:.1%} of the step)"
+    yield f"Operators: {total.launches:,.0f} launches, {total.bytes / 1e9:,.1f} GB, {share}"
     for role, seconds in timing.exposed.items():
         yield f"Exposed communication, {ROLES.get(role, role)}: {seconds * 1e3:.1f} ms ({seconds / timing.seconds:.1%})"
     yield f"Waiting for the host: {timing.late * 1e3:.1f} ms ({timing.late / timing.seconds:.1%})"
