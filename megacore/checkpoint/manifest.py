@@ -1,7 +1,7 @@
 """The manifest: what a checkpoint directory contains, down to each file's size and SHA-256 and each tensor's pieces.
 
 Plain JSON, read without torch: a checkpoint that cannot be used is refused before torch is loaded. Its first line is
-the SHA-256 of all that follows, so that no bit of it changes unnoticed either. What it names is looked for in its own
+the SHA-256 of all that follows, so that no bit of it changes unnoticed either. What it names is looked for in its
 directory only, and it is parsed only if its size is in proportion.
 """
 

@@ -63,7 +63,7 @@ class MLP(nn.Module):
         return output
 
     def _takes_bias(self, x: Tensor) -> bool:
-        """Whether the activation adds the bias in its own pass. Not where weight gradients are computed apart, for
+        """Whether the activation adds the bias in the same pass. Not where weight gradients are computed apart, for
         which the activation's backward would run twice; compiled code fuses the two anyway."""
         fused = ops.uses_triton(x) and not torch.compiler.is_compiling() and self.activation == "gelu"
         return fused and self.up.bias is not None and not self.up.split_backward

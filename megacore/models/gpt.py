@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from megacore.config import ResolvedModel
-from megacore.layers.attention import own_alibi
+from megacore.layers.attention import alibi_of_rank
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import build_norm
@@ -107,7 +107,7 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
         context,
         window=config.window_size,
         rotary=Rotary.of(config),
-        alibi=own_alibi(config, context),
+        alibi=alibi_of_rank(config, context),
     )
     first, *blocks, last = gpt_outline(config, context.layer_group.size)
     return [

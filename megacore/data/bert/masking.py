@@ -109,7 +109,8 @@ class Masking:
 
 
 def _reached(sizes: NDArray[np.int64], budget: int, lot: float) -> int:
-    """How many units, in their order, make up the budget on average: the one that goes beyond it counts by lot."""
+    """How many units, in their order, make up the budget on average: the one that exceeds it counts with the
+    probability that keeps the mean."""
     ends = np.cumsum(sizes)
     within = int(np.searchsorted(ends, budget, side="right"))
     if within == len(sizes):

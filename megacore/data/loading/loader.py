@@ -247,7 +247,7 @@ class _Readers(Generic[B]):
         self._processes: list[BaseProcess] = []
         # The iterator ends its processes when it is deleted, by messages. A cycle of references that holds it would be
         # collected together with the queues that carry these messages, and the processes would stay. A finalizer keeps
-        # the iterator out of such cycles until its own `_Readers` is gone.
+        # the iterator out of such cycles until its `_Readers` is gone.
         self._iterator: list[Iterator[B | _Unusable]] = []
         weakref.finalize(self, self._iterator.clear).atexit = False  # at exit, DataLoader ends them itself
 
