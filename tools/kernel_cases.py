@@ -243,7 +243,17 @@ def _elementwise() -> Iterator[Case]:
         for width in (3072, 8192, 14336):
             yield _swiglu_case(width, name)
         yield _dropout_case(4096, name)
-    yield Case(name="adamw, bf16 copy", launch=_adamw, narrow={"step": 1})
+    # A thread has four elements: 64 bits of each 16-bit tensor, of which a warp's lie side by side.
+    for name, dtype, narrow in (("", torch.float32, 3), (" and gradient", torch.bfloat16, 4)):
+        moved = (
+            (1 << 20) * (3 * 8 + dtype.itemsize + 2) + (1 << 15) + 4
+        )  # weight, moments, gradient, copy; decay, factor
+        yield Case(
+            name=f"adamw, bf16 copy{name}",
+            launch=partial(_adamw, dtype),
+            narrow={"step": narrow},
+            minimum={"step": moved},
+        )
 
 
 def _gelu_case(width: int, name: str, *, biased: bool) -> Case:
@@ -303,9 +313,10 @@ def _dropout(width: int, dtype: torch.dtype) -> None:
     dropout.backward(x, **mask)
 
 
-def _adamw() -> None:
+def _adamw(gradient: torch.dtype) -> None:
     flat, half = _meta(1 << 20, dtype=torch.float32), _meta(1 << 20, dtype=torch.bfloat16)
     adamw.step_(
-        flat, flat, flat, flat, copy=half, factor=_meta(1, dtype=torch.float32),
+        flat, _meta(1 << 20, dtype=gradient), flat, flat, copy=half, decays=_meta(1 << 15, dtype=torch.uint8), group=32,
+        factor=_meta(1, dtype=torch.float32),
         keep=0.9999, rate=1e-3, betas=(0.9, 0.999), epsilon=1e-8, root_correction2=0.5,
     )  # fmt: skip

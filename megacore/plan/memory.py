@@ -324,9 +324,7 @@ def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
 def _forgets_gradients(config: ResolvedConfig) -> bool:
     """Whether no buffer of gradients outlives a step."""
     if ranks_of_role("replicas", config.parallel) == 1:
-        return config.precision.precision == "fp32" == config.precision.grad_reduce_dtype and (
-            not config.training.reproducible
-        )
+        return config.precision.precision == config.precision.grad_reduce_dtype and not config.training.reproducible
     return config.parallel.zero_stage >= 2
 
 

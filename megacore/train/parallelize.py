@@ -21,6 +21,7 @@ from torch import nn
 
 from megacore.config import ResolvedConfig
 from megacore.models.spec import LayerSpec
+from megacore.optim.optimizers import has_one_pass
 from megacore.parallel.collectives import all_reduce_tied_
 from megacore.parallel.compiled import compile_layer
 from megacore.parallel.mesh import Holders, Mesh
@@ -168,6 +169,7 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         offload=parallel.offload_optimizer,
+        one_pass=has_one_pass(config, mesh.device),
         optimizer=config.optimizer_settings,
         exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )
