@@ -12,7 +12,16 @@ import torch
 
 from megacore.ops.activation import bias_gelu, geglu, gelu, swiglu
 from megacore.ops.adamw import adamw_
-from megacore.ops.attention import Alibi, Attention, alibi_slopes, attention, resolved
+from megacore.ops.attention import (
+    Alibi,
+    Attention,
+    AttentionShape,
+    alibi_slopes,
+    attention,
+    attention_backend,
+    resolved,
+    slower_attention,
+)
 from megacore.ops.dispatch import Choice, choose_kernels, described, kernels_chosen, uses_triton, why_not
 from megacore.ops.dropout import bias_dropout_add, dropout_mask
 from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy
@@ -23,6 +32,7 @@ from megacore.ops.softmax import fused_softmax
 __all__ = [
     "Alibi",
     "Attention",
+    "AttentionShape",
     "Choice",
     "CrossEntropyOptions",
     "VocabularyShare",
@@ -31,6 +41,7 @@ __all__ = [
     "add_rms_norm",
     "alibi_slopes",
     "attention",
+    "attention_backend",
     "bias_dropout_add",
     "bias_gelu",
     "choose_kernels",
@@ -44,6 +55,7 @@ __all__ = [
     "layer_norm",
     "rms_norm",
     "rotary",
+    "slower_attention",
     "split_rotary",
     "swiglu",
     "uses_triton",

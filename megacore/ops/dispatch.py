@@ -23,7 +23,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Decision:
-    """The choice in force. Like torch's own backend switches it belongs to the process, not to a model: an operator
+    """The choice in force. Like torch's backend switches it belongs to the process, not to a model: an operator
     that torch.compile or autograd calls gets only tensors."""
 
     choice: Choice = "auto"
@@ -98,9 +98,14 @@ def runs_triton(**tensor: Tensor) -> bool:
     return uses_triton(x)
 
 
+def triton_serves(device: torch.device) -> bool:
+    """Whether operators on tensors of a device run as Triton kernels."""
+    return uses_triton(torch.empty(0, device=device))
+
+
 def described(device: torch.device) -> str:
     """The implementation that operators on a device run, for the launch summary."""
-    return f"triton {_Decision.triton}" if uses_triton(torch.empty(0, device=device)) else "torch"
+    return f"triton {_Decision.triton}" if triton_serves(device) else "torch"
 
 
 # ---- checks of arguments: every refusal names the argument, what it is, and what is expected

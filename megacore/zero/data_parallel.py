@@ -15,6 +15,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -135,7 +136,7 @@ class DataParallel:
         options: ZeRO stage, dtypes, overlap; a group of one rank has stage 0.
         bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more in a
             large group (see `grown`); on stage 3 a bucket holds a layer.
-        separate: global names of parameters that each get a bucket of their own (tied ones, whose gradients are summed
+        separate: global names of parameters that each get a separate bucket (tied ones, whose gradients are summed
             over pipeline ranks too).
 
     Attributes:
@@ -193,6 +194,7 @@ class DataParallel:
         self._last_reduced: Bucket | None = None  # the bucket whose reduction began last
         self.segments = [local for bucket in reversed(self.buckets) for local in _local_segments(bucket)]
         self.runs = list(dict.fromkeys(local.run for local in self.segments))
+        self._runs_of = {bucket: list(members) for bucket, members in groupby(self.runs, key=lambda run: run.bucket)}
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -383,6 +385,10 @@ class DataParallel:
         return [local for local in self.segments if local.spec.name == name]
 
     # ---- weights
+
+    def runs_of(self, bucket: Bucket) -> list[LocalRun]:
+        """The runs of a bucket that this rank updates; there may be none."""
+        return self._runs_of.get(bucket, [])
 
     def publish(self) -> None:
         """Make updated master weights the parameters' values, in the order in which layers use them."""

@@ -155,7 +155,7 @@ def assign_buckets(
     Args:
         parameters: in the order in which layers use them.
         bucket_bytes: a bucket is closed once it holds this many bytes or more; by the role of its replica group.
-        separate: global names of parameters that each get a bucket of their own.
+        separate: global names of parameters that each get a separate bucket.
 
     Returns:
         The buckets, the last used first.
