@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megacore.checkpoint.directory import published
-from megacore.config import validate
+from megacore.config import LoggingConfig, validate
 from megacore.parallel.mesh import Mesh
 from megacore.train.callbacks import Callback
+from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.trackers.background import MOST_WAITING
 from megacore.train.trackers.callback import Trackers
 from megacore.train.trackers.tensorboard import TensorBoard
@@ -201,6 +203,28 @@ def test_a_fresh_run_gets_an_id_of_its_own_and_a_damaged_one_is_replaced(tmp_pat
     assert _run_id(info(tmp_path)) != first
     (tmp_path / ID_FILE).write_text("../../etc\n")
     assert re.fullmatch("[0-9a-f]{8}", _run_id(info(tmp_path, first_step=2)))
+
+
+# ---- the engine
+
+
+def test_the_engine_logs_and_profiles(tmp_path: Path) -> None:
+    engine = PipelineEngine(
+        [Layer("one", nn.Linear, 4, 4), Layer("two", nn.Linear, 4, 2)],
+        loss=nn.functional.mse_loss,
+        train_iters=3,
+        logging=LoggingConfig(csv=True, profile_steps="2:2"),
+        output_dir=tmp_path,
+        mesh=Mesh(device=torch.device("cpu")),
+    )
+    written = []
+    for _ in range(3):
+        loss = engine.train_batch(engine.split(torch.ones(4, 4), torch.zeros(4, 2)))
+        written.append({"step": engine.step, "train/loss": float(loss), "train/lr": engine.lr})
+        engine.log({key: value for key, value in written[-1].items() if key != "step"})
+    engine.close()
+    assert rows(tmp_path) == written
+    assert [file.name for file in (tmp_path / "profile").iterdir()] == ["rank_0.json.gz"]
 
 
 # ---- trackers that fail or hang
