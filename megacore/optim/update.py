@@ -369,7 +369,8 @@ def square_sum(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1)
     full = flat.numel() // _ROW * _ROW  # elements of complete rows
     rows = torch.linalg.vector_norm(flat[:full].view(-1, _ROW), dim=1, dtype=torch.float32)
-    return rows.double().square().sum() + flat[full:].double().square().sum()
+    total = rows.double().square().sum()
+    return total if full == flat.numel() else total + flat[full:].double().square().sum()
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
