@@ -19,7 +19,7 @@ from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
 from megacore.parallel.recompute import computed_again
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel, joined_columns_parallel
 
 
 class MLP(nn.Module):
@@ -39,15 +39,21 @@ class MLP(nn.Module):
         self.activation = config.activation
         self.gate: ColumnParallelLinear | None = None
         if config.gated:
-            self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.column_arguments)
-        self.up = ColumnParallelLinear(h, inner, bias=bias, **context.column_arguments)
+            self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
+        self.up = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
         self.down = RowParallelLinear(inner, h, bias=bias, **context.linear_arguments)
+        # On a device one product computes gate and up, if their weights are neighbours in memory.
+        self.joins = config.activation == "swiglu" and not bias
+        if self.gate is not None:
+            self.gate.weight.beside_next = self.joins and context.device.type != "cpu"
         # ReLU keeps its output itself.
         self.light = context.recompute_light and config.activation != "relu"
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
-        if self.gate is not None:
+        if self.gate is not None and (both := self._gate_and_up(x, self.gate)) is not None:
+            inner, again = ops.swiglu_of_halves(both), partial(ops.swiglu_of_halves, both)
+        elif self.gate is not None:
             gate, up = columns_parallel(x, [self.gate, self.up])
             inner, again = self._activate_gate(gate, up), partial(self._activate_gate, gate, up)
         elif self._takes_bias(x):
@@ -60,6 +66,10 @@ class MLP(nn.Module):
         with computed_again(inner, again, light=self.light):
             output: Tensor = self.down(inner)
         return output
+
+    def _gate_and_up(self, x: Tensor, gate: ColumnParallelLinear) -> Tensor | None:
+        """Both projections by one product, up before gate, [b, s, 2 f/t]; None where two are better or needed."""
+        return joined_columns_parallel(x, [self.up, gate]) if self.joins and ops.on_accelerator(x) else None
 
     def _takes_bias(self, x: Tensor) -> bool:
         """Whether the activation adds the bias in its own pass. Not where weight gradients are computed apart, for

@@ -10,10 +10,18 @@ from __future__ import annotations
 
 import torch
 
-from megacore.ops.activation import bias_gelu, geglu, gelu, swiglu
+from megacore.ops.activation import bias_gelu, geglu, gelu, swiglu, swiglu_of_halves
 from megacore.ops.adamw import adamw_
 from megacore.ops.attention import Alibi, Attention, alibi_slopes, attention, resolved
-from megacore.ops.dispatch import Choice, choose_kernels, described, kernels_chosen, uses_triton, why_not
+from megacore.ops.dispatch import (
+    Choice,
+    choose_kernels,
+    described,
+    kernels_chosen,
+    on_accelerator,
+    uses_triton,
+    why_not,
+)
 from megacore.ops.dropout import bias_dropout_add, dropout_mask
 from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy
 from megacore.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -42,10 +50,12 @@ __all__ = [
     "implementations",
     "kernels_chosen",
     "layer_norm",
+    "on_accelerator",
     "rms_norm",
     "rotary",
     "split_rotary",
     "swiglu",
+    "swiglu_of_halves",
     "uses_triton",
     "why_not",
 ]

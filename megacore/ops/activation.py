@@ -138,6 +138,10 @@ def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
         from megacore.kernels import swiglu as kernel
 
         return kernel.backward(dy, gate, up)
+    return _swiglu_gradients(dy, gate, up)
+
+
+def _swiglu_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     wide, grad = gate.float(), dy.float()
     sigmoid = wide.sigmoid()
     silu = wide * sigmoid
@@ -181,6 +185,68 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if is_fused(gate):
         return _swiglu_reference(gate, up)
     return _swiglu_forward(_rows(gate, "gate"), _rows(up, "up")).view(gate.shape)
+
+
+@torch.library.custom_op("megacore::swiglu_of_halves", mutates_args=())
+def _halves_forward(both: Tensor) -> Tensor:
+    up, gate = both.chunk(2, dim=1)
+    if runs_triton(both=both):
+        from megacore.kernels import swiglu as kernel
+
+        return kernel.forward(gate, up)
+    return _swiglu_reference(gate, up)
+
+
+@_halves_forward.register_fake
+def _(both: Tensor) -> Tensor:
+    return both.new_empty(both.shape[0], both.shape[1] // 2)
+
+
+@torch.library.custom_op("megacore::swiglu_of_halves_backward", mutates_args=())
+def _halves_backward(dy: Tensor, both: Tensor) -> Tensor:
+    if runs_triton(both=both):
+        from megacore.kernels import swiglu as kernel
+
+        return kernel.backward_of_halves(dy, both)
+    up, gate = both.chunk(2, dim=1)
+    dgate, dup = _swiglu_gradients(dy, gate, up)
+    return torch.cat([dup, dgate], dim=1)
+
+
+@_halves_backward.register_fake
+def _(dy: Tensor, both: Tensor) -> Tensor:
+    return torch.empty_like(both)
+
+
+def _keep_halves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_halves(ctx: Any, dy: Tensor) -> Tensor:
+    return _halves_backward(dy.contiguous(), *ctx.saved_tensors)
+
+
+_halves_forward.register_autograd(_differentiate_halves, setup_context=_keep_halves)
+
+
+def swiglu_of_halves(both: Tensor) -> Tensor:
+    """silu(gate) * up of the two halves of one tensor, whose gradient is one tensor too.
+
+    Args:
+        both: [..., 2 f] contiguous, up and then gate; fp32, fp16 or bf16.
+
+    Returns:
+        [..., f] contiguous.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    require_rows(both=both)
+    require_floats(both=both)
+    require_contiguous(both=both)
+    width = both.shape[-1]
+    require(width % 2 == 0, f"both has a last dimension of {width}: it must be even, for two halves")
+    return _halves_forward(both.view(-1, width)).view(*both.shape[:-1], width // 2)
 
 
 def geglu(gate: Tensor, up: Tensor, *, exact: bool = False) -> Tensor:

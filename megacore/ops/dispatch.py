@@ -78,6 +78,14 @@ def uses_triton(x: Tensor) -> bool:
     return _Decision.choice == "triton"
 
 
+def on_accelerator(x: Tensor) -> bool:
+    """Whether operators on this tensor are kernels that the host launches one by one: fewer and larger ones are faster
+    there. Not in what torch.compile compiles. With Triton chosen on a CPU as on the GPU that it stands for."""
+    if torch.compiler.is_compiling():
+        return False
+    return x.device.type != "cpu" or _Decision.choice == "triton"
+
+
 def is_fused(x: Tensor) -> bool:
     """Whether torch.compile is to see what the operator does, and fuse it with its neighbours."""
     return torch.compiler.is_compiling() and not uses_triton(x)

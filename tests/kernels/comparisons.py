@@ -219,6 +219,12 @@ def _activations() -> Iterator[Comparison]:
             oracle=lambda both: F.silu(both.chunk(2, dim=-1)[0]) * both.chunk(2, dim=-1)[1],
             shapes={"both": (rows, 2 * width)},
         )
+        yield Comparison(
+            name=f"swiglu_of_halves-{rows}x{width}",
+            operator=ops.swiglu_of_halves,
+            oracle=lambda both: F.silu(both.chunk(2, dim=-1)[1]) * both.chunk(2, dim=-1)[0],
+            shapes={"both": (rows, 2 * width)},
+        )
 
 
 def _dropouts() -> Iterator[Comparison]:

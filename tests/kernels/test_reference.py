@@ -135,6 +135,7 @@ CHECKED: dict[str, tuple[torch.library.CustomOpDef, tuple[Any, ...]]] = {
     "split_rotary": (position._split_rotary, (_float(1, 3, 6, 8), torch.randn(3, 4), torch.randn(3, 4), 2)),
     "gelu": (activation._gelu_forward, (_float(3, 8), _float(8))),
     "swiglu": (activation._swiglu_forward, (_float(3, 8), _float(3, 8))),
+    "swiglu_of_halves": (activation._halves_forward, (_float(3, 8),)),
     "dropout": (dropout._dropout_add, (_float(3, 8), _float(8), _float(3, 8), 7, 2**30, 1.25)),
     "cross_entropy": (loss._statistics, (_float(3, 8, grad=False), IDS, 0, 7, -100, 1.0, 0.0)),
     "cross_entropy_gradient": (
