@@ -156,11 +156,12 @@ class TransformerBlock(nn.Module):
 
     def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         light = self.light and not isinstance(self.attention_norm, nn.Identity)
-        normed = self.attention_norm(x)
+        normed, x = (x, x) if isinstance(self.attention_norm, nn.Identity) else self.attention_norm.with_input(x)
         with computed_again(normed, partial(self.attention_norm, x), light=light):
             attended = self.attention(normed, documents, positions)
         if self.parallel:
-            total, residual, normed = x, self.attention_dropout.added_to(x, attended), self.mlp_norm(x)
+            normed, total = self.mlp_norm.with_input(x)
+            residual = self.attention_dropout.added_to(total, attended)
         else:
             normed, total = _normed_sum(self.mlp_norm, self.attention_dropout, attended, x)
             residual = total
@@ -204,5 +205,4 @@ def _normed_sum(norm: LayerNorm | RMSNorm, dropout: Dropout, x: Tensor, residual
     """norm(residual + dropout(x)), and the sum. Either dropout or the norm computes the sum in its own pass."""
     if not dropout.drops:
         return norm.of_sum(x, residual)
-    total = dropout.added_to(residual, x)
-    return norm(total), total
+    return norm.with_input(dropout.added_to(residual, x))

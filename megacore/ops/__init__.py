@@ -24,7 +24,14 @@ from megacore.ops.dispatch import (
 )
 from megacore.ops.dropout import bias_dropout_add, dropout_mask
 from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy
-from megacore.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megacore.ops.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_with_input,
+    rms_norm,
+    rms_norm_with_input,
+)
 from megacore.ops.position import rotary, split_rotary
 from megacore.ops.softmax import fused_softmax
 
@@ -50,8 +57,10 @@ __all__ = [
     "implementations",
     "kernels_chosen",
     "layer_norm",
+    "layer_norm_with_input",
     "on_accelerator",
     "rms_norm",
+    "rms_norm_with_input",
     "rotary",
     "split_rotary",
     "swiglu",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megacore.ops.dispatch import (
     is_fused,
+    operator,
     require,
     require_contiguous,
     require_floats,
@@ -25,7 +26,7 @@ from megacore.ops.dispatch import (
 )
 
 
-@torch.library.custom_op("megacore::gelu_forward", mutates_args=())
+@operator("megacore::gelu_forward")
 def _gelu_forward(x: Tensor, bias: Tensor | None) -> Tensor:
     if runs_triton(x=x):
         from megacore.kernels import gelu as kernel
@@ -39,7 +40,7 @@ def _(x: Tensor, bias: Tensor | None) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("megacore::gelu_backward", mutates_args=())
+@operator("megacore::gelu_backward")
 def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     if runs_triton(x=x):
         from megacore.kernels import gelu as kernel
@@ -66,7 +67,7 @@ def _keep_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_gelu(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     x, bias = ctx.saved_tensors
     dx = _gelu_backward(dy.contiguous(), x, bias)
-    return dx, None if bias is None else dx.sum(0, dtype=torch.float32).to(bias.dtype)
+    return dx, None if bias is None else dx.sum(0)
 
 
 _gelu_forward.register_autograd(_differentiate_gelu, setup_context=_keep_gelu)
@@ -114,7 +115,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return _gelu_forward(x.view(-1, x.shape[-1]), bias).view(x.shape)
 
 
-@torch.library.custom_op("megacore::swiglu_forward", mutates_args=())
+@operator("megacore::swiglu_forward")
 def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     if runs_triton(gate=gate):
         from megacore.kernels import swiglu as kernel
@@ -132,7 +133,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("megacore::swiglu_backward", mutates_args=())
+@operator("megacore::swiglu_backward")
 def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     if runs_triton(gate=gate):
         from megacore.kernels import swiglu as kernel
@@ -187,7 +188,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _swiglu_forward(_rows(gate, "gate"), _rows(up, "up")).view(gate.shape)
 
 
-@torch.library.custom_op("megacore::swiglu_of_halves", mutates_args=())
+@operator("megacore::swiglu_of_halves")
 def _halves_forward(both: Tensor) -> Tensor:
     up, gate = both.chunk(2, dim=1)
     if runs_triton(both=both):
@@ -202,7 +203,7 @@ def _(both: Tensor) -> Tensor:
     return both.new_empty(both.shape[0], both.shape[1] // 2)
 
 
-@torch.library.custom_op("megacore::swiglu_of_halves_backward", mutates_args=())
+@operator("megacore::swiglu_of_halves_backward")
 def _halves_backward(dy: Tensor, both: Tensor) -> Tensor:
     if runs_triton(both=both):
         from megacore.kernels import swiglu as kernel

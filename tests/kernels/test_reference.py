@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.ops import activation, dropout, loss, norm, position, softmax
+from megacore.ops.dispatch import Operator
 from tests.kernels.comparing import DTYPES, Comparison, compare
 from tests.kernels.comparisons import comparisons
 from tests.unit.packaging_builds import ROOT
@@ -127,7 +128,7 @@ def _float(*shape: int, grad: bool = True) -> Tensor:
 
 
 IDS = torch.tensor([1, 0, -100])
-CHECKED: dict[str, tuple[torch.library.CustomOpDef, tuple[Any, ...]]] = {
+CHECKED: dict[str, tuple[Operator | torch.library.CustomOpDef, tuple[Any, ...]]] = {
     "layer_norm": (norm._norm_forward, (_float(3, 8), None, _float(8), _float(8), 1e-5, False)),
     "add_rms_norm": (norm._norm_forward, (_float(3, 8), _float(3, 8), _float(8), None, 1e-5, True)),
     "softmax": (softmax._softmax_forward, (_float(1, 2, 4, 6), None, 0.5, True, 2, 3)),
@@ -149,7 +150,7 @@ CHECKED: dict[str, tuple[torch.library.CustomOpDef, tuple[Any, ...]]] = {
 def test_operator_is_well_formed(name: str) -> None:
     """Schema, mutation, shapes under fake tensors, autograd registration and tracing with dynamic shapes."""
     operator, arguments = CHECKED[name]
-    torch.library.opcheck(operator, arguments)
+    torch.library.opcheck(operator.custom_op if isinstance(operator, Operator) else operator, arguments)
 
 
 def test_operators_run_on_fake_tensors() -> None:
