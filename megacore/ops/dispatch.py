@@ -139,9 +139,15 @@ class Operator:
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """The gradient, as for `torch.library.custom_op`."""
         self.custom_op.register_autograd(backward, setup_context=setup_context)
-        members = {"forward": self._function, "setup_context": setup_context, "backward": backward}
-        base = torch.autograd.Function
-        node: Any = type(self._name, (base,), {name: staticmethod(member) for name, member in members.items()})
+        function = self._function
+
+        def forward(ctx: Any, *arguments: Any) -> Any:  # with a `setup_context` torch inspects signatures in every call
+            output = function(*arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        node: Any = type(self._name, (torch.autograd.Function,), members)
         self._eager = node.apply
 
     def __call__(self, *arguments: Any) -> Any:
