@@ -34,7 +34,7 @@ from megacore.config import Config, DataConfig, ModelConfig, ParallelConfig, Res
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.parallel.compiled import compile_layer
-from megacore.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
 
@@ -150,7 +150,7 @@ def count_head(tp: int) -> Count:
         mask, one = torch.ones(MICRO_BATCH, POSITIONS), torch.ones(())
         options = ops.CrossEntropyOptions(in_place=True)
         with Launches() as forward:
-            losses = vocab_parallel_cross_entropy(layer(x), labels, vocab_size=VOCABULARY, group=group, options=options)
+            losses = ops.cross_entropy(layer(x), labels, share=vocabulary_share(VOCABULARY, group), options=options)
             loss = torch.sum(losses * mask)
         with Launches() as backward:
             loss.backward(one)

@@ -333,7 +333,7 @@ def _printable(text: str) -> str:
 
 
 def leave_for_launcher(text: str) -> None:
-    """Writes the message where torchrun looks for the cause of a failure, in its own format."""
+    """Writes the message where torchrun looks for the cause of a failure, in torchrun's format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

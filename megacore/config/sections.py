@@ -1,7 +1,7 @@
 """The sections of every run except the model: parallel, precision, data, optimizer, training, checkpoint, logging.
 
 One frozen dataclass per section. A field is a flag (`num_workers` is `--num-workers`), the string under it is its help
-text, and its annotation holds its range and its aliases. Each section checks its own fields in `constraints()`;
+text, and its annotation holds its range and its aliases. Each section checks its fields in `constraints()`;
 validation.py checks what must hold between sections. Upper bounds of sizes are far beyond any use: they refuse a typing
 error before it becomes a list or a tensor of that size.
 
@@ -176,7 +176,7 @@ class PrecisionConfig(Section):
         """This section with the first value of a dynamic loss scale; other loss scales have none.
 
         The loss is the mean over the global batch. The gradients of one microbatch are therefore smaller than those of
-        its own mean loss by the number of microbatches. The usual 2^16 is meant for the mean of one microbatch.
+        its mean loss by the number of microbatches. The usual 2^16 is meant for the mean of one microbatch.
 
         Args:
             microbatches: the number of microbatches in a global batch, over all replicas.
@@ -356,7 +356,7 @@ class TrainingConfig(Section):
     recompute: Literal["none", "selective", "light", "full"] = "none"
     """Activation recomputation: what backward computes again instead of keeping it in memory. selective: attention
     between its projections. light: the outputs of norms and of the MLP's activation, without a matrix product. full:
-    whole transformer blocks, of which only the input is kept. The results are bitwise the same."""
+    whole transformer blocks; only their inputs are kept. The results are bitwise the same."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
     of them."""
@@ -371,7 +371,7 @@ class TrainingConfig(Section):
     takes a minute or more."""
     compile_backend: Literal["inductor", "aot-eager"] = "inductor"
     """Backend of --compile. inductor: generates kernels; on the CPU it needs a C++ compiler. aot-eager: runs PyTorch's
-    own operators, for finding out whether capture or generated code changes a result."""
+    operators, for finding out whether capture or generated code changes a result."""
     label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
     """Label smoothing: share of the target probability that is spread evenly over the vocabulary. 0: off. Evaluations
     do not use it."""

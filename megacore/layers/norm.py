@@ -19,7 +19,7 @@ class LayerNorm(ShardedModule):
         hidden_size: h.
         epsilon: added to the variance.
         bias: whether there is one.
-        group: ranks that each normalise vectors of their own, such as heads: parameters' gradients are summed over it.
+        group: ranks that normalise different vectors, such as heads: parameters' gradients are summed over it.
     """
 
     def __init__(
@@ -49,6 +49,8 @@ class LayerNorm(ShardedModule):
         return ops.add_layer_norm(x, residual, *self._parameters_of_group(), self.epsilon)
 
     def _parameters_of_group(self) -> tuple[Tensor, Tensor | None]:
+        if self.group.size == 1:
+            return self.weight, self.bias
         bias = None if self.bias is None else copy_to_group(self.bias, self.group)
         return copy_to_group(self.weight, self.group), bias
 

@@ -24,7 +24,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Decision:
-    """The choice in force. Like torch's own backend switches it belongs to the process, not to a model: an operator
+    """The choice in force. Like torch's backend switches it belongs to the process, not to a model: an operator
     that torch.compile or autograd calls gets only tensors."""
 
     choice: Choice = "auto"

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm over the last dimension, each also with the residual addition before it folded in.
 
 LayerNorm is Ba et al. 2016 (arXiv 1607.06450), RMSNorm Zhang and Sennrich 2019 (arXiv 1910.07467). Means and squares
-are summed in fp32, and the result is rounded once. In plain torch they are torch's own functions.
+are summed in fp32, and the result is rounded once. In plain torch they are torch's functions.
 """
 
 from __future__ import annotations

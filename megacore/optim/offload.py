@@ -1,7 +1,7 @@
 """The optimizer's step in host memory (ZeRO-Offload: Ren et al. 2021, arXiv 2101.06840, section 4).
 
-Master weights and moments never lie on the device. The rank's gradients of all buckets travel to the host in a stream
-of their own, queued behind the numbers that decide whether there is an update. Each bucket travels while the buckets
+Master weights and moments never lie on the device. The rank's gradients of all buckets travel to the host in a separate
+stream, queued behind the numbers that decide whether there is an update. Each bucket travels while the buckets
 before it are updated, and its updated weights travel back while those after it are, both in the formats that the device
 keeps. The host waits for a bucket only where it has not arrived. The update runs on all threads of the rank's share of
 the host. Where the device is the CPU itself the copies are plain ones: the same path, and the same numbers.

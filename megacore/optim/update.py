@@ -99,6 +99,7 @@ class WeightUpdate:
         self._clip = config.optimizer.clip_grad
         self._host_cores = host_cores(mesh.world) if data_parallel.options.offload else 1
         self._shared = dict(sorted(shared.items()))
+        self._counted = counted_segments(data_parallel.segments, mesh)
         replicated = {local.spec.name for local in data_parallel.segments if local.spec.is_replicated}
         # Parameters whose gradients are summed over ranks besides the replicas.
         self._summed_further = {*shared, *(replicated if self._sequence_parallel else ())}
@@ -129,7 +130,7 @@ class WeightUpdate:
         exact = data_parallel.options.exact_terms > 0
         scale = 1.0 if exact else self.scaler.scale  # still a factor of the gradients
         total = totals(
-            data_parallel.segments,
+            self._counted,
             self.mesh,
             loss=loss,
             overflow=data_parallel.overflow(),
@@ -277,9 +278,14 @@ class Totals:
         return Totals(norm=norm[0], loss=loss.view_as(self.loss), votes=votes)
 
 
+def counted_segments(segments: Iterable[LocalSegment], mesh: Mesh) -> list[LocalSegment]:
+    """Those of this rank's segments that it counts in sums over the model."""
+    return [local for local in segments if local.spec.is_counted_by(mesh)]
+
+
 @torch.no_grad()
 def totals(
-    segments: Iterable[LocalSegment],
+    counted: Iterable[LocalSegment],
     mesh: Mesh,
     *,
     loss: Tensor | float = 0.0,
@@ -290,14 +296,14 @@ def totals(
     """Sum over all ranks.
 
     Args:
-        segments: of this rank, with gradients that are already summed over replicas.
+        counted: the `counted_segments` of this rank, with gradients that are already summed over replicas.
         mesh: this rank's groups.
         loss: this rank's share of the summed loss, or of several sums, the same on the ranks of its layer group.
         overflow: not finite if a gradient on this rank was not.
         votes: this rank's terms of further sums; the same number of them on every rank.
         exact: sum so that the bits depend neither on the order nor on the layout.
     """
-    gradients = _counted_gradients(segments, mesh)
+    gradients = _counted_gradients(counted)
     shares = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device)
     sums = torch.zeros(2 + shares.numel() + len(votes), dtype=torch.float64, device=mesh.device)
     squares, overflows, losses, ballot = sums.split([1, 1, shares.numel(), len(votes)])
@@ -319,9 +325,8 @@ def totals(
     return Totals(norm=square.sqrt() + poison, loss=losses.view_as(shares), votes=ballot)
 
 
-def _counted_gradients(segments: Iterable[LocalSegment], mesh: Mesh) -> Iterator[Tensor]:
+def _counted_gradients(counted: Iterable[LocalSegment]) -> Iterator[Tensor]:
     """The flat gradients whose squares this rank adds; over all ranks they are the model's, each entry once."""
-    counted = (local for local in segments if local.spec.is_counted_by(mesh))
     for bucket, members in groupby(counted, key=lambda local: local.bucket):
         gradients = bucket.gradients([local.segment for local in members])
         if bucket.options.stage == 0:  # every replica has all of them: each adds its part
@@ -330,7 +335,7 @@ def _counted_gradients(segments: Iterable[LocalSegment], mesh: Mesh) -> Iterator
 
 
 def _sum_over_all(sums: Tensor, mesh: Mesh) -> None:
-    for group in (mesh.replicas, *mesh.model, mesh.copies):
+    for group in mesh.sum_groups:
         all_reduce_(sums, group)
 
 

@@ -144,7 +144,7 @@ class SumScattered:
 
 
 def _by_messages(whole: Tensor) -> bool:
-    """Whether messages between the ranks are faster than the backend's own collective: they are on gloo."""
+    """Whether messages between the ranks are faster than the backend's collective: they are on gloo."""
     return whole.device.type == "cpu"
 
 

@@ -129,10 +129,10 @@ class ShardedParameter(nn.Parameter):
 
 
 class ShardedModule(nn.Module):
-    """A module with `ShardedParameter`s of its own, which stay so when it moves.
+    """A module that holds `ShardedParameter`s, which stay so when it moves.
 
-    Where a tensor cannot stand in for its parameter (`to_empty` of a module on the meta device, `to` another device),
-    torch makes a plain parameter of it.
+    Where a tensor cannot replace the data of its parameter (`to_empty` of a module on the meta device, `to` another
+    device), torch makes a plain parameter of it.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -34,7 +34,7 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
 
     Args:
         config: a resolved configuration.
-        block: the block's own, which may differ from `config.model` in its window.
+        block: the configuration of the block, which may differ from `config.model` in its window.
         on_cpu: whether operators run in plain torch, which keeps more for RMSNorm, GeGLU and dropout.
         recompute: `none`, `selective`, `light` or `full`, whatever the configuration says.
     """

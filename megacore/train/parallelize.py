@@ -5,7 +5,7 @@
 3. initialise: by global name, so that every layout starts from the same bits;
 4. compile: the forward of blocks runs as compiled code, and so does their backward;
 5. recompute: wrap the blocks that keep only their input;
-6. data parallel: move the parameters as they now stand into buckets, in the precision of training, and divide them by
+6. data parallel: move the parameters with their values into buckets, in the precision of training, and divide them by
    ZeRO's stage: on stage 3 before the next layer is built, so that no more than one is ever whole;
 7. tied parameters: their copies take the value of the first use.
 """
@@ -151,8 +151,8 @@ def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh:
 def _spread_values(
     shared: Mapping[str, Holders], data_parallel: DataParallel, copies: frozenset[str], device: torch.device
 ) -> None:
-    """Give the copies of tied parameters the value that they have where they are first used. Each has a bucket of its
-    own, which every stage divides alike, so that ranks need to sum their shards only."""
+    """Give the copies of tied parameters the value that they have where they are first used. Each has a separate
+    bucket, which every stage divides alike, so that ranks need to sum their shards only."""
     for name, holders in sorted(shared.items()):
         for local in data_parallel.segments_of(name):
             value = torch.zeros_like(local.master, device=device) if name in copies else local.master.to(device)

@@ -79,8 +79,8 @@ class StopRequests:
         Returns:
             0 or 1 for each reason to stop, then for waiting.
         """
-        own_reason = self._reason(step)
-        return [*(int(reason == own_reason) for reason in _REASONS), int(waiting)]
+        local_reason = self._reason(step)
+        return [*(int(reason == local_reason) for reason in _REASONS), int(waiting)]
 
     def decision(self, votes: Sequence[int]) -> Decision:
         """The decision from the summed votes."""

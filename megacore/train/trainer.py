@@ -43,7 +43,7 @@ class Trainer:
         task: the model's layers and its loss.
         train_data: training samples; at least train_iters x global_batch_size of them.
         valid_data: validation samples, or None for no evaluation.
-        callbacks: of this rank, besides the trainer's own report and tracer.
+        callbacks: of this rank, besides the trainer's report and tracer.
 
     Attributes:
         decision: what all ranks do after the last step.

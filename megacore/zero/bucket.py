@@ -169,7 +169,7 @@ class Bucket:
         """Begin to gather the parameters, unless they are present."""
         if not self._present and self._gathering is None:
             self._full.untyped_storage().resize_(self._full.numel() * self._full.element_size())
-            # `.data` has a version counter of its own: a refill is no change to what autograd has saved.
+            # `.data` has a separate version counter: a refill is no change to what autograd has saved.
             if not self.gathers:
                 self._full.data.zero_()
                 self._present = True

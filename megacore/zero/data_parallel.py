@@ -136,7 +136,7 @@ class DataParallel:
         options: ZeRO stage, dtypes, overlap; a group of one rank has stage 0.
         bucket_bytes: a bucket is closed once it holds this many bytes or more, or a quarter of its chunk, and more in a
             large group (see `grown`); on stage 3 a bucket holds a layer.
-        separate: global names of parameters that each get a bucket of their own (tied ones, whose gradients are summed
+        separate: global names of parameters that each get a separate bucket (tied ones, whose gradients are summed
             over pipeline ranks too).
 
     Attributes:

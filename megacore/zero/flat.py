@@ -156,7 +156,7 @@ def assign_buckets(
         parameters: in the order in which layers use them.
         bucket_bytes: a bucket is closed once it holds this many bytes or more, unless the parameter before stays with
             this one; by the role of its replica group.
-        separate: global names of parameters that each get a bucket of their own.
+        separate: global names of parameters that each get a separate bucket.
 
     Returns:
         The buckets, the last used first.

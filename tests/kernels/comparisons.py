@@ -28,8 +28,9 @@ def _norms() -> Iterator[Comparison]:
     def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
 
-    # One row of one column; 100 columns stay in registers, 4,112 only forward, 9,001 neither way.
-    for rows, width in ((33, 100), (1, 77), (3, 1), (4, 4112), (5, 9001)):
+    # One row of one column; 100 columns stay in registers, 4,112 only forward, 9,001 neither way; backward reads 8,208
+    # columns of 16 bits in chunks.
+    for rows, width in ((33, 100), (1, 77), (3, 1), (4, 4112), (5, 8208), (5, 9001)):
         size = {"x": (rows, width), "weight": (width,)}
         both = size | {"bias": (width,)}
         yield Comparison(
@@ -47,7 +48,7 @@ def _norms() -> Iterator[Comparison]:
                 shapes=size,
                 reference=lambda x, weight: norm._norm_forward(x, None, weight, None, 1e-5, True)[0],
             )
-        if width in (100, 4112, 9001):
+        if width in (100, 4112, 8208, 9001):
             yield Comparison(
                 name=f"add_layer_norm-{rows}x{width}",
                 operator=ops.add_layer_norm,
