@@ -71,7 +71,7 @@ class BuildContext:
             layer_group=layer_group,
             device=device,
             streams=streams,
-            sequence_parallel=config.parallel.sequence_parallel,
+            sequence_parallel=bool(config.parallel.sequence_parallel),
             recompute_attention=config.training.recompute == "selective",
             recompute_light=config.training.recompute == "light",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
