@@ -137,7 +137,8 @@ class PrecisionConfig(Section):
     """Number format of parameters and activations. Master weights and optimizer moments are always fp32. Gradients are
     accumulated in --grad-reduce-dtype."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Number format in which gradients are accumulated and reduced."""
+    """Number format in which gradients are accumulated and reduced. bf16 halves their memory and traffic, and rounds
+    each sum over microbatches and ranks to 8 bits."""
     loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
     """Fixed loss scale for --precision fp16. Default: a dynamic loss scale."""
     initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
@@ -355,8 +356,9 @@ class TrainingConfig(Section):
     leaves the weights unchanged. With a dynamic loss scale only the loss counts."""
     recompute: Literal["none", "selective", "light", "full"] = "none"
     """Activation recomputation: what backward computes again instead of keeping it in memory. selective: attention
-    between its projections. light: the outputs of norms and of the MLP's activation, without a matrix product. full:
-    whole transformer blocks; only their inputs are kept. The results are bitwise the same."""
+    between its projections. light: the outputs of norms and of the MLP's activation, without a matrix product; no
+    effect with --compile. full: whole transformer blocks; only their inputs are kept. The results are bitwise the
+    same."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
     of them."""

@@ -12,7 +12,16 @@ import torch
 
 from megacore.ops.activation import bias_gelu, geglu, gelu, swiglu, swiglu_of_halves
 from megacore.ops.adamw import adamw_
-from megacore.ops.attention import Alibi, Attention, alibi_slopes, attention, resolved
+from megacore.ops.attention import (
+    Alibi,
+    Attention,
+    AttentionShape,
+    alibi_slopes,
+    attention,
+    attention_backend,
+    resolved,
+    slower_attention,
+)
 from megacore.ops.dispatch import (
     Choice,
     choose_kernels,
@@ -38,6 +47,7 @@ from megacore.ops.softmax import fused_softmax
 __all__ = [
     "Alibi",
     "Attention",
+    "AttentionShape",
     "Choice",
     "CrossEntropyOptions",
     "VocabularyShare",
@@ -46,6 +56,7 @@ __all__ = [
     "add_rms_norm",
     "alibi_slopes",
     "attention",
+    "attention_backend",
     "bias_dropout_add",
     "bias_gelu",
     "choose_kernels",
@@ -62,6 +73,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_with_input",
     "rotary",
+    "slower_attention",
     "split_rotary",
     "swiglu",
     "swiglu_of_halves",

@@ -107,9 +107,14 @@ def runs_triton(**tensor: Tensor) -> bool:
     return uses_triton(x)
 
 
+def triton_serves(device: torch.device) -> bool:
+    """Whether operators on tensors of a device run as Triton kernels."""
+    return uses_triton(torch.empty(0, device=device))
+
+
 def described(device: torch.device) -> str:
     """The implementation that operators on a device run, for the launch summary."""
-    return f"triton {_Decision.triton}" if uses_triton(torch.empty(0, device=device)) else "torch"
+    return f"triton {_Decision.triton}" if triton_serves(device) else "torch"
 
 
 # ---- operators that torch knows

@@ -29,7 +29,7 @@ from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
 from megacore.train.step import StepResult, TrainStep
 from megacore.train.stopping import Decision, StopRequests
-from megacore.train.summary import launch_summary
+from megacore.train.summary import attention_warning, launch_summary
 from megacore.train.task import Task
 from megacore.train.tracing import Tracer
 
@@ -253,6 +253,9 @@ class Trainer:
             f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}{self.metrics.about_mfu()}",
             f"  {'memory':<10}MiB of state on the fullest rank, by formula: {memory}",
         ]
+        is_transformer = any(layer.block is not None for layer in self.task.layers)
+        if is_transformer and (slower := attention_warning(self.config, self.mesh.device)) is not None:
+            lines.append(f"  {'warning':<10}{slower}")
         say("\n".join(lines), may_fail=self.config.checkpoint.on_save_error == "warn")
 
     def _summary(self, stopped: str | None) -> str:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -194,6 +195,7 @@ class DataParallel:
         self._last_reduced: Bucket | None = None  # the bucket whose reduction began last
         self.segments = [local for bucket in reversed(self.buckets) for local in _local_segments(bucket)]
         self.runs = list(dict.fromkeys(local.run for local in self.segments))
+        self._runs_of = {bucket: list(members) for bucket, members in groupby(self.runs, key=lambda run: run.bucket)}
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -394,6 +396,10 @@ class DataParallel:
         return [local for local in self.segments if local.spec.name == name]
 
     # ---- weights
+
+    def runs_of(self, bucket: Bucket) -> list[LocalRun]:
+        """The runs of a bucket that this rank updates; there may be none."""
+        return self._runs_of.get(bucket, [])
 
     def publish(self) -> None:
         """Make updated master weights the parameters' values, in the order in which layers use them."""

@@ -123,6 +123,18 @@ def test_adamw_is_torchs(decay: float) -> None:
         assert torch.equal(copy, parameter.bfloat16())
 
 
+def test_adamw_skips_a_step_whose_factor_is_nan_and_decays_matrices_alone() -> None:
+    parameter, gradient = torch.randn(80), torch.zeros(80)
+    mean, square, copy = torch.zeros(80), torch.zeros(80), torch.zeros(80, dtype=torch.bfloat16)
+    decays, start = torch.tensor([0, 1, 0], dtype=torch.uint8), parameter.clone()
+    options: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.5, "copy": copy, "decays": decays}
+    ops.adamw_(parameter, gradient, mean, square, step=1, factor=torch.tensor(torch.nan), **options)
+    assert torch.equal(parameter, start) and not copy.any() and not mean.any() and not square.any()
+    ops.adamw_(parameter, gradient, mean, square, step=1, **options)
+    expected = torch.cat([start[:32], 0.75 * start[32:64], start[64:]])
+    assert torch.equal(parameter, expected) and torch.equal(copy, expected.bfloat16())
+
+
 def _float(*shape: int, grad: bool = True) -> Tensor:
     return torch.randn(*shape).requires_grad_(grad)
 

@@ -25,7 +25,7 @@ FILES = """
 data/loading/loader
 layers/attention layers/block layers/norm
 models/gpt
-ops/activation ops/attention ops/dispatch ops/loss ops/norm
+ops/activation ops/attention ops/dispatch ops/loss ops/norm ops/visibility
 optim/adamw optim/lr_schedules optim/optimizer optim/update
 parallel/products parallel/tensor
 pipeline/runtime pipeline/stage
