@@ -96,7 +96,7 @@ class WeightUpdate:
         self.skipped_steps = 0
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
         self._fp16 = config.precision.precision == "fp16"
-        self._sequence_parallel = config.parallel.sequence_parallel
+        self._sequence_parallel = bool(config.parallel.sequence_parallel)
         self._clip = config.optimizer.clip_grad
         self._host_cores = host_cores(mesh.world) if data_parallel.options.offload else 1
         self._shared = dict(sorted(shared.items()))
