@@ -107,11 +107,14 @@ def group_of(tp: int) -> Group:
 
 
 def build(shape: str, tp: int, number: int) -> nn.Module:
-    """Layer `number` of a model in bf16: 0 is the embedding, 1 a block, -1 the output layer."""
+    """Layer `number` of a model in bf16, its parameters in one buffer, last first, as in training: 0 is the embedding,
+    1 a block, -1 the output layer."""
     context = BuildContext(layer_group=group_of(tp), device=CPU, streams=RandomStreams(0, CPU))
     layer = gpt_layers(model_of(shape, tp), context)[number].build()
-    for parameter in layer.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+    parameters = list(layer.parameters())[::-1]
+    buffer = torch.empty(sum(p.numel() for p in parameters), dtype=torch.bfloat16)
+    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.data = part.view(parameter.shape)
     return layer
 
 

@@ -62,9 +62,9 @@ class ParallelConfig(Section):
     zero_stage: Annotated[int, Range(0, 3)] = 0
     """ZeRO stage: what the --dp ranks shard instead of replicating. 0: nothing. 1: optimizer state and master weights.
     2: gradients too. 3: parameters too. The results are the same for every stage."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None
     """Sequence parallelism: norms, dropout and residuals are split along the sequence over the --tp ranks. --tp must
-    divide --seq-length."""
+    divide --seq-length. Default: on where the ranks compute on accelerators and --tp divides --seq-length, else off."""
     offload_optimizer: bool = False
     """ZeRO-Offload: master weights and optimizer moments stay in host memory and are updated there. The device keeps
     parameters and gradients."""

@@ -96,7 +96,7 @@ class WeightUpdate:
         self.skipped_steps = 0
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
         self._fp16 = config.precision.precision == "fp16"
-        self._sequence_parallel = config.parallel.sequence_parallel
+        self._sequence_parallel = bool(config.parallel.sequence_parallel)
         self._clip = config.optimizer.clip_grad
         self._host_cores = host_cores(mesh.world) if data_parallel.options.offload else 1
         self._shared = dict(sorted(shared.items()))
@@ -369,7 +369,8 @@ def square_sum(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1)
     full = flat.numel() // _ROW * _ROW  # elements of complete rows
     rows = torch.linalg.vector_norm(flat[:full].view(-1, _ROW), dim=1, dtype=torch.float32)
-    return rows.double().square().sum() + flat[full:].double().square().sum()
+    total = rows.double().square().sum()
+    return total if full == flat.numel() else total + flat[full:].double().square().sum()
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

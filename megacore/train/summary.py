@@ -16,6 +16,8 @@ from megacore.plan.activations import loss_chunks
 from megacore.train.metrics import LINE_WIDTH
 from megacore.train.task import DTYPES
 
+_SPLIT = "split over the tp ranks between their layers (--no-sequence-parallel: whole on every rank)"
+
 
 def launch_summary(
     config: ResolvedConfig,
@@ -66,6 +68,7 @@ def launch_summary(
             f"{microbatches} microbatch(es) of {training.micro_batch_size} a replica",
         ),
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
+        *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
         (
             "data",
             f"{samples[0]:,} training and {samples[1]:,} validation samples"

@@ -43,6 +43,8 @@ class ZeroOptions:
         overlap_param_gather: gather updated parameters while the next forward runs; otherwise wait at once.
         exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks, and
             then they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
+        products_add: linear layers add the gradients of their weights to the sums themselves, where these are fp32 and
+            parameters are not (see `products.adds_in_fp32`).
         offload: keep master weights, and what the optimizer needs beside them, in host memory.
         one_pass: the optimizer updates the shard of a bucket as one flat tensor, whose gradients must therefore be one
             too.
@@ -55,6 +57,7 @@ class ZeroOptions:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     exact_terms: int = 0
+    products_add: bool = False
     offload: bool = False
     one_pass: bool = False
     optimizer: OptimizerSettings = field(default_factory=AdamWConfig)
@@ -269,6 +272,23 @@ class Bucket:
         view = self._view(name).view(gradient.shape)
         view.add_(gradient) if name in self._written else view.copy_(gradient)
         self._written.add(name)
+
+    @property
+    def takes_products(self) -> bool:
+        """Whether products may add to the sums of this bucket."""
+        options = self.options
+        sixteen = options.compute_dtype in (torch.bfloat16, torch.float16)
+        return options.products_add and sixteen and options.sum_dtype == torch.float32
+
+    def sum_of(self, name: str) -> tuple[Tensor, bool]:
+        """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
+        return self._view(name).view(self._by_name[name].shape), name in self._written
+
+    def added(self, name: str) -> bool:
+        """A gradient was added to the sum; True if it was the last of this backward."""
+        self._written.add(name)
+        self._missing.discard(name)
+        return not self._missing
 
     def _in_units(self, name: str, gradient: Tensor) -> Tensor:
         """A gradient as integers; records whether it was finite and small enough, which integers cannot say."""

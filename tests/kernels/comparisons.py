@@ -50,6 +50,21 @@ def _norms() -> Iterator[Comparison]:
                 shapes=size,
                 reference=lambda x, weight: norm._norm_forward(x, None, weight, None, 1e-5, True)[0],
             )
+        if width in (100, 4112):
+            yield Comparison(
+                name=f"layer_norm_with_input-{rows}x{width}",
+                operator=ops.layer_norm_with_input,
+                oracle=lambda x, weight, bias: (layer_norm(x, weight, bias), x),
+                shapes=both,
+                reference=lambda x, weight, bias: norm._WithInput.apply(x, weight, bias, 1e-5, False),
+            )
+            yield Comparison(
+                name=f"rms_norm_with_input-{rows}x{width}",
+                operator=ops.rms_norm_with_input,
+                oracle=lambda x, weight: (rms_norm(x, weight), x),
+                shapes=size,
+                reference=lambda x, weight: norm._WithInput.apply(x, weight, None, 1e-5, True),
+            )
         if width in (100, 4112, 8208, 9001):
             yield Comparison(
                 name=f"add_layer_norm-{rows}x{width}",
@@ -220,6 +235,12 @@ def _activations() -> Iterator[Comparison]:
             name=f"swiglu-halves-{rows}x{width}",
             operator=halves,
             oracle=lambda both: F.silu(both.chunk(2, dim=-1)[0]) * both.chunk(2, dim=-1)[1],
+            shapes={"both": (rows, 2 * width)},
+        )
+        yield Comparison(
+            name=f"swiglu_of_halves-{rows}x{width}",
+            operator=ops.swiglu_of_halves,
+            oracle=lambda both: F.silu(both.chunk(2, dim=-1)[1]) * both.chunk(2, dim=-1)[0],
             shapes={"both": (rows, 2 * width)},
         )
 

@@ -109,6 +109,7 @@ ON_A_CPU: dict[str, tuple[Callable[[], Any], str]] = {
     "gelu": (lambda: ops.gelu(ROWS), "x"),
     "bias_gelu": (lambda: ops.bias_gelu(ROWS, ROW), "x"),
     "swiglu": (lambda: ops.swiglu(ROWS, ROWS), "gate"),
+    "swiglu_of_halves": (lambda: ops.swiglu_of_halves(ROWS), "both"),
     "bias_dropout_add": (dropped, "x"),
     "adamw_": (adamw, "parameter"),
 }
