@@ -208,5 +208,5 @@ class TrainStep:
         """
         manifest = load_checkpoint(directory, self.state(consumed_samples=0, buffers=buffers), self.mesh.world)
         self.step = manifest.step
-        self.update.load_counters(manifest.counters)
+        self.update.load_counters({"updates": manifest.step, **manifest.counters})
         return manifest

@@ -87,12 +87,8 @@ def _scaled_reduction(factor: Callable[[Group], float], steps: TrainStep, stack:
 
 
 def _no_reduction(steps: TrainStep, stack: ExitStack) -> None:
-    def scattered(shard: Tensor, whole: Tensor, group: Group) -> Pending:
-        shard.copy_(whole.view(group.size, -1)[group.rank])
-        return Pending()
-
     stack.enter_context(replaced(buckets, "start_all_reduce_", lambda gradients, group: Pending()))
-    stack.enter_context(replaced(buckets, "start_reduce_scatter", scattered))
+    stack.enter_context(replaced(buckets, "start_reduce_scatter", _own_share))
 
 
 def _early_read(steps: TrainStep, stack: ExitStack) -> None:
@@ -124,7 +120,7 @@ def _local_counts(steps: TrainStep, stack: ExitStack) -> None:
 def _stale_parameters(steps: TrainStep, stack: ExitStack) -> None:
     """Updated parameters of other ranks' shards are not gathered."""
 
-    def publish(self: Bucket) -> None:
+    def publish(self: Bucket, *, written: bool = False) -> None:
         if self.master is not self._shard_params:
             self._shard_params.copy_(self.master)
 
@@ -138,46 +134,53 @@ def _stale_parameters(steps: TrainStep, stack: ExitStack) -> None:
 # ---- tensor parallelism
 
 
-def _no_forward_sum(steps: TrainStep, stack: ExitStack) -> None:
-    forward = tensor.RowParallelLinear.forward
-
-    def partial_only(self: tensor.RowParallelLinear, x: Tensor) -> Tensor:
-        with (
-            replaced(tensor, "reduce_from_group", lambda x, group, in_place=False: x),
-            replaced(tensor, "reduce_scatter_sequence", lambda x, group: x.chunk(group.size, 1)[group.rank]),
-        ):
-            return forward(self, x)
-
-    stack.enter_context(replaced(tensor.RowParallelLinear, "forward", partial_only))
-
-
 class _Unsummed:
     """Takes the place of a sum over ranks, and is this rank's term."""
 
     def __init__(self, x: Tensor, group: Group, *, scattered: bool = False) -> None:
-        self._term = x.chunk(group.size, 1)[group.rank].contiguous() if scattered else x
+        self._term = x.chunk(group.size, 1)[group.rank].contiguous() if scattered else x.contiguous()
 
     def wait(self) -> Tensor:
         return self._term
 
 
-def _no_backward_sum(steps: TrainStep, stack: ExitStack) -> None:
-    gathered = tensor._LinearOfGatheredInput.backward
+def _own_share(shard: Tensor, whole: Tensor, group: Group) -> Pending:
+    """Takes the place of a reduce-scatter."""
+    shard.copy_(whole.view(group.size, -1)[group.rank])
+    return Pending()
 
-    def of_gathered(ctx: Any, *grads: Tensor) -> Any:
-        with replaced(tensor, "_ScatterOfSum", partial(_Unsummed, scattered=True)):
-            return gathered(ctx, *grads)
 
-    def of_gather(ctx: Any, grad: Tensor) -> Any:
-        return _Unsummed(grad, ctx.group, scattered=True).wait(), None
-
-    for owner, name, wrong in (
-        (tensor, "Sum", _Unsummed),
-        (tensor._LinearOfGatheredInput, "backward", staticmethod(of_gathered)),
-        (tensor._Gather, "backward", staticmethod(of_gather)),
-        (collectives._Copy, "backward", staticmethod(lambda ctx, grad: (grad, None))),
+@contextmanager
+def _without_tp_sums() -> Iterator[None]:
+    with (
+        replaced(tensor, "Sum", _Unsummed),
+        replaced(tensor, "_scattered", partial(_Unsummed, scattered=True)),
+        replaced(tensor, "start_reduce_scatter", _own_share),
+        replaced(tensor, "reduce_from_group", lambda x, group, in_place=False: x),
     ):
-        stack.enter_context(replaced(owner, name, wrong))
+        yield
+
+
+def _without_sums_in(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, in which tensor-parallel ranks sum nothing."""
+
+    def unsummed(*arguments: Any) -> Any:
+        with _without_tp_sums():
+            return function(*arguments)
+
+    return unsummed
+
+
+def _no_forward_sum(steps: TrainStep, stack: ExitStack) -> None:
+    layer = tensor.RowParallelLinear
+    stack.enter_context(replaced(layer, "forward", _without_sums_in(layer.forward)))
+
+
+def _no_backward_sum(steps: TrainStep, stack: ExitStack) -> None:
+    for operator in (tensor._Linears, tensor._LinearOfGatheredInput, tensor._Gather):
+        backward = staticmethod(_without_sums_in(operator.backward))
+        stack.enter_context(replaced(operator, "backward", backward))
+    stack.enter_context(replaced(collectives._Copy, "backward", staticmethod(lambda ctx, grad: (grad, None))))
 
 
 def _replicated_gradients(steps: TrainStep, stack: ExitStack) -> None:

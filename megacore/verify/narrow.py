@@ -55,12 +55,19 @@ def narrow(config: ResolvedConfig) -> Narrowed:
     bucket = min(parallel.bucket_size_mb, _BUCKET_MB)
     blocks = _blocks_of_stages(config)
     seq_length = _sequence(config)
+    split = parallel.sequence_parallel
+    if split is None:  # its default depends on the device
+        split = device != "cpu" and parallel.tp > 1 and seq_length % parallel.tp == 0
     micro = min(training.micro_batch_size, 2)
     recomputed = training.recompute_num_layers
     sections: dict[str, Any] = {
         "model": _model(config, sum(blocks), seq_length),
         "parallel": replace(
-            parallel, device=device, bucket_size_mb=bucket, pipeline_layout=_layout_text(config, blocks)
+            parallel,
+            device=device,
+            sequence_parallel=split,
+            bucket_size_mb=bucket,
+            pipeline_layout=_layout_text(config, blocks),
         ),
         "precision": PrecisionConfig(),
         "data": replace(
@@ -216,5 +223,12 @@ def _changes(before: ResolvedConfig, after: ResolvedConfig) -> Iterator[str]:
             continue
         for field in field_infos(type(old)):
             a, b = getattr(old, field), getattr(new, field)
-            if a != b and field not in (*_SILENT, "output_dir", "memory_check", "device", "train_iters"):
+            if a != b and field not in (
+                *_SILENT,
+                "output_dir",
+                "memory_check",
+                "device",
+                "train_iters",
+                "sequence_parallel",
+            ):
                 yield f"{flag_and_value(field, a)} -> {b if b is not None else 'none'}"

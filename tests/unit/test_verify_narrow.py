@@ -45,8 +45,9 @@ def check(config: ResolvedConfig) -> None:
     assert validate(copy, ranks) == []
     assert validate(one_process(copy), 1) == []
     small = copy.model
-    for name in ("tp", "pp", "dp", "schedule", "virtual_stages", "zero_stage", "sequence_parallel"):
+    for name in ("tp", "pp", "dp", "schedule", "virtual_stages", "zero_stage"):
         assert getattr(copy.parallel, name) == getattr(config.parallel, name)
+    assert copy.parallel.sequence_parallel is bool(config.parallel.sequence_parallel)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         assert getattr(small, name) <= getattr(model, name), name
     assert small.hidden_size <= 1024 and copy.data.seq_length <= 64 and small.vocab_size <= 139
