@@ -30,7 +30,8 @@ optim/adamw optim/lr_schedules optim/optimizer optim/update
 parallel/collectives parallel/cross_entropy parallel/mesh parallel/products parallel/random parallel/recompute
 parallel/sharding parallel/tensor
 pipeline/runtime pipeline/stage
-train/callbacks train/gpt_task train/sinks train/step train/stopping train/trainer
+train/callbacks train/gpt_task train/sinks train/step train/stopping train/trainer train/watching
+watch/marks
 zero/bucket zero/data_parallel
 """
 # Calls of a function under another name, with the reason.
