@@ -25,7 +25,7 @@ from megacore.train.stopping import ENDING
 from megacore.watch.ledger import Ledger
 from megacore.watch.marks import on_ledger
 from megacore.watch.report import EXIT_HUNG
-from megacore.watch.start import hang_is_reported
+from megacore.watch.start import hang_is_reported, left_its_order
 
 EXIT_PEER_DIED = 1
 _POLL_SECONDS = 0.2  # where the system has no process descriptors
@@ -97,7 +97,8 @@ class PeerWatch:
         local = {peer.rank for peer in self._peers if peer.rank != _LAUNCHER} | {self.me.rank}
         survivors = local - {peer.rank for peer in gone}
         names = ", ".join(self.describe(peer) for peer in gone)
-        report_cause(f"{names} has died; stopping the others", otherwise=self.me.rank == min(survivors))
+        cause = f"{names} has died; stopping the others{left_its_order()}"
+        report_cause(cause, otherwise=self.me.rank == min(survivors))
         exit_with(EXIT_HUNG if hang_is_reported() else EXIT_PEER_DIED)
 
     def _watch(self) -> None:

@@ -241,6 +241,7 @@ class Ledger:
         directory: of the node's ledgers.
         seconds: time that this process has spent in each phase itself, without the phases inside it; by its number.
         first_step: whether no step has been done.
+        in_step: whether a step is under way.
     """
 
     def __init__(self, directory: Path, identity: Identity) -> None:
@@ -264,7 +265,7 @@ class Ledger:
         self.first_step = True
         self._usual: list[int] = []
         self._done: list[int] = []
-        self._is_settled = self._deviates = self._in_step = False
+        self._is_settled = self._deviates = self.in_step = False
         self._begun = 0.0
         self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
@@ -315,13 +316,13 @@ class Ledger:
         if self.first_step and not self._stack:
             self.rest_in(Phase.START)
         self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
-        self._done, self._in_step = [], True
+        self._done, self.in_step = [], True
         self._begun = self._since
 
     def end_step(self) -> None:
         """The step is done."""
         self.leave_section(Phase.STEP)
-        self._in_step = False
+        self.in_step = False
         if not self.first_step:
             self._steps.append(self._since - self._begun)
             self._reals[Word.MEDIAN_STEP] = statistics.median(self._steps)
@@ -345,7 +346,7 @@ class Ledger:
         number = self._number(ranks, message) if known is None else known[0]
         count = self._counts[number] + 1
         self._counts[number] = self._words[Word.POSTED + number] = count
-        if self._in_step:
+        if self.in_step:
             self._note(phase | number << 8 | nbytes << 16)
         return Operation(self, code_of(phase, channel=number), count, nbytes)
 

@@ -20,9 +20,10 @@ from typing import BinaryIO
 import megacore
 from megacore.config import ResolvedConfig
 from megacore.config.cli import leave_for_launcher
+from megacore.config.dimensions import describe_rank
 from megacore.watch.ledger import Flag, Identity, Ledger
 from megacore.watch.marks import Current, on_ledger
-from megacore.watch.node import STACK_SIGNAL, directory_of, make, report_file, stack_file
+from megacore.watch.node import STACK_SIGNAL, Node, directory_of, make, report_file, stack_file
 from megacore.watch.processes import born
 
 _LOCK = "watcher.lock"
@@ -70,6 +71,19 @@ def hang_is_reported() -> bool:
     with contextlib.suppress(OSError):
         leave_for_launcher(report_file(Current.ledger.directory).read_text())
     return True
+
+
+def left_its_order() -> str:
+    """Names the ranks of this node, if they are few, that have just communicated in another order than in other steps:
+    where another rank dies of that, or fails, they are the cause. Empty if there are none."""
+    if Current.ledger is None:
+        return ""
+    seen = Node(Current.ledger.directory).look()
+    odd = [one.record for one in seen if one.record.deviation]
+    if not odd or 2 * len(odd) > len(seen):
+        return ""
+    names = "; ".join(f"rank {r.rank} ({describe_rank(r.rank, r.identity.degrees)})" for r in odd)
+    return f"; probably because of {names}, which left the order in which it communicates in step {odd[0].deviation}"
 
 
 def note_that_rank_spoke() -> None:

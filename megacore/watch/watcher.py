@@ -24,6 +24,7 @@ from megacore.watch.blame import Seen, Verdict, blame
 from megacore.watch.budget import TIMES, limit, still_seconds
 from megacore.watch.ledger import Flag, Phase
 from megacore.watch.node import Node, report_file
+from megacore.watch.nodes import Nodes
 from megacore.watch.processes import end, was_asked_to_end
 from megacore.watch.report import EXIT_HUNG, hang_report, phase_in_words, table
 
@@ -45,6 +46,7 @@ class Watcher:
     def __init__(self, node: Node, messages: TextIO) -> None:
         self.node, self.messages = node, messages
         self._started = self._looked = time.monotonic()
+        self._nodes: Nodes | None = None  # where the job has several
         self._unobserved = 0.0  # seconds in which this process did not run either
 
     def run(self) -> None:
@@ -59,6 +61,8 @@ class Watcher:
                 continue
             if seen:
                 self._note_pause(seen)
+                if self._is_ended_from_outside(seen):
+                    return
                 if self._died_at_start(seen) or self._hangs(seen):
                     return
             self.node.wait(self._pause(seen))
@@ -92,18 +96,27 @@ class Watcher:
         who = seen[0].record.identity
         if still <= min(who.hang_timeout, _least(seen)):
             return False
+        everyone = list(seen)
+        if self._nodes is not None:
+            elsewhere = self._nodes.others() if self._nodes.decides else None
+            if elsewhere is None:
+                return False
+            everyone += [one for ranks, _ in elsewhere for one in ranks]
+            still = min(still, *(seconds for _, seconds in elsewhere)) if elsewhere else still
         world = who.world_size
-        missing = world - len(seen)
+        missing = world - len(everyone)
         if missing and time.monotonic() - self._started < TIMES[Phase.START] * who.hang_timeout:
             return False
-        verdict = blame(seen, world)
-        if still <= limit(seen, verdict):
+        verdict = blame(everyone, world)
+        if still <= limit(everyone, verdict):
             return False
         stacks = self.node.stacks(list(seen))
         again = self.node.look()
         if any(_moved(one, other) for one, other in zip(seen, again, strict=False)) or len(again) != len(seen):
             return False  # one moved meanwhile
-        self._report(again, verdict, seconds=still, stacks=stacks)
+        here = {one.rank for one in again}
+        everyone = [*again, *(one for one in everyone if one.rank not in here)]
+        self._report(everyone, verdict, seconds=still, stacks=stacks)
         end([one.record.identity.pid for one in again if one.state != "gone"], _SECONDS_TO_END)
         return True
 
@@ -156,14 +169,36 @@ class Watcher:
     def _pronounce(self, text: str) -> None:
         """Say why the run ends; the ranks are told first, so that they do not."""
         message = f"megacore: {text}"
-        with contextlib.suppress(OSError):
-            report_file(self.node.directory).write_text(message)
-        for file in self.node.files.values():
-            file.pronounce()
+        self._tell_ranks(message)
         leave_for_launcher(message)
         with contextlib.suppress(OSError):
             self.messages.write(f"{message}\n")
             self.messages.flush()
+        if self._nodes is not None:
+            self._nodes.pronounce(message)
+
+    def _is_ended_from_outside(self, seen: Sequence[Seen]) -> bool:
+        """Publish what this node's ranks do, if the job has other nodes; end them if the deciding one says so."""
+        who = seen[0].record.identity
+        if who.world_size == who.local_world_size:
+            return False
+        if self._nodes is None:
+            self._nodes = Nodes(os.environ, who.node, who.world_size, who.local_world_size)
+        still = still_seconds(seen) - self._unobserved
+        urgent = still > min(who.hang_timeout, _least(seen)) / 2
+        self._nodes.publish(seen, max(0.0, still), urgent=urgent)
+        message = self._nodes.verdict() if urgent and not self._nodes.decides else None
+        if message is None:
+            return False
+        self._tell_ranks(message)
+        end([one.record.identity.pid for one in seen if one.state != "gone"], _SECONDS_TO_END)
+        return True
+
+    def _tell_ranks(self, message: str) -> None:
+        with contextlib.suppress(OSError):
+            report_file(self.node.directory).write_text(message)
+        for file in self.node.files.values():
+            file.pronounce()
 
 
 def _least(seen: Sequence[Seen]) -> float:

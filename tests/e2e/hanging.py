@@ -7,6 +7,7 @@ and `fault` is one of FAULTS, which happens before the call, or in place of it.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib
 import json
@@ -18,8 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megacore.watch.marks import Current
+
 ROOT = Path(__file__).resolve().parents[2]
 HANG = "HANG"
+MARK = "HANG_MARK"  # names a file that gets the time of the fault
 LONG = 3600
 
 # Where a run can hang: (module, attribute) of what is called there.
@@ -33,6 +37,7 @@ POINTS = {
     "sink": ("megacore.train.sinks", "Report.on_log"),
     "evaluate": ("megacore.pipeline.runtime", "PipelineRuntime.evaluate"),
     "save": ("megacore.checkpoint.save", "CheckpointSaver._stage"),
+    "message": ("megacore.pipeline.runtime", "_Run.as_transfer"),
     "collective": ("megacore.optim.update", "all_reduce_"),
 }
 
@@ -53,6 +58,12 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
+def resized(transfer: Any) -> Any:
+    """The transfer, with messages of another size if it sends any."""
+    tensors = tuple(tensor.new_zeros(3 * tensor.numel()) for tensor in getattr(transfer, "tensors", ()))
+    return dataclasses.replace(transfer, tensors=tensors) if tensors else transfer
+
+
 def plant(rank: int, at: str, call: int, fault: str) -> None:
     """Put a fault into this process, if it is that rank."""
     if int(os.environ["RANK"]) != rank:
@@ -67,12 +78,14 @@ def plant(rank: int, at: str, call: int, fault: str) -> None:
     @functools.wraps(called)
     def faulty(*given: Any, **named: Any) -> Any:
         nonlocal calls
-        calls += 1
-        if fault == "slow" or calls == call:
+        calls += fault != "resize" or (Current.ledger is not None and Current.ledger.in_step)
+        if fault == "slow" or calls == call or (fault == "resize" and calls == call + 1):
+            if MARK in os.environ:
+                Path(os.environ[MARK]).write_text(str(time.time()))
             if fault == "skip":
                 return given[0]
             if fault == "resize":
-                return called(given[0].new_zeros(given[0].numel() + 3), *given[1:], **named)
+                return resized(called(*given, **named))
             FAULTS[fault]()
         return called(*given, **named)
 
