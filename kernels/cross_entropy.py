@@ -32,7 +32,8 @@ def _forward(
     peak = _LOWEST
     total = 0.0
     uniform = 0.0
-    for begin in range(0, tl.where(target == ignore_index, 0, columns), BLOCK):
+    # Two stages: the next columns are on their way to shared memory while these are summed.
+    for begin in tl.range(0, tl.where(target == ignore_index, 0, columns), BLOCK, num_stages=2):
         column = begin + lanes
         # Padding is loaded and then hidden: a mask at the exact edge would make every load a scalar one.
         x = tl.load(logits_ptr + column, mask=column < width, other=float("-inf")).to(tl.float32)
@@ -134,10 +135,9 @@ def statistics(
     found = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     if tokens:
         block = min(_CHUNK, block_of(width))
-        # With smoothing, 16 warps leave ptxas (of Triton 3.9) so few registers that it spills one.
         _forward[(tokens,)](
             logits, targets, found, tokens, width, columns, start, ignore_index, *weights,
-            SMOOTHING=weights[1] != 0.0, BLOCK=block, num_warps=warps_of(block, 1024 if weights[1] else 512),
+            SMOOTHING=weights[1] != 0.0, BLOCK=block, num_warps=warps_of(block, 512),
         )  # fmt: skip
     return found
 

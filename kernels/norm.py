@@ -1,9 +1,17 @@
 """LayerNorm and RMSNorm over rows, with the residual addition folded in, and their backward.
 
-Forward: a program a row; rows beyond `ONE_BLOCK` are read three times, from cache after the first. Backward up
-to `PERSISTENT`: a few programs a processor walk over the rows and keep their share of dweight and dbias in
-registers. Beyond, where that would spill, one kernel computes dx by rows and another dweight and dbias by columns. The
-shares are added in a fixed order, without atomics: the same bits every time.
+Forward: a program a row; rows beyond `ONE_BLOCK` are read three times, from cache after the first.
+
+Backward, from narrow rows to wide ones:
+
+- `_backward`, up to `PERSISTENT`: a few programs a processor walk over the rows, keep their share of dweight and dbias
+  in registers, and copy the next row to shared memory meanwhile.
+- `_backward_chunked`, up to `CHUNKED`: the same, except that a row does not fit beside the shares. A program reads it
+  twice, in chunks; the second time from cache.
+- Beyond, where the shares would spill, `_backward_wide` computes dx by rows and `_backward_columns` dweight and dbias
+  by columns. Both read x and dy from memory: 5 numbers move per element instead of 3.
+
+The shares are added in a fixed order, without atomics: the same bits every time.
 """
 
 from __future__ import annotations
@@ -19,7 +27,10 @@ from megacore.kernels.launch import aligned, block_of, on_its_device, processors
 # elements are addressed one by one. Beyond, ptxas spills (tools/kernel_report.py).
 ONE_BLOCK = {True: 16384, False: 8192}
 PERSISTENT = {True: 8192, False: 2048}
+# Aligned columns of 16 bits that `_backward_chunked` handles: of RMSNorm, and of LayerNorm, which also sums dbias.
+CHUNKED = {True: 16384, False: 12288}
 _CHUNK = 8192
+_BACKWARD_CHUNK = 4096  # 8 columns a thread: one access of 128 bits
 _TILE_ROWS, _TILE_COLUMNS = 8, 256
 
 
@@ -41,8 +52,9 @@ def _forward(
     if not RMS:
         mean = tl.sum(x, 0) / width
         tl.store(mean_ptr + row, mean)
-        x = tl.where(inside, x - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + epsilon)
+        x -= mean
+    squares = tl.where(inside, x * x, 0.0)  # masked here and not before: two registers fewer
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) / width + epsilon)
     tl.store(rstd_ptr + row, rstd)
     y = x * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -96,6 +108,20 @@ def _forward_wide(
 
 
 @triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _means(products, sums, width, RMS: tl.constexpr):
+    """Both sums over a row, divided by its width, in one reduction; RMSNorm needs the first alone."""
+    if RMS:
+        return tl.sum(products, 0) / width, 0.0
+    product, total = tl.reduce((products, sums), 0, _add_pairs)
+    return product / width, total / width
+
+
+@triton.jit
 def _backward(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width,
     RMS: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
@@ -107,21 +133,20 @@ def _backward(
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
     at = program.to(tl.int64) * width + columns
-    for row in range(program, rows, tl.num_programs(0)):
+    # Two stages: the next row is on its way to shared memory while this one is computed.
+    for row in tl.range(program, rows, tl.num_programs(0), num_stages=2):
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row)
         if not RMS:
-            x = tl.where(inside, x - tl.load(mean_ptr + row), 0.0)
+            x -= tl.load(mean_ptr + row)  # beyond the width too: dy is 0 there
         x *= rstd
         dweight += dy * x
         if HAS_BIAS:
             dbias += dy
         dy *= weight
-        dx = dy - x * (tl.sum(dy * x, 0) / width)
-        if not RMS:
-            dx -= tl.sum(dy, 0) / width
-        dx *= rstd
+        product, average = _means(dy * x, dy, width, RMS)
+        dx = (dy - x * product - average) * rstd
         if HAS_DSUM:
             dx += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -129,6 +154,66 @@ def _backward(
     tl.store(dweight_ptr + program * width + columns, dweight, mask=inside)
     if HAS_BIAS:
         tl.store(dbias_ptr + program * width + columns, dbias, mask=inside)
+
+
+@triton.jit
+def _zeros(PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """A tuple of blocks."""
+    parts = ()
+    for _ in tl.static_range(PARTS):
+        parts += (tl.zeros([BLOCK], tl.float32),)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def _backward_chunked(
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width,
+    RMS: tl.constexpr, HAS_DSUM: tl.constexpr, HAS_BIAS: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    dweight = _zeros(CHUNKS, BLOCK)
+    dbias = _zeros(CHUNKS, BLOCK)
+    first = program.to(tl.int64) * width
+    for row in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
+        rstd = tl.load(rstd_ptr + row)
+        mean = 0.0
+        if not RMS:
+            mean = tl.load(mean_ptr + row)
+        products = tl.zeros([BLOCK], tl.float32)
+        sums = tl.zeros([BLOCK], tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            column = chunk * BLOCK + lanes
+            inside = column < width
+            x = tl.load(x_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
+            dy = tl.load(dy_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
+            dy *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+            products += dy * ((x - mean) * rstd)
+            sums += dy
+        product, average = _means(products, sums, width, RMS)
+        new_dweight = ()
+        new_dbias = ()
+        for chunk in tl.static_range(CHUNKS):
+            column = chunk * BLOCK + lanes
+            inside = column < width
+            x = (tl.load(x_ptr + first + column, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
+            dy = tl.load(dy_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
+            new_dweight += (dweight[chunk] + dy * x,)  # type: ignore[assignment]
+            new_dbias += (dbias[chunk] + dy if HAS_BIAS else dbias[chunk],)  # type: ignore[assignment]
+            dy *= tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+            dx = (dy - x * product - average) * rstd
+            if HAS_DSUM:
+                dx += tl.load(dsum_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx_ptr + first + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dweight = new_dweight
+        dbias = new_dbias
+        first += tl.num_programs(0).to(tl.int64) * width
+    for chunk in tl.static_range(CHUNKS):
+        column = chunk * BLOCK + lanes
+        tl.store(dweight_ptr + program * width + column, dweight[chunk], mask=column < width)
+        if HAS_BIAS:
+            tl.store(dbias_ptr + program * width + column, dbias[chunk], mask=column < width)
 
 
 @triton.jit
@@ -224,7 +309,7 @@ def forward(
         (_forward_wide if wide else _forward)[(rows,)](
             x, residual, weight, bias, y, summed, mean, rstd, width, epsilon,
             RMS=rms, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
-            BLOCK=block, num_warps=warps_of(block, 512),
+            BLOCK=block, num_warps=warps_of(block, 512, most=16 if wide else 32),
         )  # fmt: skip
     return y, summed, mean, rstd
 
@@ -232,7 +317,7 @@ def forward(
 @on_its_device
 def backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Gradients of `forward`.
 
     Args:
@@ -246,25 +331,34 @@ def backward(
         has_bias: whether dbias is wanted.
 
     Returns:
-        dx [rows, h], dweight [h] fp32, dbias [h] fp32 (empty without bias).
+        dx [rows, h]; dweight and, where there is a bias, dbias, [1 or 2, h] fp32.
     """
     rows, width = x.shape
     dx = torch.empty_like(x)
     flags = {"RMS": rms, "HAS_DSUM": dsum is not None}
-    persistent = width <= _persistent_columns(x, dsum)
-    if persistent:
+    persistent = width <= PERSISTENT[aligned(width)]
+    chunked = not persistent and aligned(width) and x.element_size() == 2 and width <= CHUNKED[rms]
+    if persistent or chunked:
         block = block_of(width)
         shares = max(1, min(rows, processors(x.device) * _programs_each(block)))
     else:
         shares = max(1, min(-(-rows // 64), 4 * processors(x.device) * _TILE_COLUMNS // width + 1))
     # Every program writes its share; without rows there is none to write it.
     new = torch.empty if rows else torch.zeros
-    dweight = new((shares, width), dtype=torch.float32, device=x.device)
-    dbias = new((shares, width if has_bias else 0), dtype=torch.float32, device=x.device)
+    parameters = new((1 + has_bias, shares, width), dtype=torch.float32, device=x.device)
+    dweight, dbias = parameters[0], parameters[-1]
     if rows and persistent:
         _backward[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
-            **flags, HAS_BIAS=has_bias, BLOCK=block, num_warps=warps_of(block, 256),
+            **flags, HAS_BIAS=has_bias, BLOCK=block, num_warps=warps_of(block, 256, most=32),
+        )  # fmt: skip
+    elif rows and chunked:
+        # Two stages spill in LayerNorm; four chunks of two stages exceed the shared memory of an A100.
+        chunks = triton.cdiv(width, _BACKWARD_CHUNK)
+        _backward_chunked[(shares,)](
+            dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
+            **flags, HAS_BIAS=has_bias, CHUNKS=chunks, STAGES=2 if rms and chunks <= 3 else 1, BLOCK=_BACKWARD_CHUNK,
+            num_warps=16,
         )  # fmt: skip
     elif rows:
         _backward_wide[(rows,)](
@@ -274,13 +368,7 @@ def backward(
             dy, x, mean, rstd, dweight, dbias, rows, width, -(-rows // shares),
             RMS=rms, HAS_BIAS=has_bias, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, num_warps=4,
         )  # fmt: skip
-    return dx, dweight.sum(0), dbias.sum(0)
-
-
-def _persistent_columns(x: Tensor, dsum: Tensor | None) -> int:
-    """Half as many where dsum is read beside rows of fp32."""
-    most = PERSISTENT[aligned(x.shape[1])]
-    return most // 2 if dsum is not None and x.dtype == torch.float32 else most
+    return dx, parameters.sum(1)
 
 
 def _programs_each(block: int) -> int:

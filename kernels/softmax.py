@@ -180,7 +180,7 @@ def forward(
         (_forward_long if long else _forward)[(x.numel() // sk,)](
             x, None if key_mask is None else key_mask.view(torch.uint8), y, sq, sk, x.shape[1] * sq, offset,
             0 if window is None else window, scale, CAUSAL=causal, WINDOW=window is not None,
-            PADDED=key_mask is not None, BLOCK=block, num_warps=warps_of(block, 512),
+            PADDED=key_mask is not None, BLOCK=block, num_warps=warps_of(block, 512, most=32),
         )  # fmt: skip
     return y
 
@@ -207,6 +207,6 @@ def backward(dy: Tensor, y: Tensor, *, scale: float, causal: bool, offset: int, 
         block = _CHUNK if long else block_of(sk)
         (_backward_long if long else _backward)[(y.numel() // sk,)](
             dy, y, dx, sq, sk, offset, 0 if window is None else window, scale,
-            CAUSAL=causal, WINDOW=window is not None, BLOCK=block, num_warps=warps_of(block, 512),
+            CAUSAL=causal, WINDOW=window is not None, BLOCK=block, num_warps=warps_of(block, 512, most=32),
         )  # fmt: skip
     return dx

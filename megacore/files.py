@@ -1,6 +1,6 @@
 """Files that another process may read or write at any moment: each appears whole or not at all, and has one writer.
 
-A lock is the operating system's own (flock): it ends with the process that holds it, however that ends, so that
+A lock is one of the operating system (flock): it ends with the process that holds it, however that ends, so that
 nothing a dead process leaves is ever in the way. Some network file systems know no locks.
 """
 
@@ -20,7 +20,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP, errno.
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Give a new file to write, which takes the place of `path` in one step when the block ends well.
+    """Give a new file to write, which replaces `path` in one step when the block ends well.
 
     Args:
         path: of the file; what is there before stays until the new one is complete.

@@ -5,7 +5,7 @@
     python tools/draw_schedule.py --csv mine.csv -o out.png
     python tools/draw_schedule.py --from-trace output/mock/trace.json -o out.svg
 
-How to read the pictures stands in docs/schedules.md. Nothing here loads torch.
+docs/schedules.md explains the pictures. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _planned(args: argparse.Namespace) -> Panel:
 
 
 def _traced(args: argparse.Namespace) -> tuple[list[Panel], str]:
-    """What was predicted with a run's own mean times, and what was measured."""
+    """What was predicted with a run's mean times, and what was measured."""
     measured = read_trace(args.from_trace, args.step)
     schedule = measured.schedule
 

@@ -47,12 +47,12 @@ def _fill(args: Namespace) -> None:
     stage = model_of(directory, partial(bert_layers, config), select_device(args.device))
     spelled = [token for token in range(tokenizer.vocab_size) if tokenizer.piece(token)]  # the model may have more ids
     sizes = {"vocab_size": model.vocab_size, "top_k": args.top_k}
-    found = fill_mask(stage, tokens, mask=special.mask, allowed=spelled, **sizes)
-    for number, predictions in enumerate(found, start=1):
+    predicted = fill_mask(stage, tokens, mask=special.mask, allowed=spelled, **sizes)
+    for number, predictions in enumerate(predicted, start=1):
         if masks > 1:
             print(f"[MASK] {number} of {masks}")
         for token, probability in predictions:
-            # Special tokens have no text, and neither has white space: their own spelling says which they are.
+            # Special tokens have no text, and neither has white space: their spelling says which they are.
             print(f"{probability:.4f}  {tokenizer.decode([token]).strip() or tokenizer.piece(token)}")
 
 
@@ -61,7 +61,7 @@ def _config(directory: Path) -> ResolvedBertConfig:
     manifest = read_manifest(directory)
     model = section_of(manifest, directory, "model", ResolvedModel)
     if "bert" not in manifest.config:
-        raise UserError(f"{directory} holds a GPT, which predicts the next token alone: use tools/generate.py")
+        raise UserError(f"{directory} holds a GPT, which only predicts the next token: use tools/generate.py")
     bert = section_of(manifest, directory, "bert", ResolvedBert)
     return BertConfig(model=model, bert=bert, training=TrainingConfig(train_iters=1)).resolve(1)
 

@@ -4,7 +4,7 @@
     python tools/flag_reference.py --write docs/configuration.md    # bring the document up to date
     python tools/flag_reference.py --check docs/configuration.md    # exit status 1 if it is not
 
-In a document the reference stands between two marker lines, and only what is between them is replaced.
+In a document the reference is between two marker lines, and only what is between them is replaced.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _value(info: FieldInfo) -> str:
 
 
 def _preset_table() -> Iterator[str]:
-    yield "| preset | stands for |"
+    yield "| preset | settings |"
     yield "|---|---|"
     for name, values in PRESETS.items():
         given = (flag(key) if value is True else f"{flag(key)} {value}" for key, value in values.items())

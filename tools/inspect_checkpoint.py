@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--verify", action="store_true", help="compare every file with its SHA-256 and XXH3 checksums")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints, tensor by tensor")
-    found: list[str] = []
-    status = run_tool(parser, argv, lambda args: found.extend(_inspect(parser, args)))
-    return status or (EXIT_DIFFERENT if found else 0)
+    problems: list[str] = []
+    status = run_tool(parser, argv, lambda args: problems.extend(_inspect(parser, args)))
+    return status or (EXIT_DIFFERENT if problems else 0)
 
 
 def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
-    """Do what is asked; returns what was found to be wrong, which is printed by then."""
+    """Do what is asked, and print it; returns the problems."""
     if (args.diff is None) == (args.checkpoint is None):
         parser.error("give either DIR or --diff A B")
     if args.diff is not None:

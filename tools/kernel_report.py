@@ -3,11 +3,12 @@
     python tools/kernel_report.py                           one line a kernel
     python tools/kernel_report.py --write docs/kernels.md   the table in the documentation
     python tools/kernel_report.py --json                    for tests/kernels
+    python tools/kernel_report.py --liger                   beside Liger-Kernel's: pip install liger-kernel --no-deps
 
 The launchers of `megacore.kernels` are called with meta tensors, so that what is compiled is what a run would launch:
 the same block sizes, warps and alignments. Nothing runs; no GPU and no CUDA is needed, for ptxas and the disassemblers
 come with Triton. A kernel that spills registers, asks for more shared memory than there is or moves an aligned row in
-pieces of less than 128 bits is reported as wrong.
+pieces of less than 128 bits is reported as wrong, and so is one that moves more bytes than it must.
 """
 
 from __future__ import annotations
@@ -22,26 +23,35 @@ import subprocess
 import sys
 import tempfile
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from tools.kernel_cases import Case, cases
+from tools.kernel_cases import Case, cases, product
+from tools.kernel_liger import is_installed, liger_cases
 
 ARCHITECTURES = {90: "sm_90 (H100, H200)", 80: "sm_80 (A100)"}
 SHARED_LIMIT = {90: 232_448, 80: 166_912}
+# Of a processor: 65,536 registers, given to a warp in units of 256; 64 warps; 32 programs, each with 1 KiB of shared
+# memory beside what it asks for.
+_REGISTERS, _REGISTERS_UNIT, _WARPS, _PROGRAMS, _SHARED_EXTRA = 65_536, 256, 64, 32, 1024
+_SURPLUS = 1.05  # bytes moved over bytes stated: what there is one of a row or a program
+SETS: Mapping[str, Callable[[], Sequence[Case]]] = {"common": cases, "product": product, "liger": liger_cases}
 _BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _MARK = "<!-- the table: tools/kernel_report.py --write -->"
+_LIGER_MARK = "<!-- the table: tools/kernel_report.py --liger --write -->"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +71,11 @@ class Compiled:
         narrow: global loads and stores of less.
         pieces: those among them of less than 32 bits: a row of 16-bit numbers read one by one.
         allowed: narrow ones that are as they should be (a row's mean, its target, ...).
+        asynchronous: copies from global to shared memory that a thread does not wait for (LDGSTS).
+        barriers: of a program.
+        moved: bytes of the tensors that the kernel reads, and of those that it writes; a second read of a tensor comes
+            from cache.
+        minimum: bytes stated for it; 0: none are.
     """
 
     case: str
@@ -75,6 +90,17 @@ class Compiled:
     narrow: int
     pieces: int
     allowed: int
+    asynchronous: int
+    barriers: int
+    moved: int
+    minimum: int
+
+    @property
+    def warps_per_sm(self) -> int:
+        """Warps that a processor runs at once, of as many programs as its registers and shared memory hold."""
+        warp = -(-self.registers * 32 // _REGISTERS_UNIT) * _REGISTERS_UNIT
+        shared = (SHARED_LIMIT[self.architecture] + _SHARED_EXTRA) // (self.shared + _SHARED_EXTRA)
+        return self.warps * min(_WARPS // self.warps, _REGISTERS // (warp * self.warps), shared, _PROGRAMS)
 
     @property
     def name(self) -> str:
@@ -82,18 +108,20 @@ class Compiled:
         return f"{self.case}, {self.kernel}, sm_{self.architecture}"
 
     def problems(self) -> list[str]:
-        """What is wrong with it, a line each."""
-        found = []
+        """What is wrong with it, one line each."""
+        problems = []
         if self.stack or self.spills:
-            found.append(f"{self.name} spills: {self.stack} bytes of stack, {self.spills} LDL/STL")
+            problems.append(f"{self.name} spills: {self.stack} bytes of stack, {self.spills} LDL/STL")
         if self.shared > SHARED_LIMIT[self.architecture]:
-            found.append(f"{self.name} asks for {self.shared} bytes of shared memory")
+            problems.append(f"{self.name} asks for {self.shared} bytes of shared memory")
         if self.allowed >= 0 and (self.narrow > self.allowed or not self.wide):
-            found.append(
+            problems.append(
                 f"{self.name} has {self.narrow} global accesses of less than 128 bits ({self.pieces} of less than 32) "
                 f"and {self.wide} of 128; {self.allowed} narrow ones are expected"
             )
-        return found
+        if self.minimum and not self.minimum <= self.moved <= _SURPLUS * self.minimum:
+            problems.append(f"{self.name} moves {self.moved} bytes; it should move {self.minimum}")
+        return problems
 
 
 class _Target:
@@ -106,7 +134,7 @@ class _Target:
         return self._target
 
     def get_current_device(self) -> int:
-        # Triton keeps the compiled kernels per device: each architecture is a device of its own.
+        # Triton keeps the compiled kernels per device: each architecture is a different device.
         return int(self._target.arch)
 
     def get_current_stream(self, device: int | None = None) -> int:
@@ -114,13 +142,16 @@ class _Target:
 
 
 @contextmanager
-def _compiling(architecture: int, made: list[tuple[str, Any]]) -> Iterator[None]:
-    """Every launch inside compiles its kernel for the architecture, and runs nothing."""
+def _compiling(architecture: int, made: list[tuple[str, Any, int]]) -> Iterator[None]:
+    """Every launch inside compiles its kernel for the architecture, and runs nothing; `made` gets its name, what it
+    compiled to and the bytes that it moves."""
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        made.append((self.fn.__name__, kernel))
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        tensors = [given[name] for name in self.arg_names if isinstance(given.get(name), torch.Tensor)]
+        made.append((self.fn.__name__, kernel, _moved(kernel.asm["ttir"], tensors)))
         return kernel
 
     triton.runtime.driver.set_active(_Target(architecture))
@@ -129,6 +160,28 @@ def _compiling(architecture: int, made: list[tuple[str, Any]]) -> Iterator[None]
         yield
     finally:
         JITFunction.run = run
+
+
+def _moved(code: str, tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the tensors that a kernel loads from, and of those that it stores to.
+
+    Args:
+        code: the kernel in Triton's first intermediate language, in which a pointer is an argument, or made of one by
+            `splat`, `addptr` and `broadcast`.
+        tensors: its arguments that are tensors, in their order.
+    """
+    (signature,) = re.findall(r"tt\.func public @\w+\((.*)", code)
+    origin = {name: name for name in re.findall(r"(%\w+): !tt\.ptr", signature)}
+    size = {name: t.numel() * t.element_size() for name, t in zip(list(origin), tensors, strict=True)}
+    moved = {"load": set[str](), "store": set[str]()}
+    for line in code.splitlines():
+        loop = line.partition("iter_args(")[2]
+        made = re.findall(r"(%\w+) = (%\w+)", loop)
+        made += re.findall(r"(%\w+) = tt\.(?:splat|addptr|broadcast) (%\w+)", line)
+        origin.update({new: origin[old] for new, old in made if old in origin})
+        for access, pointer in re.findall(r"tt\.(load|store) (%\w+)", line):
+            moved[access].add(origin[pointer])
+    return sum(size[name] for names in moved.values() for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +194,14 @@ class _Binary:
     warps: int
     shared: int
     allowed: int
+    moved: int
+    minimum: int
     cubin: bytes
 
 
 def compile_case(case: Case, architecture: int) -> list[_Binary]:
     """Compile the kernels that a case launches."""
-    made: list[tuple[str, Any]] = []
+    made: list[tuple[str, Any, int]] = []
     with _compiling(architecture, made):
         case.launch()
     return [
@@ -157,38 +212,41 @@ def compile_case(case: Case, architecture: int) -> list[_Binary]:
             warps=kernel.metadata.num_warps,
             shared=kernel.metadata.shared,
             allowed=case.narrow.get(name.strip("_"), 0) if case.aligned else -1,
+            moved=moved,
+            minimum=case.minimum.get(name.strip("_"), 0),
             cubin=kernel.asm["cubin"],
         )
-        for name, kernel in made
+        for name, kernel, moved in made
     ]
 
 
-def compile_all(only: Sequence[str], architectures: Sequence[int], jobs: int) -> list[Compiled]:
-    """Compile the cases whose name contains one of `only`, or all, in their order, in several processes."""
+def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], jobs: int) -> list[Compiled]:
+    """Compile the cases of a set whose name contains one of `only`, or all, in their order, in several processes."""
     chosen = [
-        (i, architecture)
-        for i, case in enumerate(cases())
+        (shapes, i, architecture)
+        for i, case in enumerate(SETS[shapes]())
         if not only or any(part in case.name for part in only)
         for architecture in architectures
     ]
     # Forked: the children find the imports done. They run one thread, as this process has so far. Neighbouring cases go
     # to the same one, because many of them turn out to be the same code.
     with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
-        binaries = [binary for found in pool.map(_compile_numbered, chosen, chunksize=8) for binary in found]
+        binaries = [binary for compiled in pool.map(_compile_numbered, chosen, chunksize=8) for binary in compiled]
     figures: dict[bytes, dict[str, int]] = {}
     for architecture in architectures:
         figures |= _disassembled({b.cubin for b in binaries if b.architecture == architecture}, architecture)
     return [
         Compiled(
             case=b.case, kernel=b.kernel, architecture=b.architecture, warps=b.warps, shared=b.shared,
-            allowed=b.allowed, **figures[b.cubin],
+            allowed=b.allowed, moved=b.moved, minimum=b.minimum, **figures[b.cubin],
         )
         for b in binaries
     ]  # fmt: skip
 
 
-def _compile_numbered(chosen: tuple[int, int]) -> list[_Binary]:
-    return compile_case(cases()[chosen[0]], chosen[1])
+def _compile_numbered(chosen: tuple[str, int, int]) -> list[_Binary]:
+    shapes, number, architecture = chosen
+    return compile_case(SETS[shapes]()[number], architecture)
 
 
 def _disassembled(cubins: Collection[bytes], architecture: int) -> dict[bytes, dict[str, int]]:
@@ -211,18 +269,20 @@ def _disassembled(cubins: Collection[bytes], architecture: int) -> dict[bytes, d
 
 def _figures(usage: str, code: str) -> dict[str, int]:
     """What the disassembly of one kernel says."""
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
+    resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert resources is not None, usage
     accesses = re.findall(r"\b(?:LDG|STG|LDGSTS)(\.[\w.]+)", code)
     wide = [kind for kind in accesses if ".128" in kind]
     pieces = [kind for kind in accesses if re.search(r"\.[US](8|16)\b", kind)]
     return {
-        "registers": int(found[1]),
-        "stack": int(found[2]),
+        "registers": int(resources[1]),
+        "stack": int(resources[2]),
         "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "wide": len(wide),
         "narrow": len(accesses) - len(wide),
         "pieces": len(pieces),
+        "asynchronous": len(re.findall(r"\bLDGSTS\b", code)),
+        "barriers": len(re.findall(r"\bBAR\.SYNC", code)),
     }
 
 
@@ -230,7 +290,7 @@ def _instructions(cubin: bytes) -> bytes:
     """The machine code of a cubin, an ELF file of 64 bits: the content of its section `.text.KERNEL`."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, of_names = struct.unpack_from("<HHH", cubin, 0x3A)
-    # Of a section header: where its name stands among the names, and where its content stands in the file.
+    # Of a section header: the offset of its name among the names, and that of its content in the file.
     sections = [struct.unpack_from("<I20xQQ", cubin, table + i * size) for i in range(count)]
     names = sections[of_names][1]
     (code,) = (
@@ -248,23 +308,49 @@ def _run(program: str, *arguments: str) -> str:
 def table(compiled: Sequence[Compiled]) -> str:
     """Registers, shared memory and access widths as Markdown."""
     lines = [
-        "| operator, shape, dtype | kernel | warps | registers sm_90 / sm_80 | shared bytes | 128-bit | narrower |",
-        "|---|---|---|---|---|---|---|",
+        "| operator, shape, dtype | kernel | warps | registers sm_90 / sm_80 | warps per SM | shared bytes | async | "
+        "128-bit | narrower |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     second = {(c.case, c.kernel): c for c in compiled if c.architecture == 80}
     for c in compiled:
         if c.architecture == 90:
             other = second.get((c.case, c.kernel))
             registers = f"{c.registers} / {other.registers}" if other else str(c.registers)
-            lines.append(f"| {c.case} | {c.kernel} | {c.warps} | {registers} | {c.shared} | {c.wide} | {c.narrow} |")
+            cells = (c.case, c.kernel, c.warps, registers, c.warps_per_sm, c.shared, c.asynchronous, c.wide, c.narrow)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
-def write(path: Path, compiled: Sequence[Compiled]) -> None:
-    """Replace what follows the mark in a page by the table."""
-    head = path.read_text(encoding="utf-8").split(_MARK)[0]
-    heading = f"Compiled by Triton {triton.__version__}.\n\n"
-    path.write_text(f"{head}{_MARK}\n\n{heading}{table(compiled)}\n", encoding="utf-8")
+def liger_table(compiled: Sequence[Compiled]) -> str:
+    """Our kernels and Liger-Kernel's for the same work, as Markdown.
+
+    A cell is ours / Liger's. Kernels of one row are joined by `+`: a backward in two kernels, or a loss whose gradient
+    is computed in forward.
+    """
+    lines = [
+        "| operator, shape, dtype | kernels | registers | spills | warps per SM | async copies | MB moved |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(c.case.partition(": ")[2] for c in compiled):
+        sides = [[c for c in compiled if c.case == f"{side}: {name}"] for side in ("ours", "Liger")]
+        split = all("forward" in c.kernel or "backward" in c.kernel for side in sides for c in side)
+        for kind in ("forward", "backward") if split else ("",):
+            ours, theirs = ([c for c in side if kind in c.kernel] for side in sides)
+            figures = [
+                " / ".join(" + ".join(str(getattr(c, figure)) for c in side) for side in (ours, theirs))
+                for figure in ("registers", "spills", "warps_per_sm", "asynchronous")
+            ]
+            moved = " / ".join(str(round(sum(c.moved for c in side) / 1e6)) for side in (ours, theirs))
+            lines.append(f"| {name} | {kind or 'forward + backward'} | {' | '.join(figures)} | {moved} |")
+    return "\n".join(lines)
+
+
+def write(path: Path, mark: str, text: str) -> None:
+    """Replace what follows a mark in a page, up to the next heading or the end, by a table."""
+    head, _, old = path.read_text(encoding="utf-8").partition(mark)
+    _, heading, rest = old.partition("\n## ")
+    path.write_text(f"{head}{mark}\n\n{text}\n{heading}{rest}", encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -273,6 +359,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT",
         help="compile only the cases whose name contains this text; give it again for more of them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shapes", choices=("common", "product"), default="common",
+        help="common: the shapes of common models. product: row kernels at widths 2,048 to 16,384, sequences of 2k to "
+        "32k and vocabulary shards of 16k to 128k. Default: common.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--liger", action="store_true",
+        help="compare with Liger-Kernel, which must be installed: prints a table, or writes it into --write's page",
     )  # fmt: skip
     parser.add_argument(
         "--architecture", type=int, choices=list(ARCHITECTURES), help="compile for this architecture. Default: for all."
@@ -285,19 +380,34 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.write and (options.only or options.architecture):
         parser.error("--write needs every case on every architecture: leave out --only and --architecture")
-    architectures = [options.architecture] if options.architecture else list(ARCHITECTURES)
-    compiled = compile_all(options.only, architectures, options.jobs)
-    problems = [problem for result in compiled for problem in result.problems()]
+    if options.write and options.shapes != "common":
+        parser.error("--write writes the common shapes: leave out --shapes product")
+    if options.liger and not is_installed():
+        parser.error("--liger needs Liger-Kernel, which is not installed: pip install liger-kernel --no-deps")
+    if options.liger and (options.json or options.shapes != "common"):
+        parser.error("--liger has shapes and a table of its own: leave out --json and --shapes")
+    architectures = [options.architecture] if options.architecture else [90] if options.liger else list(ARCHITECTURES)
+    shapes = "liger" if options.liger else options.shapes
+    compiled = compile_all(shapes, options.only, architectures, options.jobs)
+    problems = [problem for c in compiled if not c.case.startswith("Liger: ") for problem in c.problems()]
     if options.json:
-        records = [asdict(result) | {"name": result.name} for result in compiled]
+        records = [asdict(result) | {"name": result.name, "warps_per_sm": result.warps_per_sm} for result in compiled]
         print(json.dumps({"triton": triton.__version__, "compiled": records, "problems": problems}, indent=1))
+    elif options.liger:
+        text = f"Compiled by Triton {triton.__version__} for sm_90; liger-kernel {version('liger-kernel')}.\n\n"
+        text += liger_table(compiled)
+        if options.write:
+            write(options.write, _LIGER_MARK, text)
+        else:
+            print(text)
     elif options.write:
-        write(options.write, compiled)
+        write(options.write, _MARK, f"Compiled by Triton {triton.__version__}.\n\n{table(compiled)}")
     else:
         for c in compiled:
             print(
                 f"{c.name}: {c.warps} warps, {c.registers} registers, {c.shared} B shared, {c.wide} x 128 bits, "
-                f"{c.narrow} narrower, {c.pieces} pieces, stack {c.stack}, spills {c.spills}"
+                f"{c.narrow} narrower, {c.pieces} pieces, stack {c.stack}, spills {c.spills}, "
+                f"{c.warps_per_sm} warps per SM, {c.asynchronous} async copies, {c.barriers} barriers, {c.moved} bytes"
             )
     print("\n".join(problems), file=sys.stderr)
     return 1 if problems else 0

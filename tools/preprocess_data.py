@@ -64,7 +64,7 @@ def _parser() -> ToolParser:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of the .jsonl objects to read; each key has an output of its own. Default: text.",
+        help="keys of the .jsonl objects to read; each key has a separate output. Default: text.",
     )
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add(
@@ -90,7 +90,7 @@ def _parser() -> ToolParser:
 
 
 def worker_count(text: str) -> int:
-    """A slip of the finger here would start so many processes that the machine stands still."""
+    """The number of workers; a mistyped one would start more processes than the machine can run."""
     count, cores = positive(text), available_cores()
     most = max(64, 4 * cores)
     if count > most:

@@ -34,7 +34,7 @@ DATASET = DIRECTORY / "stdlib"
 RUN = DIRECTORY / "run"
 CONFIG = Path("examples/quickstart.toml")
 VOCAB_SIZE = 4096
-# Left out: what is not the library's own, its tests (odd cases in long rows), and its tables of character codes.
+# Left out: what is not part of the library, its tests (odd cases in long rows), and its tables of character codes.
 NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
@@ -137,13 +137,13 @@ def _torchrun(python: str, processes: int) -> tuple[str, ...]:
 def corpus_files(library: Path) -> list[Path]:
     """The library's .py files, shuffled by the hash of their names.
 
-    The split into training and validation is by position: in alphabetical order it would set whole packages apart.
+    The split into training and validation is by position: in alphabetical order it would separate packages.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(library):
         folders[:] = set(folders) - NOT_CORPUS
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found, key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest())
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files, key=lambda path: hashlib.sha256(path.relative_to(library).as_posix().encode()).digest())
 
 
 def write_corpus(library: Path, target: Path) -> tuple[int, int]:

@@ -73,19 +73,20 @@ def choose_checkpoint(config: ResolvedConfig, world: Group) -> Choice:
 
 def _candidates(run: Path, world: Group) -> tuple[list[str], tuple[str, ...]]:
     """The names of the run's checkpoints as the first rank sees them, and what it misses there. Only names are shared:
-    each rank opens its own path, which may differ between nodes, and `read_together` compares what is found there."""
-    found, missed, problem = list[str](), tuple[str, ...](), None
+    each rank opens the checkpoint under its path, which may differ between nodes, and `read_together` compares the
+    contents."""
+    names, missed, problem = list[str](), tuple[str, ...](), None
     if world.is_first:
         try:
-            found = [directory.name for directory in checkpoints_of(run)]
+            names = [directory.name for directory in checkpoints_of(run)]
             if (gone := lost(run)) is not None:
                 missed = (f"{run / POINTER_NAME} names {gone.name}, which is not there any more",)
         except CheckpointError as error:
             problem = error
-    found, missed, told = all_gather_objects((found, missed, problem), world)[0]
-    if told is not None:
-        raise told
-    return found, missed
+    names, missed, problem = all_gather_objects((names, missed, problem), world)[0]
+    if problem is not None:
+        raise problem
+    return names, missed
 
 
 def whole(directory: Path, world: Group, *, archived: bool = False) -> str | None:

@@ -21,7 +21,7 @@ from megacore.checkpoint.files import open_regular
 
 MANIFEST_NAME = "manifest.json"
 POINTER_NAME = "latest"
-# The manifest's first lines: its own digest over all that follows, and the serial number.
+# The manifest's first lines: a digest of all that follows, and the serial number.
 HEAD = re.compile(rb'\{\n "manifest_sha256": "([0-9a-f]{64})",\n')
 MOST_MANIFEST_BYTES = 1 << 26
 _SERIAL = re.compile(rb' "serial": (\d{1,15}),\n')
@@ -94,8 +94,8 @@ def sweep(run: Path) -> list[str]:
 def expired(run: Path, *, keep_last: int | None, keep_every: int | None, protected: Iterable[Path]) -> list[Path]:
     """The checkpoints that need not be kept, the oldest first.
 
-    What has a damaged manifest, or is a link to another place, is neither counted nor named; nor is what a link leads
-    to.
+    What has a damaged manifest, or is a link out of the directory, is neither counted nor named; nor is the target of a
+    link.
 
     Args:
         run: the run's directory.

@@ -51,7 +51,7 @@ class Digests:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a file that is one, in its own directory: no link, no pipe, no device.
+    """A descriptor of a regular file directly in its directory: no link, no pipe, no device.
 
     Raises:
         OSError: it is not.

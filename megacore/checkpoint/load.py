@@ -1,4 +1,4 @@
-"""Loading: every rank reads the bytes of its own slices, whatever layout wrote them, from files whose content is
+"""Loading: every rank reads the bytes of its slices, whatever layout wrote them, from files whose content is
 checked: each by one of the ranks, so that together they read the checkpoint once for it."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def verified_together(
 
 
 def check_header(path: Path, manifest: Manifest) -> None:
-    """Refuse a shard whose own table is not what the manifest says, before anything believes it.
+    """Refuse a shard whose table is not what the manifest says, before anything believes it.
 
     Raises:
         CheckpointError: its table is larger than its tensors need, or differs.

@@ -1,7 +1,7 @@
 """The manifest: what a checkpoint directory contains, down to each file's size and SHA-256 and each tensor's pieces.
 
 Plain JSON, read without torch: a checkpoint that cannot be used is refused before torch is loaded. Its first line is
-the SHA-256 of all that follows, so that no bit of it changes unnoticed either. What it names is looked for in its own
+the SHA-256 of all that follows, so that no bit of it changes unnoticed either. What it names is looked for in its
 directory only, and it is parsed only if its size is in proportion.
 """
 
@@ -89,7 +89,7 @@ class Manifest:
         serial: number of the checkpoint in its run's directory, in the order of their publication.
         schema: version of this format: 2, or 3 where a tensor is cut in several dimensions.
         step: updates done.
-        consumed_samples: position in the data, all of it: every other property of the order stands in `config`.
+        consumed_samples: position in the data, all of it: every other property of the order is in `config`.
         counters: further numbers of the trainer: updates done, loss scale, learning rate of the last step.
         topology: ranks along each dimension of the mesh that wrote it, by name; a reader's may differ.
         random: what there is to say of random numbers.

@@ -1,11 +1,11 @@
-"""Saving: every rank writes its own slices once, the first rank adds the manifest and publishes the directory.
+"""Saving: every rank writes its slices once, the first rank adds the manifest and publishes the directory.
 
-A save is a few pieces of work, each done by every rank on its own, with an agreement of all ranks after it: make the
+A save is a few pieces of work, each done by every rank independently, with an agreement of all ranks after it: make the
 directory, copy the state, write the shards, publish. Whatever exception one rank's part raises becomes the same
-StorageError on all of them: a rank that left a save by itself would leave the others waiting in a collective. With
---async-save the last two parts run in a thread, which talks to nobody: the ranks agree in their main threads, where
-they meet anyway, so that a slow or failing disk holds up no collective. A directory is complete under its name or does
-not exist, and no existing one is touched.
+StorageError on all of them: a rank that left a save early would leave the others waiting in a collective. With
+--async-save the last two parts run in a thread, which does not communicate: the ranks agree in their main threads,
+where they meet anyway, so that a slow or failing disk holds up no collective. A directory is complete under its name or
+does not exist, and no existing one is touched.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class CheckpointSaver:
         return [result for _, result in outcomes]
 
     def _raise_first_of(self, problems: list[str | None]) -> None:
-        """Raise what the first rank with a problem of its own says; the ranks' problems are in their order."""
+        """Raise what the first rank that has a problem says; the ranks' problems are in their order."""
         failed = [problem for problem in problems if problem is not None]
         if failed:
             reason = next((problem for problem in failed if problem), "a rank gave no reason")

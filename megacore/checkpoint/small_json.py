@@ -45,7 +45,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except RecursionError:  # the parser's own limit, long before memory is one
+    except RecursionError:  # the parser's limit, long before memory is one
         raise CheckpointError(f"{where}: its JSON is nested too deep") from None
     except ValueError as error:
         raise CheckpointError(f"{where} is not valid JSON: {str(error)[:200]}") from None

@@ -94,7 +94,7 @@ class TrainingState:
         One piece of one tensor is in memory at a time beside the state itself: the rows of it that the rank updates.
 
         Args:
-            read: gives a part of a global tensor, where it was told to or anew.
+            read: gives a part of a global tensor, in the given tensor or a new one.
             kinds: the optimizer state that there is to read.
             updates: updates that the optimizer has done, which its bias correction counts.
         """

@@ -44,7 +44,7 @@ _CHUNK = 1 << 24
 
 
 def passing(point: str) -> None:
-    """A save gets to one of POINTS. Nothing happens here; tests put something in its place."""
+    """A save gets to one of POINTS. Nothing happens here; tests replace it."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:

@@ -139,7 +139,7 @@ def _from_megatron(args: Namespace, temporary: Path) -> None:
     write_megatron(model, temporary, most_bytes=args.max_shard_size)
     print(
         "every tensor was read back and is bitwise the one that was converted; logits were NOT compared: Megatron-LM's "
-        "own model is not here to compute them"
+        "model is not available to compute them"
     )
 
 

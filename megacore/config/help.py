@@ -227,7 +227,7 @@ class _Page:
         yield from self._columns(names, f"{first_sentence} {default}")
 
     def _columns(self, left: str, right: str) -> Iterator[str]:
-        """Two columns; the right one begins on a line of its own where the left one is too wide."""
+        """Two columns; the right one begins on a new line where the left one is too wide."""
         lines = self._wrapped(right, indent=_COLUMN)
         if len(left) + 4 <= _COLUMN:
             first = next(lines)

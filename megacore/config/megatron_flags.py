@@ -59,7 +59,7 @@ REPLACED = {
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear and --rope-scaling-factor",
     "--swiglu": "use --activation swiglu",
     "--tiktoken-pattern": "use --tokenizer PATH, with the tokenizer's tokenizer.json",
-    "--tokenizer-type": "leave it out: --tokenizer PATH tells its own type",
+    "--tokenizer-type": "leave it out: the type follows from --tokenizer PATH",
     "--train-samples": "use --train-iters: its value divided by --global-batch-size",
     "--transformer-impl": "leave it out: the fastest available implementation is chosen and reported",
     "--use-checkpoint-args": "use --config OUTPUT_DIR/config.toml, which every run writes",

@@ -1,7 +1,7 @@
 """The optimizers that a run can choose: the settings and the state of each.
 
-An optimizer has two parts. Its settings are a section of the configuration and stand here, because flags are checked
-and memory is planned before torch is loaded. Its step is a class in a file of its own (megacore/optim/adamw.py), which
+An optimizer has two parts. Its settings are a section of the configuration and are here, because flags are checked
+and memory is planned before torch is loaded. Its step is a class in a separate file (megacore/optim/adamw.py), which
 megacore/optim/optimizers.py lists by these settings.
 """
 
@@ -21,7 +21,7 @@ class StateKind:
 
     Attributes:
         name: of the tensor, in checkpoints too.
-        per: what has a number of its own: each element, each row of a matrix, or the parameter as a whole. The latter
+        per: what has one number: each element, each row of a matrix, or the parameter as a whole. The latter
             two exist only for parameters that the optimizer takes whole.
         parameters: which ones have it: all, those that the optimizer takes whole, or the others.
         dtype: in which it is kept.

@@ -1,8 +1,8 @@
 """Named model shapes, as plain data: small differences from the defaults of ModelConfig and, for BERT, of --bert-style.
 
 `--preset NAME` sets the fields below; a configuration file and flags override it. `vocab_size` applies only without a
-tokenizer, which has its own. Sizes are those of the released weights. Where these accept longer contexts than they were
-mostly trained on, `seq_length` is the shorter one.
+tokenizer. Sizes are those of the released weights. Where these accept longer contexts than they were mostly trained
+on, `seq_length` is the shorter one.
 
 The GPT-2 family follows Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2; BLOOM Le
 Scao et al. 2022 (arXiv 2211.05100), Pythia Biderman et al. 2023 (arXiv 2304.01373), Mistral Jiang et al. 2023 (arXiv

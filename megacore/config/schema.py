@@ -4,7 +4,7 @@ A `Config` holds what the user set: fields that follow from others, such as the 
 `Config.resolve` fills them in and returns a `ResolvedConfig`, in whose type they are not optional. Everything that
 builds or trains takes a `ResolvedConfig`.
 
-An entry point with flags of its own has a subclass of both with one more section (bert.py). validation.py checks a
+An entry point with additional flags has a subclass of both with one more section (bert.py). validation.py checks a
 configuration; cli.py makes one from a command line, toml.py from a file. Nothing here imports torch: a wrong
 configuration is refused before anything is loaded.
 """
@@ -97,7 +97,7 @@ class Config:
         """Fills in the fields that follow from others.
 
         Args:
-            world_size: the number of processes of the run, for which `validate` has found no problem.
+            world_size: the number of processes of the run, which `validate` has accepted.
             vocab_size: the size of the vocabulary, where the configuration does not have it.
 
         Raises:

@@ -1,7 +1,7 @@
 """The sections of every run except the model: parallel, precision, data, optimizer, training, checkpoint, logging.
 
 One frozen dataclass per section. A field is a flag (`num_workers` is `--num-workers`), the string under it is its help
-text, and its annotation holds its range and its aliases. Each section checks its own fields in `constraints()`;
+text, and its annotation holds its range and its aliases. Each section checks its fields in `constraints()`;
 validation.py checks what must hold between sections. Upper bounds of sizes are far beyond any use: they refuse a typing
 error before it becomes a list or a tensor of that size.
 
@@ -61,9 +61,9 @@ class ParallelConfig(Section):
     zero_stage: Annotated[int, Range(0, 3)] = 0
     """ZeRO stage: what the --dp ranks shard instead of replicating. 0: nothing. 1: optimizer state and master weights.
     2: gradients too. 3: parameters too. The results are the same for every stage."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None
     """Sequence parallelism: norms, dropout and residuals are split along the sequence over the --tp ranks. --tp must
-    divide --seq-length."""
+    divide --seq-length. Default: on where the ranks compute on accelerators and --tp divides --seq-length, else off."""
     offload_optimizer: bool = False
     """ZeRO-Offload: master weights and optimizer moments stay in host memory and are updated there. The device keeps
     parameters and gradients."""
@@ -137,7 +137,8 @@ class PrecisionConfig(Section):
     """Number format of parameters and activations. Master weights and optimizer moments are always fp32. Gradients are
     accumulated in --grad-reduce-dtype."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Number format in which gradients are accumulated and reduced."""
+    """Number format in which gradients are accumulated and reduced. bf16 halves their memory and traffic, and rounds
+    each sum over microbatches and ranks to 8 bits."""
     loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
     """Fixed loss scale for --precision fp16. Default: a dynamic loss scale."""
     initial_loss_scale: Annotated[float | None, _LOSS_SCALES, Flag()] = None
@@ -176,7 +177,7 @@ class PrecisionConfig(Section):
         """This section with the first value of a dynamic loss scale; other loss scales have none.
 
         The loss is the mean over the global batch. The gradients of one microbatch are therefore smaller than those of
-        its own mean loss by the number of microbatches. The usual 2^16 is meant for the mean of one microbatch.
+        its mean loss by the number of microbatches. The usual 2^16 is meant for the mean of one microbatch.
 
         Args:
             microbatches: the number of microbatches in a global batch, over all replicas.
@@ -355,8 +356,9 @@ class TrainingConfig(Section):
     leaves the weights unchanged. With a dynamic loss scale only the loss counts."""
     recompute: Literal["none", "selective", "light", "full"] = "none"
     """Activation recomputation: what backward computes again instead of keeping it in memory. selective: attention
-    between its projections. light: the outputs of norms and of the MLP's activation, without a matrix product. full:
-    whole transformer blocks, of which only the input is kept. The results are bitwise the same."""
+    between its projections. light: the outputs of norms and of the MLP's activation, without a matrix product; no
+    effect with --compile. full: whole transformer blocks; only their inputs are kept. The results are bitwise the
+    same."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
     of them."""
@@ -371,7 +373,7 @@ class TrainingConfig(Section):
     takes a minute or more."""
     compile_backend: Literal["inductor", "aot-eager"] = "inductor"
     """Backend of --compile. inductor: generates kernels; on the CPU it needs a C++ compiler. aot-eager: runs PyTorch's
-    own operators, for finding out whether capture or generated code changes a result."""
+    operators, for finding out whether capture or generated code changes a result."""
     label_smoothing: Annotated[float, Range(0, below=1)] = 0.0
     """Label smoothing: share of the target probability that is spread evenly over the vocabulary. 0: off. Evaluations
     do not use it."""

@@ -93,7 +93,7 @@ def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:
             fields = set(all_fields(kind)) & table.keys() if isinstance(table, dict) else {_nearest_field(kind, name)}
             given.unread |= fields
         elif not isinstance(table, dict):
-            given.problems.append(f"{where(None, name)}: {name} is a table: write [{name}] on a line of its own")
+            given.problems.append(f"{where(None, name)}: {name} is a table: write [{name}] on a separate line")
         else:
             for key, value in table.items():
                 other = tables_of.setdefault(key, name)

@@ -1,6 +1,6 @@
 """What must hold between the fields of a configuration: every violated constraint, each with the way out.
 
-A section validates its own fields (`Section.wrong_fields`, `Section.constraints`). The functions below check what must
+A section validates its fields (`Section.wrong_fields`, `Section.constraints`). The functions below check what must
 hold between sections. missing_files.py asks the disk.
 """
 

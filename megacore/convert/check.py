@@ -1,4 +1,4 @@
-"""The proof that a conversion is right: transformers' own model and megacore's compute the same logits.
+"""The proof that a conversion is right: transformers' model and megacore's compute the same logits.
 
 Both models are read back from the disk and run in fp32 on the same tokens. Neither is ever in memory whole: a parameter
 is read when an operator uses it and dropped when the operator is done, so that the largest model is checked in the
@@ -102,7 +102,7 @@ def check_tokens(config: ResolvedModel, tokenizer: Path | None, file: Path | Non
 
     Args:
         config: the model.
-        tokenizer: a directory that may hold a tokenizer; without one the text's bytes stand in for tokens.
+        tokenizer: a directory that may hold a tokenizer; without one the text's bytes are the tokens.
         file: a text; None: a built-in one.
 
     Raises:
@@ -189,11 +189,11 @@ def _segments(tokens: Tensor) -> Tensor:
 
 
 def _their_model(model: HFModel) -> Any:
-    """What transformers' own from_pretrained makes of a directory, its parameters left on the disk.
+    """The model that transformers' from_pretrained builds from a directory, its parameters left on the disk.
 
-    It is handed a hollow tensor for each stored one: of the same name and shape, but one number in memory, which says
-    which it stands for. So transformers itself decides what becomes of a stored tensor, what is tied, and what it finds
-    missing or unexpected, as when a user loads the directory.
+    It is handed a hollow tensor for each stored one: of the same name and shape, but one number in memory, which
+    identifies it. So transformers itself decides what becomes of a stored tensor, what is tied, and what is missing
+    or unexpected, as when a user loads the directory.
 
     Raises:
         CheckpointError: transformers would load another model than the one that is stored.
@@ -244,7 +244,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise UserError(
-            "the check compares with transformers' own model: install the package transformers, then convert again"
+            "the check compares with transformers' model: install the package transformers, then convert again"
         ) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -42,7 +42,7 @@ class CheckpointTensors:
         directory: the checkpoint.
         manifest: what it says.
         config: the model that it is of, resolved.
-        bert: what is BERT's own of it; None: it predicts the next token.
+        bert: its BERT section; None: it predicts the next token.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the manifest does not describe a model.
@@ -76,7 +76,7 @@ class CheckpointTensors:
         return dtypes.pop()
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A whole tensor, assembled from its pieces, in its own or another dtype."""
+        """A whole tensor, assembled from its pieces, in the stored or another dtype."""
         pieces = list(self._pieces(name))
         shape, wanted = self.shapes[name], dtype or self.dtype(name)
         if len(pieces) == 1 and pieces[0][1].shape == shape:
@@ -108,7 +108,7 @@ def _model_of(manifest: Manifest, directory: Path) -> ResolvedModel:
 
 
 def shards(types_of: TensorTypes, most_bytes: int) -> list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """Assign tensors to files of at most `max_bytes`, in order; a larger tensor gets a file of its own."""
+    """Assign tensors to files of at most `max_bytes`, in order; a larger tensor gets a separate file."""
     files: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = 0
     for name, (dtype, shape) in types_of.items():

@@ -45,16 +45,16 @@ def export_tokenizer(tensors: CheckpointTensors, like: Path | None) -> ExportTok
         CheckpointError: a file of the checkpoint's is damaged, or `like` has another tokenizer.
         DataError: a tokenizer cannot be read.
     """
-    own = _tokenizer_of_checkpoint(tensors)
+    kept = _tokenizer_of_checkpoint(tensors)
     if like is None:
-        return own
+        return kept
     others = present(like, TOKENIZER_FILES)
     if not any(path.name in _VOCABULARIES for path in others):
-        return own
-    if own.directory is not None and load_tokenizer(own.directory).fingerprint != load_tokenizer(like).fingerprint:
+        return kept
+    if kept.directory is not None and load_tokenizer(kept.directory).fingerprint != load_tokenizer(like).fingerprint:
         raise CheckpointError(
             f"--like {like} has another tokenizer than {tensors.directory} was trained with, and its ids mean other "
-            "texts: take the tokenizer's files out of a copy of that directory, to export the checkpoint's own"
+            "texts: take the tokenizer's files out of a copy of that directory, to export that of the checkpoint"
         )
     return ExportTokenizer(directory=like, files=others)
 

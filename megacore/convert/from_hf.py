@@ -43,7 +43,7 @@ class HFModel:
         directory: its files.
         family: its kind.
         config: the model, resolved.
-        bert: what is BERT's own of it.
+        bert: its BERT section, if it is a BERT.
         plan: its tensors.
         stored: the tensors of its files.
     """

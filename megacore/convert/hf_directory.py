@@ -36,7 +36,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_READABLE = ("tokenizer.json", "tokenizer.model")  # the files that megacore's own tokenizers are read from
+_READABLE = ("tokenizer.json", "tokenizer.model")  # the files that megacore's tokenizers are read from
 _LARGEST_FILE = 1 << 28  # bytes of a file that is carried
 _MOST_FILES = 4096  # of weights
 
@@ -159,8 +159,8 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
     if pickles:
         raise CheckpointError(
             f"{path} has its weights in {sorted(pickles)[0]}, a pickle, which can run any code when it is read: get "
-            f"{SINGLE} of the same model, or, if you trust the file, load it with transformers in a place apart and "
-            "save it again with save_pretrained, which writes safetensors"
+            f"{SINGLE} of the same model, or, if you trust the file, load it with transformers on an isolated machine "
+            "and save it again with save_pretrained, which writes safetensors"
         )
     raise CheckpointError(f"{path} has no {SINGLE} and no {INDEX}")
 

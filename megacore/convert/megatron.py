@@ -21,8 +21,8 @@ from megacore.convert.megatron_files import RankFile, open_ranks
 from megacore.convert.plan import model_shapes, whole_config
 from megacore.errors import CheckpointError
 
-# Their name -> ours and how ranks split it: by rows, by columns, or not at all. The first names are Megatron-LM's own
-# model's, the second ones Megatron core's.
+# Their name -> ours and how ranks split it: by rows, by columns, or not at all. The first names are those of
+# Megatron-LM's GPT, the second ones those of Megatron core.
 _NAMES = {
     r"language_model\.embedding\.word_embeddings\.weight": ("embedding.tokens.weight", "rows"),
     r"language_model\.embedding\.position_embeddings\.weight": ("embedding.positions", "whole"),

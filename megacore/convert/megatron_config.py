@@ -71,7 +71,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "retro_add_retriever": (False,),
     "spec": (None,),
 }
-# Of these tokenizers vocab_size is the size without the token that ends a document, which has a row of its own.
+# Of these tokenizers vocab_size is the size without the token that ends a document, which has an additional row.
 _WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
 

@@ -2,7 +2,7 @@
 
 torch's restricted loader takes tensors, numbers, texts and containers, and refuses everything else. Besides it knows
 argparse.Namespace, in which Megatron-LM keeps its flags, and a few names that such files mention and nobody here needs
-(random states, enumerations): an inert class stands in for each, so that nothing of theirs runs.
+(random states, enumerations): an inert class replaces each of them, so that none of their code runs.
 """
 
 from __future__ import annotations

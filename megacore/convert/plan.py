@@ -74,16 +74,16 @@ class Step:
             tensor = read(source)
             result = torch.empty(self.shape, dtype=tensor.dtype) if result is None else result
             rows = tensor.t() if self.transposed else tensor
-            for place, run in self._placed(source):
-                result[place : place + run.rows] = rows[run.start : run.stop]
+            for first_row, run in self._rows(source):
+                result[first_row : first_row + run.rows] = rows[run.start : run.stop]
         assert result is not None
         return result
 
     def take_apart(self, whole: Tensor, source: int, theirs: Tensor) -> None:
         """Write what megacore's tensor has of one of theirs into it."""
         rows = theirs.t() if self.transposed else theirs
-        for place, run in self._placed(source):
-            rows[run.start : run.stop] = whole[place : place + run.rows]
+        for first_row, run in self._rows(source):
+            rows[run.start : run.stop] = whole[first_row : first_row + run.rows]
 
     def slice(self, spec: ShardSpec, stored: Mapping[str, StoredTensor]) -> Tensor:
         """The slice of megacore's tensor that a rank holds, reading (nearly) nothing else.
@@ -99,20 +99,20 @@ class Step:
         columns = rest[0] if rest else (0, 1)
         result = torch.empty([stop - start for start, stop in spec.slices], dtype=torch.float32)
         for source, name in enumerate(self.theirs):
-            for place, run in self._placed(source):
-                start, stop = max(place, first), min(place + run.rows, last)
+            for first_row, run in self._rows(source):
+                start, stop = max(first_row, first), min(first_row + run.rows, last)
                 if start < stop:
-                    rows = (run.start + start - place, run.start + stop - place)
+                    rows = (run.start + start - first_row, run.start + stop - first_row)
                     result[start - first : stop - first] = _block(stored[name], rows, columns, self.transposed)
         return result
 
-    def _placed(self, source: int) -> Iterator[tuple[int, Run]]:
+    def _rows(self, source: int) -> Iterator[tuple[int, Run]]:
         """The runs of one source, each with the row of megacore's tensor where it begins."""
-        place = 0
+        first_row = 0
         for run in self.runs():
             if run.source == source:
-                yield place, run
-            place += run.rows
+                yield first_row, run
+            first_row += run.rows
 
 
 def _block(tensor: StoredTensor, rows: tuple[int, int], columns: tuple[int, int], transposed: bool) -> Tensor:
@@ -200,7 +200,7 @@ def require_enough(family: Family, config: ResolvedModel, bert: ResolvedBert | N
     Args:
         family: whose it is.
         config: the model.
-        bert: what is BERT's own of it.
+        bert: its BERT section, if it is a BERT.
         count: tensors that there are.
         where: the directory, for messages.
     """

@@ -19,7 +19,7 @@ def special_ids(tokenizer: Tokenizer | None, vocab_size: int, *, bert: bool) -> 
     Args:
         tokenizer: the one that lies beside it, if there is one.
         vocab_size: of the model, beyond which there is no id.
-        bert: whether the model uses a BERT's own tokens.
+        bert: whether the model uses the tokens that only a BERT has.
     """
     ids: dict[str, int | None] = dict.fromkeys(("bos", "eos", "pad", *(_BERT_ROLES if bert else ())))
     if tokenizer is not None:

@@ -1,7 +1,7 @@
 """`--init-from-hf`: a run that starts from a directory of transformers, without a checkpoint between.
 
 The model's shape comes from config.json, before torch is loaded; flags may repeat it, not contradict it. Each rank then
-reads its own slices.
+reads its slices.
 """
 
 from __future__ import annotations

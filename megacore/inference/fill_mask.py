@@ -1,4 +1,4 @@
-"""What a trained BERT puts in the place of masked tokens, in one process."""
+"""What a trained BERT predicts for masked tokens, in one process."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def tokenizer_of(directory: Path, path: str | None, model: ResolvedModel) -> Tok
 
     Args:
         directory: the checkpoint.
-        path: what --tokenizer says; None: the checkpoint's own.
+        path: what --tokenizer says; None: that of the checkpoint.
         model: whose vocabulary the tokenizer's must fit in.
 
     Raises:
@@ -52,8 +52,8 @@ def model_of(directory: Path, layers: Callable[[BuildContext], list[LayerSpec]],
 
     Args:
         directory: the checkpoint.
-        layers: describes the model, given where its layers stand.
-        device: where they stand.
+        layers: describes the model, given the context of its layers.
+        device: where their parameters live.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.

@@ -2,7 +2,7 @@
 
 The fused projection is laid out by group of heads that share a key and a value, [group][q..., k, v][d], so that a
 rank's groups are one contiguous slice of it. With more ranks than groups a slice holds less than a group: ranks then
-exchange what they have projected, and each takes the query heads that are its own and the key and value they read.
+exchange what they have projected, and each takes its share of the query heads and the key and value they read.
 Nothing is held twice, so that gradients, checkpoints and the norm need to know nothing of it.
 
 Shape legend: s sequence, b micro-batch, h hidden size, n heads, g groups, q = n / g, d head size, t tensor-parallel
@@ -35,12 +35,12 @@ class SelfAttention(nn.Module):
     Args:
         config: sizes, biases, norms of queries and keys, dropout; the group's size divides the number of heads, and
             divides or is a multiple of the number of key and value heads.
-        context: where the layer stands.
+        context: groups, device and what else a layer is built with.
         name: the layer's global name.
         causal: no position sees a later one.
         window: as for `ops.attention`.
         rotary: turns queries and keys by their positions; None: nothing does.
-        alibi: of this rank's heads; see `own_alibi`.
+        alibi: of this rank's heads; see `alibi_of_rank`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SelfAttention(nn.Module):
         # torch's fused operator draws from the device's generator: compiled code ends where it does.
         self.uncompiled = ("_mixed",) if self.dropout else ()
         rows = (n + 2 * self.groups) * d
-        self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.column_arguments)
+        self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.linear_arguments)
         self.query_norm: LayerNorm | RMSNorm | None = None
         self.key_norm: LayerNorm | RMSNorm | None = None
         if config.qk_layernorm:  # ranks normalise different heads; sequence parallelism sums such gradients anyway
@@ -149,7 +149,7 @@ class SelfAttention(nn.Module):
             )
 
 
-def own_alibi(config: ResolvedModel, context: BuildContext) -> ops.Alibi | None:
+def alibi_of_rank(config: ResolvedModel, context: BuildContext) -> ops.Alibi | None:
     """The bias by distance of this rank's heads, for all layers of a model, where the configuration asks for it."""
     if config.position_embedding_type != "alibi":
         return None

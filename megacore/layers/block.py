@@ -5,6 +5,7 @@ The norm comes before the layer, as in GPT-2, or after the residual sum, as in t
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import overload
 
@@ -19,7 +20,7 @@ from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
 from megacore.parallel.recompute import computed_again
-from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel
+from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, columns_parallel, joined_columns_parallel
 
 
 class MLP(nn.Module):
@@ -39,15 +40,21 @@ class MLP(nn.Module):
         self.activation = config.activation
         self.gate: ColumnParallelLinear | None = None
         if config.gated:
-            self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.column_arguments)
-        self.up = ColumnParallelLinear(h, inner, bias=bias, **context.column_arguments)
+            self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
+        self.up = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
         self.down = RowParallelLinear(inner, h, bias=bias, **context.linear_arguments)
+        # On a device one product computes gate and up, if their weights are neighbours in memory.
+        self.joins = config.activation == "swiglu" and not bias
+        if self.gate is not None:
+            self.gate.weight.beside_next = self.joins and context.device.type != "cpu"
         # ReLU keeps its output itself.
         self.light = context.recompute_light and config.activation != "relu"
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
-        if self.gate is not None:
+        if self.gate is not None and (both := self._gate_and_up(x, self.gate)) is not None:
+            inner, again = ops.swiglu_of_halves(both), partial(ops.swiglu_of_halves, both)
+        elif self.gate is not None:
             gate, up = columns_parallel(x, [self.gate, self.up])
             inner, again = self._activate_gate(gate, up), partial(self._activate_gate, gate, up)
         elif self._takes_bias(x):
@@ -57,12 +64,16 @@ class MLP(nn.Module):
         else:
             up = self.up(x)
             inner, again = self._activate(up), partial(self._activate, up)
-        with computed_again(inner, again, light=self.light):
+        with computed_again(inner, again) if self.light else nullcontext():
             output: Tensor = self.down(inner)
         return output
 
+    def _gate_and_up(self, x: Tensor, gate: ColumnParallelLinear) -> Tensor | None:
+        """Both projections by one product, up before gate, [b, s, 2 f/t]; None where two are better or needed."""
+        return joined_columns_parallel(x, [self.up, gate]) if self.joins and ops.on_accelerator(x) else None
+
     def _takes_bias(self, x: Tensor) -> bool:
-        """Whether the activation adds the bias in its own pass. Not where weight gradients are computed apart, for
+        """Whether the activation adds the bias in the same pass. Not where weight gradients are computed apart, for
         which the activation's backward would run twice; compiled code fuses the two anyway."""
         fused = ops.uses_triton(x) and not torch.compiler.is_compiling() and self.activation == "gelu"
         return fused and self.up.bias is not None and not self.up.split_backward
@@ -116,16 +127,15 @@ class TransformerBlock(nn.Module):
         attention_norm: bool = True,
     ) -> None:
         super().__init__()
-        drop, shard = config.hidden_dropout, context.residual_shard
         self.parallel, self.light = config.parallel_residual, context.recompute_light
         self.attention_norm = build_norm(config, device=context.device) if attention_norm else nn.Identity()
         self.attention = SelfAttention(
             config, context, f"{name}.attention", causal=causal, window=window, rotary=rotary, alibi=alibi
         )
-        self.attention_dropout = Dropout(drop, context.streams, f"{name}.attention_dropout", shard=shard)
+        self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         self.mlp_norm = build_norm(config, device=context.device)
         self.mlp = MLP(config, context)
-        self.mlp_dropout = Dropout(drop, context.streams, f"{name}.mlp_dropout", shard=shard)
+        self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
@@ -146,17 +156,18 @@ class TransformerBlock(nn.Module):
 
     def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         light = self.light and not isinstance(self.attention_norm, nn.Identity)
-        normed = self.attention_norm(x)
-        with computed_again(normed, partial(self.attention_norm, x), light=light):
+        normed, x = (x, x) if isinstance(self.attention_norm, nn.Identity) else self.attention_norm.with_input(x)
+        with computed_again(normed, partial(self.attention_norm, x)) if light else nullcontext():
             attended = self.attention(normed, documents, positions)
         if self.parallel:
-            total, residual, normed = x, self.attention_dropout.added_to(x, attended), self.mlp_norm(x)
+            normed, total = self.mlp_norm.with_input(x)
+            residual = _residual_sum(self.attention_dropout, attended, total)
         else:
             normed, total = _normed_sum(self.mlp_norm, self.attention_dropout, attended, x)
             residual = total
-        with computed_again(normed, partial(self.mlp_norm, total), light=self.light):
+        with computed_again(normed, partial(self.mlp_norm, total)) if self.light else nullcontext():
             mixed = self.mlp(normed)
-        return self.mlp_dropout.added_to(residual, mixed)
+        return _residual_sum(self.mlp_dropout, mixed, residual)
 
 
 class PostNormBlock(nn.Module):
@@ -171,28 +182,33 @@ class PostNormBlock(nn.Module):
 
     def __init__(self, config: ResolvedModel, context: BuildContext, name: str) -> None:
         super().__init__()
-        drop, shard = config.hidden_dropout, context.residual_shard
         self.light = context.recompute_light
         self.attention = SelfAttention(config, context, f"{name}.attention", causal=False)
-        self.attention_dropout = Dropout(drop, context.streams, f"{name}.attention_dropout", shard=shard)
+        self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         self.attention_norm = build_norm(config, device=context.device)
         self.mlp = MLP(config, context)
-        self.mlp_dropout = Dropout(drop, context.streams, f"{name}.mlp_dropout", shard=shard)
+        self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
         self.mlp_norm = build_norm(config, device=context.device)
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Hidden states [b, s, h] and document numbers [b, s] -> the same"""
         x, documents = inputs
         x, total = _normed_sum(self.attention_norm, self.attention_dropout, self.attention(x, documents), x)
-        with computed_again(x, partial(self.attention_norm, total), light=self.light):
+        with computed_again(x, partial(self.attention_norm, total)) if self.light else nullcontext():
             mixed = self.mlp(x)
         x, _ = _normed_sum(self.mlp_norm, self.mlp_dropout, mixed, x)
         return x, documents
 
 
-def _normed_sum(norm: LayerNorm | RMSNorm, dropout: Dropout, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(residual + dropout(x)), and the sum. Either dropout or the norm computes the sum in its own pass."""
-    if not dropout.drops:
+def _residual_sum(dropout: Dropout | None, x: Tensor, residual: Tensor) -> Tensor:
+    """residual + dropout(x)"""
+    return residual + x if dropout is None else dropout.added_to(residual, x)
+
+
+def _normed_sum(
+    norm: LayerNorm | RMSNorm, dropout: Dropout | None, x: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """norm(residual + dropout(x)), and the sum, which either dropout or the norm computes in the same pass."""
+    if dropout is None or not dropout.drops:
         return norm.of_sum(x, residual)
-    total = dropout.added_to(residual, x)
-    return norm(total), total
+    return norm.with_input(dropout.added_to(residual, x))

@@ -1,4 +1,4 @@
-"""What a layer is built with besides its own sizes: where it stands in the job."""
+"""What a layer is built with besides its sizes: its groups, device, and how it computes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TypedDict
 
 import torch
 
-from megacore.config import ResolvedConfig
+from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.ops import Attention, CrossEntropyOptions
 from megacore.parallel.linear_cross_entropy import ChunkedLoss
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import TORCH, Products
-from megacore.parallel.random import RandomStreams
+from megacore.parallel.random import Dropout, RandomStreams
 from megacore.plan.activations import loss_chunks
 
 
 class ParallelArguments(TypedDict):
-    """Keyword arguments of the parallel layers that say where they stand."""
+    """Keyword arguments of every parallel layer."""
 
     group: Group
     sequence_parallel: bool
@@ -29,11 +29,6 @@ class LinearArguments(ParallelArguments):
     """Those of every parallel linear layer."""
 
     products: Products
-
-
-class ColumnArguments(LinearArguments):
-    """Those of column-parallel layers."""
-
     split_backward: bool
 
 
@@ -76,7 +71,7 @@ class BuildContext:
             layer_group=layer_group,
             device=device,
             streams=streams,
-            sequence_parallel=config.parallel.sequence_parallel,
+            sequence_parallel=bool(config.parallel.sequence_parallel),
             recompute_attention=config.training.recompute == "selective",
             recompute_light=config.training.recompute == "light",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
@@ -94,13 +89,8 @@ class BuildContext:
 
     @property
     def linear_arguments(self) -> LinearArguments:
-        """Arguments of a row-parallel layer."""
-        return {**self.parallel_arguments, "products": self.products}
-
-    @property
-    def column_arguments(self) -> ColumnArguments:
-        """Arguments of a column-parallel layer."""
-        return {**self.linear_arguments, "split_backward": self.split_backward}
+        """Arguments of every parallel linear layer."""
+        return {**self.parallel_arguments, "products": self.products, "split_backward": self.split_backward}
 
     def chunked_loss(self, vocab_size: int) -> ChunkedLoss:
         """How the output layer computes its loss with the logits."""
@@ -113,7 +103,15 @@ class BuildContext:
             products=self.products,
         )
 
-    @property
-    def residual_shard(self) -> int:
-        """Which slice of the residual stream this rank holds: 0 where all ranks hold all of it, and draw one mask."""
-        return self.layer_group.rank if self.sequence_parallel else 0
+    def hidden_dropout(self, config: ResolvedModel, site: str) -> Dropout | None:
+        """Dropout of what is written to the residual stream; None if the configuration has none.
+
+        Args:
+            config: its probability.
+            site: global name of the position in the model.
+        """
+        if not config.hidden_dropout:
+            return None
+        # The slice of the residual stream that this rank holds; where all ranks hold all of it, they draw one mask.
+        shard = self.layer_group.rank if self.sequence_parallel else 0
+        return Dropout(config.hidden_dropout, self.streams, site, shard=shard)

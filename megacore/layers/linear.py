@@ -12,7 +12,7 @@ from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicat
 class ReplicatedLinear(ShardedModule):
     """y = x W^T + b, whole on every tensor-parallel rank.
 
-    Sequence parallel, a rank applies it to its own positions, and the weights' gradients are summed with those of the
+    Sequence parallel, a rank applies it to its positions, and the weights' gradients are summed with those of the
     norms.
 
     Args:

@@ -28,7 +28,6 @@ from megacore.layers.rotary import Rotary
 from megacore.models.spec import LayerSpec
 from megacore.parallel.collectives import reduce_from_group
 from megacore.parallel.mesh import ALONE
-from megacore.parallel.random import Dropout
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 from megacore.parallel.tensor import (
     VocabParallelEmbedding,
@@ -42,7 +41,7 @@ from megacore.plan.model_size import SEGMENTS
 from megacore.plan.outline import bert_block, bert_outline
 
 # Logits of the tokens [b, s, padded V/t], and of the sentence task [b, 2]. Where the head computes the loss, the losses
-# of the tokens [b, s] come in place of their logits, and in an evaluation also the likeliest tokens [b, s].
+# of the tokens [b, s] replace their logits, and in an evaluation also the likeliest tokens [b, s].
 Output = Tensor | tuple[Tensor, ...]
 
 
@@ -62,7 +61,7 @@ class BertEmbedding(ShardedModule):
             self.positions = replicated(model.max_position_embeddings, h, device=device)
             self.segments = replicated(SEGMENTS, h, device=device)
         self.norm = build_norm(model, device=device)
-        self.dropout = Dropout(model.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard)
+        self.dropout = context.hidden_dropout(model, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -73,7 +72,8 @@ class BertEmbedding(ShardedModule):
         if self.positions is not None and self.segments is not None:
             positions = local_positions(tokens.shape[1], self.split)
             x = x + F.embedding(segments[:, positions], self.segments) + self.positions[positions]
-        return self.dropout(self.norm(x)), documents
+        x = self.norm(x)
+        return x if self.dropout is None else self.dropout(x), documents
 
 
 class BertHead(ShardedModule):
@@ -100,10 +100,10 @@ class BertHead(ShardedModule):
         hidden, _, *labels = inputs
         x = self.norm(hidden)
         transformed = self.transform_norm(ops.gelu(self.transform(x), exact=True))
-        found = self._losses(transformed, *labels) if labels else (self._logits(transformed),)
+        outputs = self._losses(transformed, *labels) if labels else (self._logits(transformed),)
         if self.sentence is not None:
-            found = (*found, self.sentence(x))
-        return found if len(found) > 1 else found[0]
+            outputs = (*outputs, self.sentence(x))
+        return outputs if len(outputs) > 1 else outputs[0]
 
     def _losses(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         if self.training:
@@ -136,7 +136,7 @@ class SentenceHead(nn.Module):
         """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, 2], the same on every rank"""
         logits = self.classifier(torch.tanh(self.pooler(x[:, 0])))
         # Sequence parallel, only the first rank has the first position. The others' weights get gradients of zero, and
-        # all are summed afterwards, like those of every layer that each rank applies to its own positions.
+        # all are summed afterwards, like those of every layer that each rank applies to its positions.
         return reduce_from_group(logits * float(self.split.is_first), self.split) if self.split.size > 1 else logits
 
 
@@ -145,7 +145,7 @@ def bert_layers(config: ResolvedBertConfig, context: BuildContext) -> list[Layer
 
     Args:
         config: resolved (vocabulary and positions known).
-        context: where the layers will stand.
+        context: groups, device and what else the layers are built with.
     """
     first, *blocks, last = bert_outline(config)
     return [

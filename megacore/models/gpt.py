@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from megacore.config import ResolvedModel
-from megacore.layers.attention import own_alibi
+from megacore.layers.attention import alibi_of_rank
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import build_norm
@@ -21,7 +21,6 @@ from megacore.layers.rotary import Rotary
 from megacore.models.spec import LayerSpec
 from megacore.ops import CrossEntropyOptions
 from megacore.parallel.mesh import ALONE
-from megacore.parallel.random import Dropout
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, replicated
 from megacore.parallel.tensor import VocabParallelEmbedding, column_parallel, local_positions, vocab_parallel_weight
 from megacore.plan.outline import gpt_outline
@@ -43,9 +42,7 @@ class GPTEmbedding(ShardedModule):
         if config.position_embedding_type == "learned":
             rows = config.max_position_embeddings
             self.positions = replicated(rows, config.hidden_size, device=context.device)
-        self.dropout = Dropout(
-            config.hidden_dropout, context.streams, "embedding.dropout", shard=context.residual_shard
-        )
+        self.dropout = context.hidden_dropout(config, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -55,8 +52,9 @@ class GPTEmbedding(ShardedModule):
             x = self.norm(x)
         if self.positions is not None:
             x = x + self.positions[local_positions(tokens.shape[1], self.split)]
-        embedded: Tensor = self.dropout(x)
-        return embedded
+        if self.dropout is not None:
+            x = self.dropout(x)
+        return x
 
 
 class GPTHead(ShardedModule):
@@ -101,7 +99,7 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
 
     Args:
         config: a resolved configuration (vocabulary and positions known).
-        context: where the layers will stand.
+        context: groups, device and what else the layers are built with.
     """
     block = partial(
         TransformerBlock,
@@ -109,7 +107,7 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
         context,
         window=config.window_size,
         rotary=Rotary.of(config),
-        alibi=own_alibi(config, context),
+        alibi=alibi_of_rank(config, context),
     )
     first, *blocks, last = gpt_outline(config, context.layer_group.size)
     return [

@@ -1,4 +1,4 @@
-"""Initial values of every parameter, in one place, as functions of the seed and the global name."""
+"""Initial values of every parameter, in one module, as functions of the seed and the global name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Any model as a list of layers: plain nn.Modules that are described first, and built only where they are needed.
 
-A rank builds the layers of its own stages and knows of the others only the shapes of their parameters, which it learns
+A rank builds only the layers of its stages. Of the others it knows the shapes of their parameters, which it learns
 from a build without memory (torch's meta device). Initial values and dropout masks are functions of the seed and the
 layer's name, so that they are the same bits on every layout.
 """
@@ -24,7 +24,7 @@ from megacore.parallel.random import RandomStreams, normal_slice, seeded, stable
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 
 _SEEDS = 2**63 - 1
-_STD = 0.02  # of the matrices of megacore's own layers
+_STD = 0.02  # of the matrices of megacore's layers
 
 
 class Layer:
@@ -34,7 +34,7 @@ class Layer:
 
     Args:
         name: global name, the prefix of its parameters' names (`stem.weight`).
-        module: class, or any function that makes the module; its random values come from torch's own generator.
+        module: class, or any function that makes the module; its random values come from torch's generator.
         args, kwargs: what it is called with.
     """
 
@@ -214,7 +214,7 @@ def _build(layer: Layer, *, seed: int, device: torch.device, dtype: torch.dtype,
 
 @torch.no_grad()
 def _initialize_sharded(module: nn.Module, name: str, seed: int) -> None:
-    """Give the parameters of megacore's own layers, which come without values, theirs: N(0, 0.02) for matrices, 0 for
+    """Initialise the parameters of megacore's layers, which are built without values: N(0, 0.02) for matrices, 0 for
     biases, 1 for the other vectors; functions of the seed and the global name, on every layout alike."""
     for local, parameter in module.named_parameters():
         if isinstance(parameter, ShardedParameter):
@@ -225,7 +225,7 @@ def _initialize_sharded(module: nn.Module, name: str, seed: int) -> None:
 
 
 def _declare_parameters(module: nn.Module) -> None:
-    """Say of each parameter of torch's own layers that it is a whole tensor; one that does not learn becomes a
+    """Mark each parameter of torch's layers as a whole tensor; one that does not learn becomes a
     buffer."""
     made: dict[int, ShardedParameter] = {}
     for owner in list(module.modules()):

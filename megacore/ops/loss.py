@@ -1,7 +1,7 @@
-"""Cross-entropy over a vocabulary of which this rank holds a share, in two operators and one exchange between them.
+"""Cross-entropy over a vocabulary that is split over ranks: two operators, and one exchange between them.
 
-The first operator leaves three floats a token: the largest logit m, the sum of exp(x - m), and the weighted sum of
-x - m that is the linear part of the loss. They are exchanged once (by a function that is handed in: operators know of
+The first operator computes three floats per token: the largest logit m, the sum of exp(x - m), and the weighted sum of
+x - m that is the linear part of the loss. They are exchanged once (by a function of the caller, as operators know
 no groups) and merged by one operator, on every rank alike, so that every rank gets the same bits. The last operator
 turns logits into their gradient in place. Each step is also a function, so that a caller may compute its logits a few
 columns at a time. The method is that of Shoeybi et al. 2019 (arXiv 1909.08053, section 3) with the online sum of
@@ -206,15 +206,15 @@ def statistics_reference(
     logits: Tensor, targets: Tensor, *, start: int, columns: int, ignore_index: int, weights: tuple[float, float]
 ) -> Tensor:
     """What the kernel computes, in plain torch; arguments and result as `megacore.kernels.cross_entropy.statistics`."""
-    found = torch.zeros((3, logits.shape[0]), dtype=torch.float32, device=logits.device)
-    found[0].fill_(_LOWEST)
+    result = torch.zeros((3, logits.shape[0]), dtype=torch.float32, device=logits.device)
+    result[0].fill_(_LOWEST)
     if columns == 0:
-        return found
-    peaks, totals, linear = found
+        return result
+    peaks, totals, linear = result
     for rows in _pieces(logits):
-        own = logits[rows, :columns].float()
-        relative = torch.log_softmax(own, -1)  # whose largest is minus the logarithm of the sum
-        torch.amax(own, -1, out=peaks[rows])
+        known = logits[rows, :columns].float()
+        relative = torch.log_softmax(known, -1)  # whose largest is minus the logarithm of the sum
+        torch.amax(known, -1, out=peaks[rows])
         torch.amax(relative, -1, out=totals[rows])
         if weights[1]:
             torch.sum(relative, -1, out=linear[rows])
@@ -225,7 +225,7 @@ def statistics_reference(
     local, elsewhere = _local(targets, start, columns, ignore_index)
     hit = logits.gather(-1, local[:, None])[:, 0].float().sub_(peaks).masked_fill_(elsewhere, 0.0)
     linear.add_(hit, alpha=weights[0])
-    return found
+    return result
 
 
 def merged_reference(
@@ -236,7 +236,7 @@ def merged_reference(
     peak = peaks.amax(0)
     below = peaks - peak  # [parts, tokens]
     total = (totals * below.exp()).sum(0)
-    # A part's linear part is relative to its own largest logit: move it, by the weight of what the part holds.
+    # A part's linear part is relative to the largest logit of that part: move it, by the weight of what the part holds.
     moved = [
         linear + distance * (weights[0] * ((targets >= start) & (targets < stop)) + weights[1] * (stop - start))
         for linear, distance, start, stop in zip(linears, below, bounds[::2], bounds[1::2], strict=True)
@@ -273,14 +273,14 @@ def gradient_reference_(
     softmax_weight = softmax_weight.masked_fill(ignored, 0.0)
     uniform = (loss_weight * weights[1]).masked_fill_(ignored, 0.0)
     for rows in _pieces(logits):
-        own = logits[rows, :columns]
-        # In fp32 this is the logits' own memory; 16-bit logits are widened first, and rounded once.
-        grad = own.float().sub_(peak[rows, None]).exp_().mul_(softmax_weight[rows, None])
+        columns_of_rows = logits[rows, :columns]
+        # In fp32 this is the memory of the logits; 16-bit logits are converted first, and rounded once.
+        grad = columns_of_rows.float().sub_(peak[rows, None]).exp_().mul_(softmax_weight[rows, None])
         if weights[1]:
             grad.sub_(uniform[rows, None])
         grad.scatter_add_(-1, local[rows, None], hit[rows])
-        if grad.dtype != own.dtype:
-            own.copy_(grad)
+        if grad.dtype != columns_of_rows.dtype:
+            columns_of_rows.copy_(grad)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -289,8 +289,8 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, share: VocabularyShare, options: CrossEntropyOptions
     ) -> Tensor:
         rows, ids = logits.view(-1, logits.shape[-1]), targets.reshape(-1)
-        own = statistics(rows, ids, share=share, start=share.start, columns=share.columns, options=options)
-        loss, sums = losses(own, ids, share=share, options=options)
+        local = statistics(rows, ids, share=share, start=share.start, columns=share.columns, options=options)
+        loss, sums = losses(local, ids, share=share, options=options)
         ctx.save_for_backward(logits, ids, sums.peak, sums.total, sums.log_z)
         ctx.share, ctx.options = share, options
         return loss.view(targets.shape)
@@ -308,8 +308,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """A gradient that autograd did not see being made. torch's `once_differentiable` asks the incoming gradient alone
-    whether it could be differentiated again, and here it is the logits that could."""
+    """A gradient that autograd did not see being made. torch's `once_differentiable` checks only whether
+    the incoming gradient could be differentiated again, and here the logits could."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, logits: Tensor) -> Tensor:
@@ -323,23 +323,23 @@ class _Once(torch.autograd.Function):
 def statistics(
     logits: Tensor, targets: Tensor, *, share: VocabularyShare, start: int, columns: int, options: CrossEntropyOptions
 ) -> Tensor:
-    """What some columns of the logits tell of each token's loss.
+    """The part of each token's loss that some columns of the logits contribute.
 
     Args:
         logits: [tokens, width] contiguous; the columns followed by padding, which is not looked at.
         targets: [tokens] int64.
         share: of the whole vocabulary.
         start: the id of the first column.
-        columns: how many there are.
+        columns: number of them.
         options: label smoothing and ignore index.
 
     Returns:
         [3, tokens] fp32: largest logit m; sum of exp(x - m); weighted sum of x - m.
     """
-    found: Tensor = _statistics(
+    result: Tensor = _statistics(
         logits, targets, start, columns, options.ignore_index, *options.weights(share.vocab_size)
     )
-    return found
+    return result
 
 
 def merged(
@@ -360,17 +360,17 @@ def merged(
     if len(bounds) == 1:
         return parts[0]
     ends = [end for bound in bounds for end in bound]
-    found: Tensor = _merged(parts, targets, ends, *options.weights(vocab_size))
-    return found
+    result: Tensor = _merged(parts, targets, ends, *options.weights(vocab_size))
+    return result
 
 
 def losses(
-    own: Tensor, targets: Tensor, *, share: VocabularyShare, options: CrossEntropyOptions
+    local: Tensor, targets: Tensor, *, share: VocabularyShare, options: CrossEntropyOptions
 ) -> tuple[Tensor, SoftmaxSums]:
     """The loss of each token, from the `statistics` of this rank's columns; exchanges them.
 
     Args:
-        own: [3, tokens] fp32.
+        local: [3, tokens] fp32.
         targets: [tokens] int64.
         share: which columns these are.
         options: label smoothing, z-loss and ignore index.
@@ -381,7 +381,7 @@ def losses(
     Raises:
         ValueError: the exchange gives the tensors of too few ranks, or of too many.
     """
-    gathered = share.exchange(own)  # [ranks, 3, tokens]
+    gathered = share.exchange(local)  # [ranks, 3, tokens]
     require(
         gathered.shape[0] == len(share.bounds),
         f"exchange gave the tensors of {gathered.shape[0]} ranks: it must give those of {len(share.bounds)}, like "
@@ -455,6 +455,6 @@ def cross_entropy(
     logits = logits.contiguous()
     # Where nothing needs a gradient there is no backward that would write one.
     if options.in_place and logits.is_leaf and logits.requires_grad and torch.is_grad_enabled():
-        raise ValueError("logits is a leaf, whose value must stay: use in_place on the output of a layer alone")
+        raise ValueError("logits is a leaf, whose value must stay: use in_place only on the output of a layer")
     result: Tensor = _CrossEntropy.apply(logits, targets, share, options)
     return result

@@ -1,7 +1,7 @@
 """The optimizer's step in host memory (ZeRO-Offload: Ren et al. 2021, arXiv 2101.06840, section 4).
 
-Master weights and moments never lie on the device. The rank's gradients of all buckets travel to the host in a stream
-of their own, queued behind the numbers that decide whether there is an update. Each bucket travels while the buckets
+Master weights and moments never lie on the device. The rank's gradients of all buckets travel to the host in a separate
+stream, queued behind the numbers that decide whether there is an update. Each bucket travels while the buckets
 before it are updated, and its updated weights travel back while those after it are, both in the formats that the device
 keeps. The host waits for a bucket only where it has not arrived. The update runs on all threads of the rank's share of
 the host. Where the device is the CPU itself the copies are plain ones: the same path, and the same numbers.
@@ -13,7 +13,6 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -39,11 +38,9 @@ def step_on_host(
         lr: the learning rate.
         cores: this rank's share of its node's (`host_cores`).
     """
-    buckets = data_parallel.in_order_of_use()
-    runs = {bucket: list(members) for bucket, members in groupby(data_parallel.runs, key=lambda run: run.bucket)}
     with _all_threads(cores):
-        for bucket in buckets:
-            members, downloaded = runs.get(bucket, []), bucket.downloaded()
+        for bucket in data_parallel.in_order_of_use():
+            members, downloaded = data_parallel.runs_of(bucket), bucket.downloaded()
             gradients = [None if run.gradient is None else downloaded[run.shard_slice] for run in members]
             optimizer.step(members, gradients, lr=lr, factor=factor)
             bucket.publish()

@@ -1,1 +1,1 @@
-"""Where the ranks stand, how they talk, and which slice of every parameter each of them holds."""
+"""The ranks' groups, how they communicate, and which slice of every parameter each of them holds."""

@@ -157,9 +157,9 @@ class SumScattered:
         return self._local
 
 
-def _by_messages(whole: Tensor) -> bool:
-    """Whether messages between the ranks are faster than the backend's own collective: they are on gloo."""
-    return whole.device.type == "cpu"
+def _by_messages(whole: Tensor, group: Group) -> bool:
+    """Whether messages between the ranks are faster than the backend's collective: they are on gloo."""
+    return whole.device.type == "cpu" and dist.get_backend(group.handle) != "fake"
 
 
 def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
@@ -169,7 +169,7 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
             whole.copy_(shard)
         return Pending()
     with post(Phase.ALL_GATHER, group.ranks, whole.nbytes) as watched:
-        if _by_messages(whole):
+        if _by_messages(whole, group):
             return Pending(*direct.start_all_gather(whole, shard, group), watched)
         return Pending([_all_gather_flat(whole, shard, group=group.handle, async_op=True)], watched=watched)
 
@@ -180,7 +180,7 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
         shard.copy_(whole)
         return Pending()
     with post(Phase.REDUCE_SCATTER, group.ranks, whole.nbytes) as watched:
-        if _by_messages(whole):
+        if _by_messages(whole, group):
             return Pending(*direct.start_reduce_scatter(shard, whole, group), watched)
         work = _reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
         return Pending([work], watched=watched)

@@ -48,7 +48,7 @@ class Prepared(Protocol):
 
 
 class _UncompiledLinears(Products):
-    """Matrix products at which compiled code ends, so that autograd sees each linear layer's own backward."""
+    """Matrix products at which compiled code ends, so that autograd sees the backward of each linear layer."""
 
     def __init__(self, products: Products) -> None:
         self._products = products
@@ -72,8 +72,8 @@ def compile_layer(
     """Let the layer's forward and backward run as compiled code, from its first call on.
 
     Args:
-        layer: takes a tensor, or a tuple of tensors of which the first holds the hidden states.
-        backend: `inductor` generates kernels; `aot-eager` runs the captured graphs with torch's own operators.
+        layer: takes a tensor, or a tuple of tensors whose first one is the hidden states.
+        backend: `inductor` generates kernels; `aot-eager` runs the captured graphs with torch's operators.
         fixed_shapes: whether the layer's input has one shape, or a few; otherwise the second shape is compiled for all.
         split_backward: gradients of inputs and of weights may be computed separately.
     """
@@ -99,7 +99,7 @@ def compile_layer(
 
     if prepared:
         layer.register_forward_pre_hook(prepare)
-    # Random operators of plain layers stay torch's own: they draw the same masks as without compiling.
+    # Random operators of plain layers stay those of torch: they draw the same masks as without compiling.
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
     layer.forward = torch.compile(
         layer.forward, backend=_BACKENDS[backend], options=options, dynamic=False if fixed_shapes else None

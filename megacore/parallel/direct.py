@@ -1,6 +1,6 @@
 """Collectives made of point-to-point messages: reduce-scatter and all-gather for CPUs, and sums over a part of a group.
 
-gloo's own reduce-scatter and all-gather copy the whole buffer first, once for the former and again for the latter, and
+gloo's reduce-scatter and all-gather copy the whole buffer first, once for the former and again for the latter, and
 take about twice as long as these (28 MiB, 2 and 4 ranks, torch 2.13). Every rank exchanges one message with every
 other: each byte travels once. Terms are added in the order of the ranks, so that the sum has the same bits every time.
 """
@@ -63,7 +63,7 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> l
 
 
 def sum_among(tensor: Tensor, group: Group, members: Sequence[int]) -> None:
-    """Sum `tensor` in place over some ranks of a group, without a communicator of their own.
+    """Sum `tensor` in place over some ranks of a group, without a separate communicator.
 
     Terms are added in the order of the members: every one of them gets the same bits.
 

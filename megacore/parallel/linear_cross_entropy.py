@@ -28,9 +28,9 @@ from megacore.ops.loss import (
     statistics,
 )
 from megacore.parallel.collectives import copy_to_group
-from megacore.parallel.cross_entropy import likeliest_of_group, vocabulary_share
+from megacore.parallel.cross_entropy import likeliest_of_ranks, vocabulary_share
 from megacore.parallel.mesh import Group
-from megacore.parallel.products import Products
+from megacore.parallel.products import Products, gradient_sum
 from megacore.parallel.tensor import gather_sequence
 
 _ALIGNED = 64  # columns; a product of fewer is slower
@@ -70,7 +70,7 @@ class ChunkedLoss:
             options: label smoothing, z-loss, ignore index.
 
         Returns:
-            [b, s] fp32; what `vocab_parallel_cross_entropy` gives for the logits, to fp32 rounding.
+            [b, s] fp32; what `ops.cross_entropy` gives for the logits, to fp32 rounding.
         """
         x = self._entered(x)
         setting = _Setting(self, self._share(), options)
@@ -94,7 +94,7 @@ class ChunkedLoss:
         """`losses`, and the likeliest token at each position, [b, s] int64; for an evaluation."""
         setting = _Setting(self, self._share(), options)
         loss, _, best = setting.forward(self._entered(x), weight, bias, targets, likeliest=True)
-        return loss.view(targets.shape), likeliest_of_group(*best, self.group).view(targets.shape)
+        return loss.view(targets.shape), likeliest_of_ranks(*best, setting.share).view(targets.shape)
 
     def _entered(self, x: Tensor) -> Tensor:
         """All of the input, [b, s, h]."""
@@ -115,8 +115,8 @@ class _Setting:
     options: CrossEntropyOptions
 
     def parts(self, weight: Tensor, bias: Tensor | None) -> Iterator[_Part]:
-        """The chunks of a rank's rows; the last has the padding, of which at least the last row of a rank without
-        columns is one."""
+        """The chunks of a rank's rows; the last one includes the padding, which a rank without columns has at
+        least one row of."""
         columns, rows = self.share.columns, weight.shape[0]
         height = -(-columns // self.layer.chunks) or rows
         if height >= _WIDE:
@@ -137,25 +137,25 @@ class _Setting:
     ) -> tuple[Tensor, SoftmaxSums, tuple[Tensor, Tensor]]:
         """The losses [n], what backward needs, and, if wanted, this rank's largest logit of each token and its id."""
         tokens, ids = x.flatten(0, -2), targets.reshape(-1)
-        found, bounds = [], []
+        partial_sums, bounds = [], []
         best = tokens.new_full((len(ids),), -torch.inf, dtype=torch.float32), ids
         for part in self.parts(weight, bias):
             logits = self.layer.products.output(tokens, part.weight, part.bias)
-            place = {"start": part.first, "columns": part.columns}
-            found.append(statistics(logits, ids, share=self.share, options=self.options, **place))
+            columns = {"start": part.first, "columns": part.columns}
+            partial_sums.append(statistics(logits, ids, share=self.share, options=self.options, **columns))
             bounds.append((part.first, part.first + part.columns))
             if likeliest and part.columns:
                 best = _better(best, logits[:, : part.columns].float().max(-1), part.first)
             del logits
         vocab_size = self.share.vocab_size
-        own = merged(torch.stack(found), ids, bounds=bounds, vocab_size=vocab_size, options=self.options)
-        loss, sums = losses(own, ids, share=self.share, options=self.options)
+        local = merged(torch.stack(partial_sums), ids, bounds=bounds, vocab_size=vocab_size, options=self.options)
+        loss, sums = losses(local, ids, share=self.share, options=self.options)
         return loss, sums, best
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """A chunk: its rows of the weight, padding included, and the ids they stand for."""
+    """A chunk: its rows of the weight, padding included, and their token ids."""
 
     rows: slice
     weight: Tensor
@@ -164,10 +164,10 @@ class _Part:
     columns: int
 
 
-def _better(best: tuple[Tensor, Tensor], found: Any, first: int) -> tuple[Tensor, Tensor]:
+def _better(best: tuple[Tensor, Tensor], largest: Any, first: int) -> tuple[Tensor, Tensor]:
     """The larger of two logits and its id, the earlier one where both are equal."""
-    later = found.values > best[0]
-    return torch.where(later, found.values, best[0]), torch.where(later, found.indices + first, best[1])
+    later = largest.values > best[0]
+    return torch.where(later, largest.values, best[0]), torch.where(later, largest.indices + first, best[1])
 
 
 class _Gradients(torch.autograd.Function):
@@ -179,7 +179,7 @@ class _Gradients(torch.autograd.Function):
         ctx: Any, setting: _Setting, sums: SoftmaxSums, loss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, sums.targets, sums.peak, sums.total, sums.log_z)
-        ctx.setting = setting
+        ctx.setting, ctx.sum = setting, gradient_sum(weight)
         return loss.view_as(loss)
 
     @staticmethod
@@ -191,7 +191,9 @@ class _Gradients(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[3:]
         gradient_of = GradientOfLogits(grad_loss, SoftmaxSums(*sums), share=setting.share, options=setting.options)
         grad_x = torch.zeros_like(tokens, dtype=torch.float32) if wants_x else None
-        grad_weight = torch.empty_like(weight) if wants_weight else None
+        added = ctx.sum if wants_weight else None
+        total, has_terms = (None, False) if added is None else added.buffer()
+        grad_weight = torch.empty_like(weight) if wants_weight and total is None else None
         grad_bias = torch.empty_like(bias) if wants_bias else None
         for part in setting.parts(weight, bias):
             logits = products.output(tokens, part.weight, part.bias)
@@ -200,8 +202,12 @@ class _Gradients(torch.autograd.Function):
                 grad_x += products.input_gradient(logits, part.weight)
             if grad_weight is not None:
                 grad_weight[part.rows] = products.weight_gradient(logits, tokens)
+            if total is not None:
+                products.add_weight_gradient(total[part.rows], logits, tokens, has_terms=has_terms)
             if grad_bias is not None:
                 grad_bias[part.rows] = logits.sum(0)
             del logits
+        if added is not None:
+            added.added()
         grad_x = None if grad_x is None else grad_x.to(x.dtype).view(x.shape)
         return None, None, None, grad_x, grad_weight, grad_bias

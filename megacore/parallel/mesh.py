@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.config import ParallelConfig
 from megacore.config.dimensions import DIMENSIONS, ROLES, Dimension, coordinates_of, degrees_of, describe_rank
@@ -38,29 +39,28 @@ class Group:
         rank: this rank's position in `ranks`.
         handle: the torch process group; None when the group has one member.
         name: torch's name of it, by which compiled code refers to it.
+        size: number of members.
+        is_first: whether this rank is the first member.
+        is_last: whether this rank is the last member.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     handle: dist.ProcessGroup | None = None
     name: str = ""
+    size: int = field(init=False, repr=False, compare=False)
+    is_first: bool = field(init=False, repr=False, compare=False)
+    is_last: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
+    def __post_init__(self) -> None:
+        size = len(self.ranks)
+        for name, value in {"size": size, "is_first": self.rank == 0, "is_last": self.rank == size - 1}.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holders:
-    """The ranks of a pipeline that hold copies of one tied parameter; they have no communicator of their own.
+    """The ranks of a pipeline that hold copies of one tied parameter; they have no separate communicator.
 
     Attributes:
         pipeline: the pipeline group.
@@ -115,11 +115,10 @@ class Mesh:
     def backend(self) -> str:
         return "none (one process)" if self.world.size == 1 else dist.get_backend()
 
-    @property
-    def model(self) -> tuple[Group, ...]:
-        """Groups of ranks that hold different parameters of one replica: a sum over each in turn is one over the
-        model."""
-        return self.layer, self.pipeline
+    @cached_property
+    def sum_groups(self) -> tuple[Group, ...]:
+        """Groups over which a sum, one after the other, is a sum over all ranks; none on one process."""
+        return tuple(group for group in (self.replicas, self.layer, self.pipeline, self.copies) if group.size > 1)
 
     def replica_group(self, role: ReplicaRole) -> Group:
         """The group of a role that a parameter names as the holders of its copies."""
@@ -176,7 +175,7 @@ def select_device(wanted: str) -> torch.device:
         raise ConfigError(
             [
                 f"--device {wanted}: local rank {local_rank}, but this process sees {count} devices: "
-                f"start at most {count} ranks per node, let each see one device of its own, or use --device cpu"
+                f"start at most {count} ranks per node, let each rank see a different device, or use --device cpu"
             ]
         )
     index = local_rank if count > 1 else 0
@@ -251,6 +250,41 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
             ]
         )
     device, world = join_job(config)
+    return _mesh_of(device, world, dimensions, degrees, timeout=_timeout(config))
+
+
+def fake_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
+    """The mesh of rank 0 of a job of which no other rank exists, for a step on fake tensors: what it receives has the
+    right shape and no values. The process belongs to that job until `leave_fake_mesh`.
+
+    Args:
+        config: the degrees; without `dp` it is 1.
+        dimensions: the table, outermost first.
+    """
+    degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
+    device, ranks = torch.device("cpu"), math.prod(degrees.values())
+    if ranks == 1:
+        return Mesh(device=device, dimensions=dimensions, degrees=degrees)
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    world = _group(dist.group.WORLD, 0, tuple(range(ranks)))
+    return _mesh_of(device, world, dimensions, degrees, timeout=_timeout(config))
+
+
+def leave_fake_mesh(mesh: Mesh) -> None:
+    """End the job of `fake_mesh`."""
+    if mesh.world.size > 1:
+        dist.destroy_process_group()
+
+
+def _mesh_of(
+    device: torch.device,
+    world: Group,
+    dimensions: Sequence[Dimension],
+    degrees: Mapping[str, int],
+    *,
+    timeout: timedelta,
+) -> Mesh:
+    """The groups of this rank, which all ranks of the world make together."""
     if world.size == 1:
         return Mesh(device=device, dimensions=dimensions, degrees=degrees)
     made: dict[tuple[tuple[int, ...], ...], Group] = {}
@@ -258,7 +292,7 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
         for role in ROLES:
             groups = groups_of_role(role, dimensions, degrees)
             if groups not in made:
-                made[groups] = _join(groups, world, device, _timeout(config))
+                made[groups] = _join(groups, world, device, timeout)
     roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in ROLES}
     return Mesh(device=device, dimensions=dimensions, degrees=degrees, world=world, **roles)
 
@@ -314,8 +348,8 @@ def _identity(device: torch.device) -> str | None:
 
 
 def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Callable[[], torch.device]) -> torch.device:
-    """This rank's device, once every rank has one: before backends meet, of which two kinds never do, and NCCL reports
-    one device twice as an internal error.
+    """This rank's device, once every rank has one. This comes before the backends connect: two kinds of backend never
+    do, and NCCL reports one device twice as an internal error.
 
     Args:
         store: of the job.
@@ -381,7 +415,7 @@ def _alike(values: Iterable[str | None]) -> list[tuple[str, list[int]]]:
 
 def _job_store(timeout: timedelta) -> dist.Store:
     """The launcher's store. torchrun's serves several attempts (--max-restarts), and may still hold where the ranks of
-    the last one listened: each has names of its own."""
+    the last one listened: each has separate names."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timeout)))[0]
         return store
@@ -398,7 +432,7 @@ def serves_store() -> bool:
 def is_first_of_job(event: str, *, otherwise: bool) -> bool:
     """Whether no other rank of the job has asked this before; true for exactly one of them.
 
-    The ranks count in the launcher's store, each on a connection of its own: that of the process group may be waiting
+    The ranks count in the launcher's store, each on a separate connection: that of the process group may be waiting
     for a dead rank.
 
     Args:
@@ -410,7 +444,7 @@ def is_first_of_job(event: str, *, otherwise: bool) -> bool:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # The store's own client fills the terminal with C++ stacks where nobody listens any more.
+        # The client of the store fills the terminal with C++ stacks where nobody listens any more.
         socket.create_connection((address, port), timeout=_STORE_PATIENCE.total_seconds()).close()
         store = dist.TCPStore(address, port, timeout=_STORE_PATIENCE, wait_for_workers=False)
         return store.add(f"megacore/{event}/{attempt}", 1) == 1

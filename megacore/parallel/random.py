@@ -2,7 +2,7 @@
 rank's history.
 
 - Initial values: a pure function of (seed, global name, global shape), drawn block by block with a counter-based
-  generator (Philox; Salmon et al. 2011), so that a rank draws no more memory than one block beyond its own slice.
+  generator (Philox; Salmon et al. 2011), so that a rank draws no more memory than its slice and one block.
 - Dropout: the mask of a site is a pure function of (seed, site name, global microbatch index, shard). Two pipelines,
   two data layouts or a recomputation therefore see the same mask, and no generator state is ever saved or restored.
 """
@@ -59,7 +59,7 @@ def normal_slice(spec: ShardSpec, *, seed: int, std: float, out: Tensor | None =
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Let operators that take no generator draw from a stream of their own.
+    """Let operators that take no generator draw from a separate stream.
 
     Torch's default generators, of the CPU and of the device, start from `seed` inside; afterwards they are as they were
     before.
@@ -83,30 +83,21 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 class RandomStreams:
-    """The source of dropout masks of one model replica; the runtime says which microbatch is being computed."""
+    """The source of dropout masks of one model replica.
+
+    Attributes:
+        microbatch: global index of the microbatch that is being computed. Who computes one sets it first: the runtime
+            before a forward, recomputation before the second one.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._generator = torch.Generator(device=device)
-        self._microbatch = 0
-
-    @property
-    def index(self) -> int:
-        """Global index of the microbatch that is being computed."""
-        return self._microbatch
-
-    @contextmanager
-    def microbatch(self, index: int) -> Iterator[None]:
-        """Masks drawn inside belong to the microbatch of this global index."""
-        previous, self._microbatch = self._microbatch, index
-        try:
-            yield
-        finally:
-            self._microbatch = previous
+        self.microbatch = 0
 
     def key(self, site: str, shard: int) -> int:
         """The seed of a site's mask, for operators that draw it themselves."""
-        return stable_hash(self._seed, site, self._microbatch, shard)
+        return stable_hash(self._seed, site, self.microbatch, shard)
 
     def seed(self, site: str, shard: int) -> int:
         """The same in 63 bits."""
@@ -135,7 +126,7 @@ class Dropout(nn.Module):
     Args:
         probability: share of elements set to zero, in [0, 1).
         streams: where masks come from.
-        site: global name of the place in the model.
+        site: global name of the position in the model.
         shard: which slice of the activations this rank holds; 0 where all tensor-parallel ranks hold the same, which
             must then draw the same mask.
     """

@@ -32,27 +32,27 @@ def recompute(function: Callable[..., T], *inputs: Tensor, streams: RandomStream
     if torch.compiler.is_compiling():  # compiled code takes the seeds of its masks as tensors
         compiled: T = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
         return compiled
-    index = streams.index
+    microbatch = streams.microbatch
 
     def again(*tensors: Tensor) -> T:
-        with streams.microbatch(index):
-            return function(*tensors)
+        streams.microbatch = microbatch
+        return function(*tensors)
 
     output: T = checkpoint(again, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output
 
 
-def computed_again(value: Tensor, again: Callable[[], Tensor], *, light: bool) -> AbstractContextManager[None]:
-    """With `light`, operators inside the context do not keep `value` for backward, which calls `again` instead.
+def computed_again(value: Tensor, again: Callable[[], Tensor]) -> AbstractContextManager[None]:
+    """Operators inside the context do not keep `value` for backward, which calls `again` instead.
 
-    Meant for the output of a cheap operator whose input is kept anyway, such as a norm before a linear layer.
+    Meant for the output of a cheap operator whose input is kept anyway, such as a norm before a linear layer. Compiled
+    code ignores it, and decides by itself what it keeps.
 
     Args:
         value: its memory is freed when nothing else holds it.
         again: computes the same bits from tensors that are kept anyway.
-        light: False: the context does nothing. Compiled code ignores it, and decides by itself what it keeps.
     """
-    if not light or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nullcontext()
     return _not_kept(value, again)
 

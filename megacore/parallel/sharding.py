@@ -7,9 +7,10 @@ checkpoints, norm counting and the parity tests all read it, so that none of the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -80,24 +81,29 @@ class ShardSpec:
         return first and mesh.copies.is_first and not self.is_tied_copy
 
 
-class ShardedParameter(nn.Parameter):
-    """A parameter with its `spec`: the global tensor, and the slice of it on this rank."""
+class GradientSum(Protocol):
+    """The sum of a weight's gradients over a step, to which a product may add its result directly."""
+
+    def buffer(self) -> tuple[Tensor, bool]:
+        """The sum in fp32, of the weight's shape, and whether it holds terms already. Otherwise it holds anything."""
+
+    def added(self) -> None:
+        """The gradient of this backward is in the buffer."""
+
+
+class _Sliced:
+    """A parameter with its `spec`: the global tensor, and the slice of it on this rank.
+
+    Attributes:
+        spec: see above.
+        gradient_sum: where linear layers add the gradient; None: they give it to autograd.
+        beside_next: a bucket of parameters that holds the layer's next parameter holds this one too, right behind it,
+            so that one product can read both.
+    """
 
     spec: ShardSpec
-
-    def __new__(cls, data: Tensor, spec: ShardSpec, requires_grad: bool = True) -> ShardedParameter:
-        parameter: ShardedParameter = super().__new__(cls, data, requires_grad)
-        parameter.spec = spec
-        return parameter
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        if id(self) not in memo:
-            memo[id(self)] = ShardedParameter(self.detach().clone(), self.spec, self.requires_grad)
-        copy: ShardedParameter = memo[id(self)]
-        return copy
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return ShardedParameter, (self.detach(), self.spec, self.requires_grad)
+    gradient_sum: GradientSum | None = None
+    beside_next: bool = False
 
     def named(self, name: str) -> None:
         """Give the parameter its global name; a tied parameter keeps the first."""
@@ -109,11 +115,46 @@ class ShardedParameter(nn.Parameter):
         self.spec = replace(self.spec, name=name, is_tied_copy=True)
 
 
-class ShardedModule(nn.Module):
-    """A module with `ShardedParameter`s of its own, which stay so when it moves.
+class _ShardedParameterType(type(nn.Parameter)):  # type: ignore[misc]
+    """torch makes the parameter of a fake tensor a fake tensor, whatever class it is asked for."""
 
-    Where a tensor cannot stand in for its parameter (`to_empty` of a module on the meta device, `to` another device),
-    torch makes a plain parameter of it.
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, _Sliced) or super().__instancecheck__(instance)
+
+
+class ShardedParameter(_Sliced, nn.Parameter, metaclass=_ShardedParameterType):
+    """A parameter with its `spec`: the global tensor, and the slice of it on this rank."""
+
+    def __new__(cls, data: Tensor, spec: ShardSpec, requires_grad: bool = True) -> ShardedParameter:
+        made: Any = super().__new__(cls, data, requires_grad)
+        if not isinstance(made, _Sliced):
+            kind: Any = type(made)
+            made.__class__ = _sliced(kind)
+        made.spec = spec
+        parameter: ShardedParameter = made
+        return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+        if id(self) not in memo:
+            memo[id(self)] = ShardedParameter(self.detach().clone(), self.spec, self.requires_grad)
+        copy: ShardedParameter = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return ShardedParameter, (self.detach(), self.spec, self.requires_grad)
+
+
+@functools.cache
+def _sliced(kind: type) -> Any:
+    """A class of tensors, such as fake ones, with a `spec`."""
+    return type(f"Sharded{kind.__name__}", (_Sliced, kind), {})
+
+
+class ShardedModule(nn.Module):
+    """A module that holds `ShardedParameter`s, which stay so when it moves.
+
+    Where a tensor cannot replace the data of its parameter (`to_empty` of a module on the meta device, `to` another
+    device), torch makes a plain parameter of it.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -241,8 +241,9 @@ class _Run:
         runtime, task, key = self.runtime, self.runtime.task, (action.stage, action.microbatch)
         microbatch, stage = self.microbatches[action.microbatch], runtime.chunks[self.chunk(action)]
         x = self.stage_input(action)
+        task.streams.microbatch = microbatch.index
         watched = phase(Phase.FORWARD, stage=action.stage, microbatch=action.microbatch)
-        with watched, runtime.timer.measure(action), task.streams.microbatch(microbatch.index):
+        with watched, runtime.timer.measure(action):
             y = stage(x, task.last_inputs(microbatch) if action.stage == runtime.last_stage else ())
             if action.stage == runtime.last_stage:
                 y = task.evaluation_loss(y, microbatch) if self.loss_weight is None else task.loss(y, microbatch)

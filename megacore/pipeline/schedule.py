@@ -35,7 +35,7 @@ from megacore.errors import UserError
 
 
 class ScheduleError(UserError):
-    """A schedule that cannot be run as it stands; the message names the rank and the action."""
+    """A schedule that cannot be run; the message names the rank and the action."""
 
 
 class Op(Enum):

@@ -10,6 +10,7 @@ MLP, V vocabulary, t tensor-parallel ranks, e bytes of an element.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
@@ -19,6 +20,14 @@ from megacore.plan.model_size import vocabulary_rows
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOST_LOGITS = 2.0**31
 """Bytes of logits that exist at a time, unless --loss-chunks says otherwise."""
+LONGEST_WHOLE = 1024
+"""The longest sequence for which `ops.attention` makes masks, biases and, with dropout on a CPU, weights whole."""
+_BLOCK, _ALIBI_BLOCK = 512, 128  # queries of a block of longer ones; with ALiBi on a CPU
+Operator = Literal[
+    "norms", "products of norms", "attention", "activation", "product of the activation", "dropout", "block"
+]
+"""What keeps tensors in a block: `products of norms` the outputs of norms (qkv, gate, up), `attention` all between its
+projections and its output, `product of the activation` the input of `down`; `block` its input, if it is recomputed."""
 # Tensors [b, s, f] that an MLP keeps, by activation: the input of `down`, and what the activation's backward needs.
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3, "geglu-exact": 3}
 
@@ -30,35 +39,49 @@ def residual_bytes(config: ResolvedConfig) -> float:
 
 
 def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
-    """What one block keeps.
+    """What one block keeps: the sum of `kept_by_operator`, whose arguments these are."""
+    return sum(kept_by_operator(config, block, on_cpu=on_cpu, recompute=recompute).values())
+
+
+def kept_by_operator(
+    config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str
+) -> dict[Operator, float]:
+    """What each operator of one block keeps; a tensor that two operators keep counts for the first.
 
     Args:
         config: a resolved configuration.
-        block: the block's own, which may differ from `config.model` in its window.
+        block: the configuration of the block, which may differ from `config.model` in its window.
         on_cpu: whether operators run in plain torch, which keeps more for RMSNorm, GeGLU and dropout.
         recompute: `none`, `selective`, `light` or `full`, whatever the configuration says.
     """
     residual = residual_bytes(config)
     if recompute == "full":
-        return residual
+        return {"block": residual}
     e, t, tokens = _element(config), _layer_ranks(config), _tokens(config)
     split = t if config.parallel.sequence_parallel else 1
     # A kernel draws its dropout mask again in backward; plain torch keeps two, and compiled code may.
     draws_again = not on_cpu and config.training.kernels != "torch" and not config.training.compile
     masks = 2 / e if block.hidden_dropout and not draws_again else 0.0
-    light = recompute == "light"
+    light = recompute == "light" and not config.training.compile
     # The output of BERT's second norm is the residual stream, which the next block keeps.
     outputs = 2 if not light else 1 if isinstance(config, BertConfig) and not config.bert.packed else 0
-    stream = residual * ((1 if block.parallel_residual else 2) + outputs + masks)  # inputs and outputs of two norms
-    norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
-    mlp = _INNER_TENSORS[block.activation]
+    if config.parallel.sequence_parallel and (config.training.reproducible or config.parallel.may_split_backward):
+        outputs = 2 * t  # gathered, where the gradients of weights are computed apart
+    inner = e * tokens * block.inner_size / t
+    activated = 0 if block.activation == "relu" else 1  # ReLU keeps its output itself
+    of_activation = _INNER_TENSORS[block.activation] - activated
     if on_cpu and block.activation.startswith("geglu"):
-        mlp += 1  # the activated gate
-    if light and block.activation != "relu":
-        mlp -= 1  # what the second product reads
-    mixed = block.num_attention_heads * block.head_size
-    within = e * tokens * (mlp * block.inner_size + mixed) / t
-    return stream + norms + within + _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)
+        of_activation += 1  # the activated gate
+    attention = _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)
+    norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
+    return {
+        "norms": residual * (1 if block.parallel_residual else 2) + norms,
+        "products of norms": residual * outputs,
+        "attention": attention + e * tokens * block.num_attention_heads * block.head_size / t,
+        "activation": inner * of_activation,
+        "product of the activation": inner * (0 if light else activated),
+        "dropout": residual * masks,
+    }
 
 
 def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
@@ -84,6 +107,9 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     if recompute == "selective":
         return normed + taken
     weights, dropout = tokens * s * n / t, block.attention_dropout > 0
+    logarithms = 4 * tokens * n / t  # of the softmax's sums
+    if attends_in_blocks(config, block, on_cpu=on_cpu):
+        return normed + taken + logarithms
     if config.training.attention == "fused-softmax":
         mask = (
             4 if on_cpu and e == 4 else 1
@@ -92,8 +118,36 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
         return normed + taken + kept * weights
     if dropout and on_cpu:  # no fused operator: in fp32, a key and a value for each query, and all weights as above
         return normed + 4 * 3 * tokens * queries + 12 * weights
-    logarithms = 4 * tokens * n / t  # of the softmax's sums
     return normed + taken + logarithms + (e * tokens * s if _has_documents(config) else 0.0)
+
+
+def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
+    """Whether attention takes a block of queries at a time: where torch's operator would need masks or weights, and the
+    sequence is long."""
+    s = config.data.seq_length
+    if config.training.attention == "fused-softmax" or s <= LONGEST_WHOLE:
+        return False
+    masked = block.position_embedding_type == "alibi" or _has_documents(config) or _has_window(block, s)
+    return masked or (on_cpu and block.attention_dropout > 0)
+
+
+def attention_passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """What exists while a block of queries is attended to on a CPU, and again in its backward: the mask or bias of the
+    block, in fp32 and as it is made; with dropout tiles of weights."""
+    if not on_cpu or not attends_in_blocks(config, block, on_cpu=on_cpu):
+        return 0.0
+    s, b, heads = config.data.seq_length, config.training.micro_batch_size, block.num_attention_heads
+    heads_here = heads / _layer_ranks(config)
+    if block.attention_dropout > 0:
+        return 5 * 4 * b * heads_here * _BLOCK**2
+    keys = s if not _has_window(block, s) else min(s, (block.window_size or s) + _BLOCK)
+    if block.position_embedding_type == "alibi":
+        return 2 * 4 * (b if _has_documents(config) else 1) * heads_here * _ALIBI_BLOCK * keys
+    return (4 + 2) * (b if _has_documents(config) else 1) * _BLOCK * keys
+
+
+def _has_window(block: ResolvedModel, length: int) -> bool:
+    return block.window_size is not None and block.window_size < length
 
 
 def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_cpu: bool) -> float:
@@ -101,19 +155,21 @@ def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_c
     e = _element(config)
     if block.normalization == "LayerNorm":
         return 2 * (e if on_cpu else 4)  # mean and deviation
-    if not on_cpu:
+    if not on_cpu or config.training.compile:
         return 4
-    return e + size * (e + (4 if e < 4 else 0))  # plain torch: the normalised row, and the input in fp32
+    return 4 + size * (e + (4 if e < 4 else 0))  # plain torch: the normalised row, and the input in fp32
 
 
 def shared_bytes(config: ResolvedConfig) -> float:
-    """What all blocks of a rank share: ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias."""
+    """What all blocks of a rank share: the cosines and sines of rotary positions, [s, r/2] fp32 each; and where the
+    sequence is short, ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias."""
     e, s, model = _element(config), config.data.seq_length, config.model
-    if config.training.attention == "fused-softmax" or _has_documents(config):
-        return 0.0
+    tables = 4.0 * s * model.rotary_dimensions if model.position_embedding_type == "rope" else 0.0
+    if config.training.attention == "fused-softmax" or _has_documents(config) or s > LONGEST_WHOLE:
+        return tables
     if model.position_embedding_type == "alibi":
         return e * s * s * model.num_attention_heads / _layer_ranks(config)
-    return (1 + e) * s * s if model.window_size is not None and model.window_size < s else 0.0
+    return tables + ((1 + e) * s * s if _has_window(model, s) else 0.0)
 
 
 def logits_bytes(config: ResolvedConfig) -> float:

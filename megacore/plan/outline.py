@@ -1,6 +1,6 @@
 """A model as the sizes of its layers, without torch: what is known of each layer before anything is built.
 
-The models' own lists of layers (gpt.py, bert.py) take names, parameters and operations from here, so that what is
+The models' lists of layers (gpt.py, bert.py) take names, parameters and operations from here, so that what is
 planned before torch is loaded and what is built later are the same stages.
 """
 
@@ -39,7 +39,7 @@ class LayerOutline:
         is_block: one of the repeated layers.
         tied: parameters' local names -> global names of the earlier layer's parameters that they are.
         shared: how many of `held` are these, and are held once where both layers lie on one rank.
-        block: the configuration of a block, whose window may be its own; None for the embedding and the head.
+        block: the configuration of this block, as windows may differ; None for the embedding and the head.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 A container or a batch system limits memory by control groups, nested in each other, and the narrowest decides;
 both versions of them are read (the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst). What the
-kernel keeps of files counts as free, since it gives that up first, and so does swap: a run is refused for what is
-certain alone.
+kernel keeps of files counts as free, since it gives that up first, and so does swap: a run is refused only for what is
+certain.
 """
 
 from __future__ import annotations

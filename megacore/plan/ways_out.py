@@ -334,8 +334,8 @@ def _smallest(start: Change) -> Iterator[Change]:
 
 
 def _larger_machines(start: Change, limits: Limits) -> Iterator[str]:
-    """What the run needs on larger machines: with every saving flag, as it stands, with the smallest change of model,
-    with some saving flags, and on more of them; what needs as much as the run as it stands is left out."""
+    """What the run needs on larger machines: with every saving flag, unchanged, with the smallest change of model,
+    with some saving flags, and on more of them; what needs as much as the unchanged run is left out."""
     machines = "machines" if limits.on_cpu else "devices"
     smallest = next((change for change in map(_thriftiest, reversed(_much_smaller(start))) if _is_valid(change)), None)
     further = itertools.chain(

@@ -2,7 +2,7 @@
 
 One is for predicting the masked tokens, the other for saying how the two segments belong together.
 
-Each is a sum with a count of its own, masked tokens and sentence pairs, so that the mean over the global batch of the
+Each is a sum with a separate count, masked tokens and sentence pairs, so that the mean over the global batch of the
 one plus that of the other is what is trained (Devlin et al. 2018, arXiv 1810.04805, appendix A.2), whatever masked
 tokens and pairs a microbatch happens to hold; one without any adds nothing.
 
@@ -22,7 +22,8 @@ from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
 from megacore.models.bert import Output, bert_flops, bert_layers
 from megacore.models.initialize import RandomWeights
-from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_argmax, vocab_parallel_cross_entropy
+from megacore.ops import CrossEntropyOptions, cross_entropy
+from megacore.parallel.cross_entropy import vocab_parallel_argmax, vocabulary_share
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
@@ -49,7 +50,8 @@ class BertTask(Task):
         accuracies = tuple(name.replace("loss", "accuracy") for name in losses)
         super().__init__(bert_layers(config, context), streams, loss_names=losses, evaluation_names=losses + accuracies)
         self.config, self.group = config, mesh.layer
-        self.vocab_size, self.has_pairs = config.model.vocab_size, config.bert.has_sentence_head
+        self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
+        self.has_pairs = config.bert.has_sentence_head
         self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
@@ -87,7 +89,7 @@ class BertTask(Task):
         if self.head_has_loss:
             likeliest, *pairs = pairs
         else:
-            likeliest = vocab_parallel_argmax(tokens, vocab_size=self.vocab_size, group=self.group)
+            likeliest = vocab_parallel_argmax(tokens, self.share)
         right = [(likeliest == microbatch.labels).float().mul(microbatch.loss_mask).sum()]
         right += [(pair.argmax(-1) == microbatch.sentence_labels).float().sum() for pair in pairs]
         return torch.cat([self._losses(tokens, pairs, microbatch, None), torch.stack(right)])
@@ -106,9 +108,7 @@ class BertTask(Task):
         """Sums from the tokens' logits, or their losses where the head has them, and from the pairs' logits, if any."""
         per_token = tokens
         if not self.head_has_loss:
-            per_token = vocab_parallel_cross_entropy(
-                tokens, microbatch.labels, vocab_size=self.vocab_size, group=self.group, options=options
-            )
+            per_token = cross_entropy(tokens, microbatch.labels, options=options, share=self.share)
         sums, labels = [torch.sum(per_token * microbatch.loss_mask)], microbatch.sentence_labels
         sums += [F.cross_entropy(pair.float(), labels, ignore_index=_NO_PAIR, reduction="sum") for pair in pairs]
         return torch.stack(sums)

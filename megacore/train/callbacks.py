@@ -9,9 +9,9 @@
 
     Trainer(config, mesh, task, train_data, valid_data, callbacks=[Losses()]).run()
 
-Every rank calls its callbacks: first the trainer's own (the report on rank 0, the tracer), then the others in order. A
-step calls `on_step_begin`, computes, and calls `on_step_end`; then `figures`, `on_log`, `on_evaluate` and `on_save` if
-they are due. A run ends with `on_stop` or with `on_error`.
+Every rank calls its callbacks: first those of the trainer (the report on rank 0, the tracer), then the others in order.
+A step calls `on_step_begin`, computes, and calls `on_step_end`; then `figures`, `on_log`, `on_evaluate` and `on_save`
+if they are due. A run ends with `on_stop` or with `on_error`.
 
 An exception in a callback ends the run like one in the trainer: this rank reports it, and all ranks end. A callback
 that communicates must do so on every rank. Reading the value of a tensor on an accelerator (`float(result.loss)`) waits
@@ -134,7 +134,7 @@ class Callbacks:
             member.on_stop(self._run, reason)
 
     def on_error(self, error: BaseException) -> None:
-        """The run ends with an exception, which no other one hides: a callback's own is printed."""
+        """The run ends with an exception, which no other one hides: an exception in a callback is printed."""
         for member in self.members:
             try:
                 member.on_error(self._run, error)

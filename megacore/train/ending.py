@@ -1,7 +1,7 @@
 """How a job ends early: the first cause is said once, and every process ends at once.
 
-When one rank fails, its peers fail as well, each in its own words. The first rank of the job to report is the one with
-the cause; what the others would say is its echo.
+When one rank fails, its peers fail as well, each with a different message. The first rank of the job to report is the
+one with the cause; the messages of the others only follow from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def report_cause(text: str, *, otherwise: bool = True) -> bool:
 
 
 def exit_with(status: int) -> NoReturn:
-    """End the process now, past the interpreter's own shutdown.
+    """End the process now, past the interpreter's shutdown.
 
     Once the interpreter shuts down, a thread that asks for its lock is ended on the spot, and where that unwinds a C++
     destructor the whole process aborts ("terminate called without an active exception"). Such threads are left at the

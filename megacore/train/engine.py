@@ -56,7 +56,7 @@ class PipelineEngine:
     """Trains a model, given as a list of layers, on this rank of the mesh.
 
     Args:
-        layers: the whole model, the same on every rank; a rank builds its own layers only.
+        layers: the whole model, the same on every rank; a rank builds only the layers of its stages.
         loss: (output of the last layer, targets) -> a scalar tensor.
         reduction: whether `loss` returns the mean or the sum of what `count` counts.
         count: targets -> how many terms the loss of a microbatch has (samples, or tokens that are not masked), a number
@@ -73,7 +73,7 @@ class PipelineEngine:
         seed: of initial weights and dropout.
         reproducible: makes losses and weights bitwise the same for every pp, dp, ZeRO stage and schedule.
         compile: run the layers as compiled code (torch.compile); what cannot be captured runs as it is.
-        compile_backend: "inductor" generates kernels, "aot-eager" runs PyTorch's own operators.
+        compile_backend: "inductor" generates kernels, "aot-eager" runs PyTorch's operators.
         mesh: this rank's groups and device; None: made from `parallel`.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
 
@@ -269,7 +269,7 @@ class PipelineEngine:
         """Publish a checkpoint: weights, the optimizer's state, buffers and counters; all ranks call this together.
 
         Args:
-            directory: in which the checkpoint gets a directory of its own, named after the step.
+            directory: in which the checkpoint becomes a directory, named after the step.
 
         Returns:
             The checkpoint's directory.

@@ -16,7 +16,8 @@ from megacore.data.loading.loader import Microbatch
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
-from megacore.parallel.cross_entropy import CrossEntropyOptions, vocab_parallel_cross_entropy
+from megacore.ops import CrossEntropyOptions, cross_entropy
+from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
@@ -51,7 +52,7 @@ class GPTTask(Task):
         context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
         super().__init__(gpt_layers(config.model, dataclasses.replace(context, products=products)), streams)
         self.config, self.group = config, mesh.layer
-        self.vocab_size = config.model.vocab_size
+        self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
         self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
 
@@ -91,7 +92,5 @@ class GPTTask(Task):
     def _cross_entropy(self, output: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
         per_token = output
         if not self.head_has_loss:
-            per_token = vocab_parallel_cross_entropy(
-                output, microbatch.labels, vocab_size=self.vocab_size, group=self.group, options=options
-            )
+            per_token = cross_entropy(output, microbatch.labels, options=options, share=self.share)
         return torch.sum(per_token * microbatch.loss_mask)

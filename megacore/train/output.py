@@ -66,12 +66,13 @@ def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
         except OSError as error:
             problem = StorageError(f"{error.filename or run}: {error.strerror}")
     token = None if lock is None else lock.token
-    told: tuple[Exception | None, str | None] = all_gather_objects((problem, token), mesh.world)[0]
-    if told[0] is not None:
-        raise told[0]
-    assert told[1] is not None
+    first: tuple[Exception | None, str | None] = all_gather_objects((problem, token), mesh.world)[0]
+    problem, token = first
+    if problem is not None:
+        raise problem
+    assert token is not None
     try:
-        _require_one_directory(run, told[1], mesh.world)
+        _require_one_directory(run, token, mesh.world)
     except BaseException:
         if lock is not None:
             lock.release()
@@ -80,9 +81,9 @@ def _claim(config: ResolvedConfig, mesh: Mesh) -> WriterLock | None:
 
 
 def _require_one_directory(run: Path, token: str, world: Group) -> None:
-    """Every rank writes its part of a checkpoint: one that writes elsewhere would be found out at the first save."""
-    own = None if world.is_first or sees_lock(run, token, patience=_PATIENCE_SECONDS) else str(run)
-    elsewhere = {rank: path for rank, path in enumerate(all_gather_objects(own, world)) if path is not None}
+    """Every rank writes its part of a checkpoint: one that writes elsewhere would fail only at the first save."""
+    missed = None if world.is_first or sees_lock(run, token, patience=_PATIENCE_SECONDS) else str(run)
+    elsewhere = {rank: path for rank, path in enumerate(all_gather_objects(missed, world)) if path is not None}
     if elsewhere:
         raise UserError(
             f"--output-dir {next(iter(elsewhere.values()))} of {ranks_in_words(list(elsewhere))} is not the directory "

@@ -5,7 +5,7 @@
 3. initialise: by global name, so that every layout starts from the same bits;
 4. compile: the forward of blocks runs as compiled code, and so does their backward;
 5. recompute: wrap the blocks that keep only their input;
-6. data parallel: move the parameters as they now stand into buckets, in the precision of training, and divide them by
+6. data parallel: move the parameters with their values into buckets, in the precision of training, and divide them by
    ZeRO's stage: on stage 3 before the next layer is built, so that no more than one is ever whole;
 7. tied parameters: their copies take the value of the first use.
 """
@@ -21,9 +21,11 @@ from torch import nn
 
 from megacore.config import ResolvedConfig
 from megacore.models.spec import LayerSpec
+from megacore.optim.optimizers import has_one_pass
 from megacore.parallel.collectives import all_reduce_tied_
 from megacore.parallel.compiled import compile_layer
 from megacore.parallel.mesh import Holders, Mesh
+from megacore.parallel.products import adds_in_fp32
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 from megacore.pipeline.partition import stage_ranges
@@ -150,8 +152,8 @@ def _holders_of_tied(layers: Sequence[LayerSpec], stages: Sequence[range], mesh:
 def _spread_values(
     shared: Mapping[str, Holders], data_parallel: DataParallel, copies: frozenset[str], device: torch.device
 ) -> None:
-    """Give the copies of tied parameters the value that they have where they are first used. Each has a bucket of its
-    own, which every stage divides alike, so that ranks need to sum their shards only."""
+    """Give the copies of tied parameters the value that they have where they are first used. Each has a separate
+    bucket, which every stage divides alike, so that ranks need to sum their shards only."""
     for name, holders in sorted(shared.items()):
         for local in data_parallel.segments_of(name):
             value = torch.zeros_like(local.master, device=device) if name in copies else local.master.to(device)
@@ -167,7 +169,9 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
         reduce_dtype=DTYPES[config.precision.grad_reduce_dtype],
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        products_add=adds_in_fp32(mesh.device, DTYPES[config.precision.precision]),
         offload=parallel.offload_optimizer,
+        one_pass=has_one_pass(config, mesh.device),
         optimizer=config.optimizer_settings,
         exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )

@@ -27,7 +27,7 @@ class Saving:
     Args:
         config: resolved.
         mesh: this rank's groups.
-        callbacks: told of every checkpoint once it is published.
+        callbacks: called for every checkpoint once it is published.
         report: takes warnings.
         loaded: the checkpoint that the run continues from.
 

@@ -73,11 +73,12 @@ class BatchWeight:
 
     def __init__(self, counts: Tensor, group: Group, loss_scale: float) -> None:
         self.counts, self._loss_scale = counts, loss_scale
-        self._sum = start_all_reduce_(counts, group)
+        self._sum = start_all_reduce_(counts, group) if group.size > 1 else None
 
     def per_count(self) -> Tensor:
         """1 / counts, fp64; 0 where nothing is counted."""
-        self._sum.wait()
+        if self._sum is not None:
+            self._sum.wait()
         return torch.where(self.counts > 0, 1.0 / self.counts, 0.0)
 
     def value(self) -> Tensor:
@@ -212,5 +213,5 @@ class TrainStep:
         """
         manifest = load_checkpoint(directory, self.state(consumed_samples=0, buffers=buffers), self.mesh.world)
         self.step = manifest.step
-        self.update.load_counters(manifest.counters)
+        self.update.load_counters({"updates": manifest.step, **manifest.counters})
         return manifest

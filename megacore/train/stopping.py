@@ -88,8 +88,8 @@ class StopRequests:
         Returns:
             0 or 1 for each reason to stop, then for waiting, then for a save.
         """
-        own_reason = self._reason(step)
-        return [*(int(reason == own_reason) for reason in _REASONS), int(waiting), int(self._save)]
+        local_reason = self._reason(step)
+        return [*(int(reason == local_reason) for reason in _REASONS), int(waiting), int(self._save)]
 
     def decision(self, votes: Sequence[int]) -> Decision:
         """The decision from the summed votes. A save that is agreed on answers the requests until now."""

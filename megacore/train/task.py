@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Task(ABC):
     """A model and its loss.
 
-    A loss is one sum or several, each with its own count. Each sum is divided by its count over the global batch, on
+    A loss is one sum or several, each with a count. Each sum is divided by its count over the global batch, on
     any ranks and in any microbatches. Training minimizes the sum of these means.
 
     Args:

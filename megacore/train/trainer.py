@@ -29,7 +29,7 @@ from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
 from megacore.train.step import StepResult, TrainStep
 from megacore.train.stopping import Decision, StopRequests
-from megacore.train.summary import launch_summary
+from megacore.train.summary import attention_warning, launch_summary
 from megacore.train.task import Task
 from megacore.train.tracing import Tracer
 from megacore.train.watching import StepMarks, Stragglers
@@ -46,7 +46,7 @@ class Trainer:
         task: the model's layers and its loss.
         train_data: training samples; at least train_iters x global_batch_size of them.
         valid_data: validation samples, or None for no evaluation.
-        callbacks: of this rank, besides the trainer's own report and tracer.
+        callbacks: of this rank, besides the trainer's report and tracer.
 
     Attributes:
         decision: what all ranks do after the last step.
@@ -258,6 +258,9 @@ class Trainer:
             f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}{self.metrics.about_mfu()}",
             f"  {'memory':<10}MiB of state on the fullest rank, by formula: {memory}",
         ]
+        is_transformer = any(layer.block is not None for layer in self.task.layers)
+        if is_transformer and (slower := attention_warning(self.config, self.mesh.device)) is not None:
+            lines.append(f"  {'warning':<10}{slower}")
         say("\n".join(lines), may_fail=self.config.checkpoint.on_save_error == "warn")
 
     def _summary(self, stopped: str | None) -> str:

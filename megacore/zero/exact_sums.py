@@ -22,7 +22,7 @@ def to_units(x: Tensor, unit: float) -> tuple[Tensor, Tensor]:
 
     Args:
         x: any float dtype.
-        unit: what one stands for.
+        unit: the value of one.
 
     Returns:
         The multiples, int64 of x's shape; and the largest magnitude among them, an fp64 scalar that is not finite if
@@ -51,7 +51,7 @@ def square_sum_units(tensor: Tensor) -> Tensor:
 
 
 def square_sum_from_units(sums: Tensor) -> Tensor:
-    """The fp64 scalar that `square_sum_units` stands for."""
+    """The fp64 scalar that `square_sum_units` represents."""
     total = torch.zeros((), dtype=torch.float64, device=sums.device)
     for multiples, unit in zip(sums.double(), _SQUARE_UNITS, strict=True):
         total += multiples * unit

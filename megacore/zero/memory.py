@@ -16,7 +16,7 @@ def measured_bytes(data_parallel: DataParallel, optimizer: HasState) -> dict[str
     """Bytes this rank holds now, by kind; every storage counts once, under the first kind that has it.
 
     Gradients are those of the last step, so that this is what a step keeps until its end. `buffers` are reductions
-    under way; what a layer gathers for its own computation on stage 3 is not held now.
+    under way; what a layer gathers for its computation on stage 3 is not held now.
     """
     tensors: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     for bucket in data_parallel.buckets:

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import GPTHead
-from megacore.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.ops import cross_entropy
+from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.random import RandomStreams
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
@@ -42,7 +43,7 @@ def peak_of_head(rank: int, world_size: int, chunks: list[int]) -> list[int]:
         before = torch.accelerator.memory_allocated(device)
         torch.accelerator.reset_peak_memory_stats(device)
         if count == 1:
-            losses = vocab_parallel_cross_entropy(head(x), labels, vocab_size=VOCABULARY, options=context.loss_options)
+            losses = cross_entropy(head(x), labels, share=vocabulary_share(VOCABULARY), options=context.loss_options)
         else:
             losses = head((x, labels))
         losses.sum().backward()
@@ -86,9 +87,8 @@ def launches_of_head(rank: int, world_size: int, chunks: int) -> list[str]:
     x, labels = torch.ones(1, 8, 32, device=device).requires_grad_(), torch.ones(1, 8, device=device).long()
     with Launches() as launched:
         if chunks == 1:
-            losses = vocab_parallel_cross_entropy(
-                head(x), labels, vocab_size=config.model.vocab_size, group=group, options=context.loss_options
-            )
+            share = vocabulary_share(config.model.vocab_size, group)
+            losses = cross_entropy(head(x), labels, share=share, options=context.loss_options)
         else:
             losses = head((x, labels))
     assert losses.isfinite().all()

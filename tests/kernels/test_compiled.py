@@ -4,6 +4,8 @@ Expectations are recorded per Triton version (`python -m tests.kernels.test_comp
 one); an unrecorded version is held to everything but the numbers. Registers may differ by a few from what is recorded:
 what ptxas is given depends a little on what the process compiled before.
 
+The common shapes are compiled by default. `slow` compiles the product of widths, sequences and vocabulary shards too.
+
 Triton caches what it compiled, by source, target and its own version: only the first run on a machine takes minutes.
 sm_80 is `slow`: the same source, whose compilation finds other registers and nothing else in nearly all kernels.
 """
@@ -25,6 +27,11 @@ from tests.unit.packaging_builds import ROOT
 RECORDS = Path(__file__).parent / "figures"
 REGISTERS_EITHER_WAY = 8
 FIGURES = ("registers", "shared", "wide", "narrow")
+# Kernels whose registers leave room for fewer than 32 warps of a processor: rows too wide for the rest, all heads of a
+# token at once, and the optimizer's six tensors.
+FEW_WARPS = {
+    "forward_wide": 16, "backward_chunked": 16, "backward_wide": 16, "backward_columns": 28, "split": 16, "join": 16,
+}  # fmt: skip
 # What is wrong -> the kernel's file, the text there, the text instead, the cases compiled with it, what is reported.
 DEFECTS = {
     "the exact causal condition in the load's mask": (
@@ -47,6 +54,13 @@ DEFECTS = {
         "PERSISTENT = {True: 32768",
         "layer_norm 16384 bf16",
         "spills",
+    ),
+    "a tensor read for nothing": (
+        "gelu",
+        "dx = dy * sigmoid * (1.0 + slope * (1.0 - sigmoid))\n",
+        "dx = dy * sigmoid * (1.0 + slope * (1.0 - sigmoid)) + 0 * tl.load(dx_ptr + at, mask=inside, other=0.0)\n",
+        "gelu 4096 bf16",
+        "bytes; it should move",
     ),
 }
 
@@ -78,6 +92,30 @@ def test_no_kernel_spills_or_moves_rows_in_pieces(architecture: int, compiled: d
     assert len(compiled["compiled"]) > 150
     assert {c["architecture"] for c in compiled["compiled"]} == {architecture}
     assert not compiled["problems"], "\n".join(compiled["problems"])
+
+
+def check_occupancy(kernels: list[dict[str, Any]]) -> None:
+    """Warps enough to hide the latency of memory, and copies that need none, where rows are aligned."""
+    assert any(c["kernel"] == "backward_chunked" for c in kernels)
+    for c in kernels:
+        if c["allowed"] >= 0:
+            assert c["warps_per_sm"] >= FEW_WARPS.get(c["kernel"], 32), f"{c['name']}: {c['warps_per_sm']} warps per SM"
+            if (c["case"].split()[0][-5:], c["kernel"]) in {("_norm", "backward"), ("tropy", "forward")}:
+                assert c["asynchronous"], f"{c['name']} waits for its loads"
+
+
+def test_loads_overlap_with_computation(compiled: dict[str, Any]) -> None:
+    check_occupancy(compiled["compiled"])
+
+
+@pytest.mark.slow
+def test_the_product_of_shapes(architecture: int) -> None:
+    """Widths 2,048 to 16,384, sequences of 2k to 32k, vocabulary shards of 16k to 128k."""
+    found = report("--architecture", str(architecture), "--shapes", "product")
+    assert len(found["compiled"]) > 150
+    assert not found["problems"], "\n".join(found["problems"])
+    assert all(c["minimum"] for c in found["compiled"]), "the bytes that a kernel must move are stated for each"
+    check_occupancy(found["compiled"])
 
 
 def test_each_architecture_is_compiled_for_itself() -> None:

@@ -55,8 +55,8 @@ DEFECTS: dict[str, tuple[str, str, str, Callable[[torch.device], None]]] = {
     ),
     "the last row of a share left out": (
         "norm",
-        "range(program, rows, tl.num_programs(0))",
-        "range(program, rows - 1, tl.num_programs(0))",
+        "range(program, rows, tl.num_programs(0), num_stages=2)",
+        "range(program, rows - 1, tl.num_programs(0), num_stages=2)",
         partial(formula, "layer_norm-33x100", "fp32"),
     ),
     "another mask in backward": (

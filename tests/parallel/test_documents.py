@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ModelConfig, ResolvedModel
-from megacore.layers.attention import own_alibi
+from megacore.layers.attention import alibi_of_rank
 from megacore.layers.block import TransformerBlock
 from megacore.layers.context import BuildContext
 from megacore.layers.rotary import Rotary
@@ -49,7 +49,7 @@ def stage_of(config: ResolvedModel, *, causal: bool, window: int | None, **conte
             causal=causal,
             window=window,
             rotary=Rotary.of(config),
-            alibi=own_alibi(config, place),
+            alibi=alibi_of_rank(config, place),
         )
 
     stage = Stage([LayerSpec(name="blocks.0", build=build, parameters=0)]).eval()

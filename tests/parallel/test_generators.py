@@ -71,9 +71,9 @@ def test_attention_draws_from_its_site_and_microbatch() -> None:
     context = BuildContext(device=torch.device("cpu"), streams=streams)
     layer = SelfAttention(config.model, context, "blocks.0.attention")
     query, key, value = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(5))
-    with streams.microbatch(3):
-        found = layer._mix(query, key, value, documents=None)
-        with torch.random.fork_rng():
-            torch.manual_seed(streams.key("blocks.0.attention", 0))
-            expected: Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.2)
+    streams.microbatch = 3
+    found = layer._mix(query, key, value, documents=None)
+    with torch.random.fork_rng():
+        torch.manual_seed(streams.key("blocks.0.attention", 0))
+        expected: Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=0.2)
     assert torch.equal(found, expected)

@@ -22,7 +22,7 @@ from megacore.checkpoint.state import TrainingState
 from megacore.config import AdamWConfig
 from megacore.config.dimensions import DIMENSIONS, Dimension, coordinates_of, describe_rank
 from megacore.optim.adamw import AdamW
-from megacore.optim.update import totals
+from megacore.optim.update import counted_segments, totals
 from megacore.parallel.mesh import ALONE, Group, Mesh, ReplicaRole, build_mesh, groups_of_role
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, split_evenly
 from megacore.zero.bucket import ZeroOptions
@@ -255,7 +255,7 @@ def train_experts(rank: int, world_size: int, stage: int) -> None:
         expected = dense if owned.spec.name == "dense" else pairs[rank % 2]
         assert owned.gradient is not None
         assert torch.equal(owned.gradient, expected.reshape(-1)[owned.segment.start : owned.segment.stop])
-    norm = totals(data_parallel.segments, mixed).norm
+    norm = totals(counted_segments(data_parallel.segments, mixed), mixed).norm
     assert float(norm) == pytest.approx(float(torch.cat([dense, *pairs]).double().norm()), rel=1e-12)
 
 

@@ -12,12 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megacore.config.model import padded_rows
+from megacore.ops import CrossEntropyOptions, cross_entropy
 from megacore.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
-from megacore.parallel.cross_entropy import (
-    CrossEntropyOptions,
-    vocab_parallel_argmax,
-    vocab_parallel_cross_entropy,
-)
+from megacore.parallel.cross_entropy import vocab_parallel_argmax, vocabulary_share
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter, split_evenly
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -133,7 +130,7 @@ def cross_entropy_is_cross_entropy(
     start, stop = split_evenly(vocab, rank, size)
     local = F.pad(full[..., start:stop], (0, 5), value=99.0)  # padding that would win the softmax
     local.requires_grad_()
-    loss = vocab_parallel_cross_entropy(local, targets, vocab_size=vocab, group=group, options=options)
+    loss = cross_entropy(local, targets, share=vocabulary_share(vocab, group), options=options)
     loss.backward(weights)
 
     full.requires_grad_()
@@ -200,7 +197,7 @@ def argmax_is_argmax(rank: int, size: int, vocab: int) -> None:
     start, stop = split_evenly(vocab, rank, size)
     local = torch.full((5, 3, padded_rows(vocab, size, 8)), 100.0)  # the padding is larger than all
     local[..., : stop - start] = logits[..., start:stop]
-    assert torch.equal(vocab_parallel_argmax(local, vocab_size=vocab, group=group), logits.argmax(-1))
+    assert torch.equal(vocab_parallel_argmax(local, vocabulary_share(vocab, group)), logits.argmax(-1))
 
 
 def collectives_of_cross_entropy(rank: int, size: int) -> list[tuple[str, int]]:
@@ -208,9 +205,7 @@ def collectives_of_cross_entropy(rank: int, size: int) -> list[tuple[str, int]]:
     logits, targets = seeded(7, 3, 16, seed=rank).requires_grad_(), torch.zeros(7, 3, dtype=torch.long)
     options = CrossEntropyOptions(label_smoothing=0.1, z_loss=0.1)
     with _Collectives() as sent:
-        loss = vocab_parallel_cross_entropy(
-            logits, targets, vocab_size=32, group=world_group(rank, size), options=options
-        )
+        loss = cross_entropy(logits, targets, share=vocabulary_share(32, world_group(rank, size)), options=options)
         loss.sum().backward()
     return sent.found
 
@@ -267,7 +262,7 @@ def test_cross_entropy_makes_one_exchange_of_three_floats_a_token() -> None:
 
 def test_a_target_that_no_id_is_gives_nan() -> None:
     targets = torch.tensor([0, 9, -1, 5])
-    loss = vocab_parallel_cross_entropy(seeded(4, 12), targets, vocab_size=9)
+    loss = cross_entropy(seeded(4, 12), targets, share=vocabulary_share(9))
     assert torch.equal(loss.isnan(), torch.tensor([False, True, True, False]))
 
 
@@ -275,7 +270,7 @@ def test_cross_entropy_in_place_writes_the_gradient_over_the_logits() -> None:
     leaf, targets = seeded(5, 12).requires_grad_(), torch.tensor([0, 8, 3, -100, 5])
     logits = leaf * 1.0
     options = CrossEntropyOptions(in_place=True)
-    loss = vocab_parallel_cross_entropy(logits, targets, vocab_size=9, options=options).sum()
+    loss = cross_entropy(logits, targets, share=vocabulary_share(9), options=options).sum()
     loss.backward(retain_graph=True)
     expected = seeded(5, 12).requires_grad_()
     F.cross_entropy(expected[:, :9], targets, reduction="sum").backward()

@@ -23,7 +23,8 @@ from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.hf import family
 from megacore.models.hf.family import same_model
-from megacore.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.ops import cross_entropy
+from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.mesh import Group, build_mesh
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.partition import partition
@@ -62,7 +63,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(converted: Converte
     logits = stage(batch)
     assert (logits[..., :VOCAB] - expected.logits).abs().max() <= 1e-5
     assert torch.equal(logits[..., :VOCAB].argmax(-1), expected.logits.argmax(-1))
-    loss = vocab_parallel_cross_entropy(logits[:, :-1], batch[:, 1:], vocab_size=VOCAB).mean()
+    loss = cross_entropy(logits[:, :-1], batch[:, 1:], share=vocabulary_share(VOCAB)).mean()
     assert abs(float(loss.detach()) - float(expected.loss.detach())) <= 1e-6
 
     loss.backward()

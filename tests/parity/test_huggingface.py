@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from megacore.config import ModelConfig
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
-from megacore.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megacore.ops import cross_entropy
+from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.random import RandomStreams
 from megacore.pipeline.stage import Stage
 from tests.parity.reference import from_gpt2, gpt2_names, plain_torch
@@ -72,7 +73,7 @@ def test_gpt_is_gpt2(multiple: int) -> None:
     expected = model(tokens, labels=tokens)
     logits = stage(tokens)[..., :VOCAB]
     torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-5)
-    loss = vocab_parallel_cross_entropy(logits[:, :-1], tokens[:, 1:], vocab_size=VOCAB).mean()
+    loss = cross_entropy(logits[:, :-1], tokens[:, 1:], share=vocabulary_share(VOCAB)).mean()
     torch.testing.assert_close(loss, expected.loss, rtol=0, atol=1e-6)
 
     loss.backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.parallel.cross_entropy import CrossEntropyOptions
+from megacore.ops import CrossEntropyOptions
 from megacore.parallel.linear_cross_entropy import ChunkedLoss
 from megacore.parallel.mesh import ALONE, build_mesh
 from megacore.parallel.products import TORCH

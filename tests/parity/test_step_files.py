@@ -25,10 +25,9 @@ FILES = """
 data/loading/loader
 layers/attention layers/block layers/norm
 models/gpt
-ops/activation ops/attention ops/dispatch ops/loss ops/norm
+ops/activation ops/attention ops/dispatch ops/loss ops/norm ops/visibility
 optim/adamw optim/lr_schedules optim/optimizer optim/update
-parallel/collectives parallel/cross_entropy parallel/mesh parallel/products parallel/random parallel/recompute
-parallel/sharding parallel/tensor
+parallel/products parallel/tensor
 pipeline/runtime pipeline/stage
 train/callbacks train/gpt_task train/sinks train/step train/stopping train/trainer train/watching
 watch/marks

@@ -84,7 +84,11 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
         ("bert", {"type_vocab_size": 3}, "type_vocab_size is 3"),
         ("bert", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ("bert", {"is_decoder": True}, "is_decoder is True"),
-        ("modernbert", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types is no pattern"),
+        (
+            "modernbert",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types is not one global block and then a fixed number of local ones",
+        ),
         ("modernbert", {"attention_bias": True}, "attention_bias is True"),
         ("modernbert", {"norm_bias": True}, "norm_bias is True"),
         (

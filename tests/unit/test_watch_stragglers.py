@@ -13,7 +13,8 @@ EVEN = {rank: Times(compute=0.1 if stage == 0 else 0.4) for rank, stage in STAGE
 
 def test_a_rank_is_compared_with_its_stage_and_not_with_a_longer_one() -> None:
     found = slowest(EVEN | {1: Times(compute=0.2)}, STAGES)
-    assert (found.rank, found.ratio, found.excess) == (1, pytest.approx(2.0), pytest.approx(0.1))
+    assert found.rank == 1
+    assert (found.ratio, found.excess) == pytest.approx((2.0, 0.1))
     assert slowest(EVEN, STAGES).ratio == 1.0
     assert slowest({0: Times(compute=0.1), 1: Times(compute=0.3)}, {0: 0, 1: 0}).ratio == pytest.approx(3.0)
 

@@ -153,7 +153,7 @@ def _note_ends(indexed: IndexedDataset) -> None:
     sidecar = read_sidecar(indexed)
     if sidecar is not None and sidecar.append_eod:
         _LOG.warning(
-            "%s was made with --append-eod: each document brings an end of its own into its samples, which have [SEP] "
+            "%s was made with --append-eod: each document ends with that token in its samples, which have [SEP] "
             "already: better preprocess it without --append-eod",
             indexed.prefix,
         )

@@ -1,7 +1,7 @@
 """Which sentences make up a sentence pair: consecutive ones of a document, as many as fill a sample, at least two.
 
 For every sentence the end of a chunk that began there is found at once, by binary search over the sentences' ends; the
-chunks themselves are then a walk from end to end, the only loop in Python, with one step a chunk. It goes over the
+chunks themselves are then a walk from end to end, the only loop in Python, with one step per chunk. It goes over the
 documents in blocks, so that memory does not grow with the dataset.
 """
 

@@ -1,7 +1,7 @@
 """What BERT reads: masked samples of sentence pairs, of single segments, or of packed documents.
 
 Sample k depends only on (seed, k). Its random numbers come from a counter-based generator whose key is the seed
-and the dataset's place in the run, and whose counter is k: the same on every layout, with any number of workers, after
+and the dataset's number in the run, and whose counter is k: the same on every layout, with any number of workers, after
 a resume, and at every evaluation.
 """
 
@@ -32,7 +32,7 @@ class BertBatch(Batch):
             positions of a sample that is not packed are 1.
         labels: int64 [b, s], the tokens before masking.
         loss_mask: float32 [b, s], 1 where the token is predicted.
-        sentence_labels: int64 [b], 0 where the segments stand in order, 1 where the second is another document's
+        sentence_labels: int64 [b], 0 where the segments are in order, 1 where the second is another document's
             (nsp) or they are swapped (sop), -1 where there is no sentence task.
     """
 
@@ -54,7 +54,7 @@ class BertDataset:
         seq_length: Tokens of a sample.
         pad: Id of the padding token.
         seed: Seed of the samples' random numbers.
-        stream: The dataset's place in the run, which makes its random numbers its own.
+        stream: The dataset's number in the run, so that no two datasets draw the same random numbers.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The ways to lay out text for BERT: sentence pairs, single segments, or packed documents.
 
-Each class lays out sample k of a split, given the sample's own random numbers. What the order of samples follows from
-is computed once and cached, as for GPT: epochs follow each other, each in an order of its own.
+Each class lays out sample k of a split, given the sample's random numbers. What the order of samples follows from is
+computed once and cached, as for GPT: epochs follow each other, each in a different order.
 
 - Pairs: a document's sentences are gathered until they fill a sample; such a chunk is cut at a random sentence into A
   and B. Where B is to be another document's text, it begins at a random sentence of another chunk, and what followed A
@@ -44,7 +44,7 @@ class PairText:
         self._order = split.order(len(self._chunks["first"]))
 
     def layout(self, index: int, rng: np.random.Generator) -> Layout:
-        """Sample `index`, drawn with its own random numbers."""
+        """Sample `index`, drawn with the sample's random numbers."""
         chunk = int(self._order[index])
         bounds, room = self._sentences(chunk, rng)
         cut = int(bounds[rng.integers(1, len(bounds) - 1)])
@@ -123,7 +123,7 @@ class SegmentText:
         self._order = split.order(int(self._pieces[-1]))
 
     def layout(self, index: int, rng: np.random.Generator) -> Layout:
-        """Sample `index`, drawn with its own random numbers."""
+        """Sample `index`, drawn with the sample's random numbers."""
         piece = int(self._order[index])
         document = int(np.searchsorted(self._pieces, piece, side="right"))
         before = int(self._pieces[document - 1]) if document else 0
@@ -179,17 +179,17 @@ class PackedText:
     def layout(self, index: int, rng: np.random.Generator) -> Layout:
         """Sample `index`; no random numbers are needed."""
         window = int(self._arrays["shuffle_index"][index])
-        place, offset = self._arrays["sample_index"][window].tolist()
+        position, offset = self._arrays["sample_index"][window].tolist()
         length = self._shape.seq_length
         tokens, documents = np.empty(length, np.int64), np.empty(length, np.int64)
         begins = np.zeros(length, np.bool_)
         filled = number = 0
         while filled < length:
             number += 1
-            document = int(self._arrays["document_index"][place])
+            document = int(self._arrays["document_index"][position])
             size = self._fill(tokens[filled:], begins[filled:], document, offset)
             documents[filled : filled + size] = number
-            filled, place, offset = filled + size, place + 1, 0
+            filled, position, offset = filled + size, position + 1, 0
         return Layout(
             tokens=tokens,
             token_types=np.zeros(length, np.int64),

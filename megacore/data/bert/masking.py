@@ -1,4 +1,4 @@
-"""Which tokens of a sample are to be predicted, and what stands in their place.
+"""Which tokens of a sample are to be predicted, and what replaces them.
 
 As in BERT (arXiv 1810.04805), of the chosen tokens 80% become the mask token, 10% a random one and 10% stay. The unit
 that is chosen is a token, or a whole word; with n-grams (ALBERT, arXiv 1909.11942) it is n of them in a row, n being
@@ -21,7 +21,7 @@ from megacore.errors import DataError
 
 Bools = NDArray[np.bool_]
 _MASKED, _REPLACED = 0.8, 0.1
-_TRIES = 16  # for a place where n units in a row are free, before one unit fewer is looked for
+_TRIES = 16  # to find n free units in a row, before one unit fewer is looked for
 _LOTS = 256
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 
@@ -43,7 +43,7 @@ class Masking:
     Attributes:
         prob: Share of the tokens that are predicted.
         mask: Id of the mask token.
-        special: bool [V], tokens that are never chosen, and never put in another's place.
+        special: bool [V], tokens that are never chosen, and never a random replacement.
         ordinary: int64, ids of the others that the tokenizer has.
         starts: bool [V], tokens that begin a word, where whole words are chosen; None: tokens are.
         max_ngram: Most units in a row that are chosen together.
@@ -59,7 +59,7 @@ class Masking:
     def apply(
         self, tokens: NDArray[np.int64], begins: Bools | None, rng: np.random.Generator
     ) -> tuple[NDArray[np.int64], Bools]:
-        """Choose what is predicted, and put something else in its place.
+        """Choose what is predicted, and replace it.
 
         Args:
             tokens: int64 [n].
@@ -70,11 +70,11 @@ class Masking:
             int64 [n] the tokens that the model reads; bool [n] where it has to predict.
         """
         chosen = self.choose(tokens, begins, rng)
-        places = np.flatnonzero(chosen)
-        lot = rng.random(len(places))
+        predicted = np.flatnonzero(chosen)
+        lot = rng.random(len(predicted))
         changed = tokens.copy()
-        changed[places[lot < _MASKED]] = self.mask
-        replaced = places[(lot >= _MASKED) & (lot < _MASKED + _REPLACED)]
+        changed[predicted[lot < _MASKED]] = self.mask
+        replaced = predicted[(lot >= _MASKED) & (lot < _MASKED + _REPLACED)]
         changed[replaced] = self.ordinary[rng.integers(len(self.ordinary), size=len(replaced))]
         return changed, chosen
 
@@ -86,30 +86,31 @@ class Masking:
             first &= self.starts[tokens] if begins is None else self.starts[tokens] | begins
             first[1:] |= free[1:] & ~free[:-1]
             first[:1] = free[:1]
-        places = np.flatnonzero(first)
+        begin = np.flatnonzero(first)  # of each unit
         chosen = np.zeros(len(tokens), np.bool_)
         count = int(free.sum())
         budget = int(count * self.prob + rng.random())
         if budget == 0:
             return chosen
         if self.starts is None and self.max_ngram == 1:
-            chosen[rng.permutation(places)[:budget]] = True
+            chosen[rng.permutation(begin)[:budget]] = True
             return chosen
-        sizes = np.bincount(np.cumsum(first)[free] - 1, minlength=len(places))
+        sizes = np.bincount(np.cumsum(first)[free] - 1, minlength=len(begin))
         if self.max_ngram == 1:
-            order = rng.permutation(len(places))
+            order = rng.permutation(len(begin))
             spans = [(unit, unit + 1) for unit in order[: _reached(sizes[order], budget, rng.random())].tolist()]
         else:
-            # Units follow each other directly where no special token stands between them.
-            runs = np.cumsum(np.diff(places, prepend=0) != np.concatenate(([0], sizes))[:-1])
+            # Units follow each other directly where no special token is between them.
+            runs = np.cumsum(np.diff(begin, prepend=0) != np.concatenate(([0], sizes))[:-1])
             spans = draw_spans(sizes, runs, budget, self.max_ngram, rng)
         for start, stop in spans:
-            chosen[places[start] : places[stop - 1] + sizes[stop - 1]] = True
+            chosen[begin[start] : begin[stop - 1] + sizes[stop - 1]] = True
         return chosen
 
 
 def _reached(sizes: NDArray[np.int64], budget: int, lot: float) -> int:
-    """How many units, in their order, make up the budget on average: the one that goes beyond it counts by lot."""
+    """How many units, in their order, make up the budget on average: the one that exceeds it counts with the
+    probability that keeps the mean."""
     ends = np.cumsum(sizes)
     within = int(np.searchsorted(ends, budget, side="right"))
     if within == len(sizes):
@@ -156,9 +157,9 @@ def draw_spans(
 def _free_span(taken: bytearray, run_of: Sequence[int], length: int, lots: Iterator[float]) -> tuple[int, int] | None:
     """A random span of `length` free units of one run, or of as many fewer as are free somewhere."""
     for wanted in range(length, 0, -1):
-        places = len(taken) - wanted + 1
+        starts = len(taken) - wanted + 1
         for _ in range(_TRIES):
-            start = int(next(lots) * places)
+            start = int(next(lots) * starts)
             if run_of[start] == run_of[start + wanted - 1] and not any(taken[start : start + wanted]):
                 return start, start + wanted
     free = [unit for unit, is_taken in enumerate(taken) if not is_taken]
@@ -195,7 +196,7 @@ def make_masking(
     """The rules of a run with a tokenizer.
 
     Args:
-        tokenizer: Its special tokens are left alone, its marks say where words begin.
+        tokenizer: Its special tokens are never chosen; its marks say where words begin.
         source: Where it was read from, for messages.
         vocab_size: Size of the model's vocabulary, at least the tokenizer's.
         prob: Share of the tokens that are predicted.

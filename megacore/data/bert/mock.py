@@ -38,7 +38,7 @@ class MockBertText:
         self._cycle = _SPECIAL + cycle(vocab_size - _SPECIAL, seed)
 
     def layout(self, index: int, rng: np.random.Generator) -> Layout:
-        """Sample `index`, drawn with its own random numbers."""
+        """Sample `index`, drawn with the sample's random numbers."""
         if self._packed:
             return self._documents(rng)
         ends = 2 if self._task == "none" else 3

@@ -43,7 +43,7 @@ class BertText(Protocol):
     """Lays out samples."""
 
     def layout(self, index: int, rng: np.random.Generator) -> Layout:
-        """Sample `index`, drawn with its own random numbers."""
+        """Sample `index`, drawn with the sample's random numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)

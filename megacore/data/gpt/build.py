@@ -128,7 +128,7 @@ class Part(NamedTuple):
     Attributes:
         indexed: The opened dataset.
         documents: Those of the split.
-        number: The dataset's place in --data-path.
+        number: The dataset's position in --data-path.
         stream: 0 for training, 1 for validation.
     """
 

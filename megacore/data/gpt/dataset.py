@@ -106,7 +106,7 @@ def _shuffle(tokens: int, size: Extent, seq_length: int, seed: int) -> NDArray[n
             generator(seed, epoch, _SAMPLES).shuffle(shuffle[firsts[epoch] : firsts[epoch] + counts[epoch]])
     for count in np.unique(counts[separate:]).tolist():
         if count > 1:
-            # A generator of its own for each count: so no epoch's order depends on how many epochs there are.
+            # A separate generator for each count: so no epoch's order depends on how many epochs there are.
             rows = firsts[separate:-1][counts[separate:] == count][:, None] + np.arange(count)
             shuffle[rows] = generator(seed, EPOCHS_DRAWN_SEPARATELY, _SAMPLES, count).permuted(rows, axis=1)
     return shuffle

@@ -12,7 +12,7 @@ _ORDER = 0  # this use of an epoch's random numbers
 
 
 def generator(*key: int) -> np.random.Generator:
-    """A generator of its own for a key."""
+    """The generator of a key; every key has a different one."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 

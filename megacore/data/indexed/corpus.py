@@ -48,7 +48,7 @@ class Chunk:
 
 
 def check_files(paths: Sequence[str]) -> int:
-    """Open every input once, so that a wrong name is found before hours of work; their bytes on disk, summed.
+    """Open every input once, so that a wrong name is reported before hours of work; their bytes on disk, summed.
 
     Raises:
         DataError: A file cannot be read.
@@ -137,7 +137,7 @@ def _blocks(path: str, file: BufferedReader) -> Iterator[bytes]:
 
 
 def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Decompress all frames; zstandard's own stream reader takes a cut-off file for a complete one."""
+    """Decompress all frames; zstandard's stream reader takes a cut-off file for a complete one."""
     compressed = b""
     decompressor = None
     while compressed or (compressed := file.read(_BLOCK // 4)):

@@ -42,7 +42,7 @@ class Job:
     Attributes:
         inputs: Text files, in the order of the output.
         output_prefix: Outputs are `{output_prefix}_{key}_document.bin|idx|json` (`_sentence` with split_sentences).
-        json_keys: Keys of the JSON objects to tokenize, each to its own output.
+        json_keys: Keys of the JSON objects to tokenize, each into a separate output.
         append_eod: Whether every document ends with the tokenizer's end-of-document token.
         split_sentences: Whether each sentence becomes a sequence of its document.
         text_unit: What a document is in plain text.

@@ -85,7 +85,7 @@ class IndexedDataset:
         size, bin_size = _file_size(self.idx_path), _file_size(self.bin_path)
         self.dtype, sequences, documents, has_modes = self._read_header(size)
         self.num_tokens = bin_size // self.dtype.itemsize
-        # A plain array over the map: np.memmap's own slicing costs microseconds each time.
+        # A plain array over the map: np.memmap's slicing costs microseconds each time.
         index = np.asarray(np.memmap(self.idx_path, dtype=np.uint8, mode="r"))
         self._index = index
         lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * sequences

@@ -1,7 +1,7 @@
 """Splitting text into sentences by rules, for text of any language, with a knowledge of English abbreviations.
 
 1. A blank line ends a sentence, and a single line break does not.
-2. The full stops of scripts that need no space after them (。！？ । ۔ ։ ። and others) end one wherever they stand.
+2. The full stops of scripts that need no space after them (。！？ । ۔ ։ ። and others) end one wherever they occur.
 3. `.`, `!`, `?`, `…` and runs of them end one, closing quotes and brackets included, before white space and whatever is
    not a lower-case letter or punctuation that continues it: letters of scripts without case, digits and symbols too.
 4. A single `.` does not after an abbreviation that asks for more (Dr., e.g.; No. and p. before a number), nor after the
@@ -76,7 +76,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _ends(text: str, start: int, match: re.Match[str]) -> bool:
-    """Whether a sentence that began at `start` ends with the stop that was found."""
+    """Whether a sentence that began at `start` ends with this stop."""
     following = _NEXT.match(text, match.end())
     if following is None:
         return True

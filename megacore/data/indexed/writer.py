@@ -212,8 +212,8 @@ def refuse_overwriting(outputs: Iterable[Path], inputs: Iterable[str | Path]) ->
     """
     read = [Path(path) for path in inputs if os.path.exists(path)]
     for output in outputs:
-        place = Path(os.path.realpath(output))  # new/../a: `new` will be made
-        if place.exists() and any(place.samefile(path) for path in read):
+        target = Path(os.path.realpath(output))  # new/../a: `new` will be made
+        if target.exists() and any(target.samefile(path) for path in read):
             raise DataError(f"{output} would be overwritten, but is one of the inputs: choose another output name")
 
 

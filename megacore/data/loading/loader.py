@@ -145,7 +145,7 @@ class _Step(Generic[B]):
 class DeviceLoader(Generic[B]):
     """A loader's steps on a device, where the next can be fetched while one is computed.
 
-    An accelerator copies a step in a stream of its own, beside the one that computes. On a CPU nothing runs beside the
+    An accelerator copies a step in a separate stream, beside the one that computes. On a CPU nothing runs beside the
     program, and a step is read when it is due.
 
     Args:
@@ -250,7 +250,7 @@ class _Readers(Generic[B]):
         self._processes: list[BaseProcess] = []
         # The iterator ends its processes when it is deleted, by messages. A cycle of references that holds it would be
         # collected together with the queues that carry these messages, and the processes would stay. A finalizer keeps
-        # the iterator out of such cycles until its own `_Readers` is gone.
+        # the iterator out of such cycles until its `_Readers` is gone.
         self._iterator: list[Iterator[B | _Unusable]] = []
         weakref.finalize(self, self._iterator.clear).atexit = False  # at exit, DataLoader ends them itself
 
@@ -288,8 +288,8 @@ class _Readers(Generic[B]):
 
 def _belong_to_the_rank(worker: int) -> None:
     """A worker is forked with its rank's handlers: what ends the job is the rank's to answer, which still needs its
-    workers for the step that it is in. A worker ends with its rank, however that ends: DataLoader's own look after the
-    rank comes every five seconds only."""
+    workers for the step that it is in. A worker ends with its rank, however that ends:
+    torch's DataLoader looks only every five seconds whether the rank lives."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -67,7 +67,7 @@ class Tokenizer(Protocol):
         """How the vocabulary spells an id below `vocab_size`; empty where it has none of that number."""
 
     def word_starts(self) -> list[bool] | None:
-        """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
+        """Whether each id begins a word by the tokenizer's marks, None where it has none."""
 
     def save(self, directory: str | Path) -> None:
         """Write files from which `load_tokenizer(directory)` makes the same tokenizer."""
@@ -123,7 +123,7 @@ class JsonTokenizer:
         return self._backend.id_to_token(index) or ""
 
     def word_starts(self) -> list[bool] | None:
-        """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
+        """Whether each id begins a word by the tokenizer's marks, None where it has none."""
         pieces = [""] * self.vocab_size
         for piece, number in self._backend.get_vocab(with_added_tokens=True).items():
             pieces[number] = piece
@@ -194,7 +194,7 @@ class SentencePieceTokenizer:
         return str(self._processor.id_to_piece(index))
 
     def word_starts(self) -> list[bool] | None:
-        """Whether each id begins a word by the tokenizer's own marks, None where it has none."""
+        """Whether each id begins a word by the tokenizer's marks, None where it has none."""
         return word_starts([self._processor.id_to_piece(i) for i in range(self.vocab_size)], {"model": METASPACE})
 
     def save(self, directory: str | Path) -> None:
@@ -277,7 +277,7 @@ def _load_transformers(folder: Path) -> Tokenizer:
 
 
 def refuse_other_kind(directory: str | Path, kind: str) -> None:
-    """Refuse to save a tokenizer where another kind lies, which would be loaded in its place or beside it.
+    """Refuse to save a tokenizer where files of another kind are, which would be loaded instead of it or beside it.
 
     Raises:
         DataError: The directory is a file, or holds the other kind of tokenizer.

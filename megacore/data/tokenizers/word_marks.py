@@ -1,4 +1,4 @@
-"""What a vocabulary says about its own tokens: which of them begin a word, and which BERT uses for what.
+"""What a vocabulary says about its tokens: which of them begin a word, and which BERT uses for what.
 
 WordPiece marks the pieces inside a word (`##ing`), byte-level BPE (a space is `Ġ`) and SentencePiece (`▁`) the pieces
 that begin one, and older BPE those that end one (`</w>`), which says nothing about beginnings by itself.

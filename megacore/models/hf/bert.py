@@ -1,4 +1,4 @@
-"""BERT: norms after the residual sums, token types, and a head of its own, with or without the sentence task."""
+"""BERT: norms after the residual sums, token types, and its masked-token head, with or without the sentence task."""
 
 from __future__ import annotations
 

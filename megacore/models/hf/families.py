@@ -17,7 +17,7 @@ from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megacore.models.hf.modernbert import MODERNBERT
 from megacore.models.hf.neox import NEOX
 
-# In this order a model without a config.json of its own is looked for.
+# The order in which a family is looked for where a model has no config.json.
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM, BERT, MODERNBERT)
 }

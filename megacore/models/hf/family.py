@@ -102,7 +102,7 @@ class Family:
         rules: the tensors.
         aliases: other ends of names under which files store a tensor -> the end of the name in `rules`.
         buffers: ends of names of constants that older files hold, which are no weights.
-        ties: a tensor of theirs that a tied model has not of its own -> the one that it then is.
+        ties: a tensor of theirs that a tied model does not store -> the one that it is tied to.
         unused: a tensor of theirs that an untied model has and does not compute with -> the one that it repeats.
         bert_style: for a BERT, its style; None: it predicts the next token.
         read_bert: ResolvedBert's fields from the file; notes problems in the reader.
@@ -169,7 +169,7 @@ class Family:
         return re.sub(r"--([a-z][a-z-]*)", name, problem.rsplit(": ", 1)[0])
 
     def to_bert(self, values: Mapping[str, Any], where: str, *, paired: bool) -> ResolvedBert | None:
-        """What is BERT's own of a config.json that `to_model` accepts; None where the model is none.
+        """The BERT section of a config.json that `to_model` accepts; None where the model is no BERT.
 
         Args:
             values: the parsed file.
@@ -198,7 +198,7 @@ class Family:
 
         Args:
             config: the model.
-            bert: what is BERT's own of it; None: it predicts the next token.
+            bert: its BERT section; None: it predicts the next token.
         """
         if self.bert_style != (None if bert is None else bert.bert_style):
             return None

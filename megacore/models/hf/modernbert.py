@@ -1,4 +1,4 @@
-"""ModernBERT: local and global blocks with rotary bases of their own, and a gated MLP whose two matrices are stored as
+"""ModernBERT: local and global blocks with different rotary bases, and a gated MLP whose two matrices are stored as
 one."""
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def _read_bert(reader: ConfigReader) -> dict[str, Any]:
         reader.problem("global_attn_every_n_layers", "is not a number of blocks")
         interval = 1
     if kinds is not None and kinds != _layer_types(layers if type(layers) is int else 0, interval):
-        reader.problem("layer_types", "is no pattern of one global block in so many, from the first")
+        reader.problem(
+            "layer_types",
+            "is not one global block and then a fixed number of local ones, repeated",
+        )
     fields: dict[str, Any] = {"global_attention_interval": interval}
     return fields | {"local_rotary_base": _base(reader, "sliding_attention")}
 
