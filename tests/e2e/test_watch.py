@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megacore.watch.ledger import LedgerFile
 from megacore.watch.node import base
 from tests.e2e.hanging import HANG
 from tests.e2e.launching import PROGRAM, Job, alone, needs_proc, small_run, under_torchrun
@@ -21,6 +25,7 @@ from tests.patience import patience, until
 
 pytestmark = needs_proc
 HANGING = Path(__file__).with_name("hanging.py")
+WHERE = PROGRAM.parent / "tools" / "where.py"
 MINUTES = 0.04
 END = 12.0  # seconds from the report to the end of the last process, with the launcher's own
 
@@ -30,25 +35,34 @@ def flags(output: Path, **changes: Any) -> list[str]:
     return small_run(output, **{**endless, **changes})
 
 
-def watchers() -> list[int]:
-    """The watchers of this machine that still run."""
+def watchers(marker: str) -> list[int]:
+    """The watchers of runs that were started with this in their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"megacore.watch.watcher" in (process / "cmdline").read_bytes():
+        with contextlib.suppress(OSError):
+            is_watcher = b"megacore.watch.watcher" in (process / "cmdline").read_bytes()
+            if is_watcher and marker.encode() in (process / "environ").read_bytes():
                 found.append(int(process.name))
-        except OSError:
-            continue
+    return found
+
+
+def ledgers(output: Path) -> list[Path]:
+    """The ledgers of runs that write into this directory."""
+    found = []
+    for path in base().glob("megacore-watch-*/*.ledger"):
+        with contextlib.suppress(OSError, ValueError):
+            if LedgerFile(path).identity.output_dir.startswith(str(output)):
+                found.append(path)
     return found
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No watcher and no ledger outlives a run."""
-    before, ledgers = set(watchers()), set(base().glob("megacore-watch-*"))
+    monkeypatch.setenv("WATCH_TEST", str(tmp_path))
     yield
-    until(lambda: set(watchers()) <= before, 5, "a watcher is left")
-    until(lambda: set(base().glob("megacore-watch-*")) <= ledgers, 5, "ledgers are left")
+    until(lambda: not watchers(str(tmp_path)), 5, "a watcher is left")
+    until(lambda: not ledgers(tmp_path), 5, "ledgers are left")
 
 
 def reported(job: Job) -> str:
@@ -70,6 +84,10 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     with under_torchrun(tmp_path / "logs", 4, PROGRAM, *given) as job:
         wait_for_step(job, 6)
         victim = job.pid_of(2)
+        for words in ([str(tmp_path / "out")], ["--pid", str(victim)]):
+            shown = subprocess.run([sys.executable, str(WHERE), *words], capture_output=True, text=True, check=True)
+            assert "out: 4 of 4 ranks, on " in shown.stdout
+            assert "ranks " in shown.stdout.splitlines()[1]
         os.kill(victim, signal.SIGSTOP)
         stopped = time.monotonic()
         until(lambda: "megacore: " in job.said(), 60 * MINUTES + 2, "no report in time")
@@ -142,6 +160,12 @@ def test_a_signal_ends_a_run_with_a_stopped_rank_in_its_grace(tmp_path: Path) ->
         said = job.said()
     assert re.match(r"megacore: hang at step \d+: rank 1 ", said), said
     assert list((tmp_path / "out").glob("step_*"))
+
+
+def test_where_says_that_there_is_no_such_job(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(WHERE), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no watched job runs here" in done.stderr
 
 
 def test_one_process_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
