@@ -62,7 +62,7 @@ def limit(seen: Sequence[Seen], verdict: Verdict) -> float:
 
 
 def _of_section(record: Record) -> float:
-    return TIMES[record.section] * max(record.identity.hang_timeout, STEPS * record.median_step)
+    return max(TIMES[record.section] * record.identity.hang_timeout, STEPS * record.median_step)
 
 
 def _asked_to_end(seconds: float, records: Mapping[int, Record]) -> float:

@@ -80,7 +80,7 @@ def left_its_order() -> str:
         return ""
     seen = Node(Current.ledger.directory).look()
     odd = [one.record for one in seen if one.record.deviation]
-    if not odd or 2 * len(odd) > len(seen):
+    if not odd or 2 * len(odd) > seen[0].record.identity.local_world_size:  # of which the dead are not seen
         return ""
     names = "; ".join(f"rank {r.rank} ({describe_rank(r.rank, r.identity.degrees)})" for r in odd)
     return f"; probably because of {names}, which left the order in which it communicates in step {odd[0].deviation}"

@@ -163,6 +163,7 @@ def test_a_phase_has_its_own_budget() -> None:
 
 def test_long_steps_have_a_multiple_of_their_median() -> None:
     assert limit([seen(0, 1, median_step=60.0)], holder()) == 600.0
+    assert limit([seen(0, 1, median_step=3.0, section=Phase.SAVE)], holder()) == 60.0
 
 
 def test_the_culprits_phase_decides_and_the_slowest_one_where_there_is_none() -> None:
