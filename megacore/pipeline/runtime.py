@@ -401,11 +401,13 @@ class TimedPass:
     Attributes:
         start: when it began.
         end: when it ended.
+        read: when the times were read: after what was computed since.
         actions: with their times, in order.
     """
 
     start: float
     end: float
+    read: float
     actions: tuple[Timed, ...]
 
     @property
@@ -465,13 +467,13 @@ class ActionTimer:
     def read(self) -> TimedPass:
         """The times of the last step; waits until an accelerator has computed it."""
         assert self._pass is not None, "the last step was not timed"
-        marks = [*self._pass, *(mark for _, _, *both in self._records for mark in both)]
-        start, end, *seconds = self._seconds(marks)
+        marks = [*self._pass, self.mark(), *(mark for _, _, *both in self._records for mark in both)]
+        start, end, read, *seconds = self._seconds(marks)
         actions = (
             Timed(kind, actions, begin, stop)
             for (kind, actions, _, _), begin, stop in zip(self._records, seconds[::2], seconds[1::2], strict=True)
         )
-        return TimedPass(start=start, end=end, actions=tuple(actions))
+        return TimedPass(start=start, end=end, read=read, actions=tuple(actions))
 
     def _timed(self, kind: Kind, actions: tuple[Action, ...]) -> AbstractContextManager[None]:
         return _Timing(self, kind, actions)
