@@ -29,7 +29,7 @@ class AdamW(Optimizer[AdamWConfig]):
 
     def __init__(self, runs: Sequence[LocalRun], settings: AdamWConfig, *, weight_decay: float) -> None:
         super().__init__(runs, settings, weight_decay=weight_decay)
-        self._moments: dict[tuple[Bucket, str], Tensor] = {}  # of whole shards; the runs' state are views
+        self._moments: dict[tuple[Bucket, str], Tensor] = {}  # by bucket and kind: see `_moment`
         self._decays: dict[Bucket, Tensor] = {}
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
@@ -54,13 +54,12 @@ class AdamW(Optimizer[AdamWConfig]):
         bucket = runs[0].bucket
         if (gradients := bucket.shard_gradients) is None:
             return
-        for kind in self.kinds:
-            self.tensors(kind.name, runs)
         decaying = {run.is_matrix for run in runs}
         adamw_(
             bucket.master,
             gradients,
-            *(self._moments[bucket, kind.name] for kind in self.kinds),
+            mean=self._moment(bucket, "exp_avg"),
+            square=self._moment(bucket, "exp_avg_sq"),
             step=number,
             lr=lr,
             betas=(self.settings.adam_beta1, self.settings.adam_beta2),
@@ -72,12 +71,18 @@ class AdamW(Optimizer[AdamWConfig]):
         )
 
     def tensor(self, run: LocalRun, kind: StateKind) -> Tensor:
-        state, bucket = self.state[run], run.bucket
-        if kind.name not in state and bucket.options.one_pass:
-            if (bucket, kind.name) not in self._moments:
-                self._moments[bucket, kind.name] = torch.zeros_like(bucket.master)
-            state[kind.name] = self._moments[bucket, kind.name][run.shard_slice]
+        if run.bucket.options.one_pass:
+            return self._moment(run.bucket, kind.name)[run.shard_slice]
         return super().tensor(run, kind)
+
+    def _moment(self, bucket: Bucket, name: str) -> Tensor:
+        """A moment of a whole shard, whose parts are the state of its runs; zeros where there was none."""
+        if (bucket, name) not in self._moments:
+            whole = self._moments[bucket, name] = torch.zeros_like(bucket.master)
+            for run in self.runs:
+                if run.bucket is bucket:
+                    self.state[run][name] = whole[run.shard_slice]
+        return self._moments[bucket, name]
 
     def _decays_of(self, bucket: Bucket, runs: Sequence[LocalRun]) -> Tensor:
         """Which groups of elements of a shard belong to matrices, as `adamw_` takes it."""
