@@ -10,6 +10,7 @@ import pytest
 
 from megacore.config import ModelConfig
 from megacore.config.fields import field_infos
+from megacore.ops import block_attention
 from megacore.plan import activations
 from megacore.plan.activations import Operator, attends_in_blocks
 from tests.distributed import run_distributed
@@ -92,6 +93,7 @@ def test_long_sequences_keep_neither_masks_nor_weights(tmp_path: Path) -> None:
 def test_the_planner_knows_from_which_length_on_attention_takes_blocks() -> None:
     attention = import_module("megacore.ops.attention")  # the package exports the function of this name
     assert (activations.LONGEST_WHOLE, activations._BLOCK) == (attention.WHOLE, attention.BLOCK)
+    assert activations._ALIBI_BLOCK == block_attention._ALIBI_BLOCK
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
