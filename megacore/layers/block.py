@@ -109,10 +109,10 @@ class TransformerBlock(nn.Module):
         config: sizes, kinds of layers and dropout.
         context: groups, device and what else a layer is built with.
         name: the block's global name, `blocks.17`.
-        causal: as for SelfAttention, and so are
-        window: the most recent positions that are seen,
-        rotary: the rotation by positions,
-        alibi: and the bias by distance.
+        causal: no position sees a later one.
+        window: number of most recent positions that are seen; None: all.
+        rotary: turns queries and keys by their positions; None: nothing does.
+        alibi: bias by distance, of this rank's heads.
         attention_norm: whether there is a norm before attention; ModernBERT's first block has none.
     """
 

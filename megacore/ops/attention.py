@@ -99,20 +99,20 @@ def _is_cuda(device: torch.device) -> bool:
 
 def slower_attention(device: torch.device, shape: AttentionShape) -> str | None:
     """A sentence for a run on CUDA that gets a slower kernel than the device has; None where it gets the best."""
-    if not _is_cuda(device) or (found := attention_backend(device, shape)) in ("varlen flash", "blocks"):
+    if not _is_cuda(device) or (backend := attention_backend(device, shape)) in ("varlen flash", "blocks"):
         return None
     if not fits(shape.dtype, shape.head_size):
         return None  # no fast kernel takes it: that is what was asked for
     hopper = torch.get_device_module(device).get_device_capability(device) >= (9, 0)
     best = "efficient" if shape.masked else "cudnn" if hopper else "flash"
-    if found == best or (best == "flash" and found == "cudnn") or (best == "efficient" and found == "cudnn"):
+    if backend == best or (best == "flash" and backend == "cudnn") or (best == "efficient" and backend == "cudnn"):
         return None
     switch = "mem_efficient" if best == "efficient" else best
     return (
-        f"torch computes attention with its {found} kernel on this device, where {best} is expected, which is faster: "
-        f"{shape.heads} heads of {shape.head_size} over {shape.groups} of keys, {shape.seq_length} positions in "
-        f"{str(shape.dtype).removeprefix('torch.')}. Check torch.backends.cuda.{switch}_sdp_enabled() and, for cudnn, "
-        f"the version of the installed cuDNN"
+        f"torch computes attention with its {backend} kernel on this device, where {best} is expected, which is "
+        f"faster: {shape.heads} heads of {shape.head_size} over {shape.groups} of keys, {shape.seq_length} positions "
+        f"in {str(shape.dtype).removeprefix('torch.')}. Check torch.backends.cuda.{switch}_sdp_enabled() and, for "
+        f"cudnn, the version of the installed cuDNN"
     )
 
 
@@ -372,7 +372,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, docume
         key.dim() == 4 and key.shape[1] > 0 and n % key.shape[1] == 0,
         f"key has shape {tuple(key.shape)}: it must be [b, groups, s, d], groups dividing query's {n} heads",
     )
-    require_shape((b, key.shape[1], s, d), "query's but for the heads, of which key and value have as many", key=key)
+    require_shape((b, key.shape[1], s, d), "like query except in its number of heads", key=key)
     require_shape(key.shape, "like key", value=value)
     require_same_device(query=query, key=key, value=value)
     require_floats(query=query, key=key, value=value)

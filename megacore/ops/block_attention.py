@@ -202,15 +202,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scene: Scene, offset: int
         block = _part(query, queries, offset)
         if _uses_fused(query, scene):
             bias = scene.bias(queries, keys, query.device)
-            found = _fused(block, _part(key, keys), _part(value, keys), attn_mask=bias)
+            attended = _fused(block, _part(key, keys), _part(value, keys), attn_mask=bias)
         else:
             tiles = (
                 attend_tile(block, _part(key, tile), _part(value, tile), queries, tile, scene)
                 for tile in _blocks(keys, scene.block)
             )
-            found = functools.reduce(Partial.merged, tiles).finished()
-        _part(out, queries, offset).copy_(found[0])
-        _part(logarithm, queries, offset).copy_(found[1])
+            attended = functools.reduce(Partial.merged, tiles).finished()
+        _part(out, queries, offset).copy_(attended[0])
+        _part(logarithm, queries, offset).copy_(attended[1])
     return out, logarithm
 
 

@@ -74,8 +74,8 @@ def _runs_here(query: Tensor) -> bool:
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    found: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
-    return found
+    capability: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
+    return capability
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility) -> Tensor | None:
@@ -119,8 +119,8 @@ def _runs_of(documents: Tensor) -> _Runs | None:
         return None
     if documents not in _known:
         _known[documents] = _find_runs(documents)
-    found: _Runs | None = _known[documents]
-    return found
+    runs: _Runs | None = _known[documents]
+    return runs
 
 
 def _find_runs(documents: Tensor) -> _Runs | None:

@@ -145,7 +145,7 @@ class _Output(torch.autograd.Function):
 
 
 class _WeightGradient(torch.autograd.Function):
-    """Zeros of the output's shape, which take one number of memory, and backward the gradients of weight and bias.
+    """Forward gives zeros of the output's shape, one number in memory; backward the gradients of weight and bias.
 
     Autograd asks a node for all gradients that it can give. A schedule that wants those of weights later therefore
     needs them in another node than the input's.
@@ -300,7 +300,7 @@ class LinearLayers:
                 total.added()
             return [None, None] * len(sums)
         whole = self.products.weight_gradient(grad, inputs)
-        return [found for part in whole.split(self._rows) for found in (part, None)]
+        return [gradient for part in whole.split(self._rows) for gradient in (part, None)]
 
     def _add(self, total: Tensor, has_terms: bool, grad: Tensor, inputs: Tensor) -> None:
         self.products.add_weight_gradient(total, grad, inputs, has_terms=has_terms)

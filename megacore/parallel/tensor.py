@@ -378,7 +378,7 @@ class _SampleScatters:
         self._local = x.new_empty(b, s // group.size, h)
 
     def start(self) -> None:
-        """The next sample is written."""
+        """Begin to sum the next sample, all of which is written."""
         number = len(self._pending)
         local, whole = self._local[number].view(-1), self._whole[number].view(-1)
         self._pending.append(start_reduce_scatter(local, whole, self._group))

@@ -73,9 +73,9 @@ class Stragglers(Callback):
         self._begin(Current.ledger, run.step)
         if (named := self._noticed.add(times, steps, self._stages)) is not None:
             self._report.say(f"step {run.step}/{run.config.training.train_iters} | {self._line(named)}")
-        found = slowest({rank: own.per(steps) for rank, own in times.items()}, self._stages)
-        own = {f"perf/straggler_{name}_s": getattr(found.times, name) for name in Times.__dataclass_fields__}
-        return {"perf/straggler_rank": found.rank, "perf/straggler_ratio": found.ratio, **own}
+        straggler = slowest({rank: own.per(steps) for rank, own in times.items()}, self._stages)
+        own = {f"perf/straggler_{name}_s": getattr(straggler.times, name) for name in Times.__dataclass_fields__}
+        return {"perf/straggler_rank": straggler.rank, "perf/straggler_ratio": straggler.ratio, **own}
 
     def on_stop(self, run: Run, reason: str | None) -> None:
         """Count no longer."""
@@ -106,9 +106,9 @@ class Stragglers(Callback):
         gathered = all_gather(torch.tensor(astuple(own), dtype=torch.float64, device=device), self._mesh.world)
         return {rank: Times(*values) for rank, values in enumerate(gathered.tolist())}
 
-    def _line(self, found: Straggler) -> str:
-        where, times = self._mesh.describe(found.rank), found.times
+    def _line(self, straggler: Straggler) -> str:
+        where, times = self._mesh.describe(straggler.rank), straggler.times
         return (
-            f"slow: rank {found.rank} ({where}) computes {times.compute:.3f} s/step, {found.ratio:.2f} x its stage "
-            f"(data {times.data:.3f}, gc {times.gc:.3f}, communication {times.communication:.3f})"
+            f"slow: rank {straggler.rank} ({where}) computes {times.compute:.3f} s/step, {straggler.ratio:.2f} x its "
+            f"stage (data {times.data:.3f}, gc {times.gc:.3f}, communication {times.communication:.3f})"
         )

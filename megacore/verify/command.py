@@ -95,8 +95,8 @@ class _Parser(ToolParser):
     """Leaves the words that it does not know to the trainer."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        found, found.words = self.parse_known_args(args, namespace)
-        return found
+        arguments, arguments.words = self.parse_known_args(args, namespace)
+        return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -417,8 +417,8 @@ def _conclude(request: Request, results: Mapping[str, Verdict]) -> int:
     agrees = clean is None or clean.agrees
     if request.self_test:
         skipped = [defect.name for defect in DEFECTS if defect not in request.defects]
-        found = len(planted_) - len(missed)
-        line = f"self-test: {found} of {len(planted_)} planted defects found; not possible here: {_or_none(skipped)}"
+        detected = len(planted_) - len(missed)
+        line = f"self-test: {detected} of {len(planted_)} planted defects found; not possible here: {_or_none(skipped)}"
         print(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False))
         status = 0 if agrees and not missed and not misplaced else EXIT_DIVERGES
     else:

@@ -172,17 +172,17 @@ def _granularity(key: Key, record: Record) -> float:
     return 2.0 * float(np.linalg.norm(units)) / change if change else 0.0
 
 
-def _differences(found: Mapping[Key, Any], expected: Mapping[Key, Any], key: Key) -> tuple[float, float]:
-    relative = relative_difference(found[key], expected[key])
-    if found[key].shape != expected[key].shape:
+def _differences(actual: Mapping[Key, Any], expected: Mapping[Key, Any], key: Key) -> tuple[float, float]:
+    relative = relative_difference(actual[key], expected[key])
+    if actual[key].shape != expected[key].shape:
         return relative, float("inf")
-    return relative, float(np.max(np.abs(found[key] - expected[key]), initial=0.0))
+    return relative, float(np.max(np.abs(actual[key] - expected[key]), initial=0.0))
 
 
 def _promise(record: Record, reference: Reference) -> tuple[tuple[float, float], ...]:
     losses = [key for key in reference.record.tensors if key.kind == "loss" and key in record.tensors]
-    found = (relative_difference(record.tensors[key], reference.record.tensors[key]) for key in losses)
-    return tuple(zip(found, reference.loss_spread, strict=True))
+    differences = (relative_difference(record.tensors[key], reference.record.tensors[key]) for key in losses)
+    return tuple(zip(differences, reference.loss_spread, strict=True))
 
 
 # ---- in words and as JSON
@@ -212,9 +212,9 @@ def describe(verdict: Verdict, reference: Reference) -> list[str]:
         f"loss: relative difference of the layout, and of one-process runs with --micro-batch-size {one} and {other} "
         "without dropout:"
     )
-    for step, (found, spread) in enumerate(verdict.promise, start=1):
+    for step, (difference, spread) in enumerate(verdict.promise, start=1):
         promised = "; 1e-6 is promised" if step == 1 else ""
-        lines.append(f"  step {step}: {found:.1e}, and {spread:.1e}{promised}")
+        lines.append(f"  step {step}: {difference:.1e}, and {spread:.1e}{promised}")
     for check in verdict.checks:
         state = "agree" if check.agrees else "DIFFER"
         lines.append(f"{check.name}: {state}, at most {check.worst:.1e} over {check.tensors} tensors")
@@ -239,7 +239,7 @@ def as_json(verdict: Verdict) -> dict[str, Any]:
         "first": None if verdict.first is None else row(verdict.first),
         "rows": [row(one) for one in verdict.rows],
         "not_judged": [str(key) for key in verdict.rounding_only],
-        "loss_difference": [finite(found) for found, _ in verdict.promise],
+        "loss_difference": [finite(difference) for difference, _ in verdict.promise],
         "loss_spread_of_one_process": [finite(spread) for _, spread in verdict.promise],
         "checks": [
             {"name": c.name, "agrees": c.agrees, "worst": finite(c.worst), "tensors": c.tensors} for c in verdict.checks

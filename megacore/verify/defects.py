@@ -310,14 +310,14 @@ def _swapped_state(steps: TrainStep, stack: ExitStack) -> None:
     optimizer = steps.update.optimizer
     names = [kind.name for kind in optimizer.kinds if kind.per == "element"]
     for local in steps.model.data_parallel.segments:
-        found = [state for name in names if (state := local.state(optimizer, name)) is not None]
-        if len(found) < 2:
-            for state in found:
+        states = [state for name in names if (state := local.state(optimizer, name)) is not None]
+        if len(states) < 2:
+            for state in states:
                 state.zero_()
             continue
-        first, second = found[0].clone(), found[1].clone()
-        found[0].copy_(second)
-        found[1].copy_(first.abs())  # a variance is not negative
+        first, second = states[0].clone(), states[1].clone()
+        states[0].copy_(second)
+        states[1].copy_(first.abs())  # a variance is not negative
 
 
 # ---- the list

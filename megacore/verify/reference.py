@@ -74,11 +74,11 @@ class Check:
         return self.tensors > 0 and self.worst <= self.tolerance
 
 
-def relative_difference(found: Array, expected: Array) -> float:
+def relative_difference(actual: Array, expected: Array) -> float:
     """The Frobenius norm of the difference over that of `expected`; infinite where either is not finite."""
-    if found.shape != expected.shape or not (np.isfinite(found).all() and np.isfinite(expected).all()):
+    if actual.shape != expected.shape or not (np.isfinite(actual).all() and np.isfinite(expected).all()):
         return float("inf")
-    difference, size = float(np.linalg.norm(found - expected)), float(np.linalg.norm(expected))
+    difference, size = float(np.linalg.norm(actual - expected)), float(np.linalg.norm(expected))
     return difference / size if size else (float("inf") if difference else 0.0)
 
 
@@ -255,8 +255,8 @@ def _check_gradients(
             steps.task.streams.microbatch = microbatch.index
             output = stage(steps.task.first_input(microbatch), steps.task.last_inputs(microbatch))
             loss = (_plain_loss(steps, output, microbatch) * per_count).sum()
-            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-            for name, gradient in zip(parameters, found, strict=True):
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            for name, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None:
                     sums[name] += gradient
     expected = {name: record.tensors.get(Key(1, "gradient", name)) for name in parameters}

@@ -66,7 +66,7 @@ class Nodes:
 
         A node that was expected to publish and does not is left out: it is out of reach.
         """
-        found = []
+        others = []
         for node in range(self.count):
             if node == self.node:
                 continue
@@ -79,8 +79,8 @@ class Nodes:
                 continue
             if not content["urgent"]:
                 return None
-            found.append(([_seen(rank) for rank in content["ranks"]], content["still"] + silent))
-        return found
+            others.append(([_seen(rank) for rank in content["ranks"]], content["still"] + silent))
+        return others
 
     def pronounce(self, text: str) -> None:
         """Tell the watchers of the other nodes that the run ends, and give them the time to notice."""

@@ -79,13 +79,13 @@ def slowest(times: Mapping[int, Times], stages: Mapping[int, int]) -> Straggler:
         times: by rank.
         stages: number of each rank's place in the pipeline.
     """
-    found = []
+    stragglers = []
     for rank, own in times.items():
         alike = [times[other].compute for other in times if stages[other] == stages[rank]]
         median = statistics.median_low(alike)  # of two the faster one
         ratio = own.compute / median if median > 0 else 1.0
-        found.append(Straggler(rank, ratio, own.compute - median, own))
-    return max(found, key=lambda one: (one.ratio, -one.rank))
+        stragglers.append(Straggler(rank, ratio, own.compute - median, own))
+    return max(stragglers, key=lambda one: (one.ratio, -one.rank))
 
 
 class Noticed:
@@ -108,9 +108,9 @@ class Noticed:
         self._steps += steps
         if self._steps < _WINDOW:
             return None
-        found = slowest({rank: own.per(self._steps) for rank, own in self._times.items()}, stages)
+        straggler = slowest({rank: own.per(self._steps) for rank, own in self._times.items()}, stages)
         self._times, self._steps = {}, 0
-        rank = found.rank if found.is_noticeable else None
+        rank = straggler.rank if straggler.is_noticeable else None
         self._in_a_row = self._in_a_row + 1 if rank is not None and rank == self._last else int(rank is not None)
         self._last = rank
-        return found if self._in_a_row == _IN_A_ROW else None
+        return straggler if self._in_a_row == _IN_A_ROW else None

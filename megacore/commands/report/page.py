@@ -240,8 +240,8 @@ class _Page:
     # ---- ranks
 
     def memory(self) -> str:
-        found = [event for event in self.run.events_of("memory") if isinstance(event.get("ranks"), list)]
-        ranks = [rank for rank in (found[-1]["ranks"] if found else []) if isinstance(rank, dict)]
+        events = [event for event in self.run.events_of("memory") if isinstance(event.get("ranks"), list)]
+        ranks = [rank for rank in (events[-1]["ranks"] if events else []) if isinstance(rank, dict)]
         bars = [
             Bar(
                 name=_rank_name(rank),
