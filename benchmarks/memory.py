@@ -2,10 +2,11 @@
 
     python benchmarks/memory.py state          parameters, gradients, optimizer: stages, precisions, dp 1 to 8
     python benchmarks/memory.py activations    what a block keeps for backward: tp 1 to 4, every way to keep less
+    python benchmarks/memory.py operators      the same for each operator of large blocks on a device, bytes per token
 
 The numbers are counts, not samples: they are the same on every machine with the same torch. The model is a small one
-and the ranks are CPU processes; what counts is bytes a parameter, and bytes an element of the residual stream. Only the
-table goes to standard output.
+and the ranks are CPU processes; what counts is bytes a parameter, and bytes an element of the residual stream. Large
+blocks compute on fake tensors. Only the table goes to standard output.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megacore.plan.activations import Operator, shared_bytes
 from tests.distributed import run_distributed
 from tests.parity.activations import (
+    BLOCKS,
     HIDDEN,
     MICRO_BATCH,
     SEQUENCE,
     activation_config,
+    by_formula,
     kept_by_formula,
     kept_by_the_paper,
+    kept_on_a_device,
     kept_per_block,
 )
 from tests.parity.test_activations import CASES, SPLIT_CASES
@@ -60,17 +65,56 @@ def activation_rows() -> Iterator[Sequence[str]]:
                 changes: dict[str, Any] = {"precision": precision, **case}
                 with tempfile.TemporaryDirectory() as directory:
                     config = activation_config((tp, 1, 1), directory, **changes)
-                    counted = run_distributed(kept_per_block, tp, (tp, 1, 1), directory, changes)[0]
+                    counted = sum(run_distributed(kept_per_block, tp, (tp, 1, 1), directory, changes)[0].values())
                 cells += [f"{counted / unit:.2f}", f"{kept_by_formula(config) / unit:.2f}"]
-            split = "yes" if case.get("sequence_parallel") else "no"
-            yield (str(tp), split, case.get("recompute", "none"), *cells, f"{kept_by_the_paper(config) / unit:.2f}")
+            split, recompute = "yes" if case.get("sequence_parallel") else "no", case.get("recompute", "none")
+            paper = "-" if recompute == "light" else f"{kept_by_the_paper(config) / unit:.2f}"
+            yield (str(tp), split, recompute, *cells, paper)
+
+
+BLOCK: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "precision": "bf16"}
+LLAMA: dict[str, Any] = {
+    "ffn_hidden_size": 14_336,
+    "num_query_groups": 8,
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "hidden_dropout": 0.0,
+}
+
+
+def operator_rows() -> Iterator[Sequence[str]]:
+    """Bytes per token that the operators of a block keep on rank 0, with the operators of a GPU."""
+    operators = [name for name in get_args(Operator) if name != "dropout"]  # whose masks are drawn again
+    yield ("block", "tp", "sequence parallel", "recompute", *operators, "all", "formula")
+    for name, shape in (("GPT-2's, h 4096", {}), ("Llama 3 8B's", LLAMA)):
+        for tp, case in ((1, CASES), (8, SPLIT_CASES)):
+            for changes in ({**BLOCK, **shape, **saving} for saving in case):
+                with tempfile.TemporaryDirectory() as directory:
+                    config = activation_config((tp, 1, 1), directory, **changes)
+                    counted, formula = (
+                        kept_on_a_device((tp, 1, 1), directory, changes),
+                        by_formula(config, on_cpu=False),
+                    )
+                if (
+                    attention := counted.get("attention")
+                ) is not None:  # all blocks share the tables of rotary positions
+                    counted["attention"] = attention - shared_bytes(config) / BLOCKS
+                    formula["attention"] -= shared_bytes(config) / BLOCKS
+                tokens = SEQUENCE * MICRO_BATCH
+                cells = [f"{counted.get(operator, 0) / tokens:,.0f}" for operator in operators]
+                sums = [f"{sum(kept.values()) / tokens:,.0f}" for kept in (counted, formula)]
+                split = "yes" if changes.get("sequence_parallel") else "no"
+                yield (name, str(tp), split, changes.get("recompute", "none"), *cells, *sums)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("state", "activations"))
-    rows = {"state": state_rows, "activations": activation_rows}[parser.parse_args(argv).table]()
+    tables = {"state": state_rows, "activations": activation_rows, "operators": operator_rows}
+    parser.add_argument("table", choices=tables)
+    rows = tables[parser.parse_args(argv).table]()
     # Ranks inherit this process's standard output: what they print goes to standard error.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as table:
         os.dup2(2, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import sys
@@ -59,6 +60,7 @@ def parse_config(
     shape: Shape | None = None,
     vocabulary: Callable[[Config], int] | None = None,
     checks: Sequence[Callable[[R], object]] = (),
+    planned: bool = False,
 ) -> R:
     """Reads, checks and resolves the configuration of a run, or refuses it and exits.
 
@@ -75,12 +77,13 @@ def parse_config(
             one refuses, that rank exits and the launcher ends the other ranks, which wait at the rendezvous. They run
             even if `vocabulary` or another check fails, so that all problems are reported together; the vocabulary is
             then `UNKNOWN_VOCAB_SIZE`.
+        planned: the run is only thought of: it has as many processes as its degrees say, whatever the launcher states.
 
     Raises:
         SystemExit: with status 2 if the configuration or an input is refused, with 0 after `--help` and `--version`.
     """
     config_class = cast(type[Config], kind)
-    process = _Process.of_environment()
+    process = _planned_process(argv, config_class, shape) if planned else _Process.of_environment()
     _answer_question(argv, prog, description, config_class, process)
     reading = _read(argv, process, config_class, shape)
     if reading.problems or reading.local_problems:
@@ -150,6 +153,16 @@ class _Process:
                 "the ranks meet: start through torchrun"
             )
         return _Process(rank, read("LOCAL_RANK", rank), world_size, tuple(problems))
+
+
+def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | None) -> _Process:
+    """The first process of a run that has as many as its degrees say."""
+    alone = _Process(0, 0, 1)
+    if help_topic(argv) is not None or "--version" in argv:
+        return alone
+    parallel = _read(argv, alone, kind, shape).config.parallel
+    degrees = (degree for degree in (parallel.tp, parallel.pp, parallel.dp) if isinstance(degree, int) and degree > 0)
+    return _Process(0, 0, math.prod(degrees))
 
 
 @dataclass(frozen=True)

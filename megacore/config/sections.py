@@ -355,8 +355,9 @@ class TrainingConfig(Section):
     leaves the weights unchanged. With a dynamic loss scale only the loss counts."""
     recompute: Literal["none", "selective", "light", "full"] = "none"
     """Activation recomputation: what backward computes again instead of keeping it in memory. selective: attention
-    between its projections. light: the outputs of norms and of the MLP's activation, without a matrix product. full:
-    whole transformer blocks; only their inputs are kept. The results are bitwise the same."""
+    between its projections. light: the outputs of norms and of the MLP's activation, without a matrix product; no
+    effect with --compile. full: whole transformer blocks; only their inputs are kept. The results are bitwise the
+    same."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
     of them."""

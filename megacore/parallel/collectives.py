@@ -143,9 +143,9 @@ class SumScattered:
         return self._local
 
 
-def _by_messages(whole: Tensor) -> bool:
+def _by_messages(whole: Tensor, group: Group) -> bool:
     """Whether messages between the ranks are faster than the backend's collective: they are on gloo."""
-    return whole.device.type == "cpu"
+    return whole.device.type == "cpu" and dist.get_backend(group.handle) != "fake"
 
 
 def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
@@ -154,7 +154,7 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
         if whole.data_ptr() != shard.data_ptr():
             whole.copy_(shard)
         return Pending()
-    if _by_messages(whole):
+    if _by_messages(whole, group):
         return Pending(*direct.start_all_gather(whole, shard, group))
     return Pending([_all_gather_flat(whole, shard, group=group.handle, async_op=True)])
 
@@ -164,7 +164,7 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
     if group.size == 1:
         shard.copy_(whole)
         return Pending()
-    if _by_messages(whole):
+    if _by_messages(whole, group):
         return Pending(*direct.start_reduce_scatter(shard, whole, group))
     return Pending([_reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)])
 

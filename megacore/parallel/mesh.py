@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.config import ParallelConfig
 from megacore.config.dimensions import DIMENSIONS, ROLES, Dimension, coordinates_of, degrees_of, describe_rank
@@ -240,13 +241,48 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
             ]
         )
     device, world = join_job(config)
+    return _mesh_of(device, world, dimensions, degrees, timeout=_timeout(config))
+
+
+def fake_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
+    """The mesh of rank 0 of a job of which no other rank exists, for a step on fake tensors: what it receives has the
+    right shape and no values. The process belongs to that job until `leave_fake_mesh`.
+
+    Args:
+        config: the degrees; without `dp` it is 1.
+        dimensions: the table, outermost first.
+    """
+    degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
+    device, ranks = torch.device("cpu"), math.prod(degrees.values())
+    if ranks == 1:
+        return Mesh(device=device, dimensions=dimensions, degrees=degrees)
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    world = _group(dist.group.WORLD, 0, tuple(range(ranks)))
+    return _mesh_of(device, world, dimensions, degrees, timeout=_timeout(config))
+
+
+def leave_fake_mesh(mesh: Mesh) -> None:
+    """End the job of `fake_mesh`."""
+    if mesh.world.size > 1:
+        dist.destroy_process_group()
+
+
+def _mesh_of(
+    device: torch.device,
+    world: Group,
+    dimensions: Sequence[Dimension],
+    degrees: Mapping[str, int],
+    *,
+    timeout: timedelta,
+) -> Mesh:
+    """The groups of this rank, which all ranks of the world make together."""
     if world.size == 1:
         return Mesh(device=device, dimensions=dimensions, degrees=degrees)
     made: dict[tuple[tuple[int, ...], ...], Group] = {}
     for role in ROLES:
         groups = groups_of_role(role, dimensions, degrees)
         if groups not in made:
-            made[groups] = _join(groups, world, device, _timeout(config))
+            made[groups] = _join(groups, world, device, timeout)
     roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in ROLES}
     return Mesh(device=device, dimensions=dimensions, degrees=degrees, world=world, **roles)
 

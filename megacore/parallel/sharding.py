@@ -7,6 +7,7 @@ checkpoints, norm counting and the parity tests all read it, so that none of the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -80,14 +81,38 @@ class ShardSpec:
         return first and mesh.copies.is_first and not self.is_tied_copy
 
 
-class ShardedParameter(nn.Parameter):
+class _Sliced:
     """A parameter with its `spec`: the global tensor, and the slice of it on this rank."""
 
     spec: ShardSpec
 
+    def named(self, name: str) -> None:
+        """Give the parameter its global name; a tied parameter keeps the first."""
+        if not self.spec.name:
+            self.spec = replace(self.spec, name=name)
+
+    def tied_to(self, name: str) -> None:
+        """Make the parameter a copy of one on another stage, with that one's global name."""
+        self.spec = replace(self.spec, name=name, is_tied_copy=True)
+
+
+class _ShardedParameterType(type(nn.Parameter)):  # type: ignore[misc]
+    """torch makes the parameter of a fake tensor a fake tensor, whatever class it is asked for."""
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, _Sliced) or super().__instancecheck__(instance)
+
+
+class ShardedParameter(_Sliced, nn.Parameter, metaclass=_ShardedParameterType):
+    """A parameter with its `spec`: the global tensor, and the slice of it on this rank."""
+
     def __new__(cls, data: Tensor, spec: ShardSpec, requires_grad: bool = True) -> ShardedParameter:
-        parameter: ShardedParameter = super().__new__(cls, data, requires_grad)
-        parameter.spec = spec
+        made: Any = super().__new__(cls, data, requires_grad)
+        if not isinstance(made, _Sliced):
+            kind: Any = type(made)
+            made.__class__ = _sliced(kind)
+        made.spec = spec
+        parameter: ShardedParameter = made
         return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
@@ -99,14 +124,11 @@ class ShardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return ShardedParameter, (self.detach(), self.spec, self.requires_grad)
 
-    def named(self, name: str) -> None:
-        """Give the parameter its global name; a tied parameter keeps the first."""
-        if not self.spec.name:
-            self.spec = replace(self.spec, name=name)
 
-    def tied_to(self, name: str) -> None:
-        """Make the parameter a copy of one on another stage, with that one's global name."""
-        self.spec = replace(self.spec, name=name, is_tied_copy=True)
+@functools.cache
+def _sliced(kind: type) -> Any:
+    """A class of tensors, such as fake ones, with a `spec`."""
+    return type(f"Sharded{kind.__name__}", (_Sliced, kind), {})
 
 
 class ShardedModule(nn.Module):

@@ -10,6 +10,7 @@ MLP, V vocabulary, t tensor-parallel ranks, e bytes of an element.
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
@@ -19,6 +20,11 @@ from megacore.plan.model_size import vocabulary_rows
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOST_LOGITS = 2.0**31
 """Bytes of logits that exist at a time, unless --loss-chunks says otherwise."""
+Operator = Literal[
+    "norms", "products of norms", "attention", "activation", "product of the activation", "dropout", "block"
+]
+"""What keeps tensors in a block: `products of norms` the outputs of norms (qkv, gate, up), `attention` all between its
+projections and its output, `product of the activation` the input of `down`; `block` its input, if it is recomputed."""
 # Tensors [b, s, f] that an MLP keeps, by activation: the input of `down`, and what the activation's backward needs.
 _INNER_TENSORS = {"relu": 1, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3, "geglu-exact": 3}
 
@@ -30,7 +36,14 @@ def residual_bytes(config: ResolvedConfig) -> float:
 
 
 def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str) -> float:
-    """What one block keeps.
+    """What one block keeps: the sum of `kept_by_operator`, whose arguments these are."""
+    return sum(kept_by_operator(config, block, on_cpu=on_cpu, recompute=recompute).values())
+
+
+def kept_by_operator(
+    config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, recompute: str
+) -> dict[Operator, float]:
+    """What each operator of one block keeps; a tensor that two operators keep counts for the first.
 
     Args:
         config: a resolved configuration.
@@ -40,25 +53,32 @@ def block_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool, r
     """
     residual = residual_bytes(config)
     if recompute == "full":
-        return residual
+        return {"block": residual}
     e, t, tokens = _element(config), _layer_ranks(config), _tokens(config)
     split = t if config.parallel.sequence_parallel else 1
     # A kernel draws its dropout mask again in backward; plain torch keeps two, and compiled code may.
     draws_again = not on_cpu and config.training.kernels != "torch" and not config.training.compile
     masks = 2 / e if block.hidden_dropout and not draws_again else 0.0
-    light = recompute == "light"
+    light = recompute == "light" and not config.training.compile
     # The output of BERT's second norm is the residual stream, which the next block keeps.
     outputs = 2 if not light else 1 if isinstance(config, BertConfig) and not config.bert.packed else 0
-    stream = residual * ((1 if block.parallel_residual else 2) + outputs + masks)  # inputs and outputs of two norms
-    norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
-    mlp = _INNER_TENSORS[block.activation]
+    if config.parallel.sequence_parallel and (config.training.reproducible or config.parallel.may_split_backward):
+        outputs = 2 * t  # gathered, where the gradients of weights are computed apart
+    inner = e * tokens * block.inner_size / t
+    activated = 0 if block.activation == "relu" else 1  # ReLU keeps its output itself
+    of_activation = _INNER_TENSORS[block.activation] - activated
     if on_cpu and block.activation.startswith("geglu"):
-        mlp += 1  # the activated gate
-    if light and block.activation != "relu":
-        mlp -= 1  # what the second product reads
-    mixed = block.num_attention_heads * block.head_size
-    within = e * tokens * (mlp * block.inner_size + mixed) / t
-    return stream + norms + within + _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)
+        of_activation += 1  # the activated gate
+    attention = _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)
+    norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
+    return {
+        "norms": residual * (1 if block.parallel_residual else 2) + norms,
+        "products of norms": residual * outputs,
+        "attention": attention + e * tokens * block.num_attention_heads * block.head_size / t,
+        "activation": inner * of_activation,
+        "product of the activation": inner * (0 if light else activated),
+        "dropout": residual * masks,
+    }
 
 
 def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
@@ -101,19 +121,21 @@ def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_c
     e = _element(config)
     if block.normalization == "LayerNorm":
         return 2 * (e if on_cpu else 4)  # mean and deviation
-    if not on_cpu:
+    if not on_cpu or config.training.compile:
         return 4
-    return e + size * (e + (4 if e < 4 else 0))  # plain torch: the normalised row, and the input in fp32
+    return 4 + size * (e + (4 if e < 4 else 0))  # plain torch: the normalised row, and the input in fp32
 
 
 def shared_bytes(config: ResolvedConfig) -> float:
-    """What all blocks of a rank share: ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias."""
+    """What all blocks of a rank share: ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias; and the
+    cosines and sines of rotary positions, [s, r/2] fp32 each."""
     e, s, model = _element(config), config.data.seq_length, config.model
+    tables = 4.0 * s * model.rotary_dimensions if model.position_embedding_type == "rope" else 0.0
     if config.training.attention == "fused-softmax" or _has_documents(config):
-        return 0.0
+        return tables
     if model.position_embedding_type == "alibi":
         return e * s * s * model.num_attention_heads / _layer_ranks(config)
-    return (1 + e) * s * s if model.window_size is not None and model.window_size < s else 0.0
+    return tables + ((1 + e) * s * s if model.window_size is not None and model.window_size < s else 0.0)
 
 
 def logits_bytes(config: ResolvedConfig) -> float:

@@ -284,7 +284,7 @@ def _largest_block(config: ResolvedConfig, blocks: Iterable[ResolvedModel], *, o
 
 def _computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, on_cpu: bool) -> float:
     """What the block that is computed again keeps besides its input."""
-    if config.training.recompute == "light":  # one output of a norm or of an activation
+    if config.training.recompute == "light" and not config.training.compile:  # one output of a norm or an activation
         inner = max((block.inner_size for block in blocks), default=0) / config.parallel.tp
         return max(inner / config.model.hidden_size, 1.0) * residual_bytes(config) if blocks else 0.0
     if config.training.recompute == "selective":

@@ -17,11 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.convert.from_hf import open_model
 from megacore.convert.start import WeightsFromHF
+from megacore.data.loading.loader import Microbatch
 from megacore.errors import ConfigError
 from megacore.parallel.mesh import build_mesh
 from megacore.plan import fit
+from megacore.plan.memory import plan_memory
 from megacore.plan.room import Room
 from megacore.train.gpt_task import GPTTask
+from megacore.train.step import TrainStep
 from megacore.train.trainer import Trainer
 from tests.accelerator.device import counting, limit_memory, needs_pretend, slow
 from tests.distributed import run_distributed
@@ -254,3 +257,32 @@ def test_gradients_of_a_skipped_step_on_their_way_to_the_host_do_no_harm(zero_st
     """The device says so where their memory is written to before they are copied."""
     for plain, offloaded in run_distributed(losses_around_a_skip, 2, str(tmp_path), zero_stage, backend="pretend"):
         assert offloaded == plain
+
+
+def peaks_by_recompute(rank: int, world_size: int, directory: str, kinds: list[str]) -> list[tuple[int, float]]:
+    """Bytes of the device at the peak of a second step, and those of the formula, beyond what lies there between."""
+    found = []
+    for recompute in kinds:
+        changes: dict[str, Any] = {"num_layers": 12, "hidden_size": 64, "seq_length": 64, "micro_batch_size": 8}
+        config = make_config((1, 1, 1), f"{directory}/{recompute}", device="pretend", recompute=recompute, **changes)
+        task = GPTTask(config, build_mesh(config.parallel))
+        step = TrainStep(task, config, build_mesh(config.parallel))
+        tokens = torch.zeros(8, 64, dtype=torch.int64, device=step.mesh.device)
+        batch = [
+            Microbatch(index=0, tokens=tokens, labels=tokens, loss_mask=torch.ones_like(tokens, dtype=torch.float))
+        ]
+        for _ in range(2):
+            before = torch.accelerator.memory_allocated(step.mesh.device)
+            torch.accelerator.reset_peak_memory_stats(step.mesh.device)
+            step.compute_gradients(batch)
+            peak = torch.accelerator.max_memory_allocated(step.mesh.device) - before
+            step.update_weights()
+        (planned,) = plan_memory(config, task.layers, on_cpu=True)  # with torch's operators, as on a CPU
+        found.append((peak, planned.activations + planned.working))
+    return found
+
+
+def test_what_light_recomputation_saves_on_a_device_is_what_the_formula_says(tmp_path: Path) -> None:
+    (found,) = run_distributed(peaks_by_recompute, 1, str(tmp_path), ["none", "light"], backend="pretend")
+    (none, planned_none), (light, planned_light) = found
+    assert none - light == pytest.approx(planned_none - planned_light, rel=0.05)

@@ -16,7 +16,7 @@ STAGES = (1, 2, 3)
 
 
 def check_values(rank: int, world_size: int) -> None:
-    collectives._by_messages = lambda whole: False
+    collectives._by_messages = lambda whole, group: False
     group = Group(ranks=tuple(range(world_size)), rank=rank, handle=dist.group.WORLD)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
         whole = torch.arange(4 * world_size).to(dtype) * (rank + 1)
@@ -41,7 +41,7 @@ def train_both(rank: int, world_size: int, directory: str) -> list[tuple[Outcome
     by_messages, pairs = collectives._by_messages, []
     for stage in STAGES:
         changes: dict[str, Any] = {"zero_stage": stage, "num_layers": 2, "train_iters": 3}
-        collectives._by_messages = lambda whole: False
+        collectives._by_messages = lambda whole, group: False
         flat = train(rank, world_size, (1, 1, 2), directory, changes)
         collectives._by_messages = by_messages
         plain = train(rank, world_size, (1, 1, 2), directory, changes)

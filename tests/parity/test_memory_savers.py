@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.parity.runs import Layout, Run, Size, agree, bitwise, in_both_sizes
+from megacore.parallel.mesh import build_mesh
+from megacore.train.trainer import Trainer
+from tests.parity.runs import (
+    Layout,
+    Run,
+    Size,
+    agree,
+    bitwise,
+    in_both_sizes,
+    make_config,
+    make_trainer,
+    small,
+)
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "micro_batch_size": 1, "train_iters": 4}
 
@@ -44,6 +57,32 @@ def test_recomputation_changes_no_bit(
     """Dropout included."""
     plain = {**size(layout), **DROPOUT, "zero_stage": stage}
     bitwise(run(layout, **plain, **changes), run(layout, **plain))
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1)], ids=str)
+def test_light_recomputation_with_a_split_backward_changes_no_bit(layout: Layout, run: Run) -> None:
+    """The gradients of weights are computed later, from outputs of norms that are computed once more."""
+    plain = {**small(layout), **DROPOUT, "schedule": "zero-bubble", "sequence_parallel": layout[0] > 1}
+    bitwise(run(layout, **plain, recompute="light"), run(layout, **plain))
+
+
+@pytest.mark.parametrize("before, after", [("light", "light"), ("none", "light"), ("light", "none")])
+def test_light_recomputation_resumes(before: str, after: str, tmp_path: Path) -> None:
+    """From a checkpoint of a run with it or without it, to the same bits as an uninterrupted run."""
+
+    def trainer(recompute: str, **changes: Any) -> Trainer:
+        changes = {**DROPOUT, "num_layers": 2, "recompute": recompute, **changes}
+        config = make_config((1, 1, 1), tmp_path, **changes)
+        return make_trainer(config, build_mesh(config.parallel))
+
+    def steps(trainer: Trainer, count: int) -> list[str]:
+        return [repr(float(trainer.train_step(next(trainer.batches)).loss)) for _ in range(count)]
+
+    whole = steps(trainer("none"), 4)
+    first = trainer(before)
+    assert steps(first, 2) == whole[:2]
+    first.save()
+    assert steps(trainer(after, load=str(tmp_path)), 2) == whole[2:]
 
 
 @in_both_sizes

@@ -12,6 +12,7 @@ LATE_IMPORTS = {
     ("pretrain_bert.py", "megacore.train.launch"): START_UP,
     ("pretrain_bert.py", "megacore.train.bert_task"): START_UP,
     ("pretrain_bert.py", "megacore.train.trainer"): START_UP,
+    ("tools/roofline.py", "megacore.train.step_trace"): START_UP,
     ("megacore/plan/canvas.py", "matplotlib"): "optional, and only PNG needs it",
     ("megacore/convert/check.py", "transformers"): "optional, and only a conversion's check needs it",
     ("megacore/data/tokenizers/tokenizer.py", "transformers"): "optional: only directories without a tokenizer.json",

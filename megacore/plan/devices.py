@@ -1,0 +1,162 @@
+"""Devices by short names, as far as a step's time depends on them: memory, links, and how much of each a step reaches.
+
+What a data sheet states stands here once: memory and links from the manufacturers' data sheets (NVIDIA A100, H100, H200
+and HGX B200; AMD MI250X), the peaks of matrix products in `peaks.py`. Bandwidths are of one direction. What a step
+reaches of them is assumed, as three values: slow, expected and fast. A device's `network` is its share of what the
+network cards of common nodes carry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from megacore.config.messages import did_you_mean, one_of
+from megacore.errors import UserError
+from megacore.plan.peaks import Format, peak_tflops
+
+Case = Literal["slow", "expected", "fast"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """An assumed value with what it may be at its worst and best."""
+
+    slow: float
+    expected: float
+    fast: float
+
+    def of(self, case: Case) -> float:
+        """The value in a case."""
+        value: float = getattr(self, case)
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A way from one device to another.
+
+    Attributes:
+        bandwidth: bytes per second in one direction.
+        latency: seconds of one message.
+    """
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device as torch counts devices: an MI250X card is two.
+
+    Attributes:
+        name: the value of --device.
+        reported_as: the driver's name, by which `peaks.py` has its peaks.
+        memory_bytes: capacity.
+        memory_bandwidth: bytes per second.
+        node_ranks: devices of a node.
+        node_link: between the devices of a node.
+        network: between nodes, per device.
+        product_efficiency: share of the peak that large matrix products reach.
+        attention_efficiency: the same of fused attention, forward and backward together.
+        memory_efficiency: share of the memory's bandwidth that elementwise kernels reach.
+        link_efficiency: share of a link's bandwidth that collectives reach.
+        launch_seconds: of a kernel before it computes.
+        host_seconds: of the program for each operator.
+    """
+
+    name: str
+    reported_as: str
+    memory_bytes: float
+    memory_bandwidth: float
+    node_ranks: int = 8
+    node_link: Link
+    network: Link
+    product_efficiency: Range = Range(0.62, 0.72, 0.80)
+    attention_efficiency: Range = Range(0.38, 0.48, 0.58)
+    memory_efficiency: Range = Range(0.70, 0.82, 0.92)
+    link_efficiency: Range = Range(0.60, 0.75, 0.85)
+    launch_seconds: Range = Range(3e-6, 2e-6, 1e-6)
+    host_seconds: Range = Range(25e-6, 12e-6, 6e-6)
+
+    def peak(self, form: Format) -> float | None:
+        """FLOP/s of matrix products in a format; None: not known."""
+        tflops = peak_tflops(self.reported_as, form)
+        return None if tflops is None else tflops * 1e12
+
+
+_NVLINK_3 = Link(bandwidth=300e9, latency=3e-6)
+_NVLINK_4 = Link(bandwidth=450e9, latency=3e-6)
+_NVLINK_5 = Link(bandwidth=900e9, latency=3e-6)
+_INFINITY_FABRIC = Link(bandwidth=50e9, latency=4e-6)  # between two cards, which a ring of all devices passes
+_AMPERE_PRODUCTS = Range(0.75, 0.83, 0.90)  # an A100 holds its clock in products; later devices lower it
+
+DEVICES = (
+    Device(
+        name="a100-40g",
+        reported_as="NVIDIA A100-SXM4-40GB",
+        memory_bytes=40e9,
+        memory_bandwidth=1555e9,
+        node_link=_NVLINK_3,
+        network=Link(bandwidth=25e9, latency=6e-6),
+        product_efficiency=_AMPERE_PRODUCTS,
+        attention_efficiency=Range(0.50, 0.58, 0.65),
+    ),
+    Device(
+        name="a100-80g",
+        reported_as="NVIDIA A100-SXM4-80GB",
+        memory_bytes=80e9,
+        memory_bandwidth=2039e9,
+        node_link=_NVLINK_3,
+        network=Link(bandwidth=25e9, latency=6e-6),
+        product_efficiency=_AMPERE_PRODUCTS,
+        attention_efficiency=Range(0.50, 0.58, 0.65),
+    ),
+    Device(
+        name="h100",
+        reported_as="NVIDIA H100 80GB HBM3",
+        memory_bytes=80e9,
+        memory_bandwidth=3350e9,
+        node_link=_NVLINK_4,
+        network=Link(bandwidth=50e9, latency=6e-6),
+    ),
+    Device(
+        name="h200",
+        reported_as="NVIDIA H200",
+        memory_bytes=141e9,
+        memory_bandwidth=4800e9,
+        node_link=_NVLINK_4,
+        network=Link(bandwidth=50e9, latency=6e-6),
+    ),
+    Device(
+        name="b200",
+        reported_as="NVIDIA B200",
+        memory_bytes=180e9,
+        memory_bandwidth=7700e9,
+        node_link=_NVLINK_5,
+        network=Link(bandwidth=50e9, latency=6e-6),
+    ),
+    Device(
+        name="mi250x",
+        reported_as="AMD Instinct MI250X",
+        memory_bytes=64e9,
+        memory_bandwidth=1638e9,
+        node_link=_INFINITY_FABRIC,
+        network=Link(bandwidth=12.5e9, latency=6e-6),
+        product_efficiency=Range(0.55, 0.68, 0.78),
+        attention_efficiency=Range(0.25, 0.38, 0.50),
+    ),
+)
+
+
+def device_named(name: str, devices: Iterable[Device] = DEVICES) -> Device:
+    """The device of a name.
+
+    Raises:
+        UserError: there is none; the message has the names, and the nearest one.
+    """
+    by_name = {device.name: device for device in devices}
+    if name not in by_name:
+        raise UserError(f"--device {name} is not known: use {one_of(list(by_name))}{did_you_mean(name, by_name)}")
+    return by_name[name]

@@ -1,0 +1,290 @@
+"""How long a step takes on a device, from the launches and transfers that it consists of: a roofline, and a time line.
+
+A launch takes as long as its bytes need at the memory's bandwidth or its FLOPs at the peak, whichever is longer
+(Williams et al. 2009, CACM 52(4)), and a fixed time before it computes. A transfer runs on a stream of its own beside
+what is launched after it, until a launch reads its result; what that launch waits for is exposed. The host issues one
+operator after the other, and the device waits where it is late.
+
+The events come from `megacore.train.step_trace`, which records them; nothing here loads torch. All times are estimates:
+each is computed in the slow, the expected and the fast case of `Device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from megacore.plan.devices import Case, Device, Range
+from megacore.plan.peaks import Format
+
+Phase = Literal["forward", "backward", "update"]
+Kind = Literal["product", "attention", "memory"]
+Pattern = Literal["all-reduce", "all-gather", "reduce-scatter", "message"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """An operator that the device runs.
+
+    Attributes:
+        name: of the operator.
+        phase: of the step.
+        kind: of what limits it.
+        bytes: read and written, each once.
+        flops: by the full-attention convention, backward of attention twice its forward.
+        work: FLOPs that are executed: half of attention's where it is causal, and with what its backward repeats.
+        form: of a product's factors.
+        waits: numbers of the transfers whose results it is the first to read.
+    """
+
+    name: str
+    phase: Phase
+    kind: Kind = "memory"
+    bytes: float = 0.0
+    flops: float = 0.0
+    work: float = 0.0
+    form: Format = "bf16"
+    waits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """A collective.
+
+    Attributes:
+        name: of the operator.
+        phase: of the step.
+        number: by which launches wait for it.
+        role: of the group, such as `layer` (tensor parallel) or `replicas` (data parallel).
+        pattern: which bytes travel.
+        bytes: of the whole tensor: what is reduced, gathered or scattered.
+        ranks: of the group.
+        stride: distance of its ranks' numbers.
+    """
+
+    name: str
+    phase: Phase
+    number: int
+    role: str
+    pattern: Pattern
+    bytes: float
+    ranks: int
+    stride: int = 1
+
+
+Event = Launch | Transfer
+
+
+class Totals(NamedTuple):
+    """Of the launches of one operator."""
+
+    launches: float = 0.0
+    bytes: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
+
+    def plus(self, other: Totals, times: float = 1.0) -> Totals:
+        """The sum with a multiple of another."""
+        return Totals(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Of a step, or of a part of one, in one case.
+
+    Attributes:
+        seconds: from its first operator to its last.
+        rows: by phase, kind and operator; of a transfer its whole time, hidden or not.
+        exposed: seconds that launches waited for transfers, by role.
+        late: seconds that the device waited for the host.
+        update: seconds of the launches of the update.
+        work: FLOPs that are executed.
+    """
+
+    seconds: float
+    rows: Mapping[tuple[str, str, str], Totals]
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    late: float = 0.0
+    update: float = 0.0
+    work: float = 0.0
+
+    def plus(self, other: Timing, times: float = 1.0) -> Timing:
+        """The sum with a multiple of another, which may be negative."""
+        none = Totals()
+        rows = {
+            key: self.rows.get(key, none).plus(other.rows.get(key, none), times) for key in {**self.rows, **other.rows}
+        }
+        roles = {**self.exposed, **other.exposed}
+        exposed = {role: self.exposed.get(role, 0.0) + times * other.exposed.get(role, 0.0) for role in roles}
+        return Timing(
+            seconds=self.seconds + times * other.seconds,
+            rows=rows,
+            exposed=exposed,
+            late=self.late + times * other.late,
+            update=self.update + times * other.update,
+            work=self.work + times * other.work,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvents:
+    """What was recorded of consecutive steps; a later one may wait for transfers of the one before.
+
+    Attributes:
+        before: a step, whose end the next one begins with.
+        one: a step of one microbatch.
+        two: a step of two, after it; of any number of microbatches each further one adds the difference.
+    """
+
+    before: Sequence[Event]
+    one: Sequence[Event]
+    two: Sequence[Event]
+
+    def timing(
+        self, device: Device, *, microbatches: int, case: Case = "expected", peak: float | None = None
+    ) -> Timing:
+        """A step of that many microbatches.
+
+        Args:
+            device: that computes.
+            microbatches: per replica.
+            case: which of the device's assumed values.
+            peak: FLOP/s of products instead of the device's.
+        """
+        clock = Clock(device, case=case, peak=peak)
+        clock.run(self.before)
+        one, two = clock.run(self.one), clock.run(self.two)
+        return one.plus(two.plus(one, -1.0), microbatches - 1.0)
+
+
+def launch_seconds(launch: Launch, device: Device, *, case: Case = "expected", peak: float | None = None) -> float:
+    """How long a launch takes.
+
+    Raises:
+        ValueError: the device's peak in the launch's format is not known, and none is given.
+    """
+    seconds = launch.bytes / (device.memory_bandwidth * device.memory_efficiency.of(case))
+    if launch.work:
+        peak = peak or device.peak(launch.form)
+        if peak is None:
+            raise ValueError(f"the peak of {device.name} in {launch.form} is not known")
+        efficiency = device.attention_efficiency if launch.kind == "attention" else device.product_efficiency
+        seconds = max(seconds, launch.work / (peak * efficiency.of(case)))
+    return seconds + device.launch_seconds.of(case)
+
+
+def transfer_seconds(transfer: Transfer, device: Device, *, case: Case = "expected") -> float:
+    """How long a collective takes by itself, in a ring. Rings of a node share its network cards."""
+    if transfer.ranks == 1:
+        return 0.0
+    passes = 2 if transfer.pattern == "all-reduce" else 1
+    steps = 1 if transfer.pattern == "message" else passes * (transfer.ranks - 1)
+    share = 1.0 if transfer.pattern == "message" else steps / transfer.ranks
+    link, bandwidth = device.node_link, device.node_link.bandwidth
+    if transfer.ranks * transfer.stride > device.node_ranks:
+        rings = min(transfer.stride, device.node_ranks)
+        link, bandwidth = device.network, min(bandwidth, device.network.bandwidth * device.node_ranks / rings)
+    return share * transfer.bytes / (bandwidth * device.link_efficiency.of(case)) + steps * link.latency
+
+
+class Clock:
+    """Runs events one after the other: the host issues them, launches share one stream, and the transfers of each role
+    another.
+
+    Args:
+        device: that computes.
+        case: which of its assumed values.
+        peak: FLOP/s of products instead of the device's.
+    """
+
+    def __init__(self, device: Device, *, case: Case = "expected", peak: float | None = None) -> None:
+        self._device, self._case, self._peak = device, case, peak
+        self._host = self._stream = 0.0
+        self._links: dict[str, float] = {}
+        self._ends: dict[int, tuple[float, str]] = {}
+
+    def run(self, events: Iterable[Event]) -> Timing:
+        """Go through events; what is still under way at their end goes on beside the next ones."""
+        begin = self._stream
+        rows: dict[tuple[str, str, str], Totals] = {}
+        exposed: dict[str, float] = {}
+        late, update, work = 0.0, 0.0, 0.0
+        for event in events:
+            self._host += self._device.host_seconds.of(self._case)
+            if isinstance(event, Transfer):
+                seconds = transfer_seconds(event, self._device, case=self._case)
+                start = max(self._stream, self._host, self._links.get(event.role, 0.0))
+                self._links[event.role] = start + seconds
+                self._ends[event.number] = start + seconds, event.role
+                key, totals = (event.phase, "transfer", event.name), Totals(1.0, event.bytes, 0.0, seconds)
+            else:
+                late += max(self._host - self._stream, 0.0)
+                self._stream = max(self._host, self._stream)
+                for number in event.waits:
+                    end, role = self._ends.pop(number, (0.0, ""))
+                    exposed[role] = exposed.get(role, 0.0) + max(end - self._stream, 0.0)
+                    self._stream = max(end, self._stream)
+                seconds = launch_seconds(event, self._device, case=self._case, peak=self._peak)
+                self._stream += seconds
+                update += seconds if event.phase == "update" else 0.0
+                work += event.work
+                key, totals = (event.phase, event.kind, event.name), Totals(1, event.bytes, event.flops, seconds)
+            rows[key] = rows.get(key, Totals()).plus(totals)
+        exposed.pop("", None)
+        return Timing(seconds=self._stream - begin, rows=rows, exposed=exposed, late=late, update=update, work=work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A step on a device.
+
+    Attributes:
+        device: that computes.
+        timing: in the expected case.
+        seconds: of the step in all cases.
+        model_flops: of this rank and step, full attention.
+        causal_flops: the same, causal attention.
+        tokens: of the global batch.
+        peak: FLOP/s that MFU is a share of.
+    """
+
+    device: Device
+    timing: Timing
+    seconds: Range
+    model_flops: float
+    causal_flops: float
+    tokens: int
+    peak: float
+
+    def utilization(self, flops: float) -> Range:
+        """Share of the peak that FLOPs of the step are."""
+        return Range(*(flops / seconds / self.peak for seconds in self.cases()))
+
+    def cases(self) -> Iterator[float]:
+        """Seconds in the slow, the expected and the fast case."""
+        yield from (self.seconds.slow, self.seconds.expected, self.seconds.fast)
+
+
+def estimate(
+    events: StepEvents,
+    device: Device,
+    *,
+    microbatches: int,
+    tokens: int,
+    model_flops: float,
+    causal_flops: float,
+    peak: float,
+) -> Estimate:
+    """The time of a step from its events; arguments as the attributes of `Estimate`."""
+    cases: tuple[Case, ...] = ("slow", "expected", "fast")
+    timings = [events.timing(device, microbatches=microbatches, case=case, peak=peak) for case in cases]
+    return Estimate(
+        device=device,
+        timing=timings[1],
+        seconds=Range(*(timing.seconds for timing in timings)),
+        model_flops=model_flops,
+        causal_flops=causal_flops,
+        tokens=tokens,
+        peak=peak,
+    )

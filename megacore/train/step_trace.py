@@ -1,0 +1,270 @@
+"""What one rank's training step launches and sends, recorded without a device: operators, bytes and FLOPs in order.
+
+The real step runs on fake tensors, which have shapes and no values, and in a job of which no other rank exists: model,
+loss, accumulation of gradients, reductions, clipping and optimizer are what a run executes, with the operators that it
+uses on a GPU. Each operator's bytes are those of the tensors that it reads and writes, each counted once; views and
+allocations are not operators. An operator may launch more than one kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacore import ops
+from megacore.config import ResolvedConfig
+from megacore.data.loading.loader import Microbatch
+from megacore.models.initialize import InitialWeights
+from megacore.parallel.mesh import Mesh, fake_mesh, leave_fake_mesh
+from megacore.parallel.sharding import ShardedParameter
+from megacore.plan.peaks import Format
+from megacore.plan.roofline import Event, Kind, Launch, Pattern, Phase, StepEvents, Transfer
+from megacore.train.gpt_task import GPTTask
+from megacore.train.step import TrainStep
+
+# Operators that launch nothing: they look at memory in another way, or allocate it.
+FREE = frozenset({
+    "alias", "as_strided", "chunk", "detach", "device", "empty", "empty_like", "empty_strided", "expand", "lift_fresh",
+    "narrow", "new_empty", "new_empty_strided", "permute", "reshape", "_reshape_alias", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "_unsafe_view", "view", "view_as",
+})  # fmt: skip
+_FORMS: Mapping[torch.dtype, Format] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Matrix products, and which of their arguments are the factors.
+_PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "_scaled_mm": (0, 1)}
+# Arguments that are written without being read, by operator; all others that are written are read too.
+_WRITE_ONLY = {
+    "copy_": {"self"}, "fill_": {"self"}, "zero_": {"self"}, "bernoulli_": {"self"}, "adamw_": {"copy"},
+}  # fmt: skip
+# Operators that read only the rows that they pick.
+_PICKS = frozenset({"embedding", "gather", "index", "index_select"})
+_PATTERNS: Mapping[str, Pattern] = {
+    "allreduce_": "all-reduce",
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "reduce_scatter_": "reduce-scatter",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "send": "message",
+    "recv_": "message",
+    "broadcast_": "message",
+}
+
+
+def record_step(config: ResolvedConfig) -> StepEvents:
+    """The events of rank 0.
+
+    Args:
+        config: of a run without pipeline parallelism.
+    """
+    with fake_step(config) as step:
+        recorder = Recorder(step.mesh)
+        before, one, two = (_recorded(step, recorder, config, microbatches) for microbatches in (1, 1, 2))
+        return StepEvents(before=before, one=one, two=two)
+
+
+@contextmanager
+def fake_step(config: ResolvedConfig) -> Iterator[TrainStep]:
+    """Rank 0's model and optimizer on fake tensors, with the operators of a GPU; inside, all new tensors are fake."""
+    mesh = fake_mesh(config.parallel)
+    kernels: ops.Choice = "torch" if config.training.kernels == "torch" else "triton"
+    try:
+        with FakeTensorMode(), ops.kernels_chosen(kernels), _WithoutDropout():
+            yield TrainStep(GPTTask(config, mesh, weights=_NoWeights()), config, mesh)
+    finally:
+        leave_fake_mesh(mesh)
+
+
+def _recorded(step: TrainStep, recorder: Recorder, config: ResolvedConfig, microbatches: int) -> list[Event]:
+    batch = [_microbatch(config, index) for index in range(microbatches)]
+    with recorder:
+        recorder.phase = "forward"
+        step.compute_gradients(batch)
+        recorder.phase = "update"
+        step.update_weights()
+    return recorder.taken()
+
+
+def _microbatch(config: ResolvedConfig, index: int) -> Microbatch:
+    shape = config.training.micro_batch_size, config.data.seq_length
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    return Microbatch(index=index, tokens=tokens, labels=tokens.clone(), loss_mask=torch.ones(shape))
+
+
+class _NoWeights(InitialWeights):
+    """Leaves parameters as they are: they have no values."""
+
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Do nothing."""
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Attention with dropout as one operator, as on a GPU: for fake tensors torch knows it without dropout alone."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention:
+            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+        return function(*args, **(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what a rank's operators launch and send.
+
+    A number that the host asks for is 1: the step goes on as one whose gradients are finite.
+
+    Args:
+        mesh: the rank's groups, whose roles name transfers.
+
+    Attributes:
+        phase: of the operators outside a backward pass.
+    """
+
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        super().__init__()
+        self.phase: Phase = "forward"
+        self._events: list[Event] = []
+        self._under_way: dict[int, tuple[int, Tensor]] = {}  # storage -> the transfer that fills it, and it alive
+        self._count = 0
+        self._groups = {} if mesh is None else _groups(mesh)
+
+    def taken(self) -> list[Event]:
+        """What was noted since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        namespace, name = func._schema.name.split("::")
+        if name in ("_local_scalar_dense", "item"):
+            return 1.0
+        if name == "is_nonzero":
+            return True
+        out = func(*args, **kwargs)
+        if namespace == "c10d" or namespace == "_c10d_functional":
+            if name in _PATTERNS:
+                self._events.append(self._transfer(func, name, args, kwargs))
+        elif name not in FREE:
+            self._events.append(self._launch(func, name, args, kwargs, out))
+        return out
+
+    def _phase(self) -> Phase:
+        return self.phase if torch._C._current_graph_task_id() == -1 else "backward"
+
+    def _launch(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Launch:
+        named = list(_named_tensors(func, args, kwargs))
+        used = {_storage(tensor) for _, tensor, _ in named}
+        waits = tuple(self._under_way.pop(key)[0] for key in used & self._under_way.keys())
+        launch = Launch(name=name, phase=self._phase(), bytes=moved_bytes(func, name, args, kwargs, out), waits=waits)
+        flops, work, kind = _operations(name, {n: t for n, t, _ in named}, args, _values(func, args, kwargs), out)
+        if not flops:
+            return launch
+        form: Format = next((_FORMS[t.dtype] for _, t, _ in named if t.dtype in _FORMS), "bf16")
+        if kind == "attention":  # whatever torch calls the implementation that fake tensors choose
+            name = "attention_backward" if "backward" in name else "attention"
+        return replace(launch, name=name, kind=kind, flops=flops, work=work, form=form)
+
+    def _transfer(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Transfer:
+        self._count += 1
+        tensors = [tensor for _, tensor, _ in _named_tensors(func, args, kwargs)]
+        for tensor in tensors:
+            self._under_way[_storage(tensor)] = self._count, tensor
+        role, ranks = self._group_of(args)
+        return Transfer(
+            name=name.strip("_").removesuffix("_base"),
+            phase=self._phase(),
+            number=self._count,
+            role=role,
+            pattern=_PATTERNS[name],
+            bytes=float(max(map(_bytes, tensors), default=0)),
+            ranks=len(ranks),
+            stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+        )
+
+    def _group_of(self, args: Sequence[Any]) -> tuple[str, tuple[int, ...]]:
+        """The role and the ranks of the group that a collective is called on."""
+        (group,) = (a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+        return self._groups[torch.distributed.ProcessGroup.unbox(group).group_name]
+
+
+def _groups(mesh: Mesh) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Role and ranks of the groups by torch's name of them; of a group with several roles the first."""
+    roles = ("layer", "replicas", "pipeline", "batch", "loss", "copies", "world")
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for role in roles:
+        group = getattr(mesh, role)
+        found.setdefault(group.name, (role, group.ranks))
+    return found
+
+
+def moved_bytes(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    """Bytes that an operator reads and writes, each tensor once."""
+    written = list(_tensors(out))
+    if name in _PICKS:
+        indices = [t for _, t, _ in _named_tensors(func, args, kwargs) if not t.dtype.is_floating_point]
+        return float(sum(map(_bytes, indices)) + 2 * sum(map(_bytes, written)))
+    total, seen = 0, set()
+    write_only = _WRITE_ONLY.get(name, set())
+    for argument, tensor, is_written in _named_tensors(func, args, kwargs):
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        total += _bytes(tensor) * (is_written + (not (is_written and argument in write_only)))
+    inputs = {_storage(t) for _, t, _ in _named_tensors(func, args, kwargs)}
+    return float(total + sum(_bytes(t) for t in written if _storage(t) not in inputs))
+
+
+def _operations(
+    name: str, tensors: Mapping[str, Tensor], args: Sequence[Any], values: Mapping[str, Any], out: Any
+) -> tuple[float, float, Kind]:
+    """FLOPs by convention, FLOPs executed, and the kind."""
+    if (factors := _PRODUCTS.get(name.rstrip("_"))) is not None:
+        flops = 2.0 * math.prod(args[factors[0]].shape) * args[factors[1]].shape[-1]
+        return flops, flops, "product"
+    if "attention" not in name or "query" not in tensors or "key" not in tensors:
+        return 0.0, 0.0, "memory"
+    query, key = tensors["query"], tensors["key"]
+    backward = "backward" in name
+    whole = 4.0 * math.prod(query.shape) * key.shape[-2]
+    seen = 0.5 if values.get("is_causal") else 1.0
+    return (2.0 if backward else 1.0) * whole, (2.5 if backward else 1.0) * seen * whole, "attention"
+
+
+def _values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    arguments = func._schema.arguments
+    return {a.name: v for a, v in zip(arguments, args, strict=False)} | dict(kwargs)
+
+
+def _named_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, bool]]:
+    """The tensors among the arguments of a call, by the argument's name, and whether the operator writes to them."""
+    values = _values(func, args, kwargs)
+    for argument in func._schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(values.get(argument.name)):
+            yield argument.name, tensor, is_written
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for element in value:
+            yield from _tensors(element)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Of what an operator touches: an element that is repeated by a stride of 0 lies in memory once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return tensor.element_size() * math.prod(sizes)

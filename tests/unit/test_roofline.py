@@ -1,0 +1,263 @@
+"""The roofline: times and the time line against numbers worked out by hand, what the recorder counts, and the tool."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.config import ResolvedConfig
+from megacore.errors import UserError
+from megacore.plan.devices import DEVICES, Device, Link, Range, device_named
+from megacore.plan.flops import block_flops, flops_per_sequence
+from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
+from megacore.train.step_trace import Recorder, record_step
+from tests.parity.runs import make_config
+from tools import roofline
+
+SURE = Range(1.0, 1.0, 1.0)
+# 989.4 TFLOP/s in bf16, 1 TB/s, links of 100 and 10 GB/s, and everything that is assumed is ideal.
+IDEAL = Device(
+    name="ideal",
+    reported_as="NVIDIA H200",
+    memory_bytes=1e9,
+    memory_bandwidth=1e12,
+    node_ranks=4,
+    node_link=Link(bandwidth=1e11, latency=1e-6),
+    network=Link(bandwidth=1e10, latency=1e-5),
+    product_efficiency=SURE,
+    attention_efficiency=SURE,
+    memory_efficiency=SURE,
+    link_efficiency=SURE,
+    launch_seconds=Range(2e-6, 1e-6, 0.0),
+    host_seconds=Range(0.0, 0.0, 0.0),
+)
+LLAMA: dict[str, Any] = {
+    "hidden_size": 64,
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "num_query_groups": 2,
+    "vocab_size": 128,
+    "precision": "bf16",
+}
+
+
+def launch(**changes: Any) -> Launch:
+    return Launch(**{"name": "op", "phase": "forward", **changes})
+
+
+def test_a_launch_takes_the_longer_of_its_bytes_and_its_flops() -> None:
+    assert launch_seconds(launch(bytes=5e6), IDEAL) == pytest.approx(5e-6 + 1e-6)
+    product = launch(kind="product", bytes=5e6, flops=989.4e7, work=989.4e7)
+    assert launch_seconds(product, IDEAL) == pytest.approx(1e-5 + 1e-6)
+    assert launch_seconds(product, IDEAL, case="slow") == pytest.approx(1e-5 + 2e-6)
+    assert launch_seconds(product, IDEAL, peak=989.4e13) == pytest.approx(5e-6 + 1e-6)
+    with pytest.raises(ValueError, match="the peak of b200 in fp32 is not known"):
+        launch_seconds(launch(work=1.0, form="fp32"), device_named("b200"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ranks", "stride", "seconds"),
+    [
+        ("all-reduce", 4, 1, 2 * 3 / 4 * 1e-3 + 6e-6),  # 100 MB at 100 GB/s, 6 steps of a ring
+        ("all-gather", 4, 1, 3 / 4 * 1e-3 + 3e-6),
+        ("reduce-scatter", 2, 2, 1 / 2 * 1e-3 + 1e-6),
+        ("all-reduce", 8, 1, 2 * 7 / 8 * 1e8 / 4e10 + 14e-5),  # one ring has all four network cards
+        ("all-reduce", 2, 4, 2 * 1 / 2 * 1e8 / 1e10 + 2e-5),  # four rings have one each
+        ("message", 2, 1, 1e-3 + 1e-6),
+        ("all-reduce", 1, 1, 0.0),
+    ],
+)
+def test_a_transfer_goes_round_a_ring(pattern: Any, ranks: int, stride: int, seconds: float) -> None:
+    transfer = Transfer(
+        name="t", phase="forward", number=1, role="layer", pattern=pattern, bytes=1e8, ranks=ranks, stride=stride
+    )
+    assert transfer_seconds(transfer, IDEAL) == pytest.approx(seconds)
+
+
+def gather(number: int, megabytes: float, role: str = "layer") -> Transfer:
+    """Takes 5 us a MB and 1 us."""
+    return Transfer(
+        name="gather", phase="forward", number=number, role=role, pattern="all-gather", bytes=megabytes * 1e6, ranks=2
+    )
+
+
+def test_what_a_launch_waits_for_is_exposed() -> None:
+    """A transfer of 101 us, beside 41 us of another launch; the next one reads it."""
+    events: list[Event] = [gather(1, 20.0), launch(bytes=40e6), launch(bytes=9e6, waits=(1,)), launch(phase="update")]
+    timing = Clock(IDEAL).run(events)
+    assert timing.seconds == pytest.approx(101e-6 + 10e-6 + 1e-6)
+    assert timing.exposed == {"layer": pytest.approx(60e-6)}
+    assert timing.update == pytest.approx(1e-6)
+    assert timing.rows["forward", "memory", "op"].launches == 2
+    assert timing.rows["forward", "memory", "op"].seconds == pytest.approx(51e-6)
+    hidden = Clock(IDEAL).run([gather(1, 20.0), launch(bytes=400e6), launch(waits=(1,))])
+    assert hidden.exposed == {"layer": 0.0} and hidden.seconds == pytest.approx(402e-6)
+
+
+def test_transfers_of_one_role_follow_each_other() -> None:
+    both = Clock(IDEAL).run([gather(1, 20.0), gather(2, 20.0), launch(waits=(1, 2))])
+    assert both.seconds == pytest.approx(2 * 101e-6 + 1e-6)
+    beside = Clock(IDEAL).run([gather(1, 20.0), gather(2, 20.0, "replicas"), launch(waits=(1, 2))])
+    assert beside.seconds == pytest.approx(101e-6 + 1e-6)
+
+
+def test_a_late_host_holds_up_the_device() -> None:
+    slow = Device(
+        **{**{f: getattr(IDEAL, f) for f in IDEAL.__dataclass_fields__}, "host_seconds": Range(9e-6, 9e-6, 0.0)}
+    )
+    timing = Clock(slow).run([launch()] * 10)
+    assert timing.seconds == pytest.approx(91e-6)  # each 9 us of the host, and the last one's own 1 us
+    assert timing.late == pytest.approx(9e-6 + 9 * 8e-6)
+
+
+def test_further_microbatches_cost_what_the_second_did() -> None:
+    events = StepEvents(before=[], one=[launch(bytes=9e6), launch(phase="update")], two=[launch(bytes=9e6)] * 2)
+    four = events.timing(IDEAL, microbatches=4)
+    assert four.seconds == pytest.approx(11e-6 + 3 * 9e-6)
+    assert four.rows["forward", "memory", "op"].launches == 4
+
+
+# ---- what is recorded
+
+
+def step_of(tmp_path: Path, tp: int = 1, dp: int = 1, **changes: Any) -> tuple[ResolvedConfig, StepEvents]:
+    config = make_config((tp, 1, dp), tmp_path, **{"num_layers": 2, **changes})
+    return config, record_step(config)
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 128}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_flops_of_the_operators_are_those_of_the_formula(tp: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    config, events = step_of(tmp_path, tp, **changes)
+    sequences = config.training.micro_batch_size
+    expected = sequences * flops_per_sequence(config.model, config.data.seq_length) / tp
+    assert sum(event.flops for event in events.one if isinstance(event, Launch)) == expected
+    assert sum(event.flops for event in events.two if isinstance(event, Launch)) == 2 * expected
+
+
+def test_recomputation_adds_the_forward_of_the_blocks(tmp_path: Path) -> None:
+    """But for the last product: nothing that backward reads comes after it."""
+    config, plain = step_of(tmp_path, **LLAMA)
+    _, again = step_of(tmp_path, recompute="full", **LLAMA)
+    last = 2.0 * config.model.inner_size * config.model.hidden_size
+    blocks = config.model.num_layers * (block_flops(config.model, config.data.seq_length) - last)
+    added = config.training.micro_batch_size * config.data.seq_length * blocks
+    flops = [sum(e.flops for e in events.one if isinstance(e, Launch)) for events in (plain, again)]
+    assert flops[1] - flops[0] == added
+
+
+def test_elementwise_operators_move_each_byte_once(tmp_path: Path) -> None:
+    """bf16; [b, s, h] is n numbers, its rows have an fp32 statistic, and the MLP is f wide."""
+    config, events = step_of(tmp_path, **LLAMA)
+    rows = config.training.micro_batch_size * config.data.seq_length
+    n, f, h = rows * config.model.hidden_size, rows * config.model.inner_size, config.model.hidden_size
+    first: dict[str, float] = {}
+    for event in events.one:
+        if isinstance(event, Launch):
+            first.setdefault(event.name, event.bytes)
+    assert first["norm_forward"] == 2 * (n + n + h) + 4 * rows
+    assert first["swiglu_forward"] == 2 * 3 * f
+    assert first["swiglu_backward"] == 2 * 5 * f
+    assert first["cross_entropy_gradient_"] >= 2 * 2 * rows * config.model.vocab_size  # read, and written in its place
+
+
+def test_bytes_of_operators() -> None:
+    """A repeated element lies in memory once, a copy's target is not read, and picked rows are read alone."""
+    a, b = torch.zeros(64), torch.zeros(64)
+    with Recorder() as recorder:
+        a.add_(b)
+        a.copy_(b)
+        a + b[:1].expand(64)
+        torch.nn.functional.embedding(torch.zeros(3, dtype=torch.int64), torch.zeros(1000, 8))
+        b.view(8, 8).t()
+    moved = {event.name: event.bytes for event in recorder.taken() if isinstance(event, Launch)}
+    assert moved["add_"] == 3 * 256 and moved["copy_"] == 2 * 256
+    assert moved["add"] == 2 * 256 + 4
+    assert moved["embedding"] == 3 * 8 + 2 * 3 * 8 * 4
+    assert not {"view", "t", "expand"} & moved.keys()
+
+
+def test_collectives_are_recorded_with_their_group(tmp_path: Path) -> None:
+    """tp 2 x dp 2, sequence parallel, ZeRO 1: bytes of what is gathered and reduced."""
+    config, events = step_of(tmp_path, 2, 2, sequence_parallel=True, zero_stage=1, **LLAMA)
+    sent = [event for event in events.one if isinstance(event, Transfer)]
+    whole = 2 * config.training.micro_batch_size * config.data.seq_length * config.model.hidden_size
+    layer = [t for t in sent if t.role == "layer" and t.bytes == whole]
+    # Of two blocks and the embedding; the head gathers too. Backward gathers inputs and gradients.
+    scattered = sum(t.pattern == "reduce-scatter" for t in layer if t.phase == "forward")
+    gathered = sum(t.pattern == "all-gather" for t in layer if t.phase == "forward")
+    assert (scattered, gathered) == (5, 5)
+    replicas = [t for t in sent if t.role == "replicas" and t.bytes > 64]
+    assert {t.pattern for t in replicas} == {"reduce-scatter", "all-gather"}
+    assert all((t.ranks, t.stride) == (2, 2) for t in replicas)
+    reduced, gathered_back = (
+        sum(t.bytes for t in replicas if t.pattern == p) for p in ("reduce-scatter", "all-gather")
+    )
+    assert reduced == 2 * gathered_back  # gradients in fp32, weights in bf16
+    waited = {number for event in (*events.one, *events.two) if isinstance(event, Launch) for number in event.waits}
+    assert {t.number for t in layer} <= waited
+
+
+# ---- devices and the tool
+
+
+def test_every_device_has_its_peak() -> None:
+    for device in DEVICES:
+        assert device.peak("bf16") is not None, device.name
+
+
+def test_an_unknown_device_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match=r"--device h20 is not known: use a100-40g, .* \(did you mean h200\?\)"):
+        device_named("h20")
+
+
+TINY = ["--device", "h200", "--preset", "gpt2-tiny"]
+
+
+def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert roofline.main([*TINY, "--tp", "2", "--dp", "2", "--global-batch-size", "8"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "Estimate for gpt2-tiny on 4 x h200, bf16: tp 2, dp 2, ZeRO stage 0, 4 microbatches of 1 x 64"
+    )
+    for line in (
+        "times are estimated, not measured",
+        "MFU, full",
+        "MFU, causal",
+        "Exposed communication, tensor parallel",
+    ):
+        assert line in text
+
+
+def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert roofline.main([*TINY, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["estimate"] is True and found["device"] == "h200"
+    seconds, flops = found["step_seconds"], sum(row["flops"] for row in found["operators"])
+    assert seconds["fast"] < seconds["expected"] < seconds["slow"]
+    assert found["mfu_full_attention"]["expected"] == pytest.approx(flops / seconds["expected"] / 989.4e12, rel=1e-6)
+    assert found["mfu_causal_attention"]["expected"] < found["mfu_full_attention"]["expected"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--device", "h20", "--preset", "llama-3-8b"], "did you mean h200?"),
+        (["--device", "h200", "--preset", "lama-3-8b"], "did you mean llama-3-8b?"),
+        (["--device", "h200", "--preset", "gpt2-small", "--tp", "5"], "--tp 5"),
+        (["--preset", "gpt2-small"], "--device"),
+        ([*TINY, "--pp", "2", "--offload-optimizer", "--compile"], "--pp 2: the estimate knows no pipeline"),
+        ([*TINY, "--offload-optimizer", "--compile"], "--compile: "),
+        (["--device", "b200", "--preset", "gpt2-tiny", "--precision", "fp32"], "use bf16 or fp16, or --peak-tflops"),
+    ],
+)
+def test_the_tool_refuses(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert roofline.main(flags) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and not captured.out

@@ -1,0 +1,217 @@
+"""Estimate the time of a training step on a device that need not be there, operator by operator.
+
+    python tools/roofline.py --preset llama-3-8b --device h200
+    python tools/roofline.py --preset llama-3-8b --tp 8 --sequence-parallel --device h100 --json
+
+Takes the flags of pretrain_gpt.py. Without --config, --precision is bf16 and the data are --mock-data unless given.
+The step runs on fake tensors, so that its operators, bytes and FLOPs are counted; only their times are estimated
+(docs/measured.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.commands.tool import ToolParser, run_tool
+from megacore.config import Config, ResolvedConfig
+from megacore.config.cli import parse_config
+from megacore.config.messages import counted
+from megacore.convert.start import shape_from_hf
+from megacore.data.gpt.build import vocabulary_size
+from megacore.errors import ConfigError
+from megacore.plan.devices import DEVICES, Device, Range, device_named
+from megacore.plan.flops import flops_per_sequence
+from megacore.plan.memory import num_microbatches, plan_memory
+from megacore.plan.outline import outline
+from megacore.plan.roofline import Estimate, Totals, estimate
+
+ROLES = {"layer": "tensor parallel", "replicas": "data parallel", "world": "all ranks"}
+SMALL = 0.004  # share of the step below which operators are listed together
+
+
+class _Parser(ToolParser):
+    """Leaves the flags that it does not know to pretrain_gpt.py's parser."""
+
+    def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
+        known, rest = self.parse_known_args(argv, namespace)
+        known.flags = rest
+        return known
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; the exit status is 0 done, 2 refused."""
+    parser = _Parser(
+        prog="roofline.py",
+        usage="roofline.py --device NAME [--json] [flags of pretrain_gpt.py]",
+        description="Estimate the time of a training step on a device, by a roofline over the operators that it "
+        "launches. All other flags are those of pretrain_gpt.py; --precision is bf16 unless given.",
+        allow_abbrev=False,
+    )
+    names = ", ".join(device.name for device in DEVICES)
+    parser.add_argument("--device", required=True, metavar="NAME", help=f"device that computes: {names}")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    return run_tool(parser, argv, _run)
+
+
+def _run(args: argparse.Namespace) -> None:
+    device = device_named(args.device)
+    config = parse_config(
+        _with_defaults(args.flags),
+        prog="roofline.py",
+        description="Estimate the time of a training step on a device.",
+        kind=Config,
+        shape=shape_from_hf,
+        vocabulary=vocabulary_size,
+        planned=True,
+    )
+    peak = _require_known(config, device)
+    from megacore.train.step_trace import record_step
+
+    microbatches, training, model = num_microbatches(config), config.training, config.model
+    sequences = microbatches * training.micro_batch_size / config.parallel.tp
+    flops = [sequences * flops_per_sequence(model, config.data.seq_length, attention=a) for a in ("full", "causal")]
+    found = estimate(
+        record_step(config),
+        device,
+        microbatches=microbatches,
+        tokens=training.global_batch_size * config.data.seq_length,
+        model_flops=flops[0],
+        causal_flops=flops[1],
+        peak=peak,
+    )
+    print(json.dumps(_as_json(found, config), indent=1) if args.json else "\n".join(_report(found, config)))
+
+
+def _with_defaults(flags: Sequence[str]) -> list[str]:
+    given = {flag.split("=")[0] for flag in flags}
+    if "--config" in given:
+        return list(flags)
+    defaults = [] if given & {"--mock-data", "--data-path"} else ["--mock-data"]
+    defaults += [] if "--precision" in given else ["--precision", "bf16"]
+    defaults += [] if "--train-iters" in given else ["--train-iters", "2"]
+    return [*defaults, *flags]
+
+
+def _require_known(config: ResolvedConfig, device: Device) -> float:
+    """FLOP/s of the device's products.
+
+    Raises:
+        ConfigError: everything that the estimate does not know.
+    """
+    problems = []
+    if config.parallel.pp > 1:
+        problems.append(
+            f"--pp {config.parallel.pp}: the estimate knows no pipeline: use --pp 1, or --tp for large models"
+        )
+    if config.parallel.offload_optimizer:
+        problems.append("--offload-optimizer: the estimate knows no work of the host: leave it out")
+    if config.training.compile:
+        problems.append("--compile: which kernels are generated is known on the device only: leave it out")
+    form, given = config.precision.precision, config.logging.peak_tflops
+    peak = device.peak(form) if given is None else given * 1e12
+    if peak is None:
+        known = " or ".join(f for f in ("bf16", "fp16") if device.peak(f) is not None)
+        problems.append(
+            f"--precision {form}: the peak of {device.name} in {form} is not known: use {known}, or --peak-tflops"
+        )
+    if problems or peak is None:
+        raise ConfigError(problems)
+    return peak
+
+
+# ---- what is printed
+
+
+def _report(found: Estimate, config: ResolvedConfig) -> Iterator[str]:
+    parallel, training, timing = config.parallel, config.training, found.timing
+    yield (
+        f"Estimate for {config.model.preset or 'the model'} on {parallel.tp * parallel.dp} x {found.device.name}, "
+        f"{config.precision.precision}: tp {parallel.tp}{', sequence parallel' if parallel.sequence_parallel else ''}, "
+        f"dp {parallel.dp}, ZeRO stage {parallel.zero_stage}, "
+        f"{counted(num_microbatches(config), 'microbatch', 'microbatches')} of {training.micro_batch_size} x "
+        f"{config.data.seq_length} tokens, recompute {training.recompute}"
+    )
+    yield "Operators, bytes and FLOPs are counted for rank 0; times are estimated, not measured.\n"
+    yield "| phase | operator | limited by | launches | GB | TFLOP | ms | share |\n|---|---|---|---|---|---|---|---|"
+    total = Totals()
+    for (_, kind, _), totals in timing.rows.items():
+        total = total if kind == "transfer" else total.plus(totals)
+    small: dict[str, tuple[int, Totals]] = {}
+    for (phase, kind, name), totals in timing.rows.items():
+        if totals.seconds >= SMALL * timing.seconds:
+            yield _row(phase, name, kind, totals, timing.seconds)
+        else:
+            count, others = small.get(phase, (0, Totals()))
+            small[phase] = count + 1, others.plus(totals)
+    for phase, (count, totals) in small.items():
+        yield _row(phase, f"{counted(count, 'other')}", "", totals, timing.seconds)
+    yield ""
+    yield f"Step: {_in_range(found.seconds, 1e3, '.1f')} ms, {found.tokens / timing.seconds:,.0f} tokens/s"
+    yield f"MFU, full attention: {_in_range(found.utilization(found.model_flops), 100, '.1f')} %"
+    yield f"MFU, causal attention: {_in_range(found.utilization(found.causal_flops), 100, '.1f')} %"
+    yield f"FLOPs executed: {timing.work / found.seconds.expected / found.peak:.1%} of the peak"
+    share = f"{total.seconds * 1e3:.1f} ms ({total.seconds / timing.seconds:.1%} of the step)"
+    yield f"Operators: {total.launches:,.0f} launches, {total.bytes / 1e9:,.1f} GB, {share}"
+    for role, seconds in timing.exposed.items():
+        yield f"Exposed communication, {ROLES.get(role, role)}: {seconds * 1e3:.1f} ms ({seconds / timing.seconds:.1%})"
+    yield f"Waiting for the host: {timing.late * 1e3:.1f} ms ({timing.late / timing.seconds:.1%})"
+    update = f"{timing.update * 1e3:.1f} ms ({timing.update / timing.seconds:.1%})"
+    yield f"Update: {update}, {_update_bytes(found, config):.1f} bytes per parameter"
+    needed = plan_memory(config, outline(config), on_cpu=False)[0].expected
+    fits = "fits" if needed <= found.device.memory_bytes else "does not fit"
+    yield f"Memory: {needed / 1e9:.1f} GB expected of {found.device.memory_bytes / 1e9:.0f} GB: {fits}"
+
+
+def _row(phase: str, name: str, kind: str, totals: Totals, step: float) -> str:
+    return (
+        f"| {phase} | {name} | {kind} | {totals.launches:,.0f} | {totals.bytes / 1e9:.2f} | "
+        f"{totals.flops / 1e12:.2f} | {totals.seconds * 1e3:.2f} | {totals.seconds / step:.1%} |"
+    )
+
+
+def _in_range(values: Range, factor: float, form: str) -> str:
+    low, high = sorted((values.slow * factor, values.fast * factor))
+    return f"{values.expected * factor:{form}} ({low:{form}} to {high:{form}})"
+
+
+def _update_bytes(found: Estimate, config: ResolvedConfig) -> float:
+    """Bytes of the update per parameter that a rank holds."""
+    moved = sum(t.bytes for (phase, kind, _), t in found.timing.rows.items() if (phase, kind) == ("update", "memory"))
+    return moved / plan_memory(config, outline(config), on_cpu=False)[0].parameters
+
+
+def _as_json(found: Estimate, config: ResolvedConfig) -> dict[str, Any]:
+    timing = found.timing
+    return {
+        "estimate": True,
+        "device": found.device.name,
+        "step_seconds": asdict(found.seconds),
+        "tokens_per_second": found.tokens / timing.seconds,
+        "mfu_full_attention": asdict(found.utilization(found.model_flops)),
+        "mfu_causal_attention": asdict(found.utilization(found.causal_flops)),
+        "executed_share_of_peak": timing.work / found.seconds.expected / found.peak,
+        "exposed_seconds": {ROLES.get(role, role): seconds for role, seconds in timing.exposed.items()},
+        "waiting_for_host_seconds": timing.late,
+        "update_seconds": timing.update,
+        "update_bytes_per_parameter": _update_bytes(found, config),
+        "memory_bytes": plan_memory(config, outline(config), on_cpu=False)[0].expected,
+        "device_memory_bytes": found.device.memory_bytes,
+        "operators": [
+            {"phase": phase, "limited_by": kind, "operator": name, **totals._asdict()}
+            for (phase, kind, name), totals in timing.rows.items()
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
