@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Train as the flags say; returns the exit status."""
+    """Train as the flags say, or with --dry-run plan the run; returns the exit status."""
+    if "--dry-run" in argv:
+        from megacore.commands.plan import dry_run
+
+        return dry_run(argv, "pretrain_bert.py")
     config = parse_config(
         argv,
         prog="pretrain_bert.py",

@@ -23,7 +23,7 @@ from megacore.pipeline.schedule import Schedule, build_schedule
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
-from megacore.plan.devices import Case
+from megacore.plan.devices import Case, Range
 from megacore.plan.memory import PlannedLayer, held_parameters, num_microbatches
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.simulator import Costs, Timeline, simulate
@@ -42,9 +42,9 @@ from megacore.plan.traffic import (
 # (read one, or gate and up, write one); queries, keys and values moved to heads and back (read, write).
 _RESIDUAL_PASSES, _HEAD_PASSES = 10.0, 4.0
 _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones
-# Unfused attention's tensors [b, n/t, s, s]: scores written, read and written by the softmax, by dropout, read by the
-# mix; backward reads and writes about twice as many.
-_SCORE_PASSES = 5.0
+# Unfused attention's tensors [b, n/t, s, s]: scores written, read and written by the softmax, read by the mix; dropout
+# reads and writes them once more, with a mask of a byte. Backward reads and writes twice as many.
+_SCORE_PASSES, _DROPOUT_PASSES = 4.0, 2.5
 _LOGIT_PASSES = 4.0
 DEFAULT_CASES: tuple[Case, ...] = ("slow", "expected", "fast")
 
@@ -90,14 +90,36 @@ class Passes(NamedTuple):
         return self.forward + self.input_grad + self.weight_grad
 
 
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What a trainer overlaps and fuses, beyond what its flags say. The defaults are megacore's.
+
+    Attributes:
+        tensor_overlap: share of a backward product beside which a sum over the layer group runs; the two compete for
+            processors and memory.
+        overlaps_forward: whether sums in forward are split into parts and run beside products as well.
+        fused_accumulation: whether a product adds the gradient of a weight to the sum of the step.
+        waits_for_messages: whether a pipeline rank computes nothing while it sends or receives.
+    """
+
+    tensor_overlap: Range = Range(0.0, 0.5, 0.8)
+    overlaps_forward: bool = False
+    fused_accumulation: bool = False
+    waits_for_messages: bool = False
+
+
+MEGACORE = Software()
+
+
 @dataclass(frozen=True)
 class Speed:
-    """The speeds of a cluster's device in one case."""
+    """The speeds of a cluster's device in one case, with a trainer's software."""
 
     cluster: Cluster
     case: Case
     peak: float
     element: int
+    software: Software = MEGACORE
 
     @property
     def bandwidth(self) -> float:
@@ -144,7 +166,8 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
     keys = min(s, block.window_size or s)
     flops = 4.0 * tokens * keys * heads * d
     if config.training.attention == "fused-softmax" or speed.cluster.on_cpu:
-        scores = _SCORE_PASSES * speed.element * tokens * s * heads
+        passes = _SCORE_PASSES + (_DROPOUT_PASSES if block.attention_dropout else 0.0)
+        scores = passes * speed.element * tokens * s * heads
         count = config.training.micro_batch_size * heads
         whole = 2 * 2.0 * tokens * s * heads * d / speed.peak / speed.cluster.device.product_efficiency.of(speed.case)
         moved = speed.memory(2 * speed.element * count * 2 * s * d)
@@ -175,13 +198,18 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     elementwise = speed.memory(passes)
     attention, attention_backward = _attention(config, block, speed)
     traffic = layer_traffic(config, layer, again=again)
-    forward = Parts(gemm=gemm, memory=elementwise, exposed=speed.transfers(traffic.forward)) + attention
+    software = speed.software
+    overlap = software.tensor_overlap.of(speed.case)
+    transfer = speed.transfers(traffic.forward)
+    hidden = min(transfer, overlap * gemm) if software.overlaps_forward else 0.0
+    forward = Parts(gemm=gemm, memory=elementwise, exposed=transfer - hidden, hidden=hidden) + attention
     forward = _with_host(forward, _OPERATORS_FORWARD, speed)
     weights = sum(k * n for k, n in products)
-    weight_grad = Parts(gemm=gemm, memory=speed.memory(weights * (8.0 + e)))  # added up in fp32
+    added = 0.0 if software.fused_accumulation else weights * (8.0 + e)  # in fp32
+    weight_grad = Parts(gemm=gemm, memory=speed.memory(added))
     # Every sum of an input's gradient runs beside the product for a weight's (parallel/tensor.py).
     transfer = speed.transfers(traffic.backward)
-    window = 0.0 if config.parallel.may_split_backward else weight_grad.gemm * 0.8
+    window = 0.0 if config.parallel.may_split_backward else weight_grad.gemm * overlap
     hidden = min(transfer, window)
     backward = Parts(gemm=gemm, memory=2 * elementwise, exposed=transfer - hidden, hidden=hidden) + attention_backward
     backward = _with_host(backward + weight_grad, _OPERATORS_BACKWARD, speed) + weight_grad.times(-1.0)
@@ -303,7 +331,13 @@ class StepTime:
 
 
 def step_time(
-    config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster, *, case: Case = "expected"
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    cluster: Cluster,
+    *,
+    case: Case = "expected",
+    software: Software = MEGACORE,
+    simulated: bool = True,
 ) -> StepTime:
     """The time of a step.
 
@@ -312,19 +346,24 @@ def step_time(
         layers: the whole model.
         cluster: that computes it.
         case: which of the device's assumed values.
+        software: of the trainer.
+        simulated: simulate the pipeline; otherwise estimate it, which is faster.
     """
-    speed = speed_of(config, cluster, case)
+    speed = replace(speed_of(config, cluster, case), software=software)
     parallel, m = config.parallel, num_microbatches(config)
     ranges = stage_ranges(layers, parallel)
     stages = tuple(stage_time(config, [layers[i] for i in numbers], speed) for numbers in ranges)
     costs = pipeline_costs(config, stages, speed)
-    length = pipeline_seconds(config, costs)
     busy = [
         sum(stages[number].passes.sum.total for number in range(rank, len(stages), parallel.pp)) * m
         for rank in range(parallel.pp)
     ]
     busiest = max(range(parallel.pp), key=busy.__getitem__)
-    without = pipeline_seconds(config, replace(costs, transfer=0.0)) if costs.transfer else length
+    length = pipeline_seconds(config, costs) if simulated else _estimated_seconds(config, costs, busy[busiest])
+    without = length
+    if costs.transfer and simulated:
+        instant = replace(speed, software=replace(software, waits_for_messages=False))
+        without = pipeline_seconds(config, replace(pipeline_costs(config, stages, instant), transfer=0.0))
     on_rank = range(busiest, len(stages), parallel.pp)
     parts = functools.reduce(Parts.__add__, (stages[number].passes.sum for number in on_rank)).times(m)
     waited = sum(stages[number].replicas_exposed for number in on_rank) * m
@@ -368,9 +407,10 @@ def speed_of(config: ResolvedConfig, cluster: Cluster, case: Case) -> Speed:
 def pipeline_costs(config: ResolvedConfig, stages: Sequence[StageTime], speed: Speed) -> Costs:
     """What the simulator takes."""
     transfer = speed.transfers([stage_message(config)]) if config.parallel.pp > 1 else 0.0
+    waiting = transfer if speed.software.waits_for_messages else 0.0
     return Costs(
-        forward=[stage.passes.forward.total for stage in stages],
-        input_grad=[stage.passes.input_grad.total for stage in stages],
+        forward=[stage.passes.forward.total + waiting for stage in stages],
+        input_grad=[stage.passes.input_grad.total + waiting for stage in stages],
         weight_grad=[stage.passes.weight_grad.total for stage in stages],
         transfer=transfer,
     )
@@ -411,6 +451,16 @@ def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
     first = 2 * p + m % p
     ends = [timeline(config, costs, count).end for count in (first, first + p)]
     return ends[0] + (m - first) / p * (ends[1] - ends[0])
+
+
+def _estimated_seconds(config: ResolvedConfig, costs: Costs, busy: float) -> float:
+    """The busiest rank's computations, and the bubble by the closed form of the schedule (closed_forms.py)."""
+    parallel, m = config.parallel, num_microbatches(config)
+    p, v = parallel.pp, parallel.virtual_stages
+    rounds = max(1.0, p / m)
+    f, b, w = (sum(part) / len(part) for part in (costs.forward, costs.input_grad, costs.weight_grad))
+    idle = f + b - w if parallel.schedule == "zero-bubble" else f + b + w
+    return busy + (p - 1) * (max(idle, 0.0) + 2 * costs.transfer) * rounds + m * v * costs.transfer * (p > 1)
 
 
 class _End(NamedTuple):
