@@ -13,9 +13,8 @@ from typing import Any
 
 from megacore.config import ResolvedConfig, validate
 from megacore.plan.cluster import Cluster
-from megacore.plan.memory import GIB, plan_memory
+from megacore.plan.memory import GIB, plan_memory, state_bytes, whole_parameters
 from megacore.plan.outline import LayerOutline, outline
-from megacore.plan.planner import make_plan
 from megacore.plan.step_time import step_time
 
 _SIMULATED = 48  # the best by the estimate
@@ -51,8 +50,8 @@ class Layout:
     Attributes:
         config: of the run.
         memory_bytes: of the fullest rank.
-        seconds: of a step; (slow, expected, fast) once it is simulated.
-        range: of these.
+        seconds: of a step, expected.
+        range: of it from the fast to the slow case, once it is simulated.
     """
 
     config: ResolvedConfig
@@ -87,7 +86,7 @@ class Found:
     Attributes:
         layouts: that fit, the fastest first; the first ones are simulated.
         tried: valid layouts.
-        least_memory: of all of them, bytes; None: none is valid.
+        least_memory: of all of them, bytes, at least; None: none is valid.
         capacity: bytes that a rank may take.
         cluster: that computes.
     """
@@ -120,14 +119,20 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
     fitting: list[Layout] = []
     tried, least = 0, None
     outlines: dict[int, list[LayerOutline]] = {}
+    is_valid = _Validity(constraints.world_size)
     for candidate in _candidates(config, cluster, constraints):
-        if validate(candidate, constraints.world_size):
+        if not is_valid(candidate):
             continue
         tried += 1
         tp = candidate.parallel.tp
         if tp not in outlines:
             outlines[tp] = outline(candidate)
         layers = outlines[tp]
+        # Its weights, gradients and optimizer state, if all ranks held as many parameters.
+        state = sum(state_bytes(whole_parameters(candidate, layers) // (tp * candidate.parallel.pp), candidate).values())
+        if state > capacity and not candidate.parallel.offload_optimizer:
+            least = state if least is None else min(least, state)
+            continue
         needed = max(rank.expected for rank in plan_memory(candidate, layers, on_cpu=cluster.on_cpu))
         least = needed if least is None else min(least, needed)
         if needed <= capacity:
@@ -141,6 +146,31 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
     )
 
 
+class _Validity:
+    """Whether layouts are valid. What a ZeRO stage and recomputation go with does not depend on the numbers of ranks,
+    nor these on it: each of the two halves of a layout is validated once."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._known: dict[tuple[object, ...], bool] = {}
+
+    def __call__(self, config: ResolvedConfig) -> bool:
+        parallel, training = config.parallel, config.training
+        shape = (parallel.tp, parallel.pp, parallel.schedule, parallel.virtual_stages, training.micro_batch_size)
+        plain = dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(parallel, zero_stage=0),
+            training=dataclasses.replace(training, recompute="none", recompute_num_layers=None),
+        )
+        savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
+        return self._is_valid((*shape, parallel.sequence_parallel), plain) and self._is_valid(savings, config)
+
+    def _is_valid(self, key: tuple[object, ...], config: ResolvedConfig) -> bool:
+        if key not in self._known:
+            self._known[key] = not validate(config, self._world_size)
+        return self._known[key]
+
+
 def make_capacity(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> float:
     """Bytes that a rank may take."""
     device = cluster.device
@@ -150,9 +180,13 @@ def make_capacity(config: ResolvedConfig, cluster: Cluster, constraints: Constra
 
 
 def _simulated(layout: Layout, cluster: Cluster) -> Layout:
-    plan = make_plan(layout.config, cluster)
-    whole = plan.timed(plan.time.seconds, "s")
-    return dataclasses.replace(layout, seconds=plan.time.seconds, range=(whole.low, whole.high))
+    layers = outline(layout.config)
+    seconds = step_time(layout.config, layers, cluster).seconds
+    ratios = [
+        step_time(layout.config, layers, cluster, case=case, simulated=False).seconds / layout.seconds
+        for case in ("fast", "slow")
+    ]
+    return dataclasses.replace(layout, seconds=seconds, range=(seconds * ratios[0], seconds * ratios[1]))
 
 
 def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[ResolvedConfig]:

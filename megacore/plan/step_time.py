@@ -12,6 +12,7 @@ Shape legend: tokens b s of a microbatch, e bytes of an element, t tensor-parall
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -84,6 +85,9 @@ class Passes(NamedTuple):
     def __add__(self, other: object) -> Passes:
         assert isinstance(other, tuple)
         return Passes(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Passes:
+        return Passes(*(part.times(factor) for part in self))
 
     @property
     def sum(self) -> Parts:
@@ -256,16 +260,17 @@ class StageTime:
 
 def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> StageTime:
     """What the layers of one stage take for one microbatch."""
-    known: dict[tuple[int, bool], Passes] = {}
+    counts: Counter[tuple[int, bool]] = Counter()
+    blocks: dict[tuple[int, bool], PlannedLayer] = {}
     total = Passes()
     for layer, again in zip(layers, recomputed_whole(config, layers), strict=True):
         if layer.block is None:
             total += _edge_passes(config, layer, speed)
             continue
-        key = id(layer.block), again
-        if key not in known:
-            known[key] = block_passes(config, layer, speed, again=again)
-        total += known[key]
+        counts[key := (id(layer.block), again)] += 1
+        blocks[key] = layer
+    for key, count in counts.items():
+        total += block_passes(config, blocks[key], speed, again=key[1]).times(count)
     return _with_replicas(config, layers, total, speed)
 
 
@@ -352,7 +357,7 @@ def step_time(
     speed = replace(speed_of(config, cluster, case), software=software)
     parallel, m = config.parallel, num_microbatches(config)
     ranges = stage_ranges(layers, parallel)
-    stages = tuple(stage_time(config, [layers[i] for i in numbers], speed) for numbers in ranges)
+    stages = _stage_times(config, layers, ranges, speed)
     costs = pipeline_costs(config, stages, speed)
     busy = [
         sum(stages[number].passes.sum.total for number in range(rank, len(stages), parallel.pp)) * m
@@ -394,6 +399,22 @@ def step_time(
         stages=stages,
         busiest=busiest,
     )
+
+
+def _stage_times(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], ranges: Sequence[range], speed: Speed
+) -> tuple[StageTime, ...]:
+    """Each stage's time; stages of equal blocks take the same."""
+    known: dict[tuple[int, ...], StageTime] = {}
+    times = []
+    for numbers in ranges:
+        held = [layers[i] for i in numbers]
+        key = tuple(id(layer.block) if layer.block is not None else ~number for number, layer in enumerate(held))
+        edges = tuple(hash(layer.name) for layer in held if layer.block is None)
+        if (*key, *edges) not in known:
+            known[*key, *edges] = stage_time(config, held, speed)
+        times.append(known[*key, *edges])
+    return tuple(times)
 
 
 def speed_of(config: ResolvedConfig, cluster: Cluster, case: Case) -> Speed:
