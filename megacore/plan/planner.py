@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
+from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.flops import Attention, block_flops, flops_per_sequence
@@ -176,10 +177,21 @@ def make_plan(config: ResolvedConfig, cluster: Cluster, *, software: Software = 
         config=config,
         cluster=cluster,
         layers=layers,
-        memory=plan_memory(config, layers, on_cpu=cluster.on_cpu),
+        memory=_memory(config, layers, cluster, software),
         times={case: step_time(config, layers, cluster, case=case, software=software) for case in CASES},
         traffic=[rank_traffic(config, layers, rank) for rank in range(config.parallel.pp)],
     )
+
+
+def _memory(
+    config: ResolvedConfig, layers: Sequence[LayerOutline], cluster: Cluster, software: Software
+) -> list[RankMemory]:
+    *first, last = plan_memory(config, layers, on_cpu=cluster.on_cpu)
+    if software.copies_logits:
+        logits = logits_bytes(config)
+        copy = logits * 4 / ELEMENT_BYTES[config.precision.precision]
+        last = replace(last, working=max(last.working, logits + copy + 2 * residual_bytes(config)))
+    return [*first, last]
 
 
 def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) -> float:

@@ -104,12 +104,14 @@ class Software:
         overlaps_forward: whether sums in forward are split into parts and run beside products as well.
         fused_accumulation: whether a product adds the gradient of a weight to the sum of the step.
         waits_for_messages: whether a pipeline rank computes nothing while it sends or receives.
+        copies_logits: whether the loss makes an fp32 copy of all logits.
     """
 
     tensor_overlap: Range = Range(0.0, 0.5, 0.8)
     overlaps_forward: bool = False
     fused_accumulation: bool = False
     waits_for_messages: bool = False
+    copies_logits: bool = False
 
 
 MEGACORE = Software()
