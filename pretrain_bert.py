@@ -21,6 +21,7 @@ from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
 from megacore.data.gpt.build import vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
+from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
@@ -40,6 +41,7 @@ def main(argv: list[str]) -> int:
         vocabulary=vocabulary_size,
         checks=[check_bert_inputs, check_load, check_schedule, check_memory],
     )
+    begin_watch(config)
     from megacore.train.launch import launch
 
     return launch(config, train)

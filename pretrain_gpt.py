@@ -23,6 +23,7 @@ from megacore.convert.start import WeightsFromHF, check_init_from_hf, shape_from
 from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
+from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> int:
         vocabulary=vocabulary_size,
         checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
     )
+    begin_watch(config)
     from megacore.train.launch import launch
 
     return launch(config, train)

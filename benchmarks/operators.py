@@ -37,6 +37,7 @@ from megacore.parallel.compiled import compile_layer
 from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.random import RandomStreams
+from megacore.train.step_trace import FREE
 
 MICRO_BATCH, POSITIONS, VOCABULARY, RANKS = 2, 64, 1024, 8
 CPU = torch.device("cpu")
@@ -53,12 +54,6 @@ LLAMA: dict[str, Any] = {
 GPT2: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 SHAPES: dict[str, dict[str, Any]] = {"Llama": LLAMA, "GPT-2": GPT2, "GPT-2, dropout": {"attention_dropout": 0.0}}
 
-# Operators that launch nothing: they look at memory in another way, or allocate it.
-_FREE = frozenset({
-    "alias", "as_strided", "chunk", "detach", "device", "empty", "empty_like", "empty_strided", "expand", "lift_fresh",
-    "narrow", "new_empty", "new_empty_strided", "permute", "reshape", "_reshape_alias", "select", "slice", "split",
-    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "_unsafe_view", "view",
-})  # fmt: skip
 # A call in the code that inductor generates for the CPU.
 _CALL = re.compile(r"^ +(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
 
@@ -83,7 +78,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name.split("::")[1] not in _FREE:
+        if name.split("::")[1] not in FREE:
             self.names[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -112,11 +107,14 @@ def group_of(tp: int) -> Group:
 
 
 def build(shape: str, tp: int, number: int) -> nn.Module:
-    """Layer `number` of a model in bf16: 0 is the embedding, 1 a block, -1 the output layer."""
+    """Layer `number` of a model in bf16, its parameters in one buffer, last first, as in training: 0 is the embedding,
+    1 a block, -1 the output layer."""
     context = BuildContext(layer_group=group_of(tp), device=CPU, streams=RandomStreams(0, CPU))
     layer = gpt_layers(model_of(shape, tp), context)[number].build()
-    for parameter in layer.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+    parameters = list(layer.parameters())[::-1]
+    buffer = torch.empty(sum(p.numel() for p in parameters), dtype=torch.bfloat16)
+    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.data = part.view(parameter.shape)
     return layer
 
 

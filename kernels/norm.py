@@ -317,7 +317,7 @@ def forward(
 @on_its_device
 def backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Gradients of `forward`.
 
     Args:
@@ -331,7 +331,7 @@ def backward(
         has_bias: whether dbias is wanted.
 
     Returns:
-        dx [rows, h], dweight [h] fp32, dbias [h] fp32 (empty without bias).
+        dx [rows, h]; dweight and, where there is a bias, dbias, [1 or 2, h] fp32.
     """
     rows, width = x.shape
     dx = torch.empty_like(x)
@@ -345,8 +345,8 @@ def backward(
         shares = max(1, min(-(-rows // 64), 4 * processors(x.device) * _TILE_COLUMNS // width + 1))
     # Every program writes its share; without rows there is none to write it.
     new = torch.empty if rows else torch.zeros
-    dweight = new((shares, width), dtype=torch.float32, device=x.device)
-    dbias = new((shares, width if has_bias else 0), dtype=torch.float32, device=x.device)
+    parameters = new((1 + has_bias, shares, width), dtype=torch.float32, device=x.device)
+    dweight, dbias = parameters[0], parameters[-1]
     if rows and persistent:
         _backward[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
@@ -368,7 +368,7 @@ def backward(
             dy, x, mean, rstd, dweight, dbias, rows, width, -(-rows // shares),
             RMS=rms, HAS_BIAS=has_bias, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, num_warps=4,
         )  # fmt: skip
-    return dx, dweight.sum(0), dbias.sum(0)
+    return dx, parameters.sum(1)
 
 
 def _programs_each(block: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.kernels import adamw, cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
+from megacore.kernels import adamw, attention, cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ROWS = 16384  # of two sequences of 8,192: what there is one of a program weighs little beside them
@@ -46,7 +46,7 @@ class Case:
 
 def cases() -> list[Case]:
     """The shapes of common models."""
-    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_elementwise()]
+    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_elementwise(), *_attentions()]
 
 
 def product() -> list[Case]:
@@ -243,7 +243,17 @@ def _elementwise() -> Iterator[Case]:
         for width in (3072, 8192, 14336):
             yield _swiglu_case(width, name)
         yield _dropout_case(4096, name)
-    yield Case(name="adamw, bf16 copy", launch=_adamw, narrow={"step": 1})
+    # A thread has four elements: 64 bits of each 16-bit tensor, of which a warp's lie side by side.
+    for name, dtype, narrow in (("", torch.float32, 3), (" and gradient", torch.bfloat16, 4)):
+        moved = (
+            (1 << 20) * (3 * 8 + dtype.itemsize + 2) + (1 << 15) + 4
+        )  # weight, moments, gradient, copy; decay, factor
+        yield Case(
+            name=f"adamw, bf16 copy{name}",
+            launch=partial(_adamw, dtype),
+            narrow={"step": narrow},
+            minimum={"step": moved},
+        )
 
 
 def _gelu_case(width: int, name: str, *, biased: bool) -> Case:
@@ -303,9 +313,32 @@ def _dropout(width: int, dtype: torch.dtype) -> None:
     dropout.backward(x, **mask)
 
 
-def _adamw() -> None:
+def _adamw(gradient: torch.dtype) -> None:
     flat, half = _meta(1 << 20, dtype=torch.float32), _meta(1 << 20, dtype=torch.bfloat16)
     adamw.step_(
-        flat, flat, flat, flat, copy=half, factor=_meta(1, dtype=torch.float32),
+        flat, _meta(1 << 20, dtype=gradient), flat, flat, copy=half, decays=_meta(1 << 15, dtype=torch.uint8), group=32,
+        factor=_meta(1, dtype=torch.float32),
         keep=0.9999, rate=1e-3, betas=(0.9, 0.999), epsilon=1e-8, root_correction2=0.5,
     )  # fmt: skip
+
+
+def _attentions() -> Iterator[Case]:
+    # A row of a head fills less than a warp's accesses, and strides may be anything: no width of access is expected.
+    for size, name, mask in (
+        (64, "bf16", "alibi"), (128, "bf16", "alibi"), (128, "fp16", "alibi"), (64, "fp32", "alibi"),
+        (128, "bf16", "documents, window"),
+    ):  # fmt: skip
+        yield Case(
+            name=f"attention {size} {mask} {name}",
+            launch=partial(_attention, size, DTYPES[name], alibi=mask == "alibi"),
+            aligned=False,
+        )
+
+
+def _attention(size: int, dtype: torch.dtype, *, alibi: bool) -> None:
+    query, key = (_meta(1, 8192, heads, size, dtype=dtype).transpose(1, 2) for heads in (32, 8))
+    documents = None if alibi else _meta(1, 8192, dtype=torch.int64)
+    slopes = _meta(32, dtype=torch.float32) if alibi else None
+    masks: dict[str, Any] = {"causal": True, "reach": None if alibi else 4096, "offset": 0}
+    out, logarithm = attention.forward(query, key, key, documents, slopes, **masks)
+    attention.backward(out, query, key, key, logarithm, logarithm, documents, slopes, **masks)

@@ -142,6 +142,19 @@ def _stages(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("profile_steps", "train_iters")
+def _profiled(config: Config, world_size: int) -> Iterator[str]:
+    try:
+        profiled, last = config.logging.profiled_steps(), config.training.train_iters
+    except ValueError:  # the section reports it
+        return
+    if profiled and profiled[-1] > last:
+        yield (
+            f"--profile-steps {config.logging.profile_steps} must end within --train-iters {last}: use "
+            f"--profile-steps {min(profiled[0], last)}:{last}, or a larger --train-iters"
+        )
+
+
 @_about("tp", "pp", "dp")
 def _processes(config: Config, world_size: int) -> Iterator[str]:
     tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp

@@ -65,7 +65,7 @@ class SelfAttention(nn.Module):
         # torch's fused operator draws from the device's generator: compiled code ends where it does.
         self.uncompiled = ("_mixed",) if self.dropout else ()
         rows = (n + 2 * self.groups) * d
-        self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.column_arguments)
+        self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.linear_arguments)
         self.query_norm: LayerNorm | RMSNorm | None = None
         self.key_norm: LayerNorm | RMSNorm | None = None
         if config.qk_layernorm:  # ranks normalise different heads; sequence parallelism sums such gradients anyway

@@ -29,11 +29,6 @@ class LinearArguments(ParallelArguments):
     """Those of every parallel linear layer."""
 
     products: Products
-
-
-class ColumnArguments(LinearArguments):
-    """Those of column-parallel layers."""
-
     split_backward: bool
 
 
@@ -76,7 +71,7 @@ class BuildContext:
             layer_group=layer_group,
             device=device,
             streams=streams,
-            sequence_parallel=config.parallel.sequence_parallel,
+            sequence_parallel=bool(config.parallel.sequence_parallel),
             recompute_attention=config.training.recompute == "selective",
             recompute_light=config.training.recompute == "light",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
@@ -94,13 +89,8 @@ class BuildContext:
 
     @property
     def linear_arguments(self) -> LinearArguments:
-        """Arguments of a row-parallel layer."""
-        return {**self.parallel_arguments, "products": self.products}
-
-    @property
-    def column_arguments(self) -> ColumnArguments:
-        """Arguments of a column-parallel layer."""
-        return {**self.linear_arguments, "split_backward": self.split_backward}
+        """Arguments of every parallel linear layer."""
+        return {**self.parallel_arguments, "products": self.products, "split_backward": self.split_backward}
 
     def chunked_loss(self, vocab_size: int) -> ChunkedLoss:
         """How the output layer computes its loss with the logits."""

@@ -40,6 +40,10 @@ class LayerNorm(ShardedModule):
         """[..., h] -> [..., h]"""
         return ops.layer_norm(x, *self._parameters_of_group(), self.epsilon)
 
+    def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` gives, and x for its other readers, whose gradients are added in the norm's backward."""
+        return ops.layer_norm_with_input(x, *self._parameters_of_group(), self.epsilon)
+
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The normalised sum of two tensors [..., h], and the sum."""
         return ops.add_layer_norm(x, residual, *self._parameters_of_group(), self.epsilon)
@@ -70,6 +74,10 @@ class RMSNorm(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
         return ops.rms_norm(x, copy_to_group(self.weight, self.group), self.epsilon)
+
+    def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` gives, and x for its other readers, whose gradients are added in the norm's backward."""
+        return ops.rms_norm_with_input(x, copy_to_group(self.weight, self.group), self.epsilon)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The normalised sum of two tensors [..., h], and the sum."""

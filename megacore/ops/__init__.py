@@ -10,19 +10,44 @@ from __future__ import annotations
 
 import torch
 
-from megacore.ops.activation import bias_gelu, geglu, gelu, swiglu
+from megacore.ops.activation import bias_gelu, geglu, gelu, swiglu, swiglu_of_halves
 from megacore.ops.adamw import adamw_
-from megacore.ops.attention import Alibi, Attention, alibi_slopes, attention, resolved
-from megacore.ops.dispatch import Choice, choose_kernels, described, kernels_chosen, uses_triton, why_not
+from megacore.ops.attention import (
+    Alibi,
+    Attention,
+    AttentionShape,
+    alibi_slopes,
+    attention,
+    attention_backend,
+    resolved,
+    slower_attention,
+)
+from megacore.ops.dispatch import (
+    Choice,
+    choose_kernels,
+    described,
+    kernels_chosen,
+    on_accelerator,
+    uses_triton,
+    why_not,
+)
 from megacore.ops.dropout import bias_dropout_add, dropout_mask
 from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy
-from megacore.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megacore.ops.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_with_input,
+    rms_norm,
+    rms_norm_with_input,
+)
 from megacore.ops.position import rotary, split_rotary
 from megacore.ops.softmax import fused_softmax
 
 __all__ = [
     "Alibi",
     "Attention",
+    "AttentionShape",
     "Choice",
     "CrossEntropyOptions",
     "VocabularyShare",
@@ -31,6 +56,7 @@ __all__ = [
     "add_rms_norm",
     "alibi_slopes",
     "attention",
+    "attention_backend",
     "bias_dropout_add",
     "bias_gelu",
     "choose_kernels",
@@ -42,10 +68,15 @@ __all__ = [
     "implementations",
     "kernels_chosen",
     "layer_norm",
+    "layer_norm_with_input",
+    "on_accelerator",
     "rms_norm",
+    "rms_norm_with_input",
     "rotary",
+    "slower_attention",
     "split_rotary",
     "swiglu",
+    "swiglu_of_halves",
     "uses_triton",
     "why_not",
 ]

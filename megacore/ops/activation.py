@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megacore.ops.dispatch import (
     is_fused,
+    operator,
     require,
     require_contiguous,
     require_floats,
@@ -25,7 +26,7 @@ from megacore.ops.dispatch import (
 )
 
 
-@torch.library.custom_op("megacore::gelu_forward", mutates_args=())
+@operator("megacore::gelu_forward")
 def _gelu_forward(x: Tensor, bias: Tensor | None) -> Tensor:
     if runs_triton(x=x):
         from megacore.kernels import gelu as kernel
@@ -39,7 +40,7 @@ def _(x: Tensor, bias: Tensor | None) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("megacore::gelu_backward", mutates_args=())
+@operator("megacore::gelu_backward")
 def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     if runs_triton(x=x):
         from megacore.kernels import gelu as kernel
@@ -66,7 +67,7 @@ def _keep_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_gelu(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     x, bias = ctx.saved_tensors
     dx = _gelu_backward(dy.contiguous(), x, bias)
-    return dx, None if bias is None else dx.sum(0, dtype=torch.float32).to(bias.dtype)
+    return dx, None if bias is None else dx.sum(0)
 
 
 _gelu_forward.register_autograd(_differentiate_gelu, setup_context=_keep_gelu)
@@ -114,7 +115,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return _gelu_forward(x.view(-1, x.shape[-1]), bias).view(x.shape)
 
 
-@torch.library.custom_op("megacore::swiglu_forward", mutates_args=())
+@operator("megacore::swiglu_forward")
 def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
     if runs_triton(gate=gate):
         from megacore.kernels import swiglu as kernel
@@ -132,12 +133,16 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op("megacore::swiglu_backward", mutates_args=())
+@operator("megacore::swiglu_backward")
 def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     if runs_triton(gate=gate):
         from megacore.kernels import swiglu as kernel
 
         return kernel.backward(dy, gate, up)
+    return _swiglu_gradients(dy, gate, up)
+
+
+def _swiglu_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     wide, grad = gate.float(), dy.float()
     sigmoid = wide.sigmoid()
     silu = wide * sigmoid
@@ -181,6 +186,68 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if is_fused(gate):
         return _swiglu_reference(gate, up)
     return _swiglu_forward(_rows(gate, "gate"), _rows(up, "up")).view(gate.shape)
+
+
+@operator("megacore::swiglu_of_halves")
+def _halves_forward(both: Tensor) -> Tensor:
+    up, gate = both.chunk(2, dim=1)
+    if runs_triton(both=both):
+        from megacore.kernels import swiglu as kernel
+
+        return kernel.forward(gate, up)
+    return _swiglu_reference(gate, up)
+
+
+@_halves_forward.register_fake
+def _(both: Tensor) -> Tensor:
+    return both.new_empty(both.shape[0], both.shape[1] // 2)
+
+
+@operator("megacore::swiglu_of_halves_backward")
+def _halves_backward(dy: Tensor, both: Tensor) -> Tensor:
+    if runs_triton(both=both):
+        from megacore.kernels import swiglu as kernel
+
+        return kernel.backward_of_halves(dy, both)
+    up, gate = both.chunk(2, dim=1)
+    dgate, dup = _swiglu_gradients(dy, gate, up)
+    return torch.cat([dup, dgate], dim=1)
+
+
+@_halves_backward.register_fake
+def _(dy: Tensor, both: Tensor) -> Tensor:
+    return torch.empty_like(both)
+
+
+def _keep_halves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_halves(ctx: Any, dy: Tensor) -> Tensor:
+    return _halves_backward(dy.contiguous(), *ctx.saved_tensors)
+
+
+_halves_forward.register_autograd(_differentiate_halves, setup_context=_keep_halves)
+
+
+def swiglu_of_halves(both: Tensor) -> Tensor:
+    """silu(gate) * up of the two halves of one tensor, whose gradient is one tensor too.
+
+    Args:
+        both: [..., 2 f] contiguous, up and then gate; fp32, fp16 or bf16.
+
+    Returns:
+        [..., f] contiguous.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    require_rows(both=both)
+    require_floats(both=both)
+    require_contiguous(both=both)
+    width = both.shape[-1]
+    require(width % 2 == 0, f"both has a last dimension of {width}: it must be even, for two halves")
+    return _halves_forward(both.view(-1, width)).view(*both.shape[:-1], width // 2)
 
 
 def geglu(gate: Tensor, up: Tensor, *, exact: bool = False) -> Tensor:

@@ -1,5 +1,5 @@
-"""AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) on one flat buffer, with unscaling, clipping, decay and the
-16-bit copy in the same pass."""
+"""AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) on one flat buffer, with unscaling, clipping, decay, the
+skipping of a step and the 16-bit copy in the same pass."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from megacore.ops.dispatch import (
     runs_triton,
 )
 
+DECAY_GROUP = 32
+"""Elements that have weight decay together, or do not."""
+
 
 @torch.library.custom_op("megacore::adamw_", mutates_args=("parameter", "mean", "square", "copy"))
 def _adamw_(
@@ -26,6 +29,7 @@ def _adamw_(
     mean: Tensor,
     square: Tensor,
     copy: Tensor | None,
+    decays: Tensor | None,
     factor: Tensor,
     keep: float,
     rate: float,
@@ -38,16 +42,25 @@ def _adamw_(
         from megacore.kernels import adamw as kernel
 
         kernel.step_(
-            parameter, gradient, mean, square, copy=copy, factor=factor,
+            parameter, gradient, mean, square, copy=copy, decays=decays, group=DECAY_GROUP, factor=factor,
             keep=keep, rate=rate, betas=(beta1, beta2), epsilon=epsilon, root_correction2=root_correction2,
         )  # fmt: skip
         return
     scaled = gradient.float() * factor
-    mean.lerp_(scaled, 1.0 - beta1)
-    square.mul_(beta2).addcmul_(scaled, scaled, value=1.0 - beta2)
-    parameter.mul_(keep).addcdiv_(mean, (square.sqrt() / root_correction2).add_(epsilon), value=-rate)
-    if copy is not None:
-        copy.copy_(parameter)
+    new_mean = mean.lerp(scaled, 1.0 - beta1)
+    new_square = (square * beta2).addcmul_(scaled, scaled, value=1.0 - beta2)
+    kept = parameter * (keep if decays is None else _by_element(decays, parameter, keep))
+    kept.addcdiv_(new_mean, (new_square.sqrt() / root_correction2).add_(epsilon), value=-rate)
+    skipped = factor.isnan()
+    for old, new in ((mean, new_mean), (square, new_square), (parameter, kept), (copy, kept)):
+        if old is not None:
+            old.copy_(torch.where(skipped, old, new.to(old.dtype)))
+
+
+def _by_element(decays: Tensor, parameter: Tensor, keep: float) -> Tensor:
+    """What each element is multiplied by."""
+    factors = torch.where(decays != 0, keep, 1.0).to(parameter.dtype)
+    return factors.repeat_interleave(DECAY_GROUP)[: parameter.numel()]
 
 
 def adamw_(
@@ -63,6 +76,7 @@ def adamw_(
     weight_decay: float = 0.0,
     factor: Tensor | None = None,
     copy: Tensor | None = None,
+    decays: Tensor | None = None,
 ) -> None:
     """One step, in place; what `torch.optim.AdamW` does with `gradient * factor`.
 
@@ -76,8 +90,11 @@ def adamw_(
         betas: decays of mean and square.
         epsilon: added to the denominator.
         weight_decay: decoupled decay.
-        factor: one fp32 number on the device: 1 / loss scale times the clipping factor. None: 1.
+        factor: one fp32 number on the device: 1 / loss scale times the clipping factor. None: 1. NaN skips the step:
+            nothing changes.
         copy: [n] fp16 or bf16, which receives the new parameters; None for none.
+        decays: [ceil(n / 32)] uint8, 1 for each 32 elements with weight decay and 0 for those without. None: all have
+            it.
 
     Raises:
         ValueError: an argument's device, dtype, shape, strides or range do not fit.
@@ -98,10 +115,15 @@ def adamw_(
     if copy is not None:
         require(copy.dtype in FLOATS[1:], f"copy is {copy.dtype}: it must be float16 or bfloat16")
         tensors["copy"] = copy
-    require_same_device(**tensors, factor=factor)
     require_shape(parameter.shape, "like parameter", **tensors)
+    if decays is not None:
+        require(decays.dtype == torch.uint8, f"decays is {decays.dtype}: it must be torch.uint8")
+        groups = -(-parameter.numel() // DECAY_GROUP)
+        require_shape((groups,), f"one for each {DECAY_GROUP} elements of parameter", decays=decays)
+        tensors["decays"] = decays
+    require_same_device(**tensors, factor=factor)
     require_contiguous(**tensors)
     _adamw_(
-        parameter, gradient, mean, square, copy, factor, 1.0 - lr * weight_decay, lr / (1.0 - betas[0] ** step),
+        parameter, gradient, mean, square, copy, decays, factor, 1.0 - lr * weight_decay, lr / (1.0 - betas[0] ** step),
         *betas, epsilon, math.sqrt(1.0 - betas[1] ** step),
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """Scaled dot-product attention (Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1), in two implementations.
 
-`sdpa` is torch's fused operator, which never writes the scores out. `fused-softmax` computes scores, their softmax and
-the mix as three steps one can read; it keeps the weights, b x heads x s x s numbers. Both know every restriction on who
-sees whom: causal, a window, documents packed into one sequence, padding. Queries may share key and value heads
-(Ainslie et al. 2023, arXiv 2305.13245), and scores may fall with distance (ALiBi; Press et al. 2022, arXiv 2108.12409).
+`sdpa` is torch's fused operator, which never writes the scores out; what that cannot do with memory that grows with
+the sequence length, block_attention.py does. `fused-softmax` computes scores, their softmax and the mix as three steps
+one can read; it keeps the weights, b x heads x s x s numbers. Both know every restriction on who sees whom: causal, a
+window, documents packed into one sequence, padding. Queries may share key and value heads (Ainslie et al. 2023, arXiv
+2305.13245), and scores may fall with distance (ALiBi; Press et al. 2022, arXiv 2108.12409).
 
 Shape legend: b micro-batch, n heads, g key and value heads, s positions, d head size.
 """
@@ -12,12 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+from megacore.ops.block_attention import BLOCK, block_attention
 from megacore.ops.dispatch import (
     require,
     require_floats,
@@ -27,6 +31,11 @@ from megacore.ops.dispatch import (
     require_whole,
 )
 from megacore.ops.softmax import fused_softmax
+from megacore.ops.varlen_attention import can_attend, fits, varlen_attention
+from megacore.ops.visibility import Visibility, distances
+
+WHOLE = 1024
+"""The longest sequence for which masks, biases and, with dropout on a CPU, weights are made whole."""
 
 Attention = Literal["auto", "sdpa", "fused-softmax"]
 
@@ -34,6 +43,77 @@ Attention = Literal["auto", "sdpa", "fused-softmax"]
 def resolved(implementation: Attention) -> Attention:
     """The implementation of `auto`: sdpa, which is the faster one for every mask that the models have."""
     return "sdpa" if implementation == "auto" else implementation
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """What decides which of its kernels torch's fused operator runs: one layer's sizes on this rank, and its type.
+
+    Attributes:
+        heads: query heads.
+        groups: key and value heads.
+        head_size: dimensions of a head.
+        seq_length: positions.
+        dtype: of activations.
+        causal: whether no position sees a later one.
+        masked: whether documents, a window or ALiBi restrict it.
+        alibi: whether it is ALiBi.
+        dropout: probability on the weights.
+    """
+
+    heads: int
+    groups: int
+    head_size: int
+    seq_length: int
+    dtype: torch.dtype
+    causal: bool = True
+    masked: bool = False
+    alibi: bool = False
+    dropout: float = 0.0
+
+
+def attention_backend(device: torch.device, shape: AttentionShape) -> str:
+    """What computes attention on a device with `sdpa`: `blocks`, `varlen flash`, or the kernel that torch's operator
+    chooses: `cudnn`, `flash`, `efficient` or `math`."""
+    query, key = (
+        torch.empty(1, heads, shape.seq_length, shape.head_size, dtype=shape.dtype, device=device)
+        for heads in (shape.heads, shape.groups)
+    )
+    if shape.seq_length > WHOLE and (shape.masked or (shape.dropout > 0.0 and device.type == "cpu")):
+        return "varlen flash" if can_attend(query, alibi=shape.alibi, dropout=shape.dropout) else "blocks"
+    mask = None
+    if shape.masked:
+        mask = torch.zeros(1, 1, shape.seq_length, shape.seq_length, dtype=shape.dtype, device=device)
+    grouped = shape.heads != shape.groups
+    if grouped and _repeats_groups(query, mask):
+        key, grouped = query, False
+    chosen = torch._fused_sdp_choice(
+        query, key, key, mask, shape.dropout, shape.causal and mask is None, enable_gqa=grouped
+    )
+    return SDPBackend(chosen).name.removesuffix("_ATTENTION").lower()
+
+
+def _is_cuda(device: torch.device) -> bool:
+    return torch.empty(0, device=device).is_cuda
+
+
+def slower_attention(device: torch.device, shape: AttentionShape) -> str | None:
+    """A sentence for a run on CUDA that gets a slower kernel than the device has; None where it gets the best."""
+    if not _is_cuda(device) or (found := attention_backend(device, shape)) in ("varlen flash", "blocks"):
+        return None
+    if not fits(shape.dtype, shape.head_size):
+        return None  # no fast kernel takes it: that is what was asked for
+    hopper = torch.get_device_module(device).get_device_capability(device) >= (9, 0)
+    best = "efficient" if shape.masked else "cudnn" if hopper else "flash"
+    if found == best or (best == "flash" and found == "cudnn") or (best == "efficient" and found == "cudnn"):
+        return None
+    switch = "mem_efficient" if best == "efficient" else best
+    return (
+        f"torch computes attention with its {found} kernel on this device, where {best} is expected, which is faster: "
+        f"{shape.heads} heads of {shape.head_size} over {shape.groups} of keys, {shape.seq_length} positions in "
+        f"{str(shape.dtype).removeprefix('torch.')}. Check torch.backends.cuda.{switch}_sdp_enabled() and, for cudnn, "
+        f"the version of the installed cuDNN"
+    )
 
 
 class _Cache:
@@ -98,8 +178,7 @@ class Alibi:
         return self._causal.get(None, (length, like.dtype, like.device), causally)
 
     def _distances(self, length: int, like: Tensor) -> Tensor:
-        positions = torch.arange(length, device=like.device)
-        distance = (positions[:, None] - positions).abs()
+        distance = distances(range(length), range(length), like.device).abs()
         return (-self.slopes.to(like.device)[:, None, None] * distance).to(like.dtype).unsqueeze(0)
 
 
@@ -140,7 +219,8 @@ def attention(
         documents: [b, s] int64 or int32: a position sees only its document. 0 is padding, which no position
             sees, and whose result is 0.
         alibi: bias by distance.
-        dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's device.
+        dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's device, or
+            from the CPU's where attention is computed in blocks.
         implementation: which one.
 
     Returns:
@@ -154,13 +234,17 @@ def attention(
     require(0 <= dropout < 1, f"dropout is {dropout}: it must be in [0, 1)")
     _check(query, key, value, window, documents)
     b, _, s, d = query.shape
-    seen = visible(s, causal=causal, window=window, documents=documents, device=query.device)
-    if resolved(implementation) == "sdpa":
+    view = Visibility(causal=causal, window=window, documents=documents)
+    blocks = resolved(implementation) == "sdpa" and _in_blocks(query, view, alibi=alibi is not None, dropout=dropout)
+    seen = None if blocks else visible(s, causal=causal, window=window, documents=documents, device=query.device)
+    if blocks:
+        mixed = _mixed_in_blocks(query, key, value, view, alibi=alibi, dropout=dropout)
+    elif resolved(implementation) == "sdpa":
         mask = seen
         if alibi is not None:
             mask = alibi.bias(query, seen, causal=causal)
         elif seen is not None and documents is None:
-            mask = _as_bias(seen, query.dtype, (_reach(causal, window), causal))
+            mask = _as_bias(seen, query.dtype, (view.reach, causal))
         mixed = _sdpa(query, key, value, mask, causal=causal and mask is None, dropout=dropout)
     else:
         shrink, divisor = _split_root(d)
@@ -174,6 +258,25 @@ def attention(
     return mixed if documents is None else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
 
 
+def _in_blocks(query: Tensor, view: Visibility, *, alibi: bool, dropout: float) -> bool:
+    """Whether attention is computed a block at a time: where torch's operator would need more than causality, which it
+    knows, or has no fused form, and the sequence is long."""
+    needs_weights = dropout > 0.0 and query.device.type == "cpu"
+    return query.shape[2] > WHOLE and (alibi or needs_weights or view.restricts(query.shape[2]))
+
+
+def _mixed_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, view: Visibility, *, alibi: Alibi | None, dropout: float
+) -> Tensor:
+    mixed = None
+    if can_attend(query, alibi=alibi is not None, dropout=dropout):
+        mixed = varlen_attention(query, key, value, view)
+    if mixed is None:
+        slopes = None if alibi is None else alibi.slopes
+        mixed, _ = block_attention(query, key, value, view=view, slopes=slopes, dropout=dropout, block=BLOCK)
+    return mixed
+
+
 def visible(
     length: int, *, causal: bool, window: int | None, documents: Tensor | None, device: torch.device
 ) -> Tensor | None:
@@ -181,10 +284,10 @@ def visible(
 
     Padding sees padding here, so that every query sees some key: the result of padding is set to 0 afterwards.
     """
-    reach = _reach(causal, window)
-    if (reach is None or reach >= length) and documents is None:
+    view = Visibility(causal=causal, window=window)
+    if not view.restricts(length) and documents is None:
         return None
-    seen = _masks.get((reach, causal), (length, device), lambda: _near(length, reach, causal, device))
+    seen = _masks.get((view.reach, causal), (length, device), lambda: _near(view, length, device))
     return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
 
 
@@ -192,14 +295,10 @@ def visible(
 _masks, _mask_biases = _Cache(2), _Cache(2)
 
 
-def _near(length: int, reach: int | None, causal: bool, device: torch.device) -> Tensor:
-    """[1, 1, s, s] bool: which keys are nearer than `reach` and, if causal, not later."""
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions
-    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if reach is not None:
-        seen &= distance.abs() < reach
-    return seen.view(1, 1, length, length)
+def _near(view: Visibility, length: int, device: torch.device) -> Tensor:
+    """[1, 1, s, s] bool: which keys are nearer than the view's reach and, if causal, not later."""
+    seen = view.mask(range(length), range(length), device)
+    return torch.ones(1, 1, length, length, dtype=torch.bool, device=device) if seen is None else seen
 
 
 def _as_bias(seen: Tensor, dtype: torch.dtype, kind: Hashable) -> Tensor:
@@ -211,16 +310,15 @@ def _as_bias(seen: Tensor, dtype: torch.dtype, kind: Hashable) -> Tensor:
     return _mask_biases.get(kind, (seen.shape, dtype, seen.device), made)
 
 
-def _reach(causal: bool, window: int | None) -> int | None:
-    """The distance from which a key is not seen."""
-    return window if causal or window is None else window // 2 + 1
+def _repeats_groups(query: Tensor, mask: Tensor | None) -> bool:
+    """Whether keys and values are repeated for each query head: on CUDA only the flash kernel knows groups, and it
+    takes neither masks nor fp32; for these torch would fall back to a form that writes all weights."""
+    return query.is_cuda and (mask is not None or query.dtype == torch.float32)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, dropout: float) -> Tensor:
     grouped = key.shape[1] != query.shape[1]
-    if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
-        # On CUDA only the flash kernel knows groups, and it takes neither masks nor fp32: for these torch would fall
-        # back to a form that writes all weights.
+    if grouped and _repeats_groups(query, mask):
         key, value, grouped = _repeated(key, query), _repeated(value, query), False
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped

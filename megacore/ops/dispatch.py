@@ -9,12 +9,13 @@ otherwise: it is optional, and takes a second to load.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megacore.kernels.availability import triton_version
 
@@ -78,6 +79,14 @@ def uses_triton(x: Tensor) -> bool:
     return _Decision.choice == "triton"
 
 
+def on_accelerator(x: Tensor) -> bool:
+    """Whether operators on this tensor are kernels that the host launches one by one: fewer and larger ones are faster
+    there. Not in what torch.compile compiles. With Triton chosen on a CPU as on the GPU that it stands for."""
+    if torch.compiler.is_compiling():
+        return False
+    return x.device.type != "cpu" or _Decision.choice == "triton"
+
+
 def is_fused(x: Tensor) -> bool:
     """Whether torch.compile is to see what the operator does, and fuse it with its neighbours."""
     return torch.compiler.is_compiling() and not uses_triton(x)
@@ -98,9 +107,67 @@ def runs_triton(**tensor: Tensor) -> bool:
     return uses_triton(x)
 
 
+def triton_serves(device: torch.device) -> bool:
+    """Whether operators on tensors of a device run as Triton kernels."""
+    return uses_triton(torch.empty(0, device=device))
+
+
 def described(device: torch.device) -> str:
     """The implementation that operators on a device run, for the launch summary."""
-    return f"triton {_Decision.triton}" if uses_triton(torch.empty(0, device=device)) else "torch"
+    return f"triton {_Decision.triton}" if triton_serves(device) else "torch"
+
+
+# ---- operators that torch knows
+
+
+class Operator:
+    """A function as an operator: for fake tensors, dispatch modes and torch.compile a `torch.library.custom_op`, else
+    the function itself in an autograd node, which takes the host a third of the time.
+
+    Args:
+        name: `megacore::` and the operator's name.
+        function: from positional arguments to new tensors; writes to none of its arguments.
+
+    Attributes:
+        custom_op: the former.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.custom_op = torch.library.custom_op(name, mutates_args=())(function)
+        self._name, self._function, self._eager = name, function, function
+
+    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The shapes of the results, as for `torch.library.custom_op`."""
+        self.custom_op.register_fake(function)
+        return function
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """The gradient, as for `torch.library.custom_op`."""
+        self.custom_op.register_autograd(backward, setup_context=setup_context)
+        function = self._function
+
+        def forward(ctx: Any, *arguments: Any) -> Any:  # with a `setup_context` torch inspects signatures in every call
+            output = function(*arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        node: Any = type(self._name, (torch.autograd.Function,), members)
+        self._eager = node.apply
+
+    def __call__(self, *arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+            return self.custom_op(*arguments)
+        return self._eager(*arguments)
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
+    """Make a function an `Operator`."""
+
+    def make(function: Callable[..., Any]) -> Operator:
+        return Operator(name, function)
+
+    return make
 
 
 # ---- checks of arguments: every refusal names the argument, what it is, and what is expected

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    operator,
     require,
     require_contiguous,
     require_floats,
@@ -64,7 +65,7 @@ def kept(seed: int, threshold: int, shape: tuple[int, int], device: torch.device
     return torch.stack(words, dim=-1).flatten(1)[:, :width] >= threshold
 
 
-@torch.library.custom_op("megacore::dropout_add", mutates_args=())
+@operator("megacore::dropout_add")
 def _dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
     if runs_triton(x=x):
         from megacore.kernels import dropout
@@ -80,7 +81,7 @@ def _(x: Tensor, bias: Tensor | None, residual: Tensor, seed: int, threshold: in
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("megacore::dropout_backward", mutates_args=())
+@operator("megacore::dropout_backward")
 def _dropout_backward(dy: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
     if runs_triton(dy=dy):
         from megacore.kernels import dropout
@@ -98,12 +99,12 @@ def _(dy: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, bias, _, *ctx.mask = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.has_bias = bias is not None
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None, None, None]:
     dx = _dropout_backward(dy.contiguous(), *ctx.mask)
-    dbias = None if ctx.bias_dtype is None else dx.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    dbias = dx.sum(0) if ctx.has_bias else None
     return dx, dbias, dy, None, None, None
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    operator,
     require,
     require_contiguous,
     require_floats,
@@ -24,7 +25,7 @@ from megacore.ops.dispatch import (
 )
 
 
-@torch.library.custom_op("megacore::norm_forward", mutates_args=())
+@operator("megacore::norm_forward")
 def _norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,10 +49,10 @@ def _(
     )
 
 
-@torch.library.custom_op("megacore::norm_backward", mutates_args=())
+@operator("megacore::norm_backward")
 def _norm_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     if runs_triton(x=x):
         from megacore.kernels import norm
 
@@ -62,13 +63,8 @@ def _norm_backward(
 @_norm_backward.register_fake
 def _(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    width = x.shape[1]
-    return (
-        torch.empty_like(x),
-        x.new_empty(width, dtype=torch.float32),
-        x.new_empty(width if has_bias else 0, dtype=torch.float32),
-    )
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(1 + has_bias, x.shape[1], dtype=torch.float32)
 
 
 def norm_forward_reference(
@@ -88,18 +84,17 @@ def norm_forward_reference(
 
 def norm_backward_reference(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """What the kernel computes, in plain torch; arguments and results as `megacore.kernels.norm.backward`."""
     wide = x.float() if rms else x.float() - mean[:, None]
     normal, grad = wide * rstd[:, None], dy.float()
-    dweight = (grad * normal).sum(0)
-    dbias = grad.sum(0) if has_bias else dweight.new_empty(0)
+    parameters = [(grad * normal).sum(0), *([grad.sum(0)] if has_bias else [])]
     inner = grad * weight.float()
     dx = inner - normal * (inner * normal).mean(-1, keepdim=True)
     if not rms:
         dx -= inner.mean(-1, keepdim=True)
     dx *= rstd[:, None]
-    return (dx if dsum is None else dx + dsum.float()).to(x.dtype), dweight, dbias
+    return (dx if dsum is None else dx + dsum.float()).to(x.dtype), torch.stack(parameters)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -114,21 +109,39 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(
     ctx: Any, dy: Tensor | None, dsum: Tensor | None, *_: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]:
+    dx, dweight, dbias = _gradients(ctx, dy, dsum if ctx.has_residual else None)
+    return dx, dx if ctx.has_residual else None, dweight, dbias, None, None
+
+
+def _gradients(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of what was normalised, to which `dsum` is added, and of weight and bias."""
     x, weight, mean, rstd = ctx.saved_tensors
-    dsum = dsum.contiguous() if ctx.has_residual and dsum is not None else None
+    dsum = None if dsum is None else dsum.contiguous()
     dy = torch.zeros_like(x) if dy is None else dy.contiguous()
-    dx, dweight, dbias = _norm_backward(dy, dsum, x, weight, mean, rstd, ctx.rms, ctx.has_bias)
-    return (
-        dx,
-        dx if ctx.has_residual else None,
-        dweight.to(weight.dtype),
-        dbias.to(weight.dtype) if ctx.has_bias else None,
-        None,
-        None,
-    )
+    dx, parameters = _norm_backward(dy, dsum, x, weight, mean, rstd, ctx.rms, ctx.has_bias)
+    dweight, *dbias = parameters.to(weight.dtype).unbind()
+    return dx, dweight, dbias[0] if dbias else None
 
 
 _norm_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+class _WithInput(torch.autograd.Function):
+    """The normalised input, and the input as it is: its gradient is added in the pass of the norm's backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, rms: bool
+    ) -> tuple[Tensor, Tensor]:
+        y, _, mean, rstd = _norm_forward(x, None, weight, bias, epsilon, rms)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.rms, ctx.has_bias = rms, bias is not None
+        ctx.set_materialize_grads(False)
+        return y, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dx: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        return *_gradients(ctx, dy, dx), None, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 1e-5) -> Tensor:
@@ -221,6 +234,51 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1
         return F.rms_norm(summed, weight.shape, weight, epsilon), summed
     y, summed, *_ = _norm_forward(_rows(x), _rows(residual), weight, None, epsilon, True)
     return y.view(x.shape), summed.view(x.shape)
+
+
+def layer_norm_with_input(
+    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm of x, and x for whoever reads it besides: kernels then add up its gradients in one pass.
+
+    Args:
+        x: [..., h] contiguous; fp32, fp16 or bf16.
+        weight: [h], of x's dtype.
+        bias: [h], of x's dtype; None: there is none.
+        epsilon: added to the variance.
+
+    Returns:
+        LayerNorm of x, and x.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    if not uses_triton(x) or torch.compiler.is_compiling():
+        return layer_norm(x, weight, bias, epsilon), x
+    _check(x, epsilon, weight=weight, **({} if bias is None else {"bias": bias}))
+    y, same = _WithInput.apply(_rows(x), weight, bias, epsilon, False)
+    return y.view(x.shape), same.view(x.shape)
+
+
+def rms_norm_with_input(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """RMSNorm of x, and x; otherwise like `layer_norm_with_input`.
+
+    Args:
+        x: [..., h] contiguous; fp32, fp16 or bf16.
+        weight: [h], of x's dtype.
+        epsilon: added to the mean square.
+
+    Returns:
+        RMSNorm of x, and x.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or strides do not fit.
+    """
+    if not uses_triton(x) or torch.compiler.is_compiling():
+        return rms_norm(x, weight, epsilon), x
+    _check(x, epsilon, weight=weight)
+    y, same = _WithInput.apply(_rows(x), weight, None, epsilon, True)
+    return y.view(x.shape), same.view(x.shape)
 
 
 def _rows(x: Tensor) -> Tensor:

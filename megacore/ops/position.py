@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megacore.ops.dispatch import (
     is_fused,
+    operator,
     require,
     require_contiguous,
     require_floats,
@@ -20,7 +21,7 @@ from megacore.ops.dispatch import (
 )
 
 
-@torch.library.custom_op("megacore::rotary", mutates_args=())
+@operator("megacore::rotary")
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
     if runs_triton(x=x):
         from megacore.kernels import rotary as kernel
@@ -73,7 +74,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotary_reference(x, cos, sin, backwards=False) if is_fused(x) else _rotary(x, cos, sin, False)
 
 
-@torch.library.custom_op("megacore::split_rotary", mutates_args=())
+@operator("megacore::split_rotary")
 def _split_rotary(packed: Tensor, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     if runs_triton(packed=packed):
         from megacore.kernels import rotary as kernel
@@ -90,7 +91,7 @@ def _(packed: Tensor, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, Te
     return packed.new_empty((b, s, heads - 2 * groups, d)), key, torch.empty_like(key)
 
 
-@torch.library.custom_op("megacore::join_rotary", mutates_args=())
+@operator("megacore::join_rotary")
 def _join_rotary(dquery: Tensor, dkey: Tensor, dvalue: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if runs_triton(dkey=dkey):
         from megacore.kernels import rotary as kernel

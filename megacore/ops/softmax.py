@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    operator,
     require,
     require_contiguous,
     require_floats,
@@ -23,7 +24,7 @@ from megacore.ops.dispatch import (
 )
 
 
-@torch.library.custom_op("megacore::softmax_forward", mutates_args=())
+@operator("megacore::softmax_forward")
 def _softmax_forward(
     x: Tensor, key_mask: Tensor | None, scale: float, causal: bool, offset: int, window: int | None
 ) -> Tensor:
@@ -39,7 +40,7 @@ def _(x: Tensor, key_mask: Tensor | None, scale: float, causal: bool, offset: in
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("megacore::softmax_backward", mutates_args=())
+@operator("megacore::softmax_backward")
 def _softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     if runs_triton(y=y):
         from megacore.kernels import softmax

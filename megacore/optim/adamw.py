@@ -5,18 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megacore.config.optimizers import AdamWConfig
+from megacore.config.optimizers import AdamWConfig, StateKind
+from megacore.ops import adamw_
+from megacore.ops.adamw import DECAY_GROUP
 from megacore.optim.optimizer import Optimizer
+from megacore.zero.bucket import Bucket
 from megacore.zero.data_parallel import LocalRun
+from megacore.zero.flat import ALIGNMENT
+
+assert ALIGNMENT % DECAY_GROUP == 0, "no group of elements has parts of two parameters"
 
 
 class AdamW(Optimizer[AdamWConfig]):
-    """PyTorch's fused operator. Elementwise: a shard is updated as it would be within the whole parameter."""
+    """Elementwise: a shard is updated as it would be within the whole parameter. PyTorch's fused operator; on devices
+    with Triton, one launch for the shard of a bucket (megacore/ops/adamw.py), whose moments are flat for that."""
 
     counts_updates: ClassVar[bool] = True
+    has_one_pass: ClassVar[bool] = True
+
+    def __init__(self, runs: Sequence[LocalRun], settings: AdamWConfig, *, weight_decay: float) -> None:
+        super().__init__(runs, settings, weight_decay=weight_decay)
+        self._moments: dict[tuple[Bucket, str], Tensor] = {}  # of whole shards; the runs' state are views
+        self._decays: dict[Bucket, Tensor] = {}
 
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
         adamw(
@@ -35,3 +49,42 @@ class AdamW(Optimizer[AdamWConfig]):
             eps=self.settings.adam_eps,
             maximize=False,
         )
+
+    def step_shard(self, runs: Sequence[LocalRun], *, lr: float, factor: Tensor, number: int) -> None:
+        bucket = runs[0].bucket
+        if (gradients := bucket.shard_gradients) is None:
+            return
+        for kind in self.kinds:
+            self.tensors(kind.name, runs)
+        decaying = {run.is_matrix for run in runs}
+        adamw_(
+            bucket.master,
+            gradients,
+            *(self._moments[bucket, kind.name] for kind in self.kinds),
+            step=number,
+            lr=lr,
+            betas=(self.settings.adam_beta1, self.settings.adam_beta2),
+            epsilon=self.settings.adam_eps,
+            weight_decay=self.weight_decay if True in decaying else 0.0,
+            factor=factor,
+            copy=bucket.shard_to_write(),
+            decays=self._decays_of(bucket, runs) if len(decaying) > 1 else None,
+        )
+
+    def tensor(self, run: LocalRun, kind: StateKind) -> Tensor:
+        state, bucket = self.state[run], run.bucket
+        if kind.name not in state and bucket.options.one_pass:
+            if (bucket, kind.name) not in self._moments:
+                self._moments[bucket, kind.name] = torch.zeros_like(bucket.master)
+            state[kind.name] = self._moments[bucket, kind.name][run.shard_slice]
+        return super().tensor(run, kind)
+
+    def _decays_of(self, bucket: Bucket, runs: Sequence[LocalRun]) -> Tensor:
+        """Which groups of elements of a shard belong to matrices, as `adamw_` takes it."""
+        if bucket not in self._decays:
+            groups = torch.zeros(bucket.master.numel() // DECAY_GROUP, dtype=torch.uint8, device=bucket.master.device)
+            for run in runs:
+                if run.is_matrix:
+                    groups[run.shard_slice.start // DECAY_GROUP : -(-run.shard_slice.stop // DECAY_GROUP)].fill_(1)
+            self._decays[bucket] = groups
+        return self._decays[bucket]

@@ -13,7 +13,6 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -39,11 +38,9 @@ def step_on_host(
         lr: the learning rate.
         cores: this rank's share of its node's (`host_cores`).
     """
-    buckets = data_parallel.in_order_of_use()
-    runs = {bucket: list(members) for bucket, members in groupby(data_parallel.runs, key=lambda run: run.bucket)}
     with _all_threads(cores):
-        for bucket in buckets:
-            members, downloaded = runs.get(bucket, []), bucket.downloaded()
+        for bucket in data_parallel.in_order_of_use():
+            members, downloaded = data_parallel.runs_of(bucket), bucket.downloaded()
             gradients = [None if run.gradient is None else downloaded[run.shard_slice] for run in members]
             optimizer.step(members, gradients, lr=lr, factor=factor)
             bucket.publish()

@@ -39,6 +39,8 @@ class Optimizer(ABC, Generic[S]):
 
     counts_updates: ClassVar[bool] = False
     """Whether `update` needs the number of updates (`steps`), which a resumed run continues."""
+    has_one_pass: ClassVar[bool] = False
+    """Whether there is a `step_shard`, which runs on devices with Triton."""
 
     def __init__(self, runs: Sequence[LocalRun], settings: S, *, weight_decay: float) -> None:
         self.runs, self.settings, self.weight_decay = list(runs), settings, weight_decay
@@ -49,7 +51,7 @@ class Optimizer(ABC, Generic[S]):
         """Update the master weights of some runs.
 
         Args:
-            runs: of this optimizer: all, or, with offload, those of one bucket.
+            runs: those of one bucket.
             gradients: of each run, fp32 and reduced; they are changed. None leaves the run as it is.
             lr: the learning rate.
             factor: what gradients are multiplied by first (clipping, loss scale), a scalar in host memory.
@@ -61,6 +63,17 @@ class Optimizer(ABC, Generic[S]):
             if members:
                 decay = self.weight_decay if is_matrix else 0.0
                 self.update([run for run, _ in members], [grad for _, grad in members], lr=lr, weight_decay=decay)
+
+    def step_shard(self, runs: Sequence[LocalRun], *, lr: float, factor: Tensor, number: int) -> None:
+        """Update the shard of a bucket in one pass, which writes the parameters in their 16-bit format too.
+
+        Args:
+            runs: all of the bucket; one or more.
+            lr: the learning rate.
+            factor: what gradients are multiplied by first; an fp32 scalar on the device. NaN: nothing may change.
+            number: of this update, from 1.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no step in one pass")
 
     @abstractmethod
     def update(self, runs: Sequence[LocalRun], gradients: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from megacore.config import Config
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
+from megacore.ops.dispatch import triton_serves
 from megacore.optim.adamw import AdamW
 from megacore.optim.optimizer import Optimizer
 from megacore.optim.sgd import SGD
@@ -19,3 +22,10 @@ def build_optimizer(runs: Sequence[LocalRun], config: Config) -> Optimizer[Any]:
     """The configured optimizer over what this rank updates, which may be nothing."""
     settings = config.optimizer_settings
     return OPTIMIZER_CLASSES[type(settings)](runs, settings, weight_decay=config.optimizer.weight_decay)
+
+
+def has_one_pass(config: Config, device: torch.device) -> bool:
+    """Whether the configured optimizer updates the shards that lie on a device in one pass."""
+    if config.parallel.offload_optimizer or not triton_serves(device):
+        return False
+    return OPTIMIZER_CLASSES[type(config.optimizer_settings)].has_one_pass

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -95,7 +96,7 @@ class WeightUpdate:
         self.skipped_steps = 0
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
         self._fp16 = config.precision.precision == "fp16"
-        self._sequence_parallel = config.parallel.sequence_parallel
+        self._sequence_parallel = bool(config.parallel.sequence_parallel)
         self._clip = config.optimizer.clip_grad
         self._host_cores = host_cores(mesh.world) if data_parallel.options.offload else 1
         self._shared = dict(sorted(shared.items()))
@@ -108,8 +109,9 @@ class WeightUpdate:
     def apply(self, loss: Tensor, lr: float, *, votes: Sequence[int] = ()) -> Outcome:
         """Update the weights from the step's gradients and publish them, or skip the step on all ranks.
 
-        Only for this decision must the program wait for an accelerator. With `offload` it may also wait for the
-        gradients of a bucket that it updates.
+        Only for this decision must the program wait for an accelerator, and where there is a step in one pass, the
+        accelerator computes it meanwhile. With `offload` the program may also wait for the gradients of a bucket that
+        it updates.
 
         Args:
             loss: this rank's share of the summed loss.
@@ -137,24 +139,43 @@ class WeightUpdate:
             votes=votes,
             exact=exact,
         )
-        on_host = total.to_host(data_parallel.begin_download if data_parallel.options.offload else None)
+        queue_more = None
+        if data_parallel.options.offload:
+            queue_more = data_parallel.begin_download
+        elif data_parallel.options.one_pass:
+            queue_more = partial(self._step_in_one_pass, self._factor(total.norm / scale, scale).float(), lr)
+        on_host = total.to_host(queue_more)
         norm, summed_votes = on_host.norm / scale, tuple(map(int, on_host.votes.tolist()))
         if not torch.isfinite(norm):
             return Outcome(loss=total.loss, norm=norm, votes=summed_votes, skipped=self._skip(on_host.loss))
-        factor = clip_factor(norm, self._clip) / scale
         if data_parallel.options.offload:
+            factor = self._factor(norm, scale)
             step_on_host(data_parallel, self.optimizer, factor=factor, lr=lr, cores=self._host_cores)
-        else:
-            self._step_in_place(factor, lr)
+        elif not data_parallel.options.one_pass:
+            self._step_in_place(self._factor(norm, scale), lr)
         self.scaler.good_step()
         self.updates, self._bad_steps = self.updates + 1, 0
         return Outcome(loss=total.loss, norm=norm, votes=summed_votes)
 
+    def _factor(self, norm: Tensor, scale: float) -> Tensor:
+        """What gradients are multiplied by: the clipping and the loss scale; NaN for a norm that is not finite."""
+        return clip_factor(norm, self._clip).where(norm.isfinite(), torch.nan) / scale
+
+    def _step_in_one_pass(self, factor: Tensor, lr: float) -> None:
+        """Queue the step before the host knows whether it is skipped: the device computes while the host waits for that
+        decision, which the device reads in the factor. Of a step that it skips the same weights are published."""
+        for bucket in self.data_parallel.in_order_of_use():
+            if runs := self.data_parallel.runs_of(bucket):
+                self.optimizer.step_shard(runs, lr=lr, factor=factor, number=self.updates + 1)
+            bucket.publish(written=True)
+
     def _step_in_place(self, factor: Tensor, lr: float) -> None:
-        runs = self.data_parallel.runs
-        gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
-        self.optimizer.step(runs, gradients, lr=lr, factor=factor)
-        self.data_parallel.publish()
+        """Bucket by bucket: no more than the gradients of one exist a second time, in fp32."""
+        for bucket in self.data_parallel.in_order_of_use():
+            runs = self.data_parallel.runs_of(bucket)
+            gradients = [None if (gradient := run.gradient) is None else gradient.float() for run in runs]
+            self.optimizer.step(runs, gradients, lr=lr, factor=factor)
+            bucket.publish()
 
     def counters(self) -> dict[str, float]:
         """The state of a resumed run that is not in tensors."""
@@ -345,10 +366,11 @@ def square_sum(tensor: Tensor) -> Tensor:
     A single fp32 reduction over a large tensor is off by up to a thousandth on a CPU (20 million elements, torch 2.13);
     this one by about 1e-8, so that neither size nor order of summation shows.
     """
-    flat = tensor.reshape(-1).float()
+    flat = tensor.reshape(-1)
     full = flat.numel() // _ROW * _ROW  # elements of complete rows
-    rows = torch.linalg.vector_norm(flat[:full].view(-1, _ROW), dim=1)
-    return rows.double().square().sum() + flat[full:].double().square().sum()
+    rows = torch.linalg.vector_norm(flat[:full].view(-1, _ROW), dim=1, dtype=torch.float32)
+    total = rows.double().square().sum()
+    return total if full == flat.numel() else total + flat[full:].double().square().sum()
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:

@@ -30,7 +30,7 @@ from megacore.ops.loss import (
 from megacore.parallel.collectives import copy_to_group
 from megacore.parallel.cross_entropy import likeliest_of_ranks, vocabulary_share
 from megacore.parallel.mesh import Group
-from megacore.parallel.products import Products
+from megacore.parallel.products import Products, gradient_sum
 from megacore.parallel.tensor import gather_sequence
 
 _ALIGNED = 64  # columns; a product of fewer is slower
@@ -179,7 +179,7 @@ class _Gradients(torch.autograd.Function):
         ctx: Any, setting: _Setting, sums: SoftmaxSums, loss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, sums.targets, sums.peak, sums.total, sums.log_z)
-        ctx.setting = setting
+        ctx.setting, ctx.sum = setting, gradient_sum(weight)
         return loss.view_as(loss)
 
     @staticmethod
@@ -191,7 +191,9 @@ class _Gradients(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[3:]
         gradient_of = GradientOfLogits(grad_loss, SoftmaxSums(*sums), share=setting.share, options=setting.options)
         grad_x = torch.zeros_like(tokens, dtype=torch.float32) if wants_x else None
-        grad_weight = torch.empty_like(weight) if wants_weight else None
+        added = ctx.sum if wants_weight else None
+        total, has_terms = (None, False) if added is None else added.buffer()
+        grad_weight = torch.empty_like(weight) if wants_weight and total is None else None
         grad_bias = torch.empty_like(bias) if wants_bias else None
         for part in setting.parts(weight, bias):
             logits = products.output(tokens, part.weight, part.bias)
@@ -200,8 +202,12 @@ class _Gradients(torch.autograd.Function):
                 grad_x += products.input_gradient(logits, part.weight)
             if grad_weight is not None:
                 grad_weight[part.rows] = products.weight_gradient(logits, tokens)
+            if total is not None:
+                products.add_weight_gradient(total[part.rows], logits, tokens, has_terms=has_terms)
             if grad_bias is not None:
                 grad_bias[part.rows] = logits.sum(0)
             del logits
+        if added is not None:
+            added.added()
         grad_x = None if grad_x is None else grad_x.to(x.dtype).view(x.shape)
         return None, None, None, grad_x, grad_weight, grad_bias

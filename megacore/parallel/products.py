@@ -4,6 +4,9 @@ A linear layer computes three products: its output x W^T, the gradient of its in
 dY^T X. Every layer asks the `Products` object of its `BuildContext` for them, so that another way to multiply (FP8, for
 example) is a subclass in a file of its own. `TorchProducts` is the default.
 
+Where a parameter has a `gradient_sum`, the product of its gradient adds to that sum in fp32, and autograd gets no
+gradient: 16-bit gradients are neither written, nor read again, nor rounded.
+
 Shape legend: b microbatch, s sequence, i input features, o output features, n rows (b x s).
 """
 
@@ -15,6 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megacore.parallel.sharding import GradientSum, ShardedParameter
 
 Parameters = Sequence[Tensor | None]  # weight, bias, weight, bias, ...; a bias may be None
 
@@ -39,6 +44,23 @@ class Products:
         """dY^T X: [n, o] and [n, i] -> [o, i]"""
         return grad.t() @ x
 
+    def write_output(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """y = x W^T + b: [n, i] -> [n, o]"""
+        y.copy_(self.output(x, weight, bias))
+
+    def write_input_gradient(self, dx: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """dX = dY W: [n, o] -> [n, i]"""
+        dx.copy_(self.input_gradient(grad, weight))
+
+    def add_input_gradient(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        """total += dY W: [..., o] -> [..., i]"""
+        total += self.input_gradient(grad, weight)
+
+    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
+        """total += dY^T X in fp32, [n, o] and [n, i] -> [o, i]; without `has_terms` total = dY^T X"""
+        term = self.weight_gradient(grad, x)
+        total.add_(term) if has_terms else total.copy_(term)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b for autograd: [..., i] -> [..., o]"""
         y: Tensor = _Output.apply(self, x, weight.detach(), None if bias is None else bias.detach())
@@ -52,11 +74,45 @@ class Products:
 class TorchProducts(Products):
     """PyTorch's operators, and its own backward where no communication stands between the products."""
 
+    def write_output(self, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        torch.mm(x, weight.t(), out=y) if bias is None else torch.addmm(bias, x, weight.t(), out=y)
+
+    def write_input_gradient(self, dx: Tensor, grad: Tensor, weight: Tensor) -> None:
+        torch.mm(grad, weight, out=dx)
+
+    def add_input_gradient(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
+        if total.device.type == "cpu":  # whose numbers are those of a product and a sum
+            super().add_input_gradient(total, grad, weight)
+        else:
+            total.view(-1, total.shape[-1]).addmm_(grad.flatten(0, -2), weight)
+
+    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
+        torch.addmm(total, grad.t(), x, beta=int(has_terms), out_dtype=total.dtype, out=total)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if gradient_sum(weight) is None else super().linear(x, weight, bias)
 
 
 TORCH = TorchProducts()
+
+
+def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device adds products of matrices of a 16-bit dtype to a sum in fp32."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    total, one = torch.zeros(1, 1, device=device), torch.ones(1, 1, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):  # the device has no such operator, or this torch has none
+        return False
+    return True
+
+
+def gradient_sum(weight: Tensor) -> GradientSum | None:
+    """Where the gradient of a weight is added; None: it is given to autograd, as always in compiled code."""
+    if torch.compiler.is_compiling() or not isinstance(weight, ShardedParameter):
+        return None
+    return weight.gradient_sum
 
 
 class _Output(torch.autograd.Function):
@@ -86,13 +142,13 @@ class _WeightGradient(torch.autograd.Function):
         ctx: Any, products: Products, x: Tensor, shape: torch.Size, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.products, ctx.has_bias = products, bias is not None
+        ctx.layers = LinearLayers(products, (weight, bias))
         return x.new_zeros(()).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        return None, None, None, *parameter_gradients(ctx.products, x, [grad], [ctx.has_bias])
+        return None, None, None, *ctx.layers.parameter_gradients(x, [grad])
 
 
 class _Joined(torch.autograd.Function):
@@ -107,35 +163,111 @@ class _Joined(torch.autograd.Function):
         return grad, grad
 
 
-def outputs(products: Products, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
-    """x W^T + b of each weight and bias, [b, s, i] -> [b, s, o]; autograd does not see it."""
-    return tuple(products.output(x, weight, bias) for weight, bias in _pairs(parameters))
-
-
 def linears(products: Products, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
     """x W^T + b of each weight and bias, [b, s, i] -> [b, s, o], for autograd."""
     return tuple(products.linear(x, weight, bias) for weight, bias in _pairs(parameters))
 
 
-def input_gradient(products: Products, grads: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor:
-    """The gradient of the input that several linear layers share, [b, s, i], from those of their outputs."""
-    pairs = iter(zip(grads, weights, strict=True))
-    total = products.input_gradient(*next(pairs))
-    for grad, weight in pairs:
-        total += products.input_gradient(grad, weight)
-    return total
+class LinearLayers:
+    """Linear layers that share an input x, and their products outside autograd.
+
+    Args:
+        products: computes them.
+        parameters: weight, bias, weight, bias, ...
+        joined: the weights lie one after the other in memory (see `joined`), there are no biases, and the layers are
+            computed as one whose output holds theirs side by side.
+    """
+
+    def __init__(self, products: Products, parameters: Parameters, *, joined: bool = False) -> None:
+        self.products, self.joined = products, joined
+        self._sums = [gradient_sum(weight) for weight, _ in _pairs(parameters)]
+        self._has_bias = [bias is not None for bias in parameters[1::2]]
+        self._rows = [weight.shape[0] for weight, _ in _pairs(parameters)]
+
+    def pairs(self, parameters: Parameters) -> list[tuple[Tensor, Tensor | None]]:
+        """The weight and bias of each product."""
+        return [(self.matrices(parameters[::2])[0], None)] if self.joined else _pairs(parameters)
+
+    def matrices(self, weights: Sequence[Tensor | None]) -> list[Tensor]:
+        """The weight of each product."""
+        present = [weight for weight in weights if weight is not None]
+        if not self.joined:
+            return present
+        whole = joined(present)
+        assert whole is not None
+        return [whole]
+
+    def outputs(self, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
+        """x W^T + b of each product, [b, s, i] -> [b, s, o]"""
+        return tuple(self.products.output(x, weight, bias) for weight, bias in self.pairs(parameters))
+
+    def input_gradient(self, grads: Iterable[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """The gradient of the input, [b, s, i], from those of the outputs."""
+        pairs = iter(zip(grads, self.matrices(weights), strict=True))
+        total = self.products.input_gradient(*next(pairs))
+        for grad, weight in pairs:
+            self.products.add_input_gradient(total, grad, weight)
+        return total
+
+    def write_input_gradient(self, dx: Tensor, grads: Iterable[Tensor], weights: Sequence[Tensor]) -> None:
+        """The same of a part of the rows, [n, i]; `weights` as `matrices` gives them."""
+        pairs = iter(zip(grads, weights, strict=True))
+        self.products.write_input_gradient(dx, *next(pairs))
+        for grad, weight in pairs:
+            self.products.add_input_gradient(dx, grad, weight)
+
+    def parameter_gradients(self, x: Tensor, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of weight, bias, weight, bias, ... from the input and those of the outputs; None for those of
+        weights with a sum, to which they are added."""
+        inputs, rows = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+        if self.joined:
+            return self._joined_gradients(inputs, rows[0])
+        gradients: list[Tensor | None] = []
+        for number, (grad, biased) in enumerate(zip(rows, self._has_bias, strict=True)):
+            gradients += [self._weight_gradient(number, grad, inputs), grad.sum(0) if biased else None]
+        return gradients
+
+    def weight_gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
+        """That of the first weight, as `parameter_gradients` gives it."""
+        return self._weight_gradient(0, grad.flatten(0, -2), x.flatten(0, -2))
+
+    def _weight_gradient(self, number: int, grad: Tensor, inputs: Tensor) -> Tensor | None:
+        total = self._sums[number]
+        if total is None:
+            return self.products.weight_gradient(grad, inputs)
+        self._add(*total.buffer(), grad, inputs)
+        total.added()
+        return None
+
+    def _joined_gradients(self, inputs: Tensor, grad: Tensor) -> list[Tensor | None]:
+        sums = [total for total in self._sums if total is not None]
+        if len(sums) == len(self._rows):
+            buffers, have_terms = zip(*(total.buffer() for total in sums), strict=True)
+            if (whole := joined(buffers)) is not None and len(set(have_terms)) == 1:
+                self._add(whole, have_terms[0], grad, inputs)
+            else:
+                for buffer, has_terms, part in zip(buffers, have_terms, grad.split(self._rows, 1), strict=True):
+                    self._add(buffer, has_terms, part, inputs)
+            for total in sums:
+                total.added()
+            return [None, None] * len(sums)
+        whole = self.products.weight_gradient(grad, inputs)
+        return [found for part in whole.split(self._rows) for found in (part, None)]
+
+    def _add(self, total: Tensor, has_terms: bool, grad: Tensor, inputs: Tensor) -> None:
+        self.products.add_weight_gradient(total, grad, inputs, has_terms=has_terms)
 
 
-def parameter_gradients(
-    products: Products, x: Tensor, grads: Iterable[Tensor], has_bias: Iterable[bool]
-) -> list[Tensor | None]:
-    """The gradients of weight, bias, weight, bias, ... of linear layers that share the input x."""
-    inputs = x.flatten(0, -2)
-    gradients: list[Tensor | None] = []
-    for grad, biased in zip(grads, has_bias, strict=True):
-        rows = grad.flatten(0, -2)
-        gradients += [products.weight_gradient(rows, inputs), rows.sum(0) if biased else None]
-    return gradients
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One matrix with the rows of several that lie one after the other in memory, without a copy; None: they do not."""
+    first, end = tensors[0], tensors[0].storage_offset()
+    for tensor in tensors:
+        apart = tensor.untyped_storage()._cdata != first.untyped_storage()._cdata or tensor.storage_offset() != end
+        if apart or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
+            return None
+        end += tensor.numel()
+    rows = sum(len(tensor) for tensor in tensors)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def _pairs(parameters: Parameters) -> list[tuple[Tensor, Tensor | None]]:

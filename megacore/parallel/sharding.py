@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +81,29 @@ class ShardSpec:
         return first and mesh.copies.is_first and not self.is_tied_copy
 
 
+class GradientSum(Protocol):
+    """The sum of a weight's gradients over a step, to which a product may add its result directly."""
+
+    def buffer(self) -> tuple[Tensor, bool]:
+        """The sum in fp32, of the weight's shape, and whether it holds terms already. Otherwise it holds anything."""
+
+    def added(self) -> None:
+        """The gradient of this backward is in the buffer."""
+
+
 class _Sliced:
-    """A parameter with its `spec`: the global tensor, and the slice of it on this rank."""
+    """A parameter with its `spec`: the global tensor, and the slice of it on this rank.
+
+    Attributes:
+        spec: see above.
+        gradient_sum: where linear layers add the gradient; None: they give it to autograd.
+        beside_next: a bucket of parameters that holds the layer's next parameter holds this one too, right behind it,
+            so that one product can read both.
+    """
 
     spec: ShardSpec
+    gradient_sum: GradientSum | None = None
+    beside_next: bool = False
 
     def named(self, name: str) -> None:
         """Give the parameter its global name; a tied parameter keeps the first."""

@@ -16,7 +16,7 @@ Shape legend: s sequence, b micro-batch, i input features, o output features, h 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,47 +24,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.config.model import padded_rows
+from megacore.ops import on_accelerator
 from megacore.parallel.collectives import (
+    Pending,
     ShardsGathered,
     Sum,
     SumScattered,
     copy_to_group,
     reduce_from_group,
+    start_all_gather,
+    start_reduce_scatter,
 )
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.products import (
-    TORCH,
-    Parameters,
-    Products,
-    input_gradient,
-    linears,
-    outputs,
-    parameter_gradients,
-)
+from megacore.parallel.products import TORCH, LinearLayers, Parameters, Products, gradient_sum, joined, linears
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
 
 # ---- linear layers
 
 
-class _LinearOfCopiedInput(torch.autograd.Function):
+class _Linears(torch.autograd.Function):
     """Linear layers of an input that every rank holds: the all-reduce of the input's gradient runs while the weight
     gradients are computed."""
 
     @staticmethod
     def forward(
-        ctx: Any, products: Products, x: Tensor, group: Group, *parameters: Tensor | None
+        ctx: Any, layers: LinearLayers, x: Tensor, group: Group, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *parameters[::2])
-        ctx.products, ctx.group = products, group
-        ctx.has_bias = [bias is not None for bias in parameters[1::2]]
-        return outputs(products, x, parameters)
+        ctx.layers, ctx.group = layers, group
+        return layers.outputs(x, parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        summing = Sum(input_gradient(ctx.products, grads, weights), ctx.group)
-        gradients = parameter_gradients(ctx.products, x, grads, ctx.has_bias)
-        return None, summing.wait(), None, *gradients
+        summing = Sum(ctx.layers.input_gradient(grads, weights), ctx.group) if ctx.needs_input_grad[1] else None
+        gradients = ctx.layers.parameter_gradients(x, grads)
+        return None, None if summing is None else summing.wait(), None, *gradients
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -131,6 +126,7 @@ class RowParallelLinear(ShardedModule):
         group: the tensor-parallel group.
         bias: whether there is a bias.
         sequence_parallel: the output is split along the sequence, [b, s/t, o].
+        split_backward: as for `column_parallel`.
         products: computes the layer's matrix products.
 
     Raises:
@@ -145,12 +141,14 @@ class RowParallelLinear(ShardedModule):
         group: Group = ALONE,
         bias: bool = True,
         sequence_parallel: bool = False,
+        split_backward: bool = False,
         products: Products = TORCH,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         _require_divisible("in_features", in_features, group)
-        self.group, self.sequence_parallel, self.products = group, sequence_parallel, products
+        self.group, self.sequence_parallel, self.split_backward = group, sequence_parallel, split_backward
+        self.products = products
         start, stop = split_evenly(in_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(out_features, stop - start, device=device),
@@ -163,7 +161,19 @@ class RowParallelLinear(ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
         if self.group.size == 1:
-            return self.products.linear(x, self.weight, self.bias)
+            return _linears(
+                x,
+                (self.weight, self.bias),
+                self.group,
+                sequence_parallel=False,
+                split_backward=self.split_backward,
+                products=self.products,
+            )[0]
+        if on_accelerator(x) and torch.is_grad_enabled() and not self.split_backward:
+            layers = LinearLayers(self.products, (self.weight, self.bias))
+            row_parallel = _LinearOfScatteredOutput if self.sequence_parallel else _LinearOfSummedOutput
+            summed: Tensor = row_parallel.apply(layers, x, self.group, self.weight, self.bias)
+            return summed
         partial = self.products.linear(x, self.weight)
         if self.sequence_parallel:
             y = reduce_scatter_sequence(partial, self.group)
@@ -240,14 +250,41 @@ def _linears(
     split_backward: bool,
     products: Products,
 ) -> tuple[Tensor, ...]:
-    if group.size == 1:
-        return linears(products, x, parameters)
     if split_backward or not torch.is_grad_enabled():
         enter = gather_sequence if sequence_parallel else copy_to_group
         return linears(products, enter(x, group), parameters)
-    if sequence_parallel:
-        return linears_of_gathered_input(x, parameters, group, products)
-    y: tuple[Tensor, ...] = _LinearOfCopiedInput.apply(products, x, group, *parameters)
+    if group.size == 1 and all(weight is None or gradient_sum(weight) is None for weight in parameters[::2]):
+        return linears(products, x, parameters)
+    return _applied(LinearLayers(products, parameters), x, parameters, group, sequence_parallel=sequence_parallel)
+
+
+def joined_columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor | None:
+    """What `columns_parallel` gives, side by side in one tensor that one product computes.
+
+    Args:
+        x: [b, s, h] (or [b, s/t, h])
+        layers: as for `columns_parallel`.
+
+    Returns:
+        [b, s, o/t of all layers together]; None where that cannot be: with biases, without gradients, with a backward
+        that is split, or where the weights do not lie one after the other in memory.
+    """
+    first = layers[0]
+    if first.split_backward or not torch.is_grad_enabled() or any(layer.bias is not None for layer in layers):
+        return None
+    if joined([layer.weight for layer in layers]) is None:
+        return None
+    parameters = [parameter for layer in layers for parameter in (layer.weight, None)]
+    stacked = LinearLayers(first.products, parameters, joined=True)
+    return _applied(stacked, x, parameters, first.group, sequence_parallel=first.sequence_parallel)[0]
+
+
+def _applied(
+    layers: LinearLayers, x: Tensor, parameters: Parameters, group: Group, *, sequence_parallel: bool
+) -> tuple[Tensor, ...]:
+    sequence_parallel = sequence_parallel and group.size > 1
+    operator = _LinearOfGatheredInput if sequence_parallel else _Linears
+    y: tuple[Tensor, ...] = operator.apply(layers, x, group, *parameters)
     return y
 
 
@@ -259,8 +296,8 @@ def _require_divisible(name: str, features: int, group: Group) -> None:
 # ---- sequence parallelism
 
 
-class _GatherOfPieces:
-    """An all-gather along the sequence, under way."""
+class _WholeGather:
+    """An all-gather along the sequence, under way, whose pieces are then put in order."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         self._gathering = ShardsGathered(x, group)
@@ -272,8 +309,8 @@ class _GatherOfPieces:
         return pieces.transpose(0, 1).reshape(b, t * s, h)
 
 
-class _ScatterOfSum:
-    """A reduce-scatter along the sequence, under way."""
+class _WholeScatter:
+    """A reduce-scatter along the sequence, under way, for which the pieces were put in order."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         b, s, h = x.shape
@@ -285,45 +322,169 @@ class _ScatterOfSum:
         return self._scattering.wait()
 
 
+class _SampleGathers:
+    """All-gathers along the sequence under way, one for each sample: pieces arrive in order, without copies, and a
+    product of one sample runs while the next is gathered."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        b, s, h = x.shape
+        self.whole = x.new_empty(b, s * group.size, h)
+        self._pending = [
+            start_all_gather(whole.view(-1), sample.view(-1), group)
+            for whole, sample in zip(self.whole, x.contiguous(), strict=True)
+        ]
+
+    def samples(self) -> Iterator[Tensor]:
+        """[s, h] of each sample, once it is there."""
+        for whole, pending in zip(self.whole, self._pending, strict=True):
+            pending.wait()
+            yield whole
+
+    def wait(self) -> Tensor:
+        """[b, s, h] from every rank's [b, s/t, h]"""
+        for pending in self._pending:
+            pending.wait()
+        return self.whole
+
+
+class _SampleScatters:
+    """Reduce-scatters along the sequence, one for each sample, which run while the next sample is computed.
+
+    Args:
+        x: [b, s, h], whose samples are written one after the other.
+        group: of two ranks or more.
+    """
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        b, s, h = x.shape
+        self._whole, self._group, self._pending = x, group, list[Pending]()
+        self._local = x.new_empty(b, s // group.size, h)
+
+    def start(self) -> None:
+        """The next sample is written."""
+        number = len(self._pending)
+        local, whole = self._local[number].view(-1), self._whole[number].view(-1)
+        self._pending.append(start_reduce_scatter(local, whole, self._group))
+
+    def wait(self) -> Tensor:
+        """[b, s/t, h], summed over the ranks' [b, s, h]"""
+        for pending in self._pending:
+            pending.wait()
+        return self._local
+
+
+def _gathered(x: Tensor, group: Group) -> _WholeGather | _SampleGathers:
+    """Begin to gather [b, s/t, h]. Of the copies and the messages that this takes, a CPU has less of the former."""
+    return _SampleGathers(x, group) if on_accelerator(x) else _WholeGather(x, group)
+
+
+def _scattered(x: Tensor, group: Group) -> _WholeScatter | _SampleScatters:
+    """Begin to sum [b, s, h] over the ranks, of which each keeps [b, s/t, h]."""
+    if not on_accelerator(x):
+        return _WholeScatter(x, group)
+    scattering = _SampleScatters(x.contiguous(), group)
+    for _ in x:
+        scattering.start()
+    return scattering
+
+
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _ScatterOfSum(x, group).wait()
+        return _scattered(x, group).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _GatherOfPieces(grad, ctx.group).wait(), None
+        return _gathered(grad, ctx.group).wait(), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _GatherOfPieces(x, group).wait()
+        return _gathered(x, group).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ScatterOfSum(grad, ctx.group).wait(), None
+        return _scattered(grad, ctx.group).wait(), None
 
 
 class _LinearOfGatheredInput(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, products: Products, x: Tensor, group: Group, *parameters: Tensor | None
+        ctx: Any, layers: LinearLayers, x: Tensor, group: Group, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *parameters[::2])
-        ctx.products, ctx.group = products, group
-        ctx.has_bias = [bias is not None for bias in parameters[1::2]]
-        return outputs(products, _GatherOfPieces(x, group).wait(), parameters)
+        ctx.layers, ctx.group = layers, group
+        gathering = _gathered(x, group)
+        if isinstance(gathering, _WholeGather):
+            return layers.outputs(gathering.wait(), parameters)
+        pairs = layers.pairs(parameters)
+        outputs = tuple(x.new_empty(*gathering.whole.shape[:2], weight.shape[0]) for weight, _ in pairs)
+        for number, sample in enumerate(gathering.samples()):
+            for y, (weight, bias) in zip(outputs, pairs, strict=True):
+                layers.products.write_output(y[number], sample, weight, bias)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        gathering = _GatherOfPieces(x, ctx.group)
-        scattering = _ScatterOfSum(input_gradient(ctx.products, grads, weights), ctx.group)
-        gradients = parameter_gradients(ctx.products, gathering.wait(), grads, ctx.has_bias)
+        layers, group = ctx.layers, ctx.group
+        gathering = _gathered(x, group)
+        scattering: _WholeScatter | _SampleScatters
+        if isinstance(gathering, _WholeGather):
+            scattering = _scattered(layers.input_gradient(grads, weights), group)
+        else:
+            dx, matrices = torch.empty_like(gathering.whole), layers.matrices(weights)
+            scattering = _SampleScatters(dx, group)
+            for number in range(len(dx)):
+                layers.write_input_gradient(dx[number], [grad[number] for grad in grads], matrices)
+                scattering.start()
+        gradients = layers.parameter_gradients(gathering.wait(), grads)
         return None, scattering.wait(), None, *gradients
+
+
+class _LinearOfScatteredOutput(torch.autograd.Function):
+    """A row-parallel linear layer: the sum of a sample over the ranks runs while the next is computed. The first rank's
+    product adds the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, layers: LinearLayers, x: Tensor, group: Group, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layers, ctx.group, ctx.has_bias = layers, group, bias is not None
+        y = x.new_empty(*x.shape[:2], weight.shape[0])
+        scattering = _SampleScatters(y, group)
+        for partial, sample in zip(y, x, strict=True):
+            layers.products.write_output(partial, sample, weight, bias if group.is_first else None)
+            scattering.start()
+        return scattering.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gathering = _SampleGathers(grad, ctx.group)
+        dx = torch.empty_like(x)
+        for number, sample in enumerate(gathering.samples()):
+            ctx.layers.products.write_input_gradient(dx[number], sample, weight)
+        dweight = ctx.layers.weight_gradient(x, gathering.whole)
+        return None, dx, None, dweight, grad.sum((0, 1)) if ctx.has_bias else None
+
+
+class _LinearOfSummedOutput(torch.autograd.Function):
+    """A row-parallel linear layer whose output every rank gets. The first rank's product adds the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, layers: LinearLayers, x: Tensor, group: Group, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layers, ctx.has_bias = layers, bias is not None
+        return Sum(layers.products.output(x, weight, bias if group.is_first else None), group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = ctx.layers.input_gradient([grad], [weight])
+        return None, dx, None, *ctx.layers.parameter_gradients(x, [grad])
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
@@ -334,24 +495,6 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
 def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """[b, s, h] from every rank's [b, s/t, h]; backward sums over the ranks and keeps this one's positions."""
     return x if group.size == 1 else _Gather.apply(x, group)
-
-
-def linears_of_gathered_input(
-    x: Tensor, parameters: Parameters, group: Group, products: Products = TORCH
-) -> tuple[Tensor, ...]:
-    """x W^T + b over all positions for each weight and bias, whose rows are this rank's output features.
-
-    Args:
-        x: [b, s/t, i]
-        parameters: weight, bias, weight, bias, ...
-        group: the tensor-parallel group, of two ranks or more.
-        products: computes the matrix products.
-
-    Returns:
-        [b, s, o/t] of each.
-    """
-    y: tuple[Tensor, ...] = _LinearOfGatheredInput.apply(products, x, group, *parameters)
-    return y
 
 
 def local_positions(length: int, group: Group) -> slice:

@@ -20,6 +20,9 @@ from megacore.plan.model_size import vocabulary_rows
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MOST_LOGITS = 2.0**31
 """Bytes of logits that exist at a time, unless --loss-chunks says otherwise."""
+LONGEST_WHOLE = 1024
+"""The longest sequence for which `ops.attention` makes masks, biases and, with dropout on a CPU, weights whole."""
+_BLOCK, _ALIBI_BLOCK = 512, 128  # queries of a block of longer ones; with ALiBi on a CPU
 Operator = Literal[
     "norms", "products of norms", "attention", "activation", "product of the activation", "dropout", "block"
 ]
@@ -104,6 +107,9 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
     if recompute == "selective":
         return normed + taken
     weights, dropout = tokens * s * n / t, block.attention_dropout > 0
+    logarithms = 4 * tokens * n / t  # of the softmax's sums
+    if attends_in_blocks(config, block, on_cpu=on_cpu):
+        return normed + taken + logarithms
     if config.training.attention == "fused-softmax":
         mask = (
             4 if on_cpu and e == 4 else 1
@@ -112,8 +118,36 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
         return normed + taken + kept * weights
     if dropout and on_cpu:  # no fused operator: in fp32, a key and a value for each query, and all weights as above
         return normed + 4 * 3 * tokens * queries + 12 * weights
-    logarithms = 4 * tokens * n / t  # of the softmax's sums
     return normed + taken + logarithms + (e * tokens * s if _has_documents(config) else 0.0)
+
+
+def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
+    """Whether attention takes a block of queries at a time: where torch's operator would need masks or weights, and the
+    sequence is long."""
+    s = config.data.seq_length
+    if config.training.attention == "fused-softmax" or s <= LONGEST_WHOLE:
+        return False
+    masked = block.position_embedding_type == "alibi" or _has_documents(config) or _has_window(block, s)
+    return masked or (on_cpu and block.attention_dropout > 0)
+
+
+def attention_passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """What exists while a block of queries is attended to on a CPU, and again in its backward: the mask or bias of the
+    block, in fp32 and as it is made; with dropout tiles of weights."""
+    if not on_cpu or not attends_in_blocks(config, block, on_cpu=on_cpu):
+        return 0.0
+    s, b, heads = config.data.seq_length, config.training.micro_batch_size, block.num_attention_heads
+    heads_here = heads / _layer_ranks(config)
+    if block.attention_dropout > 0:
+        return 5 * 4 * b * heads_here * _BLOCK**2
+    keys = s if not _has_window(block, s) else min(s, (block.window_size or s) + _BLOCK)
+    if block.position_embedding_type == "alibi":
+        return 2 * 4 * (b if _has_documents(config) else 1) * heads_here * _ALIBI_BLOCK * keys
+    return (4 + 2) * (b if _has_documents(config) else 1) * _BLOCK * keys
+
+
+def _has_window(block: ResolvedModel, length: int) -> bool:
+    return block.window_size is not None and block.window_size < length
 
 
 def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_cpu: bool) -> float:
@@ -127,15 +161,15 @@ def _norm_bytes(config: ResolvedConfig, block: ResolvedModel, size: int, *, on_c
 
 
 def shared_bytes(config: ResolvedConfig) -> float:
-    """What all blocks of a rank share: ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias; and the
-    cosines and sines of rotary positions, [s, r/2] fp32 each."""
+    """What all blocks of a rank share: the cosines and sines of rotary positions, [s, r/2] fp32 each; and where the
+    sequence is short, ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias."""
     e, s, model = _element(config), config.data.seq_length, config.model
     tables = 4.0 * s * model.rotary_dimensions if model.position_embedding_type == "rope" else 0.0
-    if config.training.attention == "fused-softmax" or _has_documents(config):
+    if config.training.attention == "fused-softmax" or _has_documents(config) or s > LONGEST_WHOLE:
         return tables
     if model.position_embedding_type == "alibi":
         return e * s * s * model.num_attention_heads / _layer_ranks(config)
-    return tables + ((1 + e) * s * s if model.window_size is not None and model.window_size < s else 0.0)
+    return tables + ((1 + e) * s * s if _has_window(model, s) else 0.0)
 
 
 def logits_bytes(config: ResolvedConfig) -> float:

@@ -23,6 +23,7 @@ from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import (
     ELEMENT_BYTES,
     attention_core_bytes,
+    attention_passing_bytes,
     block_bytes,
     head_bytes,
     residual_bytes,
@@ -324,9 +325,7 @@ def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
 def _forgets_gradients(config: ResolvedConfig) -> bool:
     """Whether no buffer of gradients outlives a step."""
     if ranks_of_role("replicas", config.parallel) == 1:
-        return config.precision.precision == "fp32" == config.precision.grad_reduce_dtype and (
-            not config.training.reproducible
-        )
+        return config.precision.precision == config.precision.grad_reduce_dtype and not config.training.reproducible
     return config.parallel.zero_stage >= 2
 
 
@@ -334,12 +333,14 @@ def _passing_bytes(
     config: ResolvedConfig, layers: Sequence[PlannedLayer], blocks: Sequence[ResolvedModel], *, on_cpu: bool
 ) -> float:
     """What exists for a moment: the gradients of a layer before they are added up, those of the activations of a block,
-    buckets of ZeRO's stages 2 and 3, and on stage 3 the parameters of two layers."""
+    what attention needs for a block of queries, buckets of ZeRO's stages 2 and 3, and on stage 3 the parameters of two
+    layers."""
     e = ELEMENT_BYTES[config.precision.precision]
     largest = _largest_layer(layers)
     replicas = ranks_of_role("replicas", config.parallel)
     stage = config.parallel.zero_stage if replicas > 1 else 0
-    moment = e * largest + _largest_block(config, blocks, on_cpu=on_cpu) / 2
+    attention = (attention_passing_bytes(config, block, on_cpu=on_cpu) for block, _ in _distinct(blocks))
+    moment = e * largest + _largest_block(config, blocks, on_cpu=on_cpu) / 2 + max(attention, default=0.0)
     if stage == 2:
         bucket = grown(int(config.parallel.bucket_size_mb * 2**20), replicas)
         moment += 2 * min(bucket, 4.0 * sum(layer.parameters for layer in layers) / 4)

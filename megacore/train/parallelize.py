@@ -21,9 +21,11 @@ from torch import nn
 
 from megacore.config import ResolvedConfig
 from megacore.models.spec import LayerSpec
+from megacore.optim.optimizers import has_one_pass
 from megacore.parallel.collectives import all_reduce_tied_
 from megacore.parallel.compiled import compile_layer
 from megacore.parallel.mesh import Holders, Mesh
+from megacore.parallel.products import adds_in_fp32
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 from megacore.pipeline.partition import stage_ranges
@@ -167,7 +169,9 @@ def _zero_options(layers: Sequence[LayerSpec], config: ResolvedConfig, mesh: Mes
         reduce_dtype=DTYPES[config.precision.grad_reduce_dtype],
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        products_add=adds_in_fp32(mesh.device, DTYPES[config.precision.precision]),
         offload=parallel.offload_optimizer,
+        one_pass=has_one_pass(config, mesh.device),
         optimizer=config.optimizer_settings,
         exact_terms=_terms(layers, config, mesh) if config.training.reproducible else 0,
     )

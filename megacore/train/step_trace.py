@@ -45,6 +45,8 @@ _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "_
 _WRITE_ONLY = {
     "copy_": {"self"}, "fill_": {"self"}, "zero_": {"self"}, "bernoulli_": {"self"}, "adamw_": {"copy"},
 }  # fmt: skip
+# Arguments that are declared as written and are only read: gradients, which are written back where a scale is given.
+_READ_ONLY = {"_fused_adamw_": {"grads"}}
 # Operators that read only the rows that they pick.
 _PICKS = frozenset({"embedding", "gather", "index", "index_select"})
 _PATTERNS: Mapping[str, Pattern] = {
@@ -211,12 +213,13 @@ def moved_bytes(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
         indices = [t for _, t, _ in _named_tensors(func, args, kwargs) if not t.dtype.is_floating_point]
         return float(sum(map(_bytes, indices)) + 2 * sum(map(_bytes, written)))
     total, seen = 0, set()
-    write_only = _WRITE_ONLY.get(name, set())
+    write_only, read_only = _WRITE_ONLY.get(name, set()), _READ_ONLY.get(name, set())
     for argument, tensor, is_written in _named_tensors(func, args, kwargs):
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        total += _bytes(tensor) * (is_written + (not (is_written and argument in write_only)))
+        times = (is_written and argument not in read_only) + (not is_written or argument not in write_only)
+        total += times * _bytes(tensor)
     inputs = {_storage(t) for _, t, _ in _named_tensors(func, args, kwargs)}
     return float(total + sum(_bytes(t) for t in written if _storage(t) not in inputs))
 

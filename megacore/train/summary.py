@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import torch
 
 from megacore import ops
 from megacore.config import ResolvedConfig, ResolvedModel
-from megacore.config.dimensions import describe_degrees
+from megacore.config.bert import BertConfig
+from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.plan.activations import loss_chunks
+from megacore.train.metrics import LINE_WIDTH
+from megacore.train.task import DTYPES
+
+_SPLIT = "split over the tp ranks between their layers (--no-sequence-parallel: whole on every rank)"
 
 
 def launch_summary(
@@ -61,6 +68,7 @@ def launch_summary(
             f"{microbatches} microbatch(es) of {training.micro_batch_size} a replica",
         ),
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
+        *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
         (
             "data",
             f"{samples[0]:,} training and {samples[1]:,} validation samples"
@@ -71,7 +79,19 @@ def launch_summary(
         *([("compiled", _compiled(config))] if training.compile else []),
         ("output", training.output_dir),
     ]
-    return "\n".join(f"  {label:<10}{text}" for label, text in lines)
+    return "\n".join(summary_line(label, text) for label, text in lines)
+
+
+def summary_line(label: str, text: str) -> str:
+    """A line of the summary, which goes on in lines under it where it is wider than a line of the log."""
+    return textwrap.fill(
+        text,
+        LINE_WIDTH,
+        initial_indent=f"  {label:<10}",
+        subsequent_indent=" " * 12,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _compiled(config: ResolvedConfig) -> str:
@@ -89,6 +109,32 @@ def _operators(config: ResolvedConfig, device: torch.device) -> str:
         positions=model.position_embedding_type,
     )
     return ", ".join(f"{name}: {how}" for name, how in implementations.items())
+
+
+def attention_warning(config: ResolvedConfig, device: torch.device) -> str | None:
+    """A sentence where torch would compute attention with a slower kernel than the device has.
+
+    Args:
+        config: resolved, of a transformer.
+        device: where the model computes.
+    """
+    if device.type == "cpu" or config.training.attention == "fused-softmax":
+        return None
+    model, ranks = config.model, ranks_of_role("layer", config.parallel)
+    is_bert, alibi = isinstance(config, BertConfig), model.position_embedding_type == "alibi"
+    windowed = model.window_size is not None and model.window_size < config.data.seq_length
+    shape = ops.AttentionShape(
+        heads=max(model.num_attention_heads // ranks, 1),
+        groups=max(model.query_groups // ranks, 1),
+        head_size=model.head_size,
+        seq_length=config.data.seq_length,
+        dtype=DTYPES[config.precision.precision],
+        causal=not is_bert,
+        masked=is_bert or alibi or windowed,
+        alibi=alibi,
+        dropout=model.attention_dropout,
+    )
+    return ops.slower_attention(device, shape)
 
 
 def _parameters(model: ResolvedModel, layers: list[LayerSpec], stages: list[range]) -> tuple[int, list[int]]:

@@ -3,7 +3,7 @@
 | kept per rank, of d ranks | stage 0 | 1 | 2 | 3 |
 |---|---|---|---|---|
 | parameters | all | all | all | a shard; all while a layer uses them |
-| gradients (fp32) | all | all | a shard | a shard |
+| gradients | all | all | a shard | a shard |
 | master weights, moments (fp32) | all | a shard | a shard | a shard |
 
 (ZeRO: Rajbhandari et al. 2020, arXiv 1910.02054, section 5.) On stage 0 there is one shard, which every rank keeps.
@@ -43,7 +43,11 @@ class ZeroOptions:
         overlap_param_gather: gather updated parameters while the next forward runs; otherwise wait at once.
         exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks, and
             then they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
+        products_add: linear layers add the gradients of their weights to the sums themselves, where these are fp32 and
+            parameters are not (see `products.adds_in_fp32`).
         offload: keep master weights, and what the optimizer needs beside them, in host memory.
+        one_pass: the optimizer updates the shard of a bucket as one flat tensor, whose gradients must therefore be one
+            too.
         optimizer: says which parameters no shard may split.
     """
 
@@ -53,7 +57,9 @@ class ZeroOptions:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     exact_terms: int = 0
+    products_add: bool = False
     offload: bool = False
+    one_pass: bool = False
     optimizer: OptimizerSettings = field(default_factory=AdamWConfig)
 
     @property
@@ -106,8 +112,10 @@ class Bucket:
         self._present, self.gathers = True, True
         self._gathering: Pending | None = None
 
-        # Where nothing is summed over ranks and nothing converted, gradients stay where autograd puts them.
-        self._in_place = group.size == 1 and options.compute_dtype == options.sum_dtype
+        # Where nothing is summed over ranks and nothing converted, gradients need no memory between steps, and stay
+        # where autograd puts them.
+        self._forgets = group.size == 1 and options.compute_dtype == options.sum_dtype
+        self._in_place = self._forgets and not options.one_pass
         self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, on the others until reduced
         self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
         self._reducing: tuple[Pending, Tensor, Tensor] | None = None  # under way: result, and its source kept alive
@@ -191,16 +199,29 @@ class Bucket:
         self._full.untyped_storage().resize_(0)
         self._present = False
 
-    def publish(self) -> None:
-        """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'."""
-        if self.options.stage in (1, 2) and self._gathering is not None:
-            self.wait()  # other ranks still read this shard
-        if self.master is not self._shard_params:
+    def shard_to_write(self) -> Tensor | None:
+        """This rank's shard of the parameters in their 16-bit format, for an optimizer that writes it with the master
+        weights; None if these are the parameters themselves."""
+        self._end_gathering()
+        return None if self.master is self._shard_params else self._shard_params
+
+    def publish(self, *, written: bool = False) -> None:
+        """Make updated master weights the parameters' values; on stages 1 and 2, begin to gather the other ranks'.
+
+        Args:
+            written: whether the optimizer has written `shard_to_write` already.
+        """
+        self._end_gathering()
+        if self.master is not self._shard_params and not written:
             self._shard_params.copy_(self._weights_to_copy(), non_blocking=True)
         if self.options.stage in (1, 2):
             self._gathering = start_all_gather(self._full.data, self._shard_params, self.group)
             if not self.options.overlap_param_gather:
                 self.wait()
+
+    def _end_gathering(self) -> None:
+        if self.options.stage in (1, 2) and self._gathering is not None:
+            self.wait()  # other ranks still read this shard
 
     def _weights_to_copy(self) -> Tensor:
         """The master weights, in host memory already in the device's format: a copy that converts would hold up the
@@ -222,6 +243,8 @@ class Bucket:
         if self._download_event is not None:  # of a skipped step: gradients must not be overwritten yet
             self._download_event.wait()
         self._shard_gradients, self._checks = None, None
+        if self._forgets:
+            self._gradients = None
         self._norms.clear()
         self._unit = UNIT * loss_scale
         self._written.clear()
@@ -249,6 +272,23 @@ class Bucket:
         view = self._view(name).view(gradient.shape)
         view.add_(gradient) if name in self._written else view.copy_(gradient)
         self._written.add(name)
+
+    @property
+    def takes_products(self) -> bool:
+        """Whether products may add to the sums of this bucket."""
+        options = self.options
+        sixteen = options.compute_dtype in (torch.bfloat16, torch.float16)
+        return options.products_add and sixteen and options.sum_dtype == torch.float32
+
+    def sum_of(self, name: str) -> tuple[Tensor, bool]:
+        """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
+        return self._view(name).view(self._by_name[name].shape), name in self._written
+
+    def added(self, name: str) -> bool:
+        """A gradient was added to the sum; True if it was the last of this backward."""
+        self._written.add(name)
+        self._missing.discard(name)
+        return not self._missing
 
     def _in_units(self, name: str, gradient: Tensor) -> Tensor:
         """A gradient as integers; records whether it was finite and small enough, which integers cannot say."""
@@ -332,6 +372,12 @@ class Bucket:
             else:
                 grouped.append([segment])
         return grouped
+
+    @property
+    def shard_gradients(self) -> Tensor | None:
+        """With `one_pass`, this rank's shard of the reduced gradients, flat; None where no loss used the parameters."""
+        assert not self._in_place
+        return self._shard_gradients
 
     def gradient(self, elements: slice) -> Tensor | None:
         """The reduced gradient of a segment or run, flat; None where no loss used the parameters.

@@ -12,9 +12,11 @@ already divided by the tokens of the whole global batch.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -193,9 +195,15 @@ class DataParallel:
         self._last_reduced: Bucket | None = None  # the bucket whose reduction began last
         self.segments = [local for bucket in reversed(self.buckets) for local in _local_segments(bucket)]
         self.runs = list(dict.fromkeys(local.run for local in self.segments))
+        self._runs_of = {bucket: list(members) for bucket, members in groupby(self.runs, key=lambda run: run.bucket)}
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        uses = Counter(p.spec.name for layer in layers for p in sharded_parameters(layer))
+        for parameter in self.parameters:
+            bucket = self._bucket_of[parameter.spec.name]
+            if bucket.takes_products and uses[parameter.spec.name] == 1:  # autograd adds up the gradients of others
+                parameter.gradient_sum = _SumInBucket(self, bucket, parameter.spec.name)
 
     def _make_buckets(self, parameters: Sequence[ShardedParameter], bucket_bytes: int | None) -> list[Bucket]:
         """Buckets of at least `bucket_bytes`, more in a large replica group; None: as large as possible."""
@@ -351,8 +359,13 @@ class DataParallel:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)
+        if parameter.gradient_sum is not None and parameter.grad is None:
+            return  # a product has added it; whether torch calls hooks then depends on its version
         bucket = self._bucket_of[parameter.spec.name]
-        if bucket.add(parameter.spec.name) and bucket in self._due:
+        self._arrived(bucket, is_last=bucket.add(parameter.spec.name))
+
+    def _arrived(self, bucket: Bucket, *, is_last: bool) -> None:
+        if is_last and bucket in self._due:
             self._begin_reductions(len(self._needs))
 
     def _begin_reductions(self, reached: int) -> None:
@@ -383,6 +396,10 @@ class DataParallel:
         return [local for local in self.segments if local.spec.name == name]
 
     # ---- weights
+
+    def runs_of(self, bucket: Bucket) -> list[LocalRun]:
+        """The runs of a bucket that this rank updates; there may be none."""
+        return self._runs_of.get(bucket, [])
 
     def publish(self) -> None:
         """Make updated master weights the parameters' values, in the order in which layers use them."""
@@ -430,6 +447,21 @@ class DataParallel:
         name = self.parameters[positions[-1]].spec.name
         chunk = next(c for c, buckets in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in buckets)
         return NonFiniteGradient(chunk=chunk, position=positions[-1], name=name)
+
+
+@dataclass(frozen=True)
+class _SumInBucket:
+    """Where a product adds the gradient of a weight."""
+
+    data_parallel: DataParallel
+    bucket: Bucket
+    name: str
+
+    def buffer(self) -> tuple[Tensor, bool]:
+        return self.bucket.sum_of(self.name)
+
+    def added(self) -> None:
+        self.data_parallel._arrived(self.bucket, is_last=self.bucket.added(self.name))
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,8 @@ def assign_buckets(
 
     Args:
         parameters: in the order in which layers use them.
-        bucket_bytes: a bucket is closed once it holds this many bytes or more; by the role of its replica group.
+        bucket_bytes: a bucket is closed once it holds this many bytes or more, unless the parameter before stays with
+            this one; by the role of its replica group.
         separate: global names of parameters that each get a separate bucket.
 
     Returns:
@@ -163,14 +164,15 @@ def assign_buckets(
     buckets: list[list[ShardedParameter]] = []
     unfinished: dict[BucketKey, list[ShardedParameter]] = {}
     sizes: Counter[BucketKey] = Counter()  # bytes of the unfinished buckets
-    for parameter in reversed(parameters):
+    for number in reversed(range(len(parameters))):
+        parameter, joins = parameters[number], number > 0 and parameters[number - 1].beside_next
         if parameter.spec.name in separate:
             buckets.append([parameter])
             continue
         key = bucket_key(parameter)
         unfinished.setdefault(key, []).append(parameter)
         sizes[key] += parameter.numel() * parameter.element_size()
-        if sizes[key] >= bucket_bytes[key[0]]:
+        if sizes[key] >= bucket_bytes[key[0]] and not joins:
             buckets.append(unfinished.pop(key))
             del sizes[key]
     return [*buckets, *unfinished.values()]

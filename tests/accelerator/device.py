@@ -52,6 +52,7 @@ from tests.accelerator import build
 
 needs_pretend = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 _SYNC_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_KERNELS = torch.library.Library("aten", "IMPL")
 
 
 @dataclass
@@ -86,6 +87,7 @@ def library() -> ctypes.CDLL:
     torch._register_device_module("pretend", _DeviceModule())
     torch.utils.generate_methods_for_privateuse1_backend()
     found = ctypes.CDLL(path)
+    _KERNELS.impl("addmm.dtype_out", _addmm_to_fp32, "PrivateUse1")
     for name in ("host_syncs", "operators", "bytes_to_device", "bytes_to_host", "new_timeline"):
         getattr(found, f"pretend_{name}").restype = ctypes.c_int64
     found.pretend_limit_memory.argtypes = [ctypes.c_int64]
@@ -131,6 +133,21 @@ def caller() -> str:
         if not ours and not {"torch", "contextlib.py"}.intersection(file.parts):
             return f"{file}:{line} in {frame.f_code.co_name}"
     return "no Python of ours"
+
+
+def _addmm_to_fp32(
+    total: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """A GPU's kernel that CPUs lack: a product of 16-bit matrices, added to an fp32 sum without rounding."""
+    assert left.dtype == right.dtype != out_dtype == total.dtype == out.dtype == torch.float32
+    return torch.addmm(total, left.float(), right.float(), beta=beta, alpha=alpha, out=out)
 
 
 def _figures(found: ctypes.CDLL) -> dict[str, int]:

@@ -31,7 +31,7 @@ OPTIONS |= {"hidden_dropout": 0, "attention_dropout": 0}  # masks differ between
 SOURCE: dict[str, Any] = {"pp": 2, "dp": 2, "zero_stage": 2, "offload_optimizer": True, "async_save": True}
 TARGETS: list[dict[str, Any]] = [
     SOURCE,
-    {"tp": 2, "dp": 2, "zero_stage": 3, "sequence_parallel": True},
+    {"tp": 2, "dp": 2, "zero_stage": 3},
     {"pp": 2, "schedule": "zero-bubble", "async_save": True},
     {"dp": 2},
 ]
@@ -97,6 +97,8 @@ def test_it_continues_from_a_checkpoint_of_another_layout(
 ) -> None:
     options: dict[str, Any] = {"load": on_device[0] / "step_00000002", "tokenizer": tokenizer, "vocab_size": None}
     assert run(tmp_path, "pretend", **options, **changes) == pytest.approx(later(on_cpu[1]), rel=1e-6)
+    splits = changes.get("tp", 1) > 1
+    assert f"sequence_parallel = {str(splits).lower()}\n" in (tmp_path / "config.toml").read_text()
 
 
 def test_checkpoints_travel_between_the_device_and_the_cpu(

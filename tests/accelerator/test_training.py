@@ -41,6 +41,7 @@ FP16: Changes = {"precision": "fp16", "initial_loss_scale": 1024.0}
 UNFUSED: Changes = {"attention": "fused-softmax"}
 SGD: Changes = {"optimizer": "sgd", "lr": 0.05}
 BERT: Changes = {"bert": True}
+GATED: Changes = {"activation": "swiglu", "disable_bias_linear": True, "normalization": "RMSNorm"}
 
 
 def zero(stage: int) -> Changes:
@@ -53,6 +54,7 @@ CASES: dict[int, list[Case]] = {
         ((1, 1, 1), FULL | UNFUSED | {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
         ((1, 1, 1), BF16 | OFFLOAD | SELECTIVE),
         ((1, 1, 1), FP16 | SGD),
+        ((1, 1, 1), GATED | FULL),
         ((1, 1, 1), BERT | OFFLOAD),
     ],
     2: [
@@ -66,6 +68,9 @@ CASES: dict[int, list[Case]] = {
         ((1, 2, 1), TWICE | BF16),
         ((1, 2, 1), SPLIT | SELECTIVE | SGD),
         ((1, 2, 1), BERT),
+        ((1, 2, 1), SPLIT | GATED | BF16),
+        ((2, 1, 1), GATED),
+        ((2, 1, 1), GATED | SP),
         ((2, 1, 1), SP | FULL),
         ((2, 1, 1), SELECTIVE | OFFLOAD | FP16),
         ((2, 1, 1), BERT | SP | BF16),
@@ -75,7 +80,7 @@ CASES: dict[int, list[Case]] = {
         ((1, 2, 2), zero(3) | SPLIT | WAIT | SELECTIVE),
         ((1, 2, 2), zero(2) | TWICE | OFFLOAD),
         ((2, 1, 2), zero(2) | SP | SELECTIVE),
-        ((2, 1, 2), zero(3) | SP | BF16),
+        ((2, 1, 2), zero(3) | SP | BF16 | GATED),
         ((2, 2, 1), TWICE | SP | FULL),
         ((2, 2, 1), SPLIT | BERT),
         ((1, 1, 4), zero(3) | OFFLOAD | WAIT),

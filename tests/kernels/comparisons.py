@@ -13,12 +13,14 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.ops import activation, norm
+from megacore.ops.block_attention import block_attention
+from megacore.ops.visibility import Visibility
 from tests.kernels.comparing import Comparison
 
 
 def comparisons() -> list[Comparison]:
     """All of them."""
-    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_rotaries(), *_activations(), *_dropouts()]
+    return [*_norms(), *_softmaxes(), *_cross_entropies(), *_rotaries(), *_activations(), *_dropouts(), *_attentions()]
 
 
 def _norms() -> Iterator[Comparison]:
@@ -47,6 +49,21 @@ def _norms() -> Iterator[Comparison]:
                 oracle=rms_norm,
                 shapes=size,
                 reference=lambda x, weight: norm._norm_forward(x, None, weight, None, 1e-5, True)[0],
+            )
+        if width in (100, 4112):
+            yield Comparison(
+                name=f"layer_norm_with_input-{rows}x{width}",
+                operator=ops.layer_norm_with_input,
+                oracle=lambda x, weight, bias: (layer_norm(x, weight, bias), x),
+                shapes=both,
+                reference=lambda x, weight, bias: norm._WithInput.apply(x, weight, bias, 1e-5, False),
+            )
+            yield Comparison(
+                name=f"rms_norm_with_input-{rows}x{width}",
+                operator=ops.rms_norm_with_input,
+                oracle=lambda x, weight: (rms_norm(x, weight), x),
+                shapes=size,
+                reference=lambda x, weight: norm._WithInput.apply(x, weight, None, 1e-5, True),
             )
         if width in (100, 4112, 8208, 9001):
             yield Comparison(
@@ -220,6 +237,12 @@ def _activations() -> Iterator[Comparison]:
             oracle=lambda both: F.silu(both.chunk(2, dim=-1)[0]) * both.chunk(2, dim=-1)[1],
             shapes={"both": (rows, 2 * width)},
         )
+        yield Comparison(
+            name=f"swiglu_of_halves-{rows}x{width}",
+            operator=ops.swiglu_of_halves,
+            oracle=lambda both: F.silu(both.chunk(2, dim=-1)[1]) * both.chunk(2, dim=-1)[0],
+            shapes={"both": (rows, 2 * width)},
+        )
 
 
 def _dropouts() -> Iterator[Comparison]:
@@ -237,3 +260,42 @@ def _dropouts() -> Iterator[Comparison]:
                 shapes=size | ({"bias": (width,)} if bias else {}),
                 fixed={"probability": 0.3, "seed": seed},
             )
+
+
+def attention_oracle(query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None) -> Tensor:
+    """With all weights."""
+    length, times = query.shape[2], query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(times, 1).transpose(-1, -2) / math.sqrt(query.shape[-1])
+    position = torch.arange(length, device=query.device)
+    if slopes is not None:
+        scores = scores - slopes.to(query)[:, None, None] * (position[:, None] - position).abs()
+    seen = view.mask(range(length), range(length), query.device)
+    scores = scores if seen is None else scores.masked_fill(~seen.to(query.device), -math.inf)
+    return torch.softmax(scores, -1) @ value.repeat_interleave(times, 1)
+
+
+def _attentions() -> Iterator[Comparison]:
+    def operator(query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None) -> Tensor:
+        documents = None if view.documents is None else view.documents.to(query.device)
+        here = Visibility(causal=view.causal, window=view.window, documents=documents)
+        return block_attention(query, key, value, view=here, slopes=slopes)[0]
+
+    # Longer than a block of queries and one of keys, and no multiple of either.
+    documents = torch.tensor([[1] * 40 + [2] * 90 + [3] * 7 + [0] * 5])
+    slopes = torch.tensor(ops.alibi_slopes(2))
+    for name, (length, groups, size), options in (
+        ("alibi", (142, 2, 16), {"causal": True, "slopes": slopes}),
+        ("window-both-ways-alibi", (70, 1, 24), {"causal": False, "window": 50, "slopes": slopes}),
+        ("window", (142, 1, 8), {"causal": True, "window": 37}),
+        ("documents", (142, 1, 16), {"causal": True, "documents": documents}),
+        ("documents-both-ways-window", (142, 2, 16), {"causal": False, "documents": documents, "window": 20}),
+        ("one-position", (1, 2, 8), {"causal": True, "window": 1}),
+    ):
+        fixed: dict[str, Any] = {"slopes": options.pop("slopes", None), "view": Visibility(**options)}
+        yield Comparison(
+            name=f"attention-{name}-{length}",
+            operator=operator,
+            oracle=attention_oracle,
+            shapes={"query": (1, 2, length, size)} | dict.fromkeys(("key", "value"), (1, groups, length, size)),
+            fixed=fixed,
+        )

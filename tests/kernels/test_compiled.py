@@ -31,7 +31,6 @@ FIGURES = ("registers", "shared", "wide", "narrow")
 # token at once, and the optimizer's six tensors.
 FEW_WARPS = {
     "forward_wide": 16, "backward_chunked": 16, "backward_wide": 16, "backward_columns": 28, "split": 16, "join": 16,
-    "step": 24,
 }  # fmt: skip
 # What is wrong -> the kernel's file, the text there, the text instead, the cases compiled with it, what is reported.
 DEFECTS = {

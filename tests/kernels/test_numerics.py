@@ -108,6 +108,44 @@ def test_adamw_is_torchs(device: torch.device) -> None:
         assert torch.equal(copy, parameter.half())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adamw_of_matrices_and_vectors_is_as_exact_as_torchs(dtype: torch.dtype, device: torch.device) -> None:
+    """Weight decay of every other 32 elements; each error against double precision beside that of torch's operator."""
+    count, steps = 32 * 67, 5
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(count, generator=generator).to(device)
+    gradients = [torch.randn(count, generator=generator).to(device, dtype) for _ in range(steps)]
+    decays = (torch.arange(count // 32, device=device) % 2).to(torch.uint8)
+    with_decay = decays.bool().repeat_interleave(32)
+    factor = torch.tensor(0.3, device=device)
+
+    def torchs(precision: torch.dtype) -> torch.Tensor:
+        parts = [torch.nn.Parameter(start[part].to(precision)) for part in (with_decay, ~with_decay)]
+        groups = [{"params": [part], "weight_decay": decay} for part, decay in zip(parts, (0.1, 0.0), strict=True)]
+        adamw = torch.optim.AdamW(groups, lr=1e-2, fused=precision is torch.float32)
+        for gradient in gradients:
+            for part, chosen in zip(parts, (with_decay, ~with_decay), strict=True):
+                part.grad = gradient[chosen].to(precision) * factor.to(precision)
+            adamw.step()
+        whole = torch.empty(count, dtype=precision, device=device)
+        whole[with_decay], whole[~with_decay] = (part.detach() for part in parts)
+        return whole
+
+    exact, plain = torchs(torch.float64), torchs(torch.float32)
+    parameter, mean, square = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    copy = torch.empty(count, dtype=torch.bfloat16, device=device)
+    with ops.kernels_chosen("triton"):
+        for step, gradient in enumerate(gradients, 1):
+            states = (parameter, gradient, mean, square)
+            ops.adamw_(*states, step=step, lr=1e-2, weight_decay=0.1, factor=factor, copy=copy, decays=decays)
+        before = [tensor.clone() for tensor in (parameter, mean, square, copy)]
+        skipped = torch.tensor(torch.nan, device=device)
+        ops.adamw_(*states, step=steps + 1, lr=1e-2, weight_decay=0.1, factor=skipped, copy=copy, decays=decays)
+    assert all(torch.equal(*pair) for pair in zip(before, (parameter, mean, square, copy), strict=True))
+    assert (parameter - exact).norm() <= 1.1 * (plain - exact).norm()
+    assert (parameter - exact).abs().max() <= 1.5 * (plain - exact).abs().max()
+
+
 def test_the_same_bits_twice(device: torch.device) -> None:
     """Nothing is added in the order of arrival."""
     x = torch.randn(70, 300, device=device, requires_grad=True)

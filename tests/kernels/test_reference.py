@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.ops import activation, dropout, loss, norm, position, softmax
+from megacore.ops.dispatch import Operator
 from tests.kernels.comparing import DTYPES, Comparison, compare
 from tests.kernels.comparisons import comparisons
 from tests.unit.packaging_builds import ROOT
@@ -122,12 +123,24 @@ def test_adamw_is_torchs(decay: float) -> None:
         assert torch.equal(copy, parameter.bfloat16())
 
 
+def test_adamw_skips_a_step_whose_factor_is_nan_and_decays_matrices_alone() -> None:
+    parameter, gradient = torch.randn(80), torch.zeros(80)
+    mean, square, copy = torch.zeros(80), torch.zeros(80), torch.zeros(80, dtype=torch.bfloat16)
+    decays, start = torch.tensor([0, 1, 0], dtype=torch.uint8), parameter.clone()
+    options: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.5, "copy": copy, "decays": decays}
+    ops.adamw_(parameter, gradient, mean, square, step=1, factor=torch.tensor(torch.nan), **options)
+    assert torch.equal(parameter, start) and not copy.any() and not mean.any() and not square.any()
+    ops.adamw_(parameter, gradient, mean, square, step=1, **options)
+    expected = torch.cat([start[:32], 0.75 * start[32:64], start[64:]])
+    assert torch.equal(parameter, expected) and torch.equal(copy, expected.bfloat16())
+
+
 def _float(*shape: int, grad: bool = True) -> Tensor:
     return torch.randn(*shape).requires_grad_(grad)
 
 
 IDS = torch.tensor([1, 0, -100])
-CHECKED: dict[str, tuple[torch.library.CustomOpDef, tuple[Any, ...]]] = {
+CHECKED: dict[str, tuple[Operator | torch.library.CustomOpDef, tuple[Any, ...]]] = {
     "layer_norm": (norm._norm_forward, (_float(3, 8), None, _float(8), _float(8), 1e-5, False)),
     "add_rms_norm": (norm._norm_forward, (_float(3, 8), _float(3, 8), _float(8), None, 1e-5, True)),
     "softmax": (softmax._softmax_forward, (_float(1, 2, 4, 6), None, 0.5, True, 2, 3)),
@@ -135,6 +148,7 @@ CHECKED: dict[str, tuple[torch.library.CustomOpDef, tuple[Any, ...]]] = {
     "split_rotary": (position._split_rotary, (_float(1, 3, 6, 8), torch.randn(3, 4), torch.randn(3, 4), 2)),
     "gelu": (activation._gelu_forward, (_float(3, 8), _float(8))),
     "swiglu": (activation._swiglu_forward, (_float(3, 8), _float(3, 8))),
+    "swiglu_of_halves": (activation._halves_forward, (_float(3, 8),)),
     "dropout": (dropout._dropout_add, (_float(3, 8), _float(8), _float(3, 8), 7, 2**30, 1.25)),
     "cross_entropy": (loss._statistics, (_float(3, 8, grad=False), IDS, 0, 7, -100, 1.0, 0.0)),
     "cross_entropy_gradient": (
@@ -148,7 +162,7 @@ CHECKED: dict[str, tuple[torch.library.CustomOpDef, tuple[Any, ...]]] = {
 def test_operator_is_well_formed(name: str) -> None:
     """Schema, mutation, shapes under fake tensors, autograd registration and tracing with dynamic shapes."""
     operator, arguments = CHECKED[name]
-    torch.library.opcheck(operator, arguments)
+    torch.library.opcheck(operator.custom_op if isinstance(operator, Operator) else operator, arguments)
 
 
 def test_operators_run_on_fake_tensors() -> None:

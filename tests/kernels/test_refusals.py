@@ -67,6 +67,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "adamw's epsilon": (lambda: adamw(epsilon=-1e-8), "epsilon is -1e-08"),
     "weight_decay": (lambda: adamw(weight_decay=-0.1), "weight_decay is -0.1"),
     "factor": (lambda: adamw(factor=torch.ones(1, 1)), r"factor has shape \(1, 1\): it must be one number"),
+    "decays' dtype": (lambda: adamw(decays=torch.ones(1)), "decays is torch.float32: it must be torch.uint8"),
+    "decays' shape": (
+        lambda: adamw(decays=torch.ones(4, dtype=torch.uint8)),
+        r"decays has shape \(4,\): it must be \(1,\), one for each 32 elements of parameter",
+    ),
     "half a step": (lambda: adamw(step=1.5), "step is 1.5: it must be a whole number"),
     "gelu of a number": (lambda: ops.gelu(torch.tensor(1.0)), r"x has shape \(\): its last dimension"),
     "gelu of nothing": (lambda: ops.gelu(EMPTY), r"x has shape \(3, 0\)"),
@@ -104,6 +109,7 @@ ON_A_CPU: dict[str, tuple[Callable[[], Any], str]] = {
     "gelu": (lambda: ops.gelu(ROWS), "x"),
     "bias_gelu": (lambda: ops.bias_gelu(ROWS, ROW), "x"),
     "swiglu": (lambda: ops.swiglu(ROWS, ROWS), "gate"),
+    "swiglu_of_halves": (lambda: ops.swiglu_of_halves(ROWS), "both"),
     "bias_dropout_add": (dropped, "x"),
     "adamw_": (adamw, "parameter"),
 }

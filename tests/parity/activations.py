@@ -142,7 +142,8 @@ def kept_by_a_stage(stage: Stage, config: ResolvedConfig) -> dict[Operator, floa
                 return runner.run_layer(chunk, index, layer, x)
 
     stage.runner = Counting()
-    tokens = torch.arange(MICRO_BATCH * SEQUENCE).view(MICRO_BATCH, SEQUENCE) % config.model.vocab_size
+    shape = MICRO_BATCH, config.data.seq_length
+    tokens = torch.arange(MICRO_BATCH * config.data.seq_length).view(shape) % config.model.vocab_size
     stage(tokens)
     return {operator: size / BLOCKS for operator, size in kept.bytes.items()}
 
@@ -153,11 +154,6 @@ def by_formula(config: ResolvedConfig, *, on_cpu: bool = True) -> dict[Operator,
     if config.training.recompute != "full":
         kept["attention"] += shared_bytes(config) / BLOCKS
     return {operator: size for operator, size in kept.items() if size}
-
-
-def kept_by_formula(config: ResolvedConfig) -> float:
-    """The sum of `by_formula` on a CPU."""
-    return sum(by_formula(config).values())
 
 
 def kept_by_the_paper(config: ResolvedConfig) -> float:

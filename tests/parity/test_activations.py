@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from megacore.config import ModelConfig
 from megacore.config.fields import field_infos
-from megacore.plan.activations import Operator
+from megacore.plan import activations
+from megacore.plan.activations import Operator, attends_in_blocks
 from tests.distributed import run_distributed
 from tests.parity.activations import (
     activation_config,
@@ -66,6 +68,30 @@ FAMILIES: list[dict[str, Any]] = [
     {"attention": "fused-softmax", "attention_dropout": 0.1},
     GROUPED | ROPE | {"activation": "swiglu", "normalization": "RMSNorm", "hidden_dropout": 0.0},
 ]
+
+
+LONG: dict[str, Any] = {"seq_length": 1088, "max_position_embeddings": 1088, "num_attention_heads": 4}
+IN_BLOCKS: list[dict[str, Any]] = [
+    {"window_size": 100},
+    {"position_embedding_type": "alibi"},
+    {"attention_dropout": 0.1},
+    {"attention_dropout": 0.1, "window_size": 100} | GROUPED | SELECTIVE,
+    {"window_size": 100, "normalization": "RMSNorm"} | GROUPED | ROPE,
+]
+
+
+def test_long_sequences_keep_neither_masks_nor_weights(tmp_path: Path) -> None:
+    """They are attended to in blocks: of s x s numbers not one is kept, and the formula knows it."""
+    cases = [LONG | case for case in IN_BLOCKS]
+    for case, kept in zip(cases, kept_in_all(0, 1, str(tmp_path), cases), strict=True):
+        config = activation_config((1, 1, 1), str(tmp_path), **case)
+        assert attends_in_blocks(config, config.model, on_cpu=True)
+        assert kept == pytest.approx(by_formula(config), rel=0.01), case
+
+
+def test_the_planner_knows_from_which_length_on_attention_takes_blocks() -> None:
+    attention = import_module("megacore.ops.attention")  # the package exports the function of this name
+    assert (activations.LONGEST_WHOLE, activations._BLOCK) == (attention.WHOLE, attention.BLOCK)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

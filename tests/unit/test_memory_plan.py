@@ -16,7 +16,7 @@ from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, 
 from megacore.pipeline.schedule import Op
 from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
-from megacore.plan.memory import GIB, PlannedLayer, in_flight, plan_memory, state_bytes
+from megacore.plan.memory import GIB, PlannedLayer, RankMemory, in_flight, plan_memory, state_bytes
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
 from megacore.plan.ways_out import size_text
@@ -191,6 +191,27 @@ def test_no_device_is_told_to_offload_more_than_its_host_has(monkeypatch: pytest
     found = on_device(flags, 79, 100, monkeypatch)
     assert "--offload-optimizer" not in " ".join(found)
     assert len(found) >= 3
+
+
+def test_llama_3_8b_trains_on_one_device_of_141_gb_with_gradients_in_bf16() -> None:
+    """By hand: 2 bytes of weight, 2 of gradient, 4 of master weight and 8 of moments for each of 8,030,261,248
+    parameters are 128.5 GB. With fp32 sums, 18 bytes, the state alone takes 144.5 GB."""
+    count, device = 8_030_261_248, 141e9
+
+    def planned(*flags: str, gradients: str = "bf16") -> RankMemory:
+        given = ("--mock-data", "--train-iters", "10", "--preset", "llama-3-8b", "--precision", "bf16")
+        config = parse(*given, "--grad-reduce-dtype", gradients, *flags)
+        assert config.data.seq_length == 8192
+        (rank,) = plan_memory(config, outline(config), on_cpu=False)
+        return rank
+
+    many = planned("--recompute", "full", "--global-batch-size", "8")
+    assert dict(many.state) == {"params": 2 * count, "grads": 2 * count, "optimizer": 12 * count, "buffers": 0.0}
+    assert many.expected <= device
+    assert planned("--recompute", "full", "--global-batch-size", "8", gradients="fp32").certain > device
+    # Of a single microbatch gradients take the place of activations that backward has used.
+    one = planned("--recompute", "light", "--global-batch-size", "1")
+    assert one.gradients_apart and one.certain == 14 * count + one.activations + one.working <= device
 
 
 def test_a_checkpoint_is_not_given_another_model(monkeypatch: pytest.MonkeyPatch) -> None:

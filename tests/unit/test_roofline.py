@@ -13,6 +13,7 @@ from megacore.config import ResolvedConfig
 from megacore.errors import UserError
 from megacore.plan.devices import DEVICES, Device, Link, Range, device_named
 from megacore.plan.flops import block_flops, flops_per_sequence
+from megacore.plan.outline import gpt_outline
 from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
 from megacore.train.step_trace import Recorder, record_step
 from tests.parity.runs import make_config
@@ -165,6 +166,19 @@ def test_elementwise_operators_move_each_byte_once(tmp_path: Path) -> None:
     assert first["swiglu_forward"] == 2 * 3 * f
     assert first["swiglu_backward"] == 2 * 5 * f
     assert first["cross_entropy_gradient_"] >= 2 * 2 * rows * config.model.vocab_size  # read, and written in its place
+
+
+def test_the_update_reads_a_gradient_twice_and_moves_the_rest_once(tmp_path: Path) -> None:
+    """bf16: the norm and AdamW read fp32 gradients; AdamW reads and writes weights and two moments, and writes the copy
+    in bf16. A byte for 32 elements says whether they decay."""
+    config, events = step_of(tmp_path, hidden_size=256, **{k: v for k, v in LLAMA.items() if k != "hidden_size"})
+    moved: dict[str, float] = {}
+    for event in events.one:
+        if isinstance(event, Launch) and event.phase == "update":
+            moved[event.name] = moved.get(event.name, 0.0) + event.bytes
+    parameters = sum(layer.parameters for layer in gpt_outline(config.model, 1)) - config.model.vocab_size * 256
+    assert moved["adamw_"] == pytest.approx((4 + 3 * 8 + 2 + 1 / 32) * parameters, rel=0.001)
+    assert moved["linalg_vector_norm"] == pytest.approx(4 * parameters, rel=0.01)
 
 
 def test_bytes_of_operators() -> None:

@@ -1,0 +1,340 @@
+"""Attention that writes neither scores nor masks: causal, windows, packed documents, ALiBi, shared key and value heads.
+
+A program takes a block of queries, loops over the blocks of keys that it may see, and keeps the softmax's maximum and
+sum as it goes (Dao et al. 2022, arXiv 2205.14135). Backward computes the scores again from the logarithms of the sums:
+one kernel for the gradient of queries, and one for those of keys and values, whose programs loop over all queries that
+share a key. No atomics: the bits are the same every time. A block of keys whose documents are not the queries' is
+skipped by the numbers that the device reads; the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megacore.kernels.launch import block_of, interpreting, on_its_device
+
+_LOWEST = tl.constexpr(-1e30)  # below every score, and finite: differences of two are numbers
+
+
+@triton.jit
+def _load(at, inside, WIDE: tl.constexpr):
+    """Rows; in fp32 where Triton's interpreter runs, which cannot multiply 16-bit numbers."""
+    x = tl.load(at, mask=inside, other=0.0)
+    if WIDE:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _visible(
+    scores, query, key, our_documents, their_documents, slope, queries, keys, reach,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Scores with ALiBi's term, and the lowest number where a key is not seen; queries are rows."""
+    distance = query[:, None] - key[None, :]
+    seen = (query < queries)[:, None] & (key < keys)[None, :]
+    if CAUSAL:
+        seen &= distance >= 0
+    if WINDOW:
+        seen &= tl.abs(distance) < reach
+    if DOCUMENTS:
+        seen &= our_documents[:, None] == their_documents[None, :]
+    if ALIBI:
+        scores -= slope * tl.abs(distance).to(tl.float32)
+    return tl.where(seen, scores, _LOWEST)
+
+
+@triton.jit
+def _touches(ours, theirs, DOCUMENTS: tl.constexpr):
+    """Whether two blocks may hold positions of the same document."""
+    touches = True
+    if DOCUMENTS:
+        touches = (tl.min(ours, 0) <= tl.max(theirs, 0)) & (tl.min(theirs, 0) <= tl.max(ours, 0))
+    return touches
+
+
+@triton.jit
+def _forward(
+    q_ptr, k_ptr, v_ptr, out_ptr, logarithm_ptr, documents_ptr, slopes_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
+    queries, keys, offset, reach, heads, size, scale,
+    SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    row, column = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
+    query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
+    q = _load(q_ptr + batch * q_batch + head * q_head + row[:, None] * q_row + column[None, :], inside, WIDE)
+    slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
+    ours = query
+    if DOCUMENTS:
+        ours = tl.load(documents_ptr + batch * keys + query, mask=row < queries, other=0)
+    first, last = 0, keys
+    if CAUSAL:
+        last = tl.minimum(keys, offset + (tl.program_id(0) + 1) * M)
+    if WINDOW:
+        first = tl.maximum(offset + tl.program_id(0) * M - reach + 1, 0) // N * N
+        last = tl.minimum(last, offset + (tl.program_id(0) + 1) * M + reach - 1)
+    highest = tl.full([M], _LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    out = tl.zeros([M, D], tl.float32)
+    for start in range(first, last, N):
+        key = start + tl.arange(0, N)
+        theirs = key
+        if DOCUMENTS:
+            theirs = tl.load(documents_ptr + batch * keys + key, mask=key < keys, other=0)
+        if _touches(ours, theirs, DOCUMENTS):
+            here = (key < keys)[:, None] & (column < size)[None, :]
+            k = _load(
+                k_ptr + batch * k_batch + head // SHARED * k_head + key[:, None] * k_row + column[None, :], here, WIDE
+            )
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = _visible(
+                scores, query, key, ours, theirs, slope, offset + queries, keys, reach, CAUSAL, WINDOW, DOCUMENTS, ALIBI
+            )
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.where(scores > _LOWEST, tl.exp(scores - higher[:, None]), 0.0)
+            correction = tl.exp(highest - higher)
+            v = _load(
+                v_ptr + batch * v_batch + head // SHARED * v_head + key[:, None] * v_row + column[None, :], here, WIDE
+            )
+            out = tl.dot(weights.to(v.dtype), v, out * correction[:, None], input_precision="ieee")
+            total = total * correction + tl.sum(weights, 1)
+            highest = higher
+    out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = out_ptr + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    logarithm = highest + tl.log(tl.where(total == 0.0, 1.0, total))
+    tl.store(logarithm_ptr + (batch * heads + head) * queries + row, logarithm, mask=row < queries)
+
+
+@triton.jit
+def _backward_queries(
+    q_ptr, k_ptr, v_ptr, d_out_ptr, d_q_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    d_out_batch, d_out_head, d_out_row, d_q_batch, d_q_head, d_q_row,
+    queries, keys, offset, reach, heads, size, scale,
+    SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    row, column = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
+    query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
+    q = _load(q_ptr + batch * q_batch + head * q_head + row[:, None] * q_row + column[None, :], inside, WIDE)
+    at = d_out_ptr + batch * d_out_batch + head * d_out_head + row[:, None] * d_out_row + column[None, :]
+    d_out = _load(at, inside, WIDE)
+    statistics = (batch * heads + head) * queries + row
+    logarithm = tl.load(logarithm_ptr + statistics, mask=row < queries, other=0.0)
+    delta = tl.load(delta_ptr + statistics, mask=row < queries, other=0.0)
+    slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
+    ours = query
+    if DOCUMENTS:
+        ours = tl.load(documents_ptr + batch * keys + query, mask=row < queries, other=0)
+    first, last = 0, keys
+    if CAUSAL:
+        last = tl.minimum(keys, offset + (tl.program_id(0) + 1) * M)
+    if WINDOW:
+        first = tl.maximum(offset + tl.program_id(0) * M - reach + 1, 0) // N * N
+        last = tl.minimum(last, offset + (tl.program_id(0) + 1) * M + reach - 1)
+    d_q = tl.zeros([M, D], tl.float32)
+    for start in range(first, last, N):
+        key = start + tl.arange(0, N)
+        theirs = key
+        if DOCUMENTS:
+            theirs = tl.load(documents_ptr + batch * keys + key, mask=key < keys, other=0)
+        if _touches(ours, theirs, DOCUMENTS):
+            here = (key < keys)[:, None] & (column < size)[None, :]
+            k = _load(
+                k_ptr + batch * k_batch + head // SHARED * k_head + key[:, None] * k_row + column[None, :], here, WIDE
+            )
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = _visible(
+                scores, query, key, ours, theirs, slope, offset + queries, keys, reach, CAUSAL, WINDOW, DOCUMENTS, ALIBI
+            )
+            weights = tl.where(scores > _LOWEST, tl.exp(scores - logarithm[:, None]), 0.0)
+            v = _load(
+                v_ptr + batch * v_batch + head // SHARED * v_head + key[:, None] * v_row + column[None, :], here, WIDE
+            )
+            d_weights = tl.dot(d_out, tl.trans(v), input_precision="ieee")
+            d_scores = weights * (d_weights - delta[:, None])
+            d_q = tl.dot(d_scores.to(k.dtype), k, d_q, input_precision="ieee")
+    at = d_q_ptr + batch * d_q_batch + head * d_q_head + row[:, None] * d_q_row + column[None, :]
+    tl.store(at, (d_q * scale).to(d_q_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_keys(
+    q_ptr, k_ptr, v_ptr, d_out_ptr, d_k_ptr, d_v_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    d_out_batch, d_out_head, d_out_row, d_k_batch, d_k_head, d_k_row,
+    queries, keys, offset, reach, groups, size, scale,
+    SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    batch, group = (tl.program_id(1) // groups).to(tl.int64), tl.program_id(1) % groups
+    key, column = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
+    here = (key < keys)[:, None] & (column < size)[None, :]
+    k = _load(k_ptr + batch * k_batch + group * k_head + key[:, None] * k_row + column[None, :], here, WIDE)
+    v = _load(v_ptr + batch * v_batch + group * v_head + key[:, None] * v_row + column[None, :], here, WIDE)
+    theirs = key
+    if DOCUMENTS:
+        theirs = tl.load(documents_ptr + batch * keys + key, mask=key < keys, other=0)
+    first, last = 0, queries
+    if CAUSAL:
+        first = tl.maximum(tl.program_id(0) * N - offset, 0) // M * M
+    if WINDOW:
+        first = tl.maximum(first, tl.maximum(tl.program_id(0) * N - reach + 1 - offset, 0) // M * M)
+        last = tl.minimum(last, (tl.program_id(0) + 1) * N + reach - 1 - offset)
+    d_k, d_v = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
+    for head in range(group * SHARED, (group + 1) * SHARED):
+        slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
+        for start in range(first, last, M):
+            row = start + tl.arange(0, M)
+            query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
+            ours = query
+            if DOCUMENTS:
+                ours = tl.load(documents_ptr + batch * keys + query, mask=row < queries, other=0)
+            if _touches(ours, theirs, DOCUMENTS):
+                q = _load(
+                    q_ptr + batch * q_batch + head * q_head + row[:, None] * q_row + column[None, :], inside, WIDE
+                )
+                at = d_out_ptr + batch * d_out_batch + head * d_out_head + row[:, None] * d_out_row + column[None, :]
+                d_out = _load(at, inside, WIDE)
+                statistics = (batch * groups * SHARED + head) * queries + row
+                logarithm = tl.load(logarithm_ptr + statistics, mask=row < queries, other=0.0)
+                delta = tl.load(delta_ptr + statistics, mask=row < queries, other=0.0)
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                scores = _visible(
+                    scores, query, key, ours, theirs, slope, offset + queries, keys, reach,
+                    CAUSAL, WINDOW, DOCUMENTS, ALIBI,
+                )  # fmt: skip
+                weights = tl.where(scores > _LOWEST, tl.exp(scores - logarithm[:, None]), 0.0)
+                d_v = tl.dot(tl.trans(weights.to(v.dtype)), d_out, d_v, input_precision="ieee")
+                d_weights = tl.dot(d_out, tl.trans(v), input_precision="ieee")
+                d_scores = weights * (d_weights - delta[:, None])
+                d_k = tl.dot(tl.trans(d_scores.to(q.dtype)), q, d_k, input_precision="ieee")
+    at = batch * d_k_batch + group * d_k_head + key[:, None] * d_k_row + column[None, :]
+    tl.store(d_k_ptr + at, (d_k * scale).to(d_k_ptr.dtype.element_ty), mask=here)
+    tl.store(d_v_ptr + at, d_v.to(d_v_ptr.dtype.element_ty), mask=here)
+
+
+def largest_head(dtype: torch.dtype) -> int:
+    """Dimensions of a head beyond which registers spill."""
+    return 64 if dtype == torch.float32 else 128
+
+
+@on_its_device
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, slopes: Tensor | None, *,
+    causal: bool, reach: int | None, offset: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax(q k^T / sqrt(d) + ALiBi's term) v over what each query sees.
+
+    Args:
+        query: [b, n, q, d], d at most `largest_head`; the last dimension contiguous.
+        key: [b, g, k, d]; likewise.
+        value: like key.
+        documents: [b, k] contiguous int32 or int64: of the whole sequence; a query sees its own document.
+        slopes: [n] fp32.
+        causal: no query sees a later key.
+        reach: the distance from which a key is not seen.
+        offset: position of the first query among the keys.
+
+    Returns:
+        [b, n, q, d], laid out as [b, q, n, d], and the logarithms of the sums, [b, n, q] fp32.
+    """
+    b, n, rows, d = query.shape
+    out = query.new_empty((b, rows, n, d)).transpose(1, 2)
+    logarithm = query.new_empty((b, n, rows), dtype=torch.float32)
+    if query.numel():
+        options = _options(query, key, documents, slopes, causal=causal, reach=reach)
+        blocks = _blocks(query, _forward)
+        _forward[(triton.cdiv(rows, blocks["M"]), b * n)](
+            query, key, value, out, logarithm, _or(documents, query), _or(slopes, query),
+            *_strides(query, key, value, out),
+            rows, key.shape[2], offset, reach or 0, n, d, d**-0.5, **options, **blocks,
+        )  # fmt: skip
+    return out, logarithm
+
+
+@on_its_device
+def backward(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, logarithm: Tensor, delta: Tensor,
+    documents: Tensor | None, slopes: Tensor | None, *, causal: bool, reach: int | None, offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values, laid out as `forward` lays out its result.
+
+    Args:
+        d_out: like query.
+        query: as for `forward`, as all that is not named here.
+        key: likewise.
+        value: likewise.
+        logarithm: what `forward` returned.
+        delta: [b, n, q] fp32 contiguous: the sum of d_out times the result.
+        documents: likewise.
+        slopes: likewise.
+        causal: likewise.
+        reach: likewise.
+        offset: likewise.
+    """
+    b, n, rows, d = query.shape
+    groups, keys = key.shape[1:3]
+    d_query = query.new_empty((b, rows, n, d)).transpose(1, 2)
+    d_key, d_value = (key.new_empty((b, keys, groups, d)).transpose(1, 2) for _ in range(2))
+    if not query.numel():
+        return d_query, d_key.zero_(), d_value.zero_()
+    options = _options(query, key, documents, slopes, causal=causal, reach=reach)
+    masks = logarithm, delta, _or(documents, query), _or(slopes, query)
+    sizes = rows, keys, offset, reach or 0
+    blocks = _blocks(query, _backward_queries)
+    _backward_queries[(triton.cdiv(rows, blocks["M"]), b * n)](
+        query, key, value, d_out, d_query, *masks, *_strides(query, key, value, d_out, d_query),
+        *sizes, n, d, d**-0.5, **options, **blocks,
+    )  # fmt: skip
+    blocks = _blocks(query, _backward_keys)
+    _backward_keys[(triton.cdiv(keys, blocks["N"]), b * groups)](
+        query, key, value, d_out, d_key, d_value, *masks, *_strides(query, key, value, d_out, d_key),
+        *sizes, groups, d, d**-0.5, **options, **blocks,
+    )  # fmt: skip
+    return d_query, d_key, d_value
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer that is not read needs some tensor."""
+    return other if tensor is None else tensor
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
+def _options(
+    query: Tensor, key: Tensor, documents: Tensor | None, slopes: Tensor | None, *, causal: bool, reach: int | None
+) -> dict[str, Any]:
+    return {
+        "SHARED": query.shape[1] // key.shape[1],
+        "CAUSAL": causal,
+        "WINDOW": reach is not None,
+        "DOCUMENTS": documents is not None,
+        "ALIBI": slopes is not None,
+        "D": block_of(query.shape[-1]),
+        "WIDE": interpreting(),
+    }
+
+
+def _blocks(query: Tensor, kernel: Any) -> dict[str, int]:
+    """Queries and keys of a block: what the registers hold of a kernel's sums, for heads up to 64 and up to 128."""
+    small, wide = query.shape[-1] <= 64, query.dtype == torch.float32
+    m, n = {
+        _forward: (128, 64),
+        _backward_queries: (64, 64) if small else (64, 32),
+        _backward_keys: (64, 32) if small else (32, 64),
+    }[kernel]
+    if wide:
+        m = n = 32
+    return {"M": m, "N": n, "num_warps": 8}

@@ -1,0 +1,346 @@
+"""Attention in blocks: memory grows with the sequence length, not with its square, forward and backward.
+
+Queries are taken a block at a time, with the keys that the block may see; masks and biases exist for one block. The
+logarithm of each softmax's sum is kept, and backward computes the scores again from it (Rabe and Staats 2021, arXiv
+2112.05682; Dao et al. 2022, arXiv 2205.14135, algorithm 4). On the CPU torch's fused operator computes a block. Where
+there is none, with dropout and on other devices, keys are taken a block at a time too: a tile of scores is computed
+in fp32, and the results over the tiles of a row are merged by their logarithms, as those of other ranks' keys can be.
+
+Shape legend: b micro-batch, n heads, g key and value heads, q queries, k keys, d head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops.dispatch import runs_triton
+from megacore.ops.visibility import Visibility, distances
+
+BLOCK = 512
+"""Queries, and keys, of a block."""
+_ALIBI_BLOCK = 128  # queries of a block of the fused operator where each head has a bias of its own
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What decides the weights besides queries and keys.
+
+    Attributes:
+        view: who sees whom.
+        slopes: [n] fp32, of ALiBi; None: scores do not fall with distance.
+        dropout: probability on the weights.
+        seeds: [blocks of queries, blocks of keys] int64 on the CPU: of each tile's dropout mask; None without dropout.
+        block: queries, and keys, of a tile.
+    """
+
+    view: Visibility
+    slopes: Tensor | None = None
+    dropout: float = 0.0
+    seeds: Tensor | None = None
+    block: int = BLOCK
+
+    def bias(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
+        """What is added to scores, [1 or b, 1 or n, q, k] fp32: ALiBi's term, and -inf where a key is not seen; None:
+        nothing."""
+        seen = self.view.mask(queries, keys, device)
+        if self.slopes is None:
+            if seen is None:
+                return None
+            return torch.zeros(seen.shape, device=device).masked_fill_(~seen, -math.inf)
+        distance = distances(queries, keys, device).abs().float()
+        bias = -self.slopes.to(device)[:, None, None] * distance
+        return bias[None] if seen is None else bias.masked_fill(~seen, -math.inf)
+
+    def kept(self, queries: range, keys: range, like: Tensor) -> Tensor | None:
+        """What dropout leaves of a tile's weights: [b, n, q, k], 0 or 1 / (1 - p); None: everything."""
+        if self.seeds is None:
+            return None
+        seed = int(self.seeds[queries.start // self.block, keys.start // self.block])
+        drawn = torch.empty_like(like).bernoulli_(
+            1.0 - self.dropout, generator=torch.Generator(like.device).manual_seed(seed)
+        )
+        return drawn.mul_(1.0 / (1.0 - self.dropout))
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Attention of queries over some of the keys that they see: a softmax that is not divided by its sum yet.
+
+    What an operator returns that divides is one too: its result, the logarithm of its sum, and a sum of 1.
+
+    Attributes:
+        out: [b, n, q, d]: the sum of the values times exp(score - highest), over these keys.
+        highest: [b, n, q] fp32: what was taken from the scores; the lowest finite number where a query sees no key.
+        total: [b, n, q] fp32: the sum of exp(score - highest); 0 where it sees none.
+    """
+
+    out: Tensor
+    highest: Tensor
+    total: Tensor
+
+    def merged(self, other: Partial) -> Partial:
+        """Attention over both sets of keys."""
+        highest = torch.maximum(self.highest, other.highest)
+        mine, others = ((x.highest - highest).exp() for x in (self, other))
+        out = self.out * mine[..., None] + other.out * others[..., None]
+        return Partial(out, highest, self.total * mine + other.total * others)
+
+    def finished(self) -> tuple[Tensor, Tensor]:
+        """The softmax's mean of the values, 0 where a query sees no key; and the logarithm of its sum, -inf there."""
+        divisor = self.total.masked_fill(self.total == 0.0, 1.0)
+        return self.out / divisor[..., None], self.highest + self.total.log()
+
+
+def attend_tile(query: Tensor, key: Tensor, value: Tensor, queries: range, keys: range, scene: Scene) -> Partial:
+    """Attention of a block of queries over a block of keys, in fp32.
+
+    Args:
+        query: [b, n, q, d].
+        key: [b, g, k, d].
+        value: [b, g, k, d].
+        queries: positions of the queries in the sequence.
+        keys: positions of the keys.
+        scene: decides the weights.
+    """
+    scores = _scores(query, key, queries, keys, scene)
+    highest = scores.amax(-1).clamp_min_(torch.finfo(scores.dtype).min)
+    weights = scores.sub_(highest[..., None]).exp_()
+    total = weights.sum(-1)
+    if (kept := scene.kept(queries, keys, weights)) is not None:
+        weights *= kept
+    return Partial((_rows(weights, key) @ value.float()).view(query.shape), highest, total)
+
+
+def attend_tile_backward(
+    d_out: Tensor, delta: Tensor, logarithm: Tensor, operands: tuple[Tensor, Tensor, Tensor],
+    queries: range, keys: range, scene: Scene,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values of one tile, in fp32.
+
+    Args:
+        d_out: [b, n, q, d]: gradient of the result over all keys.
+        delta: [b, n, q] fp32: sum of d_out times the result over all keys.
+        logarithm: [b, n, q] fp32: of the sums over all keys.
+        operands: as for `attend_tile`.
+        queries: likewise.
+        keys: likewise.
+        scene: likewise.
+    """
+    query, key, value = operands
+    weights = _scores(query, key, queries, keys, scene).sub_(logarithm[..., None]).exp_()
+    d_out = _rows(d_out.float(), key)
+    d_weights = (d_out @ value.float().transpose(-1, -2)).view(weights.shape)
+    left = weights
+    if (kept := scene.kept(queries, keys, weights)) is not None:
+        left, d_weights = weights * kept, d_weights.mul_(kept)
+    d_value = _rows(left, key).transpose(-1, -2) @ d_out
+    d_scores = _rows(d_weights.sub_(delta[..., None]).mul_(weights), key)
+    scale = 1.0 / math.sqrt(query.shape[-1])
+    d_query = (d_scores @ key.float()).mul_(scale).view(query.shape)
+    d_key = (d_scores.transpose(-1, -2) @ _rows(query.float(), key)).mul_(scale)
+    return d_query, d_key, d_value
+
+
+def _scores(query: Tensor, key: Tensor, queries: range, keys: range, scene: Scene) -> Tensor:
+    """[b, n, q, k] fp32, -inf where a key is not seen."""
+    scaled = _rows(query.float() * (1.0 / math.sqrt(query.shape[-1])), key)
+    scores = (scaled @ key.float().transpose(-1, -2)).view(*query.shape[:-1], len(keys))
+    bias = scene.bias(queries, keys, query.device)
+    return scores if bias is None else scores.add_(bias)
+
+
+def _rows(x: Tensor, key: Tensor) -> Tensor:
+    """[b, n, q, ...] -> [b, g, n/g q, ...]: the queries that share a key are rows of one product."""
+    return x.reshape(x.shape[0], key.shape[1], -1, x.shape[-1])
+
+
+def _blocks(of: range, size: int) -> Iterator[range]:
+    """Cut at multiples of `size`."""
+    start = of.start
+    while start < of.stop:
+        stop = min(start - start % size + size, of.stop)
+        yield range(start, stop)
+        start = stop
+
+
+def _uses_kernel(query: Tensor, dropout: float) -> bool:
+    """Whether the Triton kernel runs, which draws no dropout, and holds a head's row in registers."""
+    if dropout > 0.0 or not runs_triton(query=query):
+        return False
+    from megacore.kernels import attention as kernel
+
+    return query.shape[-1] <= kernel.largest_head(query.dtype)
+
+
+def _uses_fused(query: Tensor, scene: Scene) -> bool:
+    return query.device.type == "cpu" and scene.dropout == 0.0
+
+
+def _block_size(query: Tensor, scene: Scene) -> int:
+    return min(scene.block, _ALIBI_BLOCK) if scene.slopes is not None and _uses_fused(query, scene) else scene.block
+
+
+def _part(x: Tensor, of: range, offset: int = 0) -> Tensor:
+    """Positions of [b, heads, s, d] or [b, heads, s]; x's first one is at `offset`."""
+    return x[:, :, of.start - offset : of.stop - offset]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scene: Scene, offset: int) -> tuple[Tensor, Tensor]:
+    """Over all keys: the result, and the logarithms of the sums; `offset` is the position of the first query."""
+    out, logarithm = _like_projection(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+    for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
+        keys = scene.view.keys(queries, key.shape[2])
+        block = _part(query, queries, offset)
+        if _uses_fused(query, scene):
+            bias = scene.bias(queries, keys, query.device)
+            found = _fused(block, _part(key, keys), _part(value, keys), attn_mask=bias)
+        else:
+            tiles = (
+                attend_tile(block, _part(key, tile), _part(value, tile), queries, tile, scene)
+                for tile in _blocks(keys, scene.block)
+            )
+            found = functools.reduce(Partial.merged, tiles).finished()
+        _part(out, queries, offset).copy_(found[0])
+        _part(logarithm, queries, offset).copy_(found[1])
+    return out, logarithm
+
+
+def _attend_backward(
+    d_out: Tensor, operands: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], scene: Scene, offset: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values; the other arguments as those and the result of `_attend`."""
+    query, key, value = operands
+    d_query = _like_projection(query)
+    d_key, d_value = (_like_projection(x, torch.float32).zero_() for x in (key, value))
+    for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
+        keys = scene.view.keys(queries, key.shape[2])
+        block, d_block, out, logarithm = (_part(x, queries, offset) for x in (query, d_out, *result))
+        if _uses_fused(query, scene):
+            # In fp32: the operator would round each block's part of the gradients of keys and values to 16 bits.
+            wide = [x.float() for x in (d_block, block, _part(key, keys), _part(value, keys), out)]
+            bias = scene.bias(queries, keys, query.device)
+            gradients = _fused_backward(*wide, logarithm, 0.0, False, attn_mask=bias)
+            _part(d_query, queries, offset).copy_(gradients[0])
+            _part(d_key, keys).add_(gradients[1])
+            _part(d_value, keys).add_(gradients[2])
+            continue
+        delta = (d_block.float() * out.float()).sum(-1)
+        summed = torch.zeros_like(block, dtype=torch.float32)
+        for tile in _blocks(keys, scene.block):
+            part = block, _part(key, tile), _part(value, tile)
+            gradients = attend_tile_backward(d_block, delta, logarithm, part, queries, tile, scene)
+            summed += gradients[0]
+            _part(d_key, tile).add_(gradients[1])
+            _part(d_value, tile).add_(gradients[2])
+        _part(d_query, queries, offset).copy_(summed)
+    return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
+
+
+def _like_projection(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised, of x's shape [b, heads, s, d], laid out as [b, s, heads, d]: as the projections around attention
+    read and write it."""
+    b, heads, s, d = x.shape
+    return x.new_empty((b, s, heads, d), dtype=dtype).transpose(1, 2)
+
+
+def _scene(
+    documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None, causal: bool, window: int | None,
+    dropout: float, block: int,
+) -> Scene:  # fmt: skip
+    view = Visibility(causal=causal, window=window, documents=documents)
+    return Scene(view=view, slopes=slopes, dropout=dropout, seeds=seeds, block=block)
+
+
+@torch.library.custom_op("megacore::block_attention", mutates_args=())
+def _block_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,
+    causal: bool, window: int | None, dropout: float, block: int, offset: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
+    if _uses_kernel(query, dropout):
+        from megacore.kernels import attention as kernel
+
+        documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
+        reach = scene.view.reach
+        return kernel.forward(query, key, value, documents, slopes, causal=causal, reach=reach, offset=offset)
+    return _attend(query, key, value, scene, offset)
+
+
+@_block_attention.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _like_projection(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("megacore::block_attention_backward", mutates_args=())
+def _block_attention_backward(
+    d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logarithm: Tensor,
+    documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,
+    causal: bool, window: int | None, dropout: float, block: int, offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
+    if _uses_kernel(query, dropout):
+        from megacore.kernels import attention as kernel
+
+        delta = (d_out.float() * out.float()).sum(-1).contiguous()
+        documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
+        masks: dict[str, Any] = {"causal": causal, "reach": scene.view.reach, "offset": offset}
+        d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+        return kernel.backward(d_out, query, key, value, logarithm, delta, documents, slopes, **masks)
+    return _attend_backward(d_out, (query, key, value), (out, logarithm), scene, offset)
+
+
+@_block_attention_backward.register_fake
+def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_projection(query), _like_projection(key), _like_projection(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.causal, ctx.window, ctx.dropout, ctx.block, ctx.offset = inputs
+    query, key, value, *scene = tensors
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(query, key, value, *output, *scene)
+
+
+def _differentiate(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    options = ctx.causal, ctx.window, ctx.dropout, ctx.block, ctx.offset
+    return *_block_attention_backward(d_out, *ctx.saved_tensors, *options), *(None,) * 8
+
+
+_block_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, view: Visibility,
+    slopes: Tensor | None = None, dropout: float = 0.0, block: int = BLOCK, offset: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of queries over the keys that they see, and the logarithms of its softmax's sums.
+
+    Args:
+        query: [b, n, q, d]; any strides, the last dimension contiguous.
+        key: [b, g, k, d], of the whole sequence.
+        value: like key.
+        view: who sees whom; its documents are those of the whole sequence.
+        slopes: [n] fp32, of ALiBi.
+        dropout: probability on the weights. A seed for each tile is drawn from the CPU's default generator.
+        block: queries, and keys, of a tile.
+        offset: position of the first query.
+
+    Returns:
+        [b, n, q, d], laid out as [b, q, n, d], and [b, n, q] fp32, which has no gradient.
+    """
+    seeds = None
+    if dropout:
+        tiles = -(-(offset + query.shape[2]) // block), -(-key.shape[2] // block)
+        seeds = torch.randint(2**63 - 1, tiles, device="cpu")
+    options = view.causal, view.window, dropout, block, offset
+    out, logarithm = _block_attention(query, key, value, view.documents, slopes, seeds, *options)
+    return out, logarithm

@@ -1,0 +1,140 @@
+"""Windows and packed documents by torch's flash kernel for sequences of different lengths (torch 2.11 and later).
+
+It takes the documents of all sequences one after the other, and a window; it writes neither scores nor masks, and
+computes nothing between documents. It knows neither dropout nor ALiBi, runs on CUDA in 16 bits only, and reads where
+documents begin from an int32 tensor whose length is their number: the host has to wait for the documents once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megacore.ops.visibility import Visibility
+
+
+def _of_torch() -> Callable[..., Any] | None:
+    try:
+        kernel: Callable[..., Any] = import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:  # torch before 2.10
+        return None
+    return kernel
+
+
+varlen_attn = _of_torch()
+_LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Where the runs of equal document numbers begin and end, all sequences one after the other.
+
+    Attributes:
+        bounds: [runs + 1] int32, on the device.
+        longest: length of the longest run.
+    """
+
+    bounds: Tensor
+    longest: int
+
+
+# None: some document is not one run. All layers of a microbatch ask with the same tensor.
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def can_attend(query: Tensor, *, alibi: bool, dropout: float) -> bool:
+    """Whether the kernel computes attention of such queries, whatever they see.
+
+    Args:
+        query: [b, n, s, d].
+        alibi: whether scores fall with distance.
+        dropout: probability on the weights.
+    """
+    return not alibi and dropout == 0.0 and fits(query.dtype, query.shape[-1]) and _runs_here(query)
+
+
+def fits(dtype: torch.dtype, head_size: int) -> bool:
+    """Whether numbers of this type in heads of this size are flash attention's."""
+    return dtype in (torch.float16, torch.bfloat16) and head_size <= _LARGEST_HEAD and head_size % 8 == 0
+
+
+def _runs_here(query: Tensor) -> bool:
+    """Whether torch has the kernel, with windows and shared key heads, and the device runs it."""
+    if varlen_attn is None or not query.is_cuda:
+        return False
+    options = inspect.signature(varlen_attn).parameters
+    return {"window_size", "enable_gqa"} <= options.keys() and _capability(query.device) >= (8, 0)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    found: tuple[int, int] = torch.get_device_module(device).get_device_capability(device)
+    return found
+
+
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, view: Visibility) -> Tensor | None:
+    """Attention within documents and windows; None where a document is not one run of positions, which the kernel
+    cannot know, or where documents would have to be read from tensors without numbers (fake tensors, torch.compile).
+
+    Args:
+        query: [b, n, s, d].
+        key: [b, g, s, d].
+        value: [b, g, s, d].
+        view: who sees whom.
+
+    Returns:
+        [b, n, s, d], laid out as [b, s, n, d].
+    """
+    b, n, s, _ = query.shape
+    runs = _runs_of(view.documents) if view.documents is not None else _whole_sequences(b, s, query.device)
+    if runs is None:
+        return None
+    reach = -1 if view.reach is None else view.reach - 1
+    assert varlen_attn is not None, "`can_attend` says so"
+    packed = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [b s, heads, d]
+    mixed: Tensor = varlen_attn(
+        *packed,
+        runs.bounds,
+        runs.bounds,
+        runs.longest,
+        runs.longest,
+        window_size=(reach, 0 if view.causal else reach),
+        enable_gqa=key.shape[1] != n,
+    )
+    return mixed.unflatten(0, (b, s)).transpose(1, 2)
+
+
+def _whole_sequences(count: int, length: int, device: torch.device) -> _Runs:
+    return _Runs(torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=device), length)
+
+
+def _runs_of(documents: Tensor) -> _Runs | None:
+    if torch.compiler.is_compiling() or type(torch.empty(0)) is not Tensor:
+        return None
+    if documents not in _known:
+        _known[documents] = _find_runs(documents)
+    found: _Runs | None = _known[documents]
+    return found
+
+
+def _find_runs(documents: Tensor) -> _Runs | None:
+    """Padding between documents is a run as well: its result means nothing."""
+    on_host = documents.cpu()
+    b, s = on_host.shape
+    begins = torch.ones(b, s, dtype=torch.bool)
+    begins[:, 1:] = on_host[:, 1:] != on_host[:, :-1]
+    firsts = on_host[begins]
+    of_sequence = torch.arange(b).repeat_interleave(begins.sum(1))
+    named = torch.stack([of_sequence, firsts.long()], 1)[firsts != 0]
+    if len(torch.unique(named, dim=0)) < len(named):
+        return None
+    bounds = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([b * s])])
+    longest = int(bounds.diff().max())
+    pinned = bounds.int().pin_memory() if documents.is_cuda else bounds.int()
+    return _Runs(pinned.to(documents.device, non_blocking=True), longest)

@@ -1,0 +1,99 @@
+"""Which keys a query sees: causality, a window, documents packed into one sequence.
+
+Positions are numbers in the whole sequence, whatever part of it the queries and keys at hand are. A block of queries
+asks for the keys that it may see, and then for the mask between the two, which is none where nothing is hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visibility:
+    """Who sees whom.
+
+    Attributes:
+        causal: no position sees a later one.
+        window: with causal, a position sees only its last `window` positions, itself included; otherwise those at most
+            window // 2 away on either side (as ModernBERT counts, arXiv 2412.13663).
+        documents: [b, s] of the whole sequence: a position sees only its document. 0 is padding, whose results mean
+            nothing: it sees itself and may see other padding, so that every query sees some key.
+    """
+
+    causal: bool
+    window: int | None = None
+    documents: Tensor | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """The distance from which a key is not seen; None: there is none."""
+        return self.window if self.causal or self.window is None else self.window // 2 + 1
+
+    def restricts(self, length: int) -> bool:
+        """Whether anything but causality hides keys of a sequence of this length."""
+        return self.documents is not None or (self.reach is not None and self.reach < length)
+
+    def keys(self, queries: range, length: int) -> range:
+        """The keys that a block of queries may see: it sees none outside, and each query sees itself.
+
+        Documents narrow the range on the CPU only: on a device the host would have to wait for their numbers.
+
+        Args:
+            queries: their positions.
+            length: of the sequence.
+        """
+        reach = length if self.reach is None else self.reach
+        first = max(queries.start - reach + 1, 0)
+        last = queries.stop if self.causal else min(queries.stop + reach - 1, length)
+        if self.documents is None or self.documents.device.type != "cpu":
+            return range(first, last)
+        ours, theirs = self.documents[:, queries.start : queries.stop], self.documents[:, first:last]
+        info = torch.iinfo(theirs.dtype)
+        lowest = ours.masked_fill(ours == 0, info.max).amin(1, keepdim=True)
+        highest = ours.masked_fill(ours == 0, info.min).amax(1, keepdim=True)
+        shared = ((theirs >= lowest) & (theirs <= highest) & (theirs != 0)).any(0).nonzero()
+        if not len(shared):  # only padding
+            return queries
+        return range(min(first + int(shared[0]), queries.start), max(first + int(shared[-1]) + 1, queries.stop))
+
+    def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
+        """What queries see of keys, [1 or b, 1, queries, keys] bool; None: each query sees each key.
+
+        Padding sees padding of the keys here.
+
+        Args:
+            queries: their positions.
+            keys: likewise.
+            device: where the mask is made.
+        """
+        seen = self._near(queries, keys, device)
+        if self.documents is None:
+            return seen
+        ours = self.documents[:, None, queries.start : queries.stop, None]
+        same = ours == self.documents[:, None, None, keys.start : keys.stop]
+        return same if seen is None else seen & same
+
+    def _near(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
+        """[1, 1, queries, keys]: which keys are nearer than `reach` and, if causal, not later."""
+        furthest = max(queries.stop - 1 - keys.start, keys.stop - 1 - queries.start)
+        if not (self.causal and keys.stop - 1 > queries.start) and (self.reach is None or furthest < self.reach):
+            return None
+        distance = distances(queries, keys, device)
+        seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
+        if self.reach is not None:
+            seen &= distance.abs() < self.reach
+        return seen.view(1, 1, len(queries), len(keys))
+
+
+def distances(queries: range, keys: range, device: torch.device) -> Tensor:
+    """[queries, keys] int64: how many positions before the query the key is."""
+    return positions(queries, device)[:, None] - positions(keys, device)
+
+
+def positions(of: range, device: torch.device) -> Tensor:
+    """[of] int64"""
+    return torch.arange(of.start, of.stop, device=device)

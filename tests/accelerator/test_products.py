@@ -1,0 +1,179 @@
+"""The matrix products of a step on the pretend accelerator: how many there are, what they write, and what is copied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacore.parallel.mesh import build_mesh
+from megacore.parallel.products import TORCH, Products, adds_in_fp32
+from megacore.train import parallelize as recipe
+from tests.accelerator.device import needs_pretend
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, make_config, make_trainer
+
+pytestmark = needs_pretend
+LLAMA: dict[str, Any] = {
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+    "ffn_hidden_size": 64,
+    "num_layers": 2,
+    "train_iters": 3,
+}
+MICROBATCHES = 4  # of a step of `make_config`
+
+
+@dataclass
+class Traced:
+    """What a step launched.
+
+    Attributes:
+        products: by name.
+        added: shapes of matrices that were added or copied into an fp32 buffer.
+        clones: how many tensors [b, s, h] were copied; attention and rotation in plain torch copy others.
+        written: bytes of the results of products.
+        figures: loss and gradient norm of every step.
+    """
+
+    products: Counter[str] = field(default_factory=Counter)
+    added: list[tuple[int, ...]] = field(default_factory=list)
+    clones: int = 0
+    written: int = 0
+    figures: list[float] = field(default_factory=list)
+
+
+class Trace(TorchDispatchMode):
+    def __init__(self, traced: Traced) -> None:
+        super().__init__()
+        self.traced = traced
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), str(func)
+        if name.startswith(("aten.mm", "aten.addmm")):
+            self.traced.products[name] += 1
+            self.traced.written += result.nbytes
+        elif name in ("aten.add_.Tensor", "aten.copy_.default") and args[0].dim() == 2:
+            if args[0].dtype == torch.float32 and args[1].dtype == torch.bfloat16:
+                self.traced.added.append(tuple(args[0].shape))
+        elif name == "aten.clone.default" and args[0].device.type == "pretend" and args[0].dim() == 3:
+            self.traced.clones += 1
+        return result
+
+
+def traced_steps(rank: int, world_size: int, layout: Layout, directory: str, direct: bool, changes: Any) -> Traced:
+    """Three steps, of which the second is traced."""
+    if not direct:
+        options = recipe._zero_options
+        recipe._zero_options = lambda *args: replace(options(*args), products_add=False)
+    config = make_config(layout, directory, device="pretend", **LLAMA | changes)
+    trainer, traced = make_trainer(config, build_mesh(config.parallel)), Traced()
+    for step in range(3):
+        if step == 1:
+            with Trace(traced):
+                result = trainer.train_step(next(trainer.batches))
+        else:
+            result = trainer.train_step(next(trainer.batches))
+        traced.figures += [float(result.loss), float(result.grad_norm)]
+    return traced
+
+
+BF16 = {"precision": "bf16", "micro_batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "forwards"),
+    [
+        ((1, 1, 1), {}, 1),
+        ((1, 1, 1), {"recompute": "full"}, 2),
+        ((1, 1, 2), {"zero_stage": 3, "micro_batch_size": 1}, 1),
+    ],
+    ids=str,
+)
+def test_gradients_of_weights_are_added_by_their_products(
+    layout: Layout, changes: Any, forwards: int, tmp_path: Any
+) -> None:
+    """A block has qkv, output, gate and up together, and down; then there is the head."""
+    ranks = layout[2]
+    direct, apart = (
+        run_distributed(
+            traced_steps, ranks, layout, str(tmp_path), flag, BF16 | changes, backend="pretend", init=ranks > 1
+        )[0]
+        for flag in (True, False)
+    )
+    linears = 2 * 4 + 1
+    assert direct.products["aten.addmm.dtype_out"] == MICROBATCHES * linears
+    assert direct.products.total() == MICROBATCHES * (2 * linears + 8 * forwards + 1)
+    embedding = (136, 32)
+    assert set(direct.added) <= {embedding}
+    assert len(apart.added) == MICROBATCHES * (2 * 5 + 2)  # gate and up have a gradient each; with the embedding
+    assert apart.products["aten.addmm.dtype_out"] == 0
+    assert direct.figures[::2] == pytest.approx(apart.figures[::2], rel=1e-4)
+    assert direct.figures[1::2] == pytest.approx(apart.figures[1::2], rel=1e-3)
+
+
+def errors(rank: int, world_size: int) -> tuple[float, float]:
+    """Of sums of eight gradients in bf16 against fp64: added by the product, and after it."""
+    device, random = torch.device("pretend", rank), torch.Generator().manual_seed(0)
+    assert adds_in_fp32(device, torch.bfloat16)
+    assert not adds_in_fp32(device, torch.float32)
+    assert not adds_in_fp32(torch.device("cpu"), torch.bfloat16)
+    exact = torch.zeros(24, 16, dtype=torch.float64)
+    sums = [torch.full((24, 16), torch.nan, device=device) for _ in range(2)]
+    for number in range(8):
+        grad, x = (torch.randn(64, n, generator=random).bfloat16() for n in (24, 16))
+        exact += grad.double().t() @ x.double()
+        for way, total in zip((TORCH, Products()), sums, strict=True):
+            way.add_weight_gradient(total, grad.to(device), x.to(device), has_terms=number > 0)
+    found = [float((total.cpu() - exact).abs().max()) for total in sums]
+    return found[0], found[1]
+
+
+def test_a_sum_of_products_is_not_rounded_to_16_bits() -> None:
+    ((direct, apart),) = run_distributed(errors, 1, backend="pretend", init=False)
+    assert direct < 1e-4
+    assert apart > 1e-2
+
+
+def sequence_parallel(rank: int, world_size: int, directory: str, device: str, changes: Any) -> Traced:
+    config = make_config((2, 1, 1), directory, device=device, **LLAMA | {"sequence_parallel": True} | changes)
+    trainer, traced = make_trainer(config, build_mesh(config.parallel)), Traced()
+    for _ in range(3):
+        with Trace(traced):
+            result = trainer.train_step(next(trainer.batches))
+        traced.figures += [float(result.loss), float(result.grad_norm)]
+    return traced
+
+
+@pytest.mark.parametrize("changes", [{}, {"schedule": "zero-bubble"}, {"recompute": "full"}], ids=str)
+def test_sequence_parallelism_copies_nothing_around_its_collectives(changes: Any, tmp_path: Any) -> None:
+    """At two samples a microbatch, where the pieces of the sequence are not in order."""
+    found = run_distributed(sequence_parallel, 2, str(tmp_path), "pretend", changes, backend="pretend")[0]
+    expected = run_distributed(sequence_parallel, 2, str(tmp_path), "cpu", changes)[0]
+    assert found.clones == 0
+    assert found.figures == pytest.approx(expected.figures, rel=1e-6)
+
+
+def in_parts_and_whole(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+    """Each product of sequence-parallel layers, of all samples at once and of one after the other."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(*shape, generator=random).to(torch.device("pretend", 0)) for shape in ((4, 32, 16), (24, 16))
+    )
+    parts = x.new_empty(4, 32, 24)
+    for y, sample in zip(parts, x, strict=True):
+        TORCH.write_output(y, sample, weight, None)
+    return [(parts.cpu(), TORCH.output(x, weight, None).cpu())]
+
+
+def test_samples_one_after_the_other_give_the_same_bits() -> None:
+    for found, expected in run_distributed(in_parts_and_whole, 1, backend="pretend", init=False)[0]:
+        assert torch.equal(found, expected)

@@ -1,0 +1,314 @@
+"""Attention in blocks against the loop over positions, against whole masks, and against itself on parts."""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacore import ops
+from megacore.ops import block_attention
+from megacore.ops.block_attention import Partial, Scene, attend_tile
+from megacore.ops.visibility import Visibility
+from tests.kernels.test_attention import CASES, DOCUMENTS, B, D, S, brute_force, drawn
+
+WAYS = ["fused", "tiles"]
+attention = import_module("megacore.ops.attention")  # the package exports the function of this name
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a block is computed: by torch's fused operator, or as on devices that have none."""
+    if request.param == "tiles":
+        monkeypatch.setattr(block_attention, "_uses_fused", lambda query, scene: False)
+    return str(request.param)
+
+
+def view_of(options: dict[str, Any]) -> Visibility:
+    return Visibility(**options)
+
+
+def exact_attention(tensors: list[Tensor], seen: Tensor, slopes: Tensor | None, left: Tensor | None) -> Tensor:
+    """With all weights, in fp64: [b, n, s, d]."""
+    query, key, value = tensors
+    times = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    positions = torch.arange(query.shape[2])
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * (positions[:, None] - positions).abs()
+    weights = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
+    return (weights if left is None else weights * left) @ value
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_the_loop(case: str, groups: int, alibi: bool) -> None:
+    ours = [x.detach().requires_grad_() for x in drawn(groups)]
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    slopes, documents = ops.alibi_slopes(4) if alibi else None, CASES[case].get("documents")
+    of_heads = None if slopes is None else torch.tensor(slopes)
+    found, _ = block_attention.block_attention(*ours, view=view_of(CASES[case]), slopes=of_heads, block=3)
+    assert found.transpose(1, 2).stride() == torch.empty(B, S, 4, D).stride()
+    if documents is not None:
+        found = found.masked_fill((documents == 0).view(B, 1, S, 1), 0.0)
+    expected = brute_force(*exact, **CASES[case], slopes=slopes)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(6))
+    gradients = torch.autograd.grad((found * weights).sum(), ours)
+    wanted = torch.autograd.grad((expected * weights).sum(), exact, allow_unused=True)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        want = torch.zeros_like(gradient).double() if want is None else want
+        torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["causal", "documents both ways, window", "three on either side"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_dropout_is_the_masks_of_the_tiles(groups: int, case: str) -> None:
+    """Of the weights after the softmax; the same masks forward and backward, and again with the same seed."""
+    ours = [x.detach().requires_grad_() for x in drawn(groups)]
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    view, block, p = view_of(CASES[case]), 4, 0.3
+    torch.manual_seed(7)
+    found, _ = block_attention.block_attention(*ours, view=view, dropout=p, block=block)
+    torch.manual_seed(7)
+    again, _ = block_attention.block_attention(*ours, view=view, dropout=p, block=block)
+    assert torch.equal(found, again)
+    torch.manual_seed(7)
+    scene = Scene(view=view, dropout=p, seeds=torch.randint(2**63 - 1, (3, 3)), block=block)
+    left = torch.zeros(B, 4, S, S)
+    for queries in block_attention._blocks(range(S), block):
+        for keys in block_attention._blocks(view.keys(queries, S), block):
+            part = left[:, :, queries.start : queries.stop, keys.start : keys.stop]
+            kept = scene.kept(queries, keys, part)
+            assert kept is not None
+            part.copy_(kept)
+    assert 0.1 < (left == 0).float().mean() < 0.9
+    seen = view.mask(range(S), range(S), torch.device("cpu"))
+    assert seen is not None
+    expected = exact_attention(exact, seen, None, left.double())
+    real = torch.ones(B, 1, S, 1) if view.documents is None else (view.documents != 0).view(B, 1, S, 1)
+    torch.testing.assert_close(found.double() * real, expected * real, rtol=1e-5, atol=2e-6)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(6)) * real
+    gradients = torch.autograd.grad((found * weights).sum(), ours)
+    wanted = torch.autograd.grad((expected * weights).sum(), exact)
+    for gradient, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_drops_as_often_as_it_says_and_elsewhere_in_every_tile() -> None:
+    scene = Scene(view=Visibility(causal=False), dropout=0.25, seeds=torch.randint(2**63 - 1, (2, 2)), block=256)
+    tiles = [
+        scene.kept(range(i, i + 256), range(j, j + 256), torch.empty(1, 2, 256, 256))
+        for i in (0, 256)
+        for j in (0, 256)
+    ]
+    for number, tile in enumerate(tiles):
+        assert tile is not None
+        # Of 131,072 draws the share strays by 0.0012.
+        assert float((tile == 0).float().mean()) == pytest.approx(0.25, abs=0.006)
+        assert set(tile.unique().tolist()) == {0.0, float(torch.tensor(1.0 / 0.75))}
+        assert not any(torch.equal(tile, other) for other in tiles[:number] if other is not None)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("case", CASES)
+def test_queries_know_where_they_are(case: str) -> None:
+    """What a rank computes that holds some of the queries and sees all keys."""
+    query, key, value = drawn(2)
+    view, slopes = view_of(CASES[case]), torch.tensor(ops.alibi_slopes(4))
+    whole, logarithms = block_attention.block_attention(query, key, value, view=view, slopes=slopes, block=4)
+    for start, stop in ((0, 5), (5, 7), (7, S)):
+        part, sums = block_attention.block_attention(
+            query[:, :, start:stop], key, value, view=view, slopes=slopes, block=4, offset=start
+        )
+        real = torch.ones(B, stop - start) if view.documents is None else view.documents[:, start:stop] != 0
+        for found, expected in ((part, whole), (sums, logarithms)):
+            torch.testing.assert_close(
+                found.transpose(1, 2)[real != 0],
+                expected[:, :, start:stop].transpose(1, 2)[real != 0],
+                rtol=1e-5,
+                atol=2e-6,
+            )
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize("case", ["causal", "last four", "three on either side", "documents, window"])
+def test_partial_results_merge_in_any_order(case: str, order: tuple[int, ...]) -> None:
+    """Also where a query sees nothing of a part."""
+    query, key, value = drawn(2)
+    scene, parts = Scene(view=view_of(CASES[case])), [range(0, 4), range(4, 9), range(9, S)]
+    found: Partial | None = None
+    for number in order:
+        keys = parts[number]
+        tile = key[:, :, keys.start : keys.stop], value[:, :, keys.start : keys.stop]
+        part = attend_tile(query, *tile, range(S), keys, scene)
+        found = part if found is None else found.merged(part)
+    whole = attend_tile(query, key, value, range(S), range(S), scene)
+    assert found is not None
+    for one, other in zip(found.finished(), whole.finished(), strict=True):
+        assert torch.isfinite(one).all()
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+def test_what_a_dividing_operator_returns_merges_as_well() -> None:
+    query, key, value = drawn(4)
+    scene, merged = Scene(view=Visibility(causal=False)), None
+    for keys in (range(0, 4), range(4, S)):
+        tile = key[:, :, keys.start : keys.stop], value[:, :, keys.start : keys.stop]
+        out, logarithm = attend_tile(query, *tile, range(S), keys, scene).finished()
+        part = Partial(out, logarithm, torch.ones_like(logarithm))
+        merged = part if merged is None else merged.merged(part)
+    assert merged is not None
+    out, logarithm = merged.finished()
+    expected = brute_force(*(x.double() for x in (query, key, value)), causal=False)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-6)
+    scores = query.double() @ key.double().transpose(-1, -2) / math.sqrt(D)
+    torch.testing.assert_close(logarithm.double(), scores.logsumexp(-1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 4, 20])
+@pytest.mark.parametrize("case", CASES)
+def test_no_key_is_seen_outside_the_range(case: str, block: int) -> None:
+    """And each end of the range is seen, but for documents of several sequences, whose ranges are united."""
+    view = view_of(CASES[case])
+    seen = view.mask(range(S), range(S), torch.device("cpu"))
+    assert seen is not None or case in ("both ways", "a window beyond the sequence")
+    seen = torch.ones(1, 1, S, S, dtype=torch.bool) if seen is None else seen.clone()
+    if view.documents is not None:
+        seen &= (view.documents != 0)[:, None, None]
+        seen |= torch.eye(S, dtype=torch.bool)
+    for queries in block_attention._blocks(range(S), block):
+        keys = view.keys(queries, S)
+        columns = seen[:, :, queries.start : queries.stop].flatten(0, 2).any(0).nonzero().flatten()
+        assert (keys.start, keys.stop) == (int(columns[0]), int(columns[-1]) + 1)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("case", ["documents", "last four", "documents both ways, window"])
+def test_what_is_not_seen_changes_no_bit(case: str) -> None:
+    view, middle = view_of(CASES[case]), 5
+    seen = view.mask(range(S), range(S), torch.device("cpu"))
+    assert seen is not None
+    before, after = drawn(2), drawn(2)
+    for sequence in range(B):
+        hidden = ~seen.expand(B, 1, S, S)[sequence, 0, middle]
+        for x in after[1:]:
+            x[sequence].transpose(0, 1)[hidden] = 1e4
+    rows = [
+        block_attention.block_attention(*tensors, view=view, block=4)[0][:, :, middle] for tensors in (before, after)
+    ]
+    assert torch.equal(*rows)
+
+
+LONG: dict[str, dict[str, Any]] = {
+    "window": {"causal": True, "window": 300},
+    "documents": {"causal": True, "documents": torch.arange(1100).expand(1, -1) // 170 + 1},
+    "padding, both ways": {"causal": False, "documents": (torch.arange(1100) < 900).long().expand(1, -1)},
+    "alibi": {"causal": True, "alibi": True},
+    "alibi, both ways": {"causal": False, "alibi": True},
+}
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", LONG)
+def test_long_sequences_lose_nothing_against_whole_masks(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1100 positions, of which blocks are 512: the error against fp64 is that of whole masks, outputs and gradients."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randn(1, heads, 1100, 16, generator=generator).to(dtype) for heads in (4, 2, 2)]
+    outer = torch.randn(1, 4, 1100, 16, generator=generator).to(dtype)
+    options = dict(LONG[case])
+    slopes = torch.tensor(ops.alibi_slopes(4)) if options.pop("alibi", False) else None
+
+    def results(whole: int) -> list[Tensor]:
+        monkeypatch.setattr(attention, "WHOLE", whole)
+        leaves = [x.detach().requires_grad_() for x in drawn]
+        out = ops.attention(*leaves, **options, alibi=None if slopes is None else ops.Alibi(slopes))
+        return [out.detach(), *torch.autograd.grad(out, leaves, outer)]
+
+    exact = [x.double().requires_grad_() for x in drawn]
+    view = Visibility(**options)
+    seen = view.mask(range(1100), range(1100), torch.device("cpu"))
+    seen = torch.ones(1, 1, 1100, 1100, dtype=torch.bool) if seen is None else seen
+    expected = exact_attention(exact, seen, slopes, None)
+    if view.documents is not None:
+        expected = expected * (view.documents != 0).view(1, 1, -1, 1)
+    wanted = [expected.detach(), *torch.autograd.grad(expected, exact, outer.double())]
+    for blocks, whole, want in zip(results(1024), results(2048), wanted, strict=True):
+        errors = [float((x.double() - want).abs().max() / want.abs().max()) for x in (blocks, whole)]
+        assert errors[0] <= max(1.5 * errors[1], 1e-6), errors
+
+
+def test_short_sequences_are_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What up to 1024 positions give does not depend on blocks."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(attention, "block_attention", refuse)
+    query, key, value = torch.randn(3, 1, 2, 1025, 8)
+    short = [x[:, :, :1024] for x in (query, key, value)]
+    ops.attention(*short, causal=True, window=5, dropout=0.1)
+    ops.attention(query, key, value, causal=True, window=1025)  # hides nothing
+    ops.attention(query, key, value, causal=True, window=5, implementation="fused-softmax")
+    with pytest.raises(AssertionError):
+        ops.attention(query, key, value, causal=True, window=5)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operator(*args, **(kwargs or {}))
+        for x in made if isinstance(made, (list, tuple)) else [made]:
+            if isinstance(x, Tensor):
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("case", ["window", "documents", "alibi"])
+def test_on_the_cpu_no_tensor_is_larger_than_a_block_of_queries_times_the_sequence(case: str) -> None:
+    s, n, d = 8192, 2, 8
+    query, key, value, d_out = torch.randn(4, 1, n, s, d)
+    view = Visibility(
+        causal=True,
+        window=1000 if case == "window" else None,
+        documents=torch.arange(s).expand(1, -1) // 1500 + 1 if case == "documents" else None,
+    )
+    slopes = torch.tensor(ops.alibi_slopes(n)) if case == "alibi" else None
+    scene = Scene(view=view, slopes=slopes)
+    with Largest() as largest:
+        result = block_attention._attend(query, key, value, scene, 0)
+        block_attention._attend_backward(d_out, (query, key, value), result, scene, 0)
+    bound = {"window": 8 * 512 * 1512, "documents": 8 * 512 * (1500 + 512), "alibi": 8 * n * 128 * s}[case]
+    assert largest.bytes <= bound < 4 * n * s * s // 16
+
+
+@pytest.mark.parametrize("case", ["documents, window", "causal"])
+def test_the_operator_keeps_torchs_rules(case: str) -> None:
+    """Fake tensors, gradients, no aliases: what torch.compile relies on."""
+    view = view_of(CASES[case])
+    slopes = torch.tensor(ops.alibi_slopes(4))
+    tensors = [x.requires_grad_() for x in drawn(2)]
+    rest = (view.documents, slopes, None, view.causal, view.window, 0.0, 4, 0)
+    torch.library.opcheck(torch.ops.megacore.block_attention.default, (*tensors, *rest))
+
+
+def test_padding_alone_is_no_error() -> None:
+    view = Visibility(causal=True, documents=torch.zeros_like(DOCUMENTS))
+    found, _ = block_attention.block_attention(*drawn(4), view=view, block=4)
+    assert torch.isfinite(found).all()

@@ -1,0 +1,159 @@
+"""The optimizer's step in one pass against the step of before, operator by operator, in every layout and precision.
+
+The decision is made when a model is built, and Triton is chosen for that alone: the operators then run in plain torch,
+the flat update too (tests/kernels compares it with its kernel).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore import ops
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
+from megacore.train.trainer import Trainer
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, Outcome, make_config, make_trainer, outcome_of
+
+Options = dict[str, Any]
+STEPS = 4
+# Of each layout, what is tried one after the other.
+CASES: list[tuple[Layout, list[Options]]] = [
+    (
+        (1, 1, 1),
+        [
+            {},
+            {"precision": "bf16"},
+            {"precision": "bf16", "grad_reduce_dtype": "bf16"},
+            {"precision": "fp16", "clip_grad": 0.0},
+            {"weight_decay": 0.0, "micro_batch_size": 8},
+            {"reproducible": True, "precision": "bf16"},
+        ],
+    ),
+    ((2, 1, 1), [{"sequence_parallel": True}]),
+    ((1, 2, 1), [{"schedule": "zero-bubble", "precision": "bf16"}]),
+    (
+        (1, 1, 2),
+        [
+            *({"zero_stage": stage} for stage in range(4)),
+            *({"zero_stage": stage, "precision": "bf16"} for stage in range(4)),
+            {"zero_stage": 1, "precision": "fp16"},
+            {"zero_stage": 1, "overlap_param_gather": False, "reproducible": True},
+            {"zero_stage": 2, "precision": "bf16", "grad_reduce_dtype": "bf16"},
+        ],
+    ),
+]
+
+
+def trainer_of(layout: Layout, output_dir: str, mesh: Mesh | None, one_pass: bool, options: Options) -> Trainer:
+    # A larger epsilon: the gradient of a key's bias is nothing but rounding, which it would turn into steps.
+    config = make_config(layout, output_dir, num_layers=layout[1] + 1, train_iters=STEPS, adam_eps=1e-5, **options)
+    mesh = mesh or build_mesh(config.parallel)
+    with ops.kernels_chosen("triton" if one_pass else "torch"):
+        trainer = make_trainer(config, mesh)
+    assert trainer.model.data_parallel.options.one_pass is one_pass
+    return trainer
+
+
+def outcomes(rank: int, world_size: int, layout: Layout, output_dir: str, variants: list[Options]) -> None:
+    mesh: Mesh | None = None
+    for number, options in enumerate(variants):
+        if options.get("reproducible"):
+            compute_reproducibly()
+        runs: list[Outcome] = []
+        for one_pass in (False, True):
+            trainer = trainer_of(layout, f"{output_dir}/{number}-{one_pass}", mesh, one_pass, options)
+            mesh = trainer.mesh
+            runs.append(outcome_of(trainer))
+        plain, found = runs
+        assert found.initial.keys() == plain.initial.keys()
+        assert found.losses[0] == plain.losses[0], options
+        assert found.norms[0] == pytest.approx(plain.norms[0], rel=1e-6), options
+        # A weight of 16 bits may be rounded the other way.
+        exact = options.get("precision", "fp32") == "fp32"
+        assert found.losses == pytest.approx(plain.losses, rel=1e-6 if exact else 1e-3), options
+        for name, expected in plain.final.items():
+            moved = (expected - plain.initial[name]).abs().max()
+            assert moved > 0
+            error = (found.final[name] - expected).abs().max()
+            assert error <= (1e-4 if exact else 5e-2) * moved, (options, name)
+        for kind in ("exp_avg", "exp_avg_sq") if exact else ():
+            for name, expected in plain.moments[kind].items():
+                error = (found.moments[kind][name] - expected).abs().max()
+                assert error <= 1e-4 * expected.abs().max() + 1e-12, (options, kind, name)
+
+
+@pytest.mark.parametrize(("layout", "variants"), CASES, ids=[str(layout) for layout, _ in CASES])
+def test_one_pass_is_the_step_of_before(tmp_path: Path, layout: Layout, variants: list[Options]) -> None:
+    run_distributed(outcomes, math.prod(layout), layout, str(tmp_path), variants, timeout=120)
+
+
+def state_of(trainer: Trainer) -> list[torch.Tensor]:
+    """Copies of all that an update may change: master weights, moments, and the weights that layers compute with."""
+    optimizer, data_parallel = trainer.update.optimizer, trainer.model.data_parallel
+    data_parallel.ready()
+    tensors: list[torch.Tensor] = [run.master for run in optimizer.runs]
+    tensors += [optimizer.tensor(run, kind) for run in optimizer.runs for kind in optimizer.kinds]
+    tensors += [b._full if b.options.stage < 3 else b._shard_params for b in data_parallel.buckets]
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def skipping(rank: int, world_size: int, output_dir: str, zero_stage: int) -> None:
+    """Steps 1 and 3 overflow; the second goes on as if the first had not been."""
+    options = {"precision": "fp16", "initial_loss_scale": 1024.0, "hysteresis": 8, "zero_stage": zero_stage}
+    mesh: Mesh | None = None
+    losses: list[list[float]] = []
+    for one_pass in (False, True):
+        trainer = trainer_of((1, 1, world_size), f"{output_dir}/{one_pass}", mesh, one_pass, options)
+        mesh = trainer.mesh
+        losses.append([])
+        for step in range(STEPS):
+            trainer.update.scaler.scale = 2.0**120 if step in (0, 2) else 1024.0
+            before = state_of(trainer)
+            result = trainer.train_step(next(trainer.batches))
+            losses[-1].append(float(result.loss))
+            same = all(torch.equal(old, new) for old, new in zip(before, state_of(trainer), strict=True))
+            assert same == (step in (0, 2))
+        assert (trainer.update.skipped_steps, trainer.update.updates) == (2, 2)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_step_that_the_device_skips_changes_nothing(tmp_path: Path, zero_stage: int) -> None:
+    run_distributed(skipping, 2, str(tmp_path), zero_stage)
+
+
+def resuming(rank: int, world_size: int, output_dir: str) -> None:
+    """A run that is saved after two steps and resumed, each with and without one pass, ends as one that is not."""
+    mesh: Mesh | None = None
+    options = {"zero_stage": 1}
+
+    def run(name: str, one_pass: bool, steps: int, load: str | None = None) -> list[torch.Tensor]:
+        nonlocal mesh
+        given = {**options, "load": load}
+        trainer = trainer_of((1, 1, world_size), f"{output_dir}/{name}", mesh, one_pass, given)
+        mesh = trainer.mesh
+        for _ in range(steps):
+            trainer.train_step(next(trainer.batches))
+        if load is None:
+            trainer.save()
+        return state_of(trainer)
+
+    straight = run("straight", True, STEPS)
+    run("two", True, 2)
+    resumed = run("resumed", True, 2, load=f"{output_dir}/two")
+    assert all(torch.equal(one, other) for one, other in zip(straight, resumed, strict=True))
+    run("two plain", False, 2)
+    for changed in (run("to plain", False, 2, f"{output_dir}/two"), run("to one", True, 2, f"{output_dir}/two plain")):
+        weights = [(one, other) for one, other in zip(straight, changed, strict=False) if one.shape == other.shape]
+        assert weights
+        for one, other in weights:
+            torch.testing.assert_close(one.float(), other.float(), rtol=1e-5, atol=2e-6)
+
+
+def test_a_run_may_be_resumed_with_another_step(tmp_path: Path) -> None:
+    run_distributed(resuming, 2, str(tmp_path))
