@@ -49,7 +49,9 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
     """tools/plan.py; the exit status is 0 done, 2 refused."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = _parser("plan.py", "plan.py pretrain_gpt.py --cluster NAME [flags of pretrain_gpt.py]")
-    parser.add_argument("entry", nargs="?", metavar="ENTRY", help=f"entry point whose run is planned: {one_of(ENTRIES)}")
+    parser.add_argument(
+        "entry", nargs="?", metavar="ENTRY", help=f"entry point whose run is planned: {one_of(ENTRIES)}"
+    )
     parser.add_argument("--calibrate", type=Path, metavar="DIR", help="fit a cluster file to the run in this directory")
     return run_tool(parser, given, _plan)
 
@@ -74,7 +76,13 @@ def _parser(prog: str, usage: str) -> _Parser:
     add("--cluster", metavar="NAME", help=f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
     add("--world-size", type=positive, metavar="N", help="number of ranks. Default: --tp x --pp x --dp")
     add("--tokens", type=_tokens, metavar="N", help="tokens of the whole training, as in 300e9: prints days and price")
-    add("--goodput", type=_share, default=0.9, metavar="SHARE", help="share of the time that makes progress. Default: 0.9")
+    add(
+        "--goodput",
+        type=_share,
+        default=0.9,
+        metavar="SHARE",
+        help="share of the time that makes progress. Default: 0.9",
+    )
     add("--price-per-hour", type=_price, metavar="USD", help="price of a device and hour. Default: the cluster's")
     add("--json", action="store_true", help="print all figures as JSON")
     add("--timeline", type=Path, metavar="FILE", help="draw the predicted time line of the pipeline (.svg or .png)")
@@ -83,7 +91,12 @@ def _parser(prog: str, usage: str) -> _Parser:
     add("--top", type=positive, default=10, metavar="N", help="layouts that --search prints. Default: 10")
     add("--picture", type=Path, metavar="FILE", help="draw the time and memory of what --search found (.svg or .png)")
     for name in ("tp", "pp", "dp", "micro-batch-size", "zero-stage", "virtual-stages"):
-        add(f"--max-{name}", type=positive if name != "zero-stage" else _stage, metavar="N", help=f"--search: largest --{name}")
+        add(
+            f"--max-{name}",
+            type=positive if name != "zero-stage" else _stage,
+            metavar="N",
+            help=f"--search: largest --{name}",
+        )
         if name in ("tp", "pp", "dp"):
             add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
     add("--max-memory-gb", type=_price, metavar="GB", help="--search: most memory of a device. Default: the cluster's")

@@ -63,10 +63,14 @@ def calibrate(directory: Path, base: Cluster) -> Calibration:
     if base.peak(config.precision.precision) is None:
         raise ConfigError([f"--cluster {base.name} has no peak for --precision {config.precision.precision}"])
     trace = directory / "trace.json"
-    report = [f"measured step: {seconds:.4g} s; predicted for {base.name}: {before:.4g} s ({before / seconds - 1:+.0%})"]
+    report = [
+        f"measured step: {seconds:.4g} s; predicted for {base.name}: {before:.4g} s ({before / seconds - 1:+.0%})"
+    ]
     if not trace.exists() or config.parallel.pp == 1:
         factor, cluster = _fitted(base, _with_speed, step, seconds)
-        report.append(f"speed of a device: x {factor:.3g}, from the steps (a run with --pp 2 or more and --trace tells more)")
+        report.append(
+            f"speed of a device: x {factor:.3g}, from the steps (a run with --pp 2 or more and --trace tells more)"
+        )
     else:
         measured = _sum(read_trace(trace).costs) / 1e3
         factor, cluster = _fitted(base, _with_speed, computed, measured)
@@ -171,6 +175,8 @@ def _step_seconds(path: Path, problems: list[str]) -> float | None:
         if isinstance(value, (int, float)) and value > 0:
             times.append(float(value))
     if not times:
-        problems.append(f"--calibrate {path.parent}: {path.name} has no perf/step_time_s: give a run of 4 steps or more")
+        problems.append(
+            f"--calibrate {path.parent}: {path.name} has no perf/step_time_s: give a run of 4 steps or more"
+        )
         return None
     return statistics.median(times[len(times) // 2 :])

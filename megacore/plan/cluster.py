@@ -225,7 +225,7 @@ def _number(
     if name not in table:
         if base is not None:
             return fields_of(base)[name]
-        problems.append(f"{path}: {name} is missing ({_NUMBERS[name]}): give it, or based_on = \"a100-80g\"")
+        problems.append(f'{path}: {name} is missing ({_NUMBERS[name]}): give it, or based_on = "a100-80g"')
         return None
     value = table[name]
     low = 0 if name in _ZERO_ALLOWED else 1 if name in ("gpus_per_node", "nics_per_node") else None
@@ -238,9 +238,7 @@ def _number(
     return float(value)
 
 
-def _peaks(
-    table: Mapping[str, Any], path: Path, problems: list[str], base: Cluster | None
-) -> dict[Format, float]:
+def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Cluster | None) -> dict[Format, float]:
     given = table.get("peak_tflops", {})
     peaks = dict(base.peaks) if base else {}
     if not isinstance(given, dict) or (not given and not peaks):

@@ -149,7 +149,9 @@ def frontier_picture(found: Found) -> Drawing:
 
     for layout in shown:
         x, y = x_of(layout.memory_bytes), y_of(layout.seconds)
-        marks.append(Box(x=x - 2, y=y - 2, width=4, height=4, fill=_DOT, note=f"{layout.seconds:.4g} s: {layout.flags}"))
+        marks.append(
+            Box(x=x - 2, y=y - 2, width=4, height=4, fill=_DOT, note=f"{layout.seconds:.4g} s: {layout.flags}")
+        )
     marked = [layout for layout in frontier if layout.seconds <= 4 * fastest]
     for one, other in zip(marked, marked[1:], strict=False):
         ends = [(x_of(layout.memory_bytes), y_of(layout.seconds)) for layout in (one, other)]

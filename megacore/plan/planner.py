@@ -7,18 +7,16 @@ are counted, `formula` ones follow from the configuration, `fitted` ones use con
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from megacore.config import ResolvedConfig
-from megacore.config.dimensions import ranks_of_role
 from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.flops import Attention, block_flops, flops_per_sequence
-from megacore.plan.memory import GIB, RankMemory, num_microbatches, plan_memory, whole_parameters
+from megacore.plan.memory import GIB, RankMemory, plan_memory, whole_parameters
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
 from megacore.plan.step_time import MEGACORE, Software, StepTime, step_time
@@ -29,7 +27,8 @@ Origin = Literal["exact", "formula", "fitted", "assumed"]
 CASES: tuple[Case, ...] = ("slow", "expected", "fast")
 # From the driver's and the allocator's share; a planned device is full below its capacity.
 _USABLE = 0.97
-_SMALL_HIDDEN = 2048
+# Below these widths, of a model and of a rank's share, launches take as long as operators.
+_SMALL_HIDDEN, _NARROW = 2048, 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,8 @@ class Plan:
     @property
     def is_small(self) -> bool:
         """Whether launches may take as long as operators do, so that the time is of low confidence."""
-        return not self.cluster.on_cpu and self.config.model.hidden_size / self.config.parallel.tp < _SMALL_HIDDEN / 4
+        hidden = self.config.model.hidden_size
+        return not self.cluster.on_cpu and (hidden < _SMALL_HIDDEN or hidden / self.config.parallel.tp < _NARROW)
 
     def timed(self, value: float, unit: str, *, of: str = "seconds") -> Figure:
         """A figure in proportion to the step's time (`seconds`), or inversely (`rate`)."""
@@ -114,9 +114,7 @@ class Plan:
     def part(self, name: str, unit: str = "s") -> Figure:
         """One of the parts of a step's time."""
         values = [float(getattr(self.times[case], name)) for case in CASES]
-        return Figure(
-            value=values[1], unit=unit, origin=self.timed_origin, low=min(values), high=max(values)
-        )
+        return Figure(value=values[1], unit=unit, origin=self.timed_origin, low=min(values), high=max(values))
 
     @property
     def tokens_per_second(self) -> float:
@@ -252,18 +250,3 @@ def _key(rank: RankMemory) -> tuple[object, ...]:
 def gib(size: float) -> float:
     """Bytes in GiB."""
     return size / GIB
-
-
-def replicas_of(config: ResolvedConfig) -> int:
-    """Ranks that hold the same parameters."""
-    return ranks_of_role("replicas", config.parallel)
-
-
-def microbatches_of(config: ResolvedConfig) -> int:
-    """Per replica and step."""
-    return num_microbatches(config)
-
-
-def is_finite(plan: Plan) -> bool:
-    """Whether the step's time is a number."""
-    return math.isfinite(plan.time.seconds)

@@ -129,7 +129,9 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
             outlines[tp] = outline(candidate)
         layers = outlines[tp]
         # Its weights, gradients and optimizer state, if all ranks held as many parameters.
-        state = sum(state_bytes(whole_parameters(candidate, layers) // (tp * candidate.parallel.pp), candidate).values())
+        state = sum(
+            state_bytes(whole_parameters(candidate, layers) // (tp * candidate.parallel.pp), candidate).values()
+        )
         if state > capacity and not candidate.parallel.offload_optimizer:
             least = state if least is None else min(least, state)
             continue
@@ -203,9 +205,7 @@ def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constrain
                 yield from _variants(config, constraints, {"tp": tp, "pp": pp, "dp": dp})
 
 
-def _variants(
-    config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, int]
-) -> Iterator[ResolvedConfig]:
+def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, int]) -> Iterator[ResolvedConfig]:
     parallel, training = config.parallel, config.training
     per_replica = training.global_batch_size // degrees["dp"]
     sizes = [b for b in _MICRO_BATCHES if per_replica % b == 0 and constraints.allow("micro_batch_size", b)]
@@ -224,9 +224,7 @@ def _variants(
         yield dataclasses.replace(
             config,
             parallel=dataclasses.replace(parallel, **values),
-            training=dataclasses.replace(
-                training, micro_batch_size=size, recompute=kind, recompute_num_layers=None
-            ),
+            training=dataclasses.replace(training, micro_batch_size=size, recompute=kind, recompute_num_layers=None),
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
@@ -107,7 +107,7 @@ class Software:
         copies_logits: whether the loss makes an fp32 copy of all logits.
     """
 
-    tensor_overlap: Range = Range(0.0, 0.5, 0.8)
+    tensor_overlap: Range = field(default=Range(0.0, 0.5, 0.8))
     overlaps_forward: bool = False
     fused_accumulation: bool = False
     waits_for_messages: bool = False
@@ -469,7 +469,7 @@ def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
     if parallel.pp == 1:
         return m * sum(per_microbatch)
     p = parallel.pp
-    if parallel.schedule_csv is not None or parallel.schedule == "gpipe" and m <= 64 or m <= 3 * p:
+    if parallel.schedule_csv is not None or (parallel.schedule == "gpipe" and m <= 64) or m <= 3 * p:
         return timeline(config, costs, m).end
     first = 2 * p + m % p
     ends = [timeline(config, costs, count).end for count in (first, first + p)]

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import stage_ranges
-from megacore.plan.activations import ELEMENT_BYTES
+from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.devices import Device
 from megacore.plan.memory import PlannedLayer, held_parameters, num_microbatches
 from megacore.plan.model_size import norm_parameters, vocabulary_rows
@@ -121,20 +121,23 @@ def layer_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -
     entering, leaving = layer_sums(layer)
 
     def sent(pattern: Pattern, count: int) -> tuple[Sent, ...]:
-        one = Sent(
-            role="layer", pattern=pattern, what="activations", bytes=whole, count=count, ranks=t, stride=1
-        )
+        one = Sent(role="layer", pattern=pattern, what="activations", bytes=whole, count=count, ranks=t, stride=1)
         return (one,) if count else ()
 
     if config.parallel.sequence_parallel:
         forward = sent("all-gather", entering) + sent("reduce-scatter", leaving)
-        gathered = leaving + (0 if config.parallel.may_split_backward else entering)
-        if layer.name == "head":  # its loss gathers its input in an operator of its own, which keeps it
-            gathered = 0
+        # The head's loss in chunks keeps its gathered input.
+        keeps = config.parallel.may_split_backward or (layer.name == "head" and loss_chunks(config) > 1)
+        gathered = leaving + (0 if keeps else entering)
         backward = sent("all-gather", gathered) + sent("reduce-scatter", entering)
     else:
         forward, backward = sent("all-reduce", leaving), sent("all-reduce", entering)
-    return LayerTraffic(forward, backward, forward if again else ())
+    if not again:
+        return LayerTraffic(forward, backward, ())
+    # Recomputation stops before the last sum, which no gradient needs.
+    if config.parallel.sequence_parallel:
+        return LayerTraffic(forward, backward, sent("all-gather", entering) + sent("reduce-scatter", leaving - 1))
+    return LayerTraffic(forward, backward, sent("all-reduce", leaving - 1))
 
 
 def recomputed_whole(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[bool]:
@@ -169,12 +172,13 @@ class ReplicaTraffic:
     parameters: Sent | None
 
 
-def replica_traffic(config: ResolvedConfig, parameters: int) -> ReplicaTraffic:
+def replica_traffic(config: ResolvedConfig, parameters: int, *, used_twice: int = 0) -> ReplicaTraffic:
     """Reductions of gradients and gatherings of parameters in a step.
 
     Args:
         config: a resolved configuration.
         parameters: that the rank holds.
+        used_twice: how many of them two of its layers use; stage 3 gathers them for each.
     """
     d, stage = ranks_of_role("replicas", config.parallel), config.parallel.zero_stage
     if d == 1:
@@ -192,7 +196,8 @@ def replica_traffic(config: ResolvedConfig, parameters: int) -> ReplicaTraffic:
     if not gathered:
         return ReplicaTraffic(gradients=gradients, parameters=None)
     return ReplicaTraffic(
-        gradients=gradients, parameters=sent("all-gather", "parameters", float(parameters * e), gathered)
+        gradients=gradients,
+        parameters=sent("all-gather", "parameters", float((parameters + used_twice * (stage == 3)) * e), gathered),
     )
 
 
@@ -216,7 +221,8 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: i
         if neighbours and parallel.pp > 1:
             found.append(replace(stage_message(config), count=neighbours * m))
     held_here = held_parameters(layers, stages[rank :: parallel.pp])
-    replicas = replica_traffic(config, held_here)
+    both = rank == 0 and parallel.pp == 1 and bool(layers[-1].tied)  # embedding and head, with one bucket of the former
+    replicas = replica_traffic(config, held_here, used_twice=(layers[0].held or 0) if both else 0)
     found += [sent for sent in (replicas.gradients, replicas.parameters) if sent is not None]
     found += _further_sums(config, layers, [i for numbers in stages[rank :: parallel.pp] for i in numbers])
     return list(_joined(found))
