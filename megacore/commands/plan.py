@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +186,6 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
         problems.extend(error.problems)
         return None
     if args.price_per_hour is not None:
-        from dataclasses import replace
-
         cluster = replace(cluster, price_per_hour=args.price_per_hour)
     return cluster
 
@@ -211,8 +209,8 @@ def _require_peak(config: ResolvedConfig, cluster: Cluster | None) -> None:
         known = one_of([form for form in ("bf16", "fp16", "fp32") if cluster.peak(form) is not None])
         raise ConfigError(
             [
-                f"--precision {config.precision.precision}: the peak of {cluster.name} in it is not known: use {known}, "
-                "or --peak-tflops"
+                f"--precision {config.precision.precision}: the peak of {cluster.name} in it is not known: "
+                f"use {known}, or --peak-tflops"
             ]
         )
 
@@ -249,7 +247,8 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
     raise ConfigError(
         [
             f"--search: no layout of --world-size {constraints.world_size} fits {request.cluster.name} and the given "
-            f"limits ({found.tried} valid layouts){least}: use more ranks, a smaller --global-batch-size, or fewer limits"
+            f"limits ({found.tried} valid layouts){least}: use more ranks, a smaller --global-batch-size, or "
+            "fewer limits"
         ]
     )
 

@@ -105,13 +105,18 @@ def _fitted(
 def _with_speed(cluster: Cluster, factor: float) -> Cluster:
     """All that a device does by itself, faster by a factor."""
     device = cluster.device
-    times = {
-        name: Range(*(getattr(device, name).of(case) / factor for case in ("slow", "expected", "fast")))
-        for name in ("launch_seconds", "host_seconds")
-    }
+
+    def shorter(times: Range) -> Range:
+        return Range(times.slow / factor, times.expected / factor, times.fast / factor)
+
     return replace(
         cluster,
-        device=replace(device, memory_bandwidth=device.memory_bandwidth * factor, **times),
+        device=replace(
+            device,
+            memory_bandwidth=device.memory_bandwidth * factor,
+            launch_seconds=shorter(device.launch_seconds),
+            host_seconds=shorter(device.host_seconds),
+        ),
         peaks={form: peak * factor for form, peak in cluster.peaks.items()},
     )
 
@@ -133,8 +138,13 @@ def _narrow(device: Device) -> Device:
         middle = values.expected
         return Range(middle * (1 - _SPREAD), middle, min(middle * (1 + _SPREAD), 1.0))
 
-    names = ("product_efficiency", "attention_efficiency", "memory_efficiency", "link_efficiency")
-    return replace(device, **{name: narrow(getattr(device, name)) for name in names})
+    return replace(
+        device,
+        product_efficiency=narrow(device.product_efficiency),
+        attention_efficiency=narrow(device.attention_efficiency),
+        memory_efficiency=narrow(device.memory_efficiency),
+        link_efficiency=narrow(device.link_efficiency),
+    )
 
 
 def _config(directory: Path, problems: list[str]) -> ResolvedConfig | None:

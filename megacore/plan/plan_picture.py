@@ -1,10 +1,11 @@
-"""Pictures of a plan: the pipeline's time line with its transfers, every rank's memory over it, and what a search found.
+"""Pictures of a plan: the pipeline's time line with its transfers, every rank's memory over it, and a search.
 
 The time line is drawn by picture.py, which draws every schedule; all become files by canvas.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -153,7 +154,7 @@ def frontier_picture(found: Found) -> Drawing:
             Box(x=x - 2, y=y - 2, width=4, height=4, fill=_DOT, note=f"{layout.seconds:.4g} s: {layout.flags}")
         )
     marked = [layout for layout in frontier if layout.seconds <= 4 * fastest]
-    for one, other in zip(marked, marked[1:], strict=False):
+    for one, other in itertools.pairwise(marked):
         ends = [(x_of(layout.memory_bytes), y_of(layout.seconds)) for layout in (one, other)]
         (x1, y1), (x2, y2) = ends
         marks.append(Line(x1=x1, y1=y1, x2=x1, y2=y2, color=_LIMIT))

@@ -142,7 +142,8 @@ def _cost(plan: Plan, tokens: float, goodput: float) -> Iterator[str]:
     yield ""
     yield f"- {days.value:,.2f} days ({_range(days)})"
     hourly = plan.cluster.price_per_hour
-    yield f"- {price.value:,.0f} USD at {hourly:g} USD per GPU and hour (assumed; {price.low:,.0f} to {price.high:,.0f})"
+    spread = f"{price.low:,.0f} to {price.high:,.0f}"
+    yield f"- {price.value:,.0f} USD at {hourly:g} USD per GPU and hour (assumed; {spread})"
 
 
 def cost_figures(plan: Plan, tokens: float, goodput: float) -> tuple[Figure, Figure]:
@@ -205,7 +206,7 @@ def _rank_json(plan: Plan, number: int) -> dict[str, Any]:
     return {
         "pp_rank": number,
         "parameters": asdict(exact(rank.parameters, "parameters")),
-        "bytes": {name: size for name, size in memory_terms(rank).items()},
+        "bytes": memory_terms(rank),
         "in_flight": rank.in_flight,
         "peak": asdict(peak),
         "largest_term": largest_term(rank)[0],

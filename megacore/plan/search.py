@@ -213,9 +213,8 @@ def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping
     if degrees["pp"] > 1:
         stages = [z for z in stages if z < 2]  # each microbatch would be reduced by itself
     kinds = ("none", "selective", "full")
-    split = (True,) if degrees["tp"] > 1 and config.data.seq_length % degrees["tp"] == 0 else (False,)
-    if degrees["tp"] > 1 and not parallel.sequence_parallel:
-        split = (False, True) if split[0] else split
+    may_split = degrees["tp"] > 1 and config.data.seq_length % degrees["tp"] == 0
+    split = [True] if may_split and parallel.sequence_parallel else [False, True] if may_split else [False]
     for size, stage, kind, sequence, shape in itertools.product(
         sizes, stages, kinds, split, _shapes(config, constraints, degrees["pp"])
     ):

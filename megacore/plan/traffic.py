@@ -195,10 +195,8 @@ def replica_traffic(config: ResolvedConfig, parameters: int, *, used_twice: int 
     gathered = {0: 0, 1: 1, 2: 1, 3: 2 * m}[stage]
     if not gathered:
         return ReplicaTraffic(gradients=gradients, parameters=None)
-    return ReplicaTraffic(
-        gradients=gradients,
-        parameters=sent("all-gather", "parameters", float((parameters + used_twice * (stage == 3)) * e), gathered),
-    )
+    whole = parameters + (used_twice if stage == 3 else 0)
+    return ReplicaTraffic(gradients=gradients, parameters=sent("all-gather", "parameters", float(whole * e), gathered))
 
 
 def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: int) -> list[Sent]:
