@@ -111,5 +111,3 @@ def test_bytes_sent(ranks: int, tmp_path: Any) -> None:
                 planned[distance] += round(sent.sent_bytes) if sent.bytes >= FEW else 0
             expected = Counter({key: size for key, size in planned.items() if size})
             assert found[number] == expected, f"{case}, rank {rank}"
-                f"{case}, rank {rank}"
-            )
