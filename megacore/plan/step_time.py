@@ -15,6 +15,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
@@ -443,8 +444,6 @@ def schedule_of(config: ResolvedConfig, microbatches: int) -> Schedule:
     """The schedule of a run, for as many microbatches."""
     parallel = config.parallel
     if parallel.schedule_csv is not None:
-        from pathlib import Path
-
         return load_schedule(Path(parallel.schedule_csv))
     return _schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from megacore.config.cli import save_toml
 from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
+from tests.parity.runs import make_config
 from tools.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -53,7 +55,8 @@ def test_what_does_not_fit_names_the_stage_the_term_and_ways_out(capsys: pytest.
 
 
 def test_torch_is_not_loaded() -> None:
-    code = f"import sys; from tools.plan import main; main({BLOOM.split()!r}); sys.exit('torch' in sys.modules)"
+    code = f"import sys; from tests.parity.runs import make_config
+from tools.plan import main; main({BLOOM.split()!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
 
 
@@ -104,9 +107,6 @@ def test_pictures(tmp_path: Path) -> None:
 
 
 def test_calibration_predicts_the_run_that_it_is_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megacore.config.cli import save_toml
-    from tests.parity.runs import make_config
-
     config = make_config((1, 1, 1), tmp_path)
     save_toml(config, tmp_path / "config.toml")
     records = [{"step": step, "perf/step_time_s": seconds} for step, seconds in enumerate((9.0, 0.5, 0.5, 0.5))]
@@ -119,9 +119,8 @@ def test_calibration_predicts_the_run_that_it_is_fitted_to(tmp_path: Path, capsy
     assert plan["step_seconds"]["origin"] == "fitted"
 
 
-def test_dry_run_plans_in_place_of_training(capsys: pytest.CaptureFixture[str]) -> None:
-    import pretrain_gpt
-
+def test_dry_run_plans_in_place_of_training() -> None:
     flags = "--dry-run --world-size 4 --mock-data --preset gpt2-tiny --tp 2 --train-iters 10 --cluster cpu"
-    assert pretrain_gpt.main(flags.split()) == 0
-    assert "# Plan: gpt2-tiny on 4 x cpu" in capsys.readouterr().out
+    command = [sys.executable, "pretrain_gpt.py", *flags.split()]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "# Plan: gpt2-tiny on 4 x cpu" in run.stdout
