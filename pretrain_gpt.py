@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     config = parse_config(
         argv,
         prog="pretrain_gpt.py",
-        description="Pretrain a GPT with tensor x pipeline x data parallelism.",
+        description="Pretrain a GPT with tensor x pipeline x data parallelism. --dry-run plans the run instead.",
         kind=Config,
         shape=shape_from_hf,
         vocabulary=vocabulary_size,

@@ -55,8 +55,7 @@ def test_what_does_not_fit_names_the_stage_the_term_and_ways_out(capsys: pytest.
 
 
 def test_torch_is_not_loaded() -> None:
-    code = f"import sys; from tests.parity.runs import make_config
-from tools.plan import main; main({BLOOM.split()!r}); sys.exit('torch' in sys.modules)"
+    code = f"import sys; from tools.plan import main; main({BLOOM.split()!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
 
 
