@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
     config = parse_config(
         argv,
         prog="pretrain_bert.py",
-        description="Pretrain a BERT, classic or modern, with tensor x pipeline x data parallelism. --dry-run plans the run instead.",
+        description="Pretrain a BERT, classic or modern, with tensor x pipeline x data parallelism. "
+        "--dry-run plans the run instead.",
         kind=BertConfig,
         vocabulary=vocabulary_size,
         checks=[check_bert_inputs, check_load, check_schedule, check_memory],

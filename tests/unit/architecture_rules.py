@@ -38,6 +38,7 @@ ORDER = (
     {"convert", "inference"},
     {"train"},
     {"commands"},
+    {"verify"},
     {"scripts", "tools"},
     {"tests"},
 )
