@@ -288,7 +288,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
