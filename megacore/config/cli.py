@@ -142,17 +142,19 @@ class _Process:
 
         rank = read("RANK", 0)
         world_size = read("WORLD_SIZE", rank + 1, low=1)
+        local_rank = read("LOCAL_RANK", rank)
         if rank >= world_size:
             problems.append(
                 f"the environment's RANK {rank} must be below WORLD_SIZE {world_size}: start through torchrun"
             )
+            rank = local_rank = 0  # no other process reports it: this one must not stay silent
         port = os.environ.get("MASTER_PORT", "")
         if world_size > 1 and not (os.environ.get("MASTER_ADDR") and port.isdecimal() and 0 < int(port) < 1 << 16):
             problems.append(
                 f"the environment's WORLD_SIZE is {world_size}, but its MASTER_ADDR and MASTER_PORT do not say where "
                 "the ranks meet: start through torchrun"
             )
-        return _Process(rank, read("LOCAL_RANK", rank), world_size, tuple(problems))
+        return _Process(rank, local_rank, world_size, tuple(problems))
 
 
 def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | None) -> _Process:
@@ -197,7 +199,7 @@ def _read(argv: Sequence[str], process: _Process, kind: type[C], shape: Shape | 
         config = _build(kind, _with_defaults(kind, {**shape_values, **given}))
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
-    problems = flags.problems
+    problems = [*flags.problems, *_idle_flags(flags, config)]
     if not process.problems:
         problems = problems + validate(config, process.world_size, unread=unread)
     # The first rank of a machine looks at its disk for all of them.
@@ -230,6 +232,16 @@ def _with_defaults(kind: type[Config], given: Mapping[str, Any]) -> dict[str, An
     model = {k: v for k, v in {**defaults, **given}.items() if k in field_infos(ModelConfig)}
     idle = ModelConfig(**model).idle_fields
     return {**{k: v for k, v in defaults.items() if k not in idle}, **given}
+
+
+def _idle_flags(flags: Given, config: Config) -> list[str]:
+    """Flags that ask for what the layout cannot do. A file may say the same: it holds what another layout resolved."""
+    if flags.values.get("sequence_parallel") and config.parallel.tp == 1:
+        return [
+            "--sequence-parallel has no effect with --tp 1, which has no ranks to split the sequence over: "
+            "leave it out, or use --tp 2 or more"
+        ]
+    return []
 
 
 def _overridden_preset(kind: type[Config], flags: Given, file: Given, path: str | None) -> list[str]:

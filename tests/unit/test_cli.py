@@ -198,6 +198,8 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--output-dir", "/dev/null/x"], ("--output-dir /dev/null/x", "another name")),
     (["--tp", "2"], ("--tp 2", "1 process", "start 2 processes")),
     (["--preset", "gpt3"], ("--preset gpt3", "gpt2-small")),
+    (["--sequence-parallel"], ("--sequence-parallel has no effect with --tp 1", "--tp 2 or more")),
+    (["--trace", "--trace-steps", "10"], ("--trace-steps 10", "at most 9", "--train-iters 10")),
 ]
 
 
@@ -298,6 +300,18 @@ def test_a_broken_environment_is_named(name: str, value: str, refuse: Refuse, mo
     text = refuse(*GOOD)
     assert name in text
     assert "torchrun" in text
+
+
+def test_a_rank_beyond_the_world_reports_itself(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, 7, 7, 4)
+    (problem,) = problems(refuse(*GOOD))
+    assert "RANK 7 must be below WORLD_SIZE 4" in problem
+
+
+def test_sequence_parallelism_of_a_resolved_file_does_not_hinder_one_rank(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[parallel]\nsequence_parallel = true\n")
+    assert parse(*GOOD, "--config", str(file)).parallel.tp == 1
 
 
 def test_the_inputs_complete_and_check_the_configuration(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
