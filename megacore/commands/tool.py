@@ -12,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
 from typing import NoReturn
 
+from megacore.config.numbers import parse_int
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
 
 EXIT_FAILED = 1
@@ -89,7 +90,7 @@ def _terminate_like_interrupt() -> Callable[[int, FrameType | None], object] | i
 
 def positive(text: str) -> int:
     """An integer of at least 1, for argparse."""
-    value = int(text)
+    value = parse_int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return value

@@ -26,6 +26,7 @@ from megacore.config.help import help_text, help_topic
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.model import ModelConfig
+from megacore.config.numbers import parse_int
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import validate
@@ -135,8 +136,9 @@ class _Process:
 
         def read(name: str, default: int, low: int = 0) -> int:
             text = os.environ.get(name) or str(default)
-            if text.isdecimal() and int(text) >= low:
-                return int(text)
+            with contextlib.suppress(ValueError):
+                if (value := parse_int(text)) >= low:
+                    return value
             problems.append(f"the environment's {name} is '{text}', not a number from {low}: start through torchrun")
             return default
 

@@ -198,6 +198,12 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--output-dir", "/dev/null/x"], ("--output-dir /dev/null/x", "another name")),
     (["--tp", "2"], ("--tp 2", "1 process", "start 2 processes")),
     (["--preset", "gpt3"], ("--preset gpt3", "gpt2-small")),
+    (["--log-interval", "2.5"], ("--log-interval '2.5' is not a whole number: use 2 or 3",)),
+    (["--tp", "1_0"], ("--tp '1_0' is not a whole number",)),
+    (["--tp", "\uff12"], ("is not a whole number: use, for example, 1",)),  # full-width 2
+    (["--lr", "1_0.0"], ("--lr '1_0.0' is not a number",)),
+    (["--num-query-groups", "-0.5"], ("is not a whole number: write INT",)),
+    (["--num-layers", "1e400"], ("is not a whole number: use, for example, 12",)),
     (["--sequence-parallel"], ("--sequence-parallel has no effect with --tp 1", "--tp 2 or more")),
     (["--trace", "--trace-steps", "10"], ("--trace-steps 10", "at most 9", "--train-iters 10")),
 ]
@@ -208,6 +214,11 @@ def test_a_wrong_flag_is_refused_by_name(argv: list[str], words: tuple[str, ...]
     good = GOOD[1:] if {"--mock-data", "--no-mock-data"} & set(argv) else GOOD
     (problem,) = problems(refuse(*good, *argv))
     assert all(word in problem for word in words), problem
+
+
+def test_a_required_whole_number_has_no_default_to_show(refuse: Refuse) -> None:
+    assert problems(refuse(*GOOD[:-1], "2.5"))[0] == "--train-iters '2.5' is not a whole number: use 2 or 3"
+    assert problems(refuse(*GOOD[:-1], "ten"))[0] == "--train-iters 'ten' is not a whole number: write INT in digits"
 
 
 def test_a_word_before_the_flags_belongs_to_none(refuse: Refuse) -> None:
