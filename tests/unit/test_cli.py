@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import SECTIONS, Config, ResolvedConfig
+from megacore.config import SECTIONS, Config, ResolvedConfig, cli
 from megacore.config.cli import flag_names, save_toml
 from megacore.config.flags import all_fields
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
@@ -317,6 +318,18 @@ def test_a_rank_beyond_the_world_reports_itself(refuse: Refuse, monkeypatch: pyt
     as_rank(monkeypatch, 7, 7, 4)
     (problem,) = problems(refuse(*GOOD))
     assert "RANK 7 must be below WORLD_SIZE 4" in problem
+
+
+def test_an_address_that_cannot_be_resolved_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(cli, "NAME_SECONDS", 0.0)
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    as_rank(monkeypatch, 0, 0, 2)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-node")
+    (problem,) = problems(refuse(*GOOD))
+    assert "MASTER_ADDR 'no-such-node' cannot be resolved: Name or service not known" in problem
 
 
 def test_sequence_parallelism_of_a_resolved_file_does_not_hinder_one_rank(tmp_path: Path) -> None:
