@@ -84,7 +84,7 @@ def test_a_cluster_file_is_read_back_and_refused_whole(tmp_path: Path, capsys: p
         assert part in text
 
 
-def test_search_finds_what_brute_force_finds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The first layout of a search is the fastest of all that it lists, and planning it gives the same time."""
     picture = tmp_path / "found.svg"
     flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4"
