@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -97,15 +98,16 @@ def _time(plan: Plan) -> Iterator[str]:
     for name, text in PARTS.items():
         figure = plan.part(name)
         if figure.high:
-            yield f"| {text} | {figure.value:.4g} | {figure.value / seconds:.1%} | {_range(figure)} |"
+            yield f"| {text} | {_number(figure.value)} | {figure.value / seconds:.1%} | {_range(figure)} |"
     whole = plan.timed(seconds, "s")
-    yield f"| **step** | **{seconds:.4g}** | 100% | {_range(whole)} |"
+    yield f"| **step** | **{_number(seconds)}** | 100% | {_range(whole)} |"
     yield ""
     hidden = ", ".join(f"{role} {size:.3g} s" for role, size in plan.time.hidden.items() if size > 0)
     yield f"- hidden beside computing: {hidden or 'nothing'}"
     for label, figure in throughput(plan).items():
-        text = f"{figure.value:.1%}" if figure.unit == "share" else f"{figure.value:,.6g} {figure.unit}"
-        spread = f"{figure.low:.1%} to {figure.high:.1%}" if figure.unit == "share" else _range(figure)
+        is_share = figure.unit == "share"
+        text = f"{figure.value:.1%}" if is_share else _number(figure.value)
+        spread = f"{figure.low:.1%} to {figure.high:.1%}" if is_share else _range(figure)
         yield f"- {label}: {text} ({spread})"
     if plan.is_small:
         yield "- low confidence: the model is small for this device, and launches take as long as operators"
@@ -140,7 +142,7 @@ def _cost(plan: Plan, tokens: float, goodput: float) -> Iterator[str]:
     days, price = cost_figures(plan, tokens, goodput)
     yield f"## {tokens:,.0f} tokens at a goodput of {goodput:.0%} (assumed)"
     yield ""
-    yield f"- {days.value:,.2f} days ({_range(days)})"
+    yield f"- {_number(days.value)} days ({_range(days)})"
     hourly = plan.cluster.price_per_hour
     spread = f"{price.low:,.0f} to {price.high:,.0f}"
     yield f"- {price.value:,.0f} USD at {hourly:g} USD per GPU and hour (assumed; {spread})"
@@ -153,7 +155,13 @@ def cost_figures(plan: Plan, tokens: float, goodput: float) -> tuple[Figure, Fig
 
 
 def _range(figure: Figure) -> str:
-    return f"{figure.low:,.4g} to {figure.high:,.4g}"
+    return f"{_number(figure.low)} to {_number(figure.high)}"
+
+
+def _number(value: float) -> str:
+    """Four digits or more, without an exponent: 51,851, 146.1, 6.170, 0.1687."""
+    decimals = 3 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:,.{min(max(decimals, 0), 6)}f}"
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
