@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def output_is_closed() -> bool:
+    """Whether what is left of this process's standard output finds no reader, as after `| head`.
+
+    It is then discarded, so that the interpreter does not fail on it when it ends.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:

@@ -23,18 +23,16 @@ if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothi
 from rich.console import Console
 
 from megacore.commands.tool import ToolParser, positive, run_tool
-from megacore.config.messages import counted
 from megacore.errors import UserError
 from megacore.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.canvas import require_writable, save
 from megacore.plan.closed_forms import closed_form
 from megacore.plan.picture import Panel, diagram
-from megacore.plan.simulator import Costs, Timeline, simulate
+from megacore.plan.simulator import Costs, simulate
 from megacore.plan.terminal import LEAST_WIDTH, render
-from megacore.plan.trace import read_trace
+from megacore.plan.traced_picture import TITLES, describe_counts, traced_panels
 
-TITLES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved 1F1B", "zero-bubble": "Zero bubble (ZB-H1)"}
 SHORTEST, LONGEST = 1e-6, 1e6  # times whose sums and quotients no picture loses to rounding
 # Each flag that belongs to some of the three sources only.
 BELONGS = {
@@ -100,7 +98,9 @@ def _draw(args: argparse.Namespace) -> None:
     _require_fitting_flags(args)
     if args.output is not None:
         require_writable(args.output)
-    panels, unit = _traced(args) if args.from_trace is not None else ([_planned(args)], "time")
+    panels, unit = (
+        (traced_panels(args.from_trace, args.step), "ms") if args.from_trace is not None else ([_planned(args)], "time")
+    )
     if args.output is not None:
         save(diagram(panels, unit=unit), args.output)
         print(f"{args.output}: " + "\n  ".join(f"{panel.title}: {panel.bubble}" for panel in panels))
@@ -147,37 +147,11 @@ def _planned(args: argparse.Namespace) -> Panel:
         exact = math.isclose(timeline.bubble, form.value, abs_tol=1e-9)
         bubble += f" = {form.formula}" if exact else f" ({form.formula} without transfers: {form.value:.1%})"
     return Panel(
-        title=f"{title}: {_counts(schedule)}",
+        title=f"{title}: {describe_counts(schedule)}",
         bubble=f"{bubble}; {timeline.idle_share:.1%} of the ranks' time",
         timeline=timeline,
         virtual_stages=schedule.virtual_stages,
     )
-
-
-def _traced(args: argparse.Namespace) -> tuple[list[Panel], str]:
-    """What was predicted with a run's mean times, and what was measured."""
-    measured = read_trace(args.from_trace, args.step)
-    schedule = measured.schedule
-
-    def panel(what: str, timeline: Timeline, note: str = "") -> Panel:
-        shares = f"bubble {timeline.bubble:.1%} of the ideal time; {timeline.idle_share:.1%} of the ranks' time"
-        return Panel(
-            title=f"{what}: {TITLES.get(schedule.name, schedule.name)}, {_counts(schedule)}, {timeline.end:.4g} ms",
-            bubble=shares + note,
-            timeline=timeline,
-            virtual_stages=schedule.virtual_stages,
-        )
-
-    note = " (with each stage's mean times)"
-    predicted = panel("predicted", simulate(schedule, measured.costs), note)
-    apart = f"; the ranks' clocks differ by at least {measured.early:.3g} ms" if measured.early else ""
-    return [predicted, panel(f"measured in step {measured.step}", measured.timeline, apart)], "ms"
-
-
-def _counts(schedule: Schedule) -> str:
-    virtual = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
-    ranks, microbatches = counted(schedule.ranks, "rank"), counted(schedule.microbatches, "microbatch", "microbatches")
-    return f"{ranks}{virtual}, {microbatches}"
 
 
 def _per_stage(times: tuple[float, float, float], transfer: float, schedule: Schedule) -> Costs:

@@ -5,8 +5,9 @@
     python tools/inspect_checkpoint.py output --verify                  # all of them, every file
     python tools/inspect_checkpoint.py --diff output/step_00001000 other/step_00001000
 
-The exit status is 0 for whole or equal, 1 for damaged or different, 2 for what cannot be looked at. Layouts do not
-matter to a comparison: it is of global tensors, one at a time.
+The exit status is 0 for whole or equal, 1 for damaged or different, 2 for what cannot be looked at, and 141 if
+the reader of the output leaves (`| head`). Layouts do not matter to a comparison: it is of global tensors, one at a
+time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megacore.checkpoint.directory import MANIFEST_NAME, pointed_to, published
 from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import Manifest, find_checkpoint, read_manifest
 from megacore.checkpoint.state import MODEL
+from megacore.commands.progress import ByteProgress
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.config.dimensions import describe_degrees
 from megacore.errors import CheckpointError
@@ -60,7 +62,7 @@ def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
     if not (path / MANIFEST_NAME).is_file():
         find_checkpoint(path)  # refuses a directory without any
         return _list(path, verify=args.verify)
-    problem = whole(path, ALONE, archived=True) if args.verify else None
+    problem = _damage(path) if args.verify else None
     if problem is not None:
         print(f"damaged: {problem}")
         return [problem]
@@ -68,6 +70,16 @@ def _inspect(parser: ToolParser, args: Namespace) -> list[str]:
     if args.verify:
         print("every file has the size, the SHA-256 and the XXH3 of the manifest")
     return []
+
+
+def _damage(directory: Path) -> str | None:
+    """What is wrong with a checkpoint, every byte of which is read."""
+    try:
+        files = read_manifest(directory).files.values()
+    except CheckpointError as error:
+        return str(error)
+    with ByteProgress(f"verifying {directory.name}", sum(entry.bytes for entry in files)) as progress:
+        return whole(directory, ALONE, archived=True, on_read=progress.advance)
 
 
 # ---- listing
@@ -94,11 +106,13 @@ def _list(run: Path, *, verify: bool) -> list[str]:
 
 
 def _problem(directory: Path, *, verify: bool) -> str | None:
+    if verify:
+        return _damage(directory)
     try:
         read_manifest(directory)
     except CheckpointError as error:
         return str(error)
-    return whole(directory, ALONE, archived=True) if verify else None
+    return None
 
 
 def _show(directory: Path, manifest: Manifest) -> None:

@@ -72,7 +72,14 @@ def describe(path: Path) -> FileEntry:
     return digests.entry()
 
 
-def verify(path: Path, expected: FileEntry, *, content: bool = True, archived: bool = False) -> None:
+def verify(
+    path: Path,
+    expected: FileEntry,
+    *,
+    content: bool = True,
+    archived: bool = False,
+    on_read: Callable[[int], None] = lambda count: None,
+) -> None:
     """Refuse a file that is not what the manifest says.
 
     Args:
@@ -80,6 +87,7 @@ def verify(path: Path, expected: FileEntry, *, content: bool = True, archived: b
         expected: what the manifest says.
         content: whether to read the file, or to compare only its size.
         archived: whether to take its SHA-256 as well as its XXH3; without an XXH3 it is always taken.
+        on_read: called with the number of bytes of each part that is read.
 
     Raises:
         CheckpointError: it is missing, or its size or content differs.
@@ -93,7 +101,7 @@ def verify(path: Path, expected: FileEntry, *, content: bool = True, archived: b
         os.close(open_regular(path))
         size = path.lstat().st_size
         if content and size == expected.bytes:
-            _digest(path, *(digest.update for _, digest, _ in digests))
+            _digest(path, *(digest.update for _, digest, _ in digests), lambda part: on_read(len(part)))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}: the checkpoint is incomplete") from None
     if size != expected.bytes:

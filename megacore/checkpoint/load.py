@@ -3,7 +3,7 @@ checked: each by one of the ranks, so that together they read the checkpoint onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -100,7 +100,13 @@ def read_together(path: Path, world: Group) -> tuple[Path, Manifest]:
 
 
 def verified_together(
-    directory: Path, manifest: Manifest, world: Group, *, kinds: Iterable[str] | None = None, archived: bool = False
+    directory: Path,
+    manifest: Manifest,
+    world: Group,
+    *,
+    kinds: Iterable[str] | None = None,
+    archived: bool = False,
+    on_read: Callable[[int], None] = lambda count: None,
 ) -> str | None:
     """Check a checkpoint's files against its manifest, each on one of the ranks.
 
@@ -110,10 +116,15 @@ def verified_together(
         world: the ranks that call this together.
         kinds: of tensors whose files are checked; None: every file.
         archived: whether SHA-256 is taken as well.
+        on_read: called from several threads with the number of bytes of each part that is read.
 
     Returns:
         What is wrong, the same on every rank; None where all is well.
     """
+
+    def check(name: str) -> None:
+        verify(directory / name, manifest.files[name], archived=archived, on_read=on_read)
+
     kinds = None if kinds is None else tuple(kinds)
     tables = manifest.tensors.values() if kinds is None else [manifest.tensors.get(kind, {}) for kind in kinds]
     used = {piece.file for table in tables for entry in table.values() for piece in entry.pieces}
@@ -123,7 +134,7 @@ def verified_together(
     try:
         with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
             share = by_size[world.rank :: world.size]
-            list(threads.map(lambda name: verify(directory / name, manifest.files[name], archived=archived), share))
+            list(threads.map(check, share))
         for name in sorted(used)[world.rank :: world.size]:
             check_header(directory / name, manifest)
     except CheckpointError as error:

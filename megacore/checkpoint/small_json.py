@@ -44,7 +44,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         CheckpointError: it is too deep, has a name twice, is not JSON, or no object.
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=without_duplicates)
     except RecursionError:  # the parser's limit, long before memory is one
         raise CheckpointError(f"{where}: its JSON is nested too deep") from None
     except ValueError as error:
@@ -54,7 +54,12 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these names and values, for `json.loads(object_pairs_hook=...)`.
+
+    Raises:
+        ValueError: a name is there twice.
+    """
     values = dict(pairs)
     if len(values) != len(pairs):
         seen: set[str] = set()

@@ -50,6 +50,10 @@ REPLACED = {
     "--no-rope-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--no-save-rng": "leave it out: no generator has a state that could be saved",
     "--openai-gelu": "leave it out: --activation gelu is its tanh form",
+    "--profile": "use --profile-steps A:B",
+    "--profile-ranks": "leave it out: --profile-steps profiles every rank",
+    "--profile-step-end": "use --profile-steps A:B, which includes step B",
+    "--profile-step-start": "use --profile-steps A:B",
     "--recompute-activations": "use --recompute selective",
     "--recompute-granularity": "use --recompute selective or --recompute full",
     "--recompute-method": "leave it out: --recompute-num-layers counts a stage's first blocks (block)",
@@ -58,6 +62,8 @@ REPLACED = {
     "--reset-position-ids": "leave it out: packed BERT has relative positions, GPT counts through a sample",
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear and --rope-scaling-factor",
     "--swiglu": "use --activation swiglu",
+    "--tensorboard-log-interval": "use --log-interval, which holds for every place that metrics go to",
+    "--tensorboard-queue-size": "leave it out: events are written beside training",
     "--tiktoken-pattern": "use --tokenizer PATH, with the tokenizer's tokenizer.json",
     "--tokenizer-type": "leave it out: the type follows from --tokenizer PATH",
     "--train-samples": "use --train-iters: its value divided by --global-batch-size",
@@ -70,6 +76,7 @@ REPLACED = {
     "--use-rope-scaling": "use --rope-scaling llama3, with --rope-scaling-factor and --rope-original-max-positions",
     "--use-rotary-position-embeddings": "use --position-embedding-type rope",
     "--vocab-file": "use --tokenizer DIR, with this file in it as vocab.json (GPT-2) or vocab.txt (BERT)",
+    "--wandb-save-dir": "leave it out: the files of W&B are in OUTPUT_DIR/wandb",
 }
 """Flags that have another name here, or that megacore does not need."""
 
@@ -79,11 +86,10 @@ _NOT_YET = """
     --finetune --fp8-amax-compute-algo --fp8-amax-history-len --fp8-format --fp8-param-gather --iterations-to-skip
     --log-num-zeros-in-grad --log-params-norm --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
     --manual-gc --manual-gc-interval --no-load-optim --no-mmap-bin-files --no-save-optim --num-dataset-builder-threads
-    --num-experts --per-split-data-args-path --pretrained-checkpoint --profile --profile-ranks --profile-step-end
-    --profile-step-start --rampup-batch-size --rotary-interleaved --skip-train --squared-relu --start-weight-decay
-    --step-batch-size-schedule --tensorboard-dir --tensorboard-log-interval --tensorboard-queue-size --test-data-path
-    --timing-log-level --timing-log-option --tp-comm-overlap --train-data-path --use-tp-pp-dp-mapping --valid-data-path
-    --vocab-extra-ids --wandb-entity --wandb-exp-name --wandb-project --wandb-save-dir --weight-decay-incr-style
+    --num-experts --per-split-data-args-path --pretrained-checkpoint --rampup-batch-size --rotary-interleaved
+    --skip-train --squared-relu --start-weight-decay --step-batch-size-schedule --test-data-path --timing-log-level
+    --timing-log-option --tp-comm-overlap --train-data-path --use-tp-pp-dp-mapping --valid-data-path --vocab-extra-ids
+    --weight-decay-incr-style
 """
 NOT_YET = frozenset(_NOT_YET.split())
 """Flags of features that megacore does not have yet."""

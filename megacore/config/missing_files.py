@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -13,7 +14,16 @@ from megacore.config.sections import AUTO, OR_AUTO
 from megacore.config.toml import unreadable
 
 # What a run writes into its output directory beside the checkpoints' directories.
-_OUTPUT_FILES = ("config.toml", "metrics.jsonl", "trace.json", "latest", "writer.lock")
+_OUTPUT_FILES = (
+    "config.toml",
+    "events.jsonl",
+    "metrics.csv",
+    "metrics.jsonl",
+    "trace.json",
+    "latest",
+    "wandb_run_id",
+    "writer.lock",
+)
 # Bytes of a path below the output directory, such as
 # step_00000100.2.tmp-0123abcd/momentum_buffer-pp100-tp100-dp100.safetensors.
 _ROOM_FOR_FILES = 100
@@ -48,7 +58,20 @@ def missing_files(config: Config) -> list[str]:
     except ValueError:  # validate reports it
         prefixes = ()
     problems += [problem for prefix in prefixes if _is_set(prefix) and (problem := _missing_dataset(prefix))]
-    return problems + _output_problem(Path(config.training.output_dir))
+    return problems + _output_problem(Path(config.training.output_dir)) + _tracker_problems(config)
+
+
+def _tracker_problems(config: Config) -> list[str]:
+    """What the chosen trackers of metrics need and lack."""
+    logging, problems = config.logging, []
+    if _is_set(logging.wandb_project) and importlib.util.find_spec("wandb") is None:
+        problems.append(
+            f"--wandb-project {logging.wandb_project} needs the package wandb, which is not installed: "
+            "pip install wandb, or leave the flag out"
+        )
+    if _is_set(logging.tensorboard_dir):
+        problems += _unwritable("--tensorboard-dir", Path(logging.tensorboard_dir))
+    return problems
 
 
 def _is_set(path: str | None) -> TypeGuard[str]:
@@ -89,23 +112,28 @@ def _name_problem(directory: Path, existing: Path) -> str | None:
 
 
 def _output_problem(directory: Path) -> list[str]:
+    return _unwritable("--output-dir", directory) or [
+        f"--output-dir {directory}: its {name} is a directory, but the run writes a file of this name: "
+        "choose another --output-dir, or move it away"
+        for name in _OUTPUT_FILES
+        if os.path.isdir(directory / name)
+    ]
+
+
+def _unwritable(flag: str, directory: Path) -> list[str]:
+    """Why the directory of a flag cannot be made or written."""
     existing = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.exists(p))
     if not existing.is_dir():
-        return [f"--output-dir {directory} cannot be created: {existing} is not a directory: choose another name"]
+        return [f"{flag} {directory} cannot be created: {existing} is not a directory: choose another name"]
     if problem := _name_problem(directory, existing):
-        return [f"--output-dir {directory} cannot be created: {problem}: choose a shorter name"]
+        return [f"{flag} {directory} cannot be created: {problem}: choose a shorter name"]
     try:
         # Only writing tells: permission bits say nothing about root, a read-only mount or /proc.
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         return [
-            f"--output-dir {directory} cannot be written: {existing}: {error.strerror}: choose another directory, "
+            f"{flag} {directory} cannot be written: {existing}: {error.strerror}: choose another directory, "
             "or make this one writable"
         ]
-    return [
-        f"--output-dir {directory}: its {name} is a directory, but the run writes a file of this name: "
-        "choose another --output-dir, or move it away"
-        for name in _OUTPUT_FILES
-        if os.path.isdir(directory / name)
-    ]
+    return []

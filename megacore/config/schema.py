@@ -32,6 +32,7 @@ from megacore.config.sections import (
     ResolvedTraining,
     TrainingConfig,
 )
+from megacore.config.watch import WatchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Config:
     training: TrainingConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     presets: ClassVar[Mapping[str, Shape]] = GPT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Fields that only other entry points accept, each with the reason and the way out, which follow the flag in the

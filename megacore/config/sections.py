@@ -11,14 +11,16 @@ Help texts say first what the flag does. Where a default depends on other flags,
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 from megacore.config.dimensions import degrees_of
-from megacore.config.fields import Choices, Flag, Range, Section
+from megacore.config.fields import Choices, Flag, Range, Section, field_infos, flag_and_value
 from megacore.config.messages import number
+from megacore.config.numbers import parse_float
 from megacore.config.optimizers import OPTIMIZERS
 
 MAX_SEED = 2**63 - 1
@@ -445,10 +447,29 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section):
-    """What is logged during training, and how often."""
+    """What is logged during training, how often, and where metrics go besides OUTPUT_DIR/metrics.jsonl."""
 
     log_interval: Annotated[int, Range(1)] = 10
     """Number of steps between log lines, and between lines of metrics.jsonl."""
+    csv: bool = False
+    """Also writes the metrics to OUTPUT_DIR/metrics.csv, one column per metric."""
+    tensorboard_dir: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Also writes the metrics to this directory, as event files that TensorBoard reads. Default: no event files."""
+    wandb_project: Annotated[str | None, Flag(metavar="NAME")] = None
+    """Also sends the metrics to this project of Weights & Biases. Needs pip install wandb. A resumed run continues the
+    W&B run whose id is in OUTPUT_DIR/wandb_run_id. Default: no W&B."""
+    wandb_entity: Annotated[str | None, Flag(metavar="NAME")] = None
+    """User or team of W&B that the run belongs to. Default: that of the API key."""
+    wandb_name: Annotated[str | None, Flag(("--wandb-exp-name",), metavar="NAME")] = None
+    """Display name of the W&B run. Default: the name of --output-dir."""
+    wandb_group: Annotated[str | None, Flag(metavar="NAME")] = None
+    """Group of the W&B run. Default: no group."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """How W&B runs. online: sends the metrics while the run trains. offline: writes them to OUTPUT_DIR/wandb, for wandb
+    sync, without network and API key."""
+    profile_steps: Annotated[str | None, Flag(metavar="A:B")] = None
+    """Profiles the steps A to B, both included, with torch.profiler. Every rank writes a Chrome trace to
+    OUTPUT_DIR/profile, and on an accelerator a snapshot of its memory. Default: no profile."""
     trace: bool = False
     """Writes OUTPUT_DIR/trace.json, a timeline of what every rank does in the steps after the first. Perfetto and
     tools/draw_schedule.py read it."""
@@ -461,10 +482,40 @@ class LoggingConfig(Section):
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not wrong & {"trace", "trace_steps"} and self.trace_steps is not None and not self.trace:
             yield f"--trace-steps {self.trace_steps} has no effect without --trace: leave it out, or use --trace"
+        if self.wandb_project is None and "wandb_project" not in wrong:
+            infos = field_infos(type(self))
+            for name in ("wandb_entity", "wandb_name", "wandb_group", "wandb_mode"):
+                value = getattr(self, name)
+                if name not in wrong and value != infos[name].default:
+                    yield (
+                        f"{flag_and_value(name, value)} has no effect without --wandb-project: leave it out, or use "
+                        "--wandb-project NAME"
+                    )
+        if "profile_steps" not in wrong:
+            try:
+                self.profiled_steps()
+            except ValueError as error:
+                yield str(error)
+
+    def profiled_steps(self) -> range:
+        """The numbers of the steps of --profile-steps; empty without it.
+
+        Raises:
+            ValueError: it is not A:B with 1 <= A <= B.
+        """
+        if self.profile_steps is None:
+            return range(0)
+        ends = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", self.profile_steps)
+        if ends is None or not 1 <= int(ends[1]) <= int(ends[2]):
+            raise ValueError(
+                f"--profile-steps {self.profile_steps} must be A:B, two step numbers with 1 <= A <= B: use, for "
+                "example, 10:12"
+            )
+        return range(int(ends[1]), int(ends[2]) + 1)
 
 
 def _as_number(text: str) -> float | None:
     try:
-        return float(text)
+        return parse_float(text.strip())
     except ValueError:
         return None

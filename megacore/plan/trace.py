@@ -2,7 +2,9 @@
 
 A process of the file is a rank, named with its coordinates. Its first row shows each pass over the schedule as a whole,
 its second what the rank did in it: computations, transfers (posting them, and waiting for what is to arrive or to
-leave), and idle gaps, in which the program itself was at work. Times are microseconds from the start of the trace.
+leave), and idle gaps, in which the program itself was at work. The update of the weights follows the pass on the first
+row: the last reductions of gradients, their norm, and the optimizer. Arrows lead from a computation to those of other
+ranks that need its result. Times are microseconds from the start of the trace.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A rank's pass over the schedule in one step."""
+    """A rank's pass over the schedule in one step, and when the weights were updated, if that is known."""
 
     step: int
     start: float
     end: float
     done: tuple[Timed, ...]
+    updated: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,7 @@ def write_trace(path: Path, ranks: Sequence[RankTrace], schedule: Schedule) -> N
     """
     origin = min(step.start for rank in ranks for step in rank.steps)
     events = [event for pid, rank in enumerate(ranks) for event in _events(pid, rank, origin)]
+    events += _arrows(ranks, schedule.stages, origin)
     about = {
         "schedule": schedule.name,
         "virtual_stages": schedule.virtual_stages,
@@ -92,6 +96,9 @@ def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]
         at, end = (_microseconds(moment, origin) for moment in (step.start, step.end))
         about = {"step": step.step}
         yield {**_event(f"step {step.step}", "pass", at, end, about), "pid": pid, "tid": _PASSES}
+        if step.updated is not None:
+            updated = _microseconds(step.updated, origin)
+            yield {**_event("update", "update", end, updated, about), "pid": pid, "tid": _PASSES}
         for timed in step.done:
             start, stop = (_microseconds(moment, origin) for moment in (timed.start, timed.end))
             if start - at >= _SHORTEST_IDLE:
@@ -104,6 +111,35 @@ def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]
             at = stop
         if end - at >= _SHORTEST_IDLE:
             yield {**_event("idle", "idle", at, end, about), "pid": pid, "tid": _ACTIONS}
+
+
+def _arrows(ranks: Sequence[RankTrace], stages: int, origin: float) -> Iterator[dict[str, Any]]:
+    """Flow events from each computation to those of other ranks of its pipeline that need its result."""
+    pipeline, number = pipeline_dimension(), 0
+    ends: dict[Any, tuple[int, Timed]] = {}
+    begins: list[tuple[int, Timed, list[Any]]] = []
+    for pid, rank in enumerate(ranks):
+        replica = tuple(place for name, place in rank.coordinates.items() if name != pipeline)
+        for step in rank.steps:
+            for timed in step.done:
+                if timed.kind == "compute":
+                    (action,) = timed.actions
+                    ends[replica, step.step, result(action)] = pid, timed
+                    needed = [(replica, step.step, key) for key in requirements(action, stages)]
+                    begins.append((pid, timed, needed))
+    for pid, timed, needed in begins:
+        for sender, cause in (ends[key] for key in needed if key in ends and ends[key][0] != pid):
+            number += 1
+            about = {"name": f"{_name(cause)} to {_name(timed)}", "cat": "flow", "id": number, "tid": _ACTIONS}
+            # A viewer binds an arrow to the box that contains its time.
+            yield {**about, "ph": "s", "pid": sender, "ts": _microseconds((cause.start + cause.end) / 2, origin)}
+            yield {
+                **about,
+                "ph": "f",
+                "bp": "e",
+                "pid": pid,
+                "ts": _microseconds((timed.start + timed.end) / 2, origin),
+            }
 
 
 def _event(name: str, category: str, start: float, stop: float, arguments: dict[str, int]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from megacore.checkpoint.save import CheckpointSaver
 from megacore.config import (
     Config,
     DataConfig,
+    LoggingConfig,
     ModelConfig,
     OptimizerConfig,
     OptimizerSettings,
@@ -45,8 +46,11 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageShapes
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.plain_task import LossFunction, Pair, PlainMicrobatch, PlainTask, cut, moved, samples_of
+from megacore.train.profiling import StepProfiler
 from megacore.train.same_run import refuse_different_ranks
 from megacore.train.step import TrainStep
+from megacore.train.trackers.callback import Trackers, chosen_trackers
+from megacore.train.trackers.tracker import RunInfo
 
 __all__ = ["Layer", "PipelineEngine"]
 from megacore.train.task import DTYPES
@@ -75,6 +79,9 @@ class PipelineEngine:
         compile: run the layers as compiled code (torch.compile); what cannot be captured runs as it is.
         compile_backend: "inductor" generates kernels, "aot-eager" runs PyTorch's operators.
         mesh: this rank's groups and device; None: made from `parallel`.
+        logging: trackers for `log` and the steps to profile: `LoggingConfig(csv=True, wandb_project="mine")`. Its
+            intervals and its trace are GPT's; None: none of them.
+        output_dir: directory of metrics.csv, of the profile and of W&B's files.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
 
     Attributes:
@@ -107,6 +114,8 @@ class PipelineEngine:
         compile: bool = False,
         compile_backend: Backend = "inductor",
         mesh: Mesh | None = None,
+        logging: LoggingConfig | None = None,
+        output_dir: Path | str = "output",
         memory_check: bool = True,
     ) -> None:
         training = TrainingConfig(
@@ -115,6 +124,7 @@ class PipelineEngine:
             seed=seed,
             reproducible=reproducible,
             recompute=recompute,
+            output_dir=str(output_dir),
             compile=compile,
             compile_backend=compile_backend,
             global_batch_size=num_microbatches * _replicas(parallel or ParallelConfig()),
@@ -126,6 +136,7 @@ class PipelineEngine:
             settings=optimizer_settings,
             precision=precision or PrecisionConfig(),
             training=training,
+            logging=logging or LoggingConfig(),
         )
         check_schedule(self.config)
         if reproducible:
@@ -143,6 +154,9 @@ class PipelineEngine:
         self._shapes = StageShapes(self.model.chunks, self.model.runtime.transport)
         self.task.shapes = self._shapes
         self.lr, self.grad_norm = 0.0, torch.zeros((), dtype=torch.float64)
+        self._trackers: Trackers | None = None  # made by the first `log`, which knows the step that the run begins with
+        steps, rank = self.config.logging.profiled_steps(), self.mesh.world.rank
+        self._profiler = StepProfiler(steps, output_dir=Path(output_dir), rank=rank, device=self.mesh.device)
 
     @property
     def step(self) -> int:
@@ -170,8 +184,10 @@ class PipelineEngine:
                 f"train_batch got {len(microbatches)} microbatches, but num_microbatches is {self.num_microbatches}: "
                 "give that many, or announce another number"
             )
+        self._profiler.begin(self.step + 1)
         self.train_steps.compute_gradients(self._prepare(microbatches))
         result = self.train_steps.update_weights()
+        self._profiler.end(result.step)
         if result.skipped is not None and self.mesh.world.rank == 0:
             warnings.warn(f"step {result.step} is skipped: {result.skipped}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
@@ -219,8 +235,24 @@ class PipelineEngine:
         share = slice(self.mesh.batch.rank, None, self.mesh.batch.size)
         return list(zip(cut(inputs, pieces)[share], cut(targets, pieces)[share], strict=True))
 
+    def log(self, values: Mapping[str, float]) -> None:
+        """Pass metrics of the last step on to the trackers of `logging`, on rank 0; returns at once.
+
+        Args:
+            values: by name; docs/metrics.md has the names that GPT's trainer uses.
+        """
+        if self.mesh.world.is_first and self._trackers is None:
+            directory = Path(self.config.training.output_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            run = RunInfo(output_dir=directory, first_step=max(self.step - 1, 0), config=self.config)
+            self._trackers = Trackers(chosen_trackers(self.config.logging), run)
+        if self._trackers is not None:
+            self._trackers.put({"step": self.step, **values})
+
     def close(self) -> None:
-        """Wait for all ranks and leave the job; the last thing to do."""
+        """Close the trackers, wait for all ranks and leave the job; the last thing to do."""
+        if self._trackers is not None:
+            self._trackers.finish()
         leave(self.mesh)
 
     # ---- weights
@@ -350,6 +382,7 @@ def _checked_config(
     settings: OptimizerSettings | None,
     precision: PrecisionConfig,
     training: TrainingConfig,
+    logging: LoggingConfig,
 ) -> ResolvedConfig:
     """The configuration of the run, resolved; its model and data sections mean nothing here.
 
@@ -385,6 +418,7 @@ def _checked_config(
             optimizer=optimizer,
             precision=precision,
             training=training,
+            logging=logging,
         )
         if settings is not None:
             sections: dict[str, Any] = {name: settings for name, kind in OPTIMIZERS.items() if kind is type(settings)}

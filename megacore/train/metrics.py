@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +24,32 @@ from megacore.train.step import StepResult
 from megacore.train.task import Task
 from megacore.zero.memory import measured_bytes
 
-# How a record's keys read in the log line, in order, after the loss and its terms.
+# How a record's keys read in the log line, the most important first; a line has as many of them as fit.
 _LINE = (
     ("train/lr", "lr", "{:.3e}"),
     ("train/grad_norm", "grad norm", "{:.3f}"),
     ("perf/tokens_per_sec", "tokens/s", "{:,.0f}"),
-    ("perf/tflops_per_rank", "TFLOP/s per rank", "{:.4f}"),
     ("perf/mfu", "MFU", "{:.1%}"),
     ("perf/step_time_s", "s/step", "{:.3f}"),
-    ("mem/peak_gib", "GiB peak", "{:.2f}"),
     ("train/loss_scale", "loss scale", "{:g}"),
+    ("perf/tflops_per_rank", "TFLOP/s per rank", "{:.4f}"),
+    ("mem/peak_gib", "GiB peak", "{:.2f}"),
 )
+LINE_WIDTH = 120
+"""Characters of a line of the log, at most."""
+_SEPARATOR = " | "
+
+
+class StepTimes(NamedTuple):
+    """Times of the steps since the last record, on this rank.
+
+    Attributes:
+        seconds: per step, on average.
+        data_share: share of it in which the program waited for data.
+    """
+
+    seconds: float
+    data_share: float = 0.0
 
 
 class StepMetrics:
@@ -48,29 +63,33 @@ class StepMetrics:
     Attributes:
         predicted_bubble: share of the ranks' time that the schedule leaves them idle, if time goes as operations.
         predicted_memory: bytes of state on the fullest rank, by kind and formula.
+        predicted_peak: bytes that this rank is expected to take at its peak.
     """
 
     def __init__(self, config: ResolvedConfig, mesh: Mesh, task: Task) -> None:
         self._config, self._mesh, self._task = config, mesh, task
         self.predicted_bubble = self._predict_bubble()
         on_cpu = mesh.device.type == "cpu"
-        self.predicted_memory = fullest_state(plan_memory(config, task.layers, on_cpu=on_cpu))
+        plan = plan_memory(config, task.layers, on_cpu=on_cpu)
+        self.predicted_memory = fullest_state(plan)
+        self.predicted_peak = plan[mesh.pipeline.rank].expected
         given = config.logging.peak_tflops
         self._peak_tflops = given or peak_tflops(device_name(mesh.device), self._format)
 
-    def record(self, result: StepResult, step_seconds: float, timed: TimedPass, update: WeightUpdate) -> dict[str, Any]:
+    def record(self, result: StepResult, times: StepTimes, timed: TimedPass, update: WeightUpdate) -> dict[str, Any]:
         """The figures of a step by the keys of metrics.jsonl, equal on every rank; all ranks call this together.
 
         Args:
             result: of the step.
-            step_seconds: how long a step took, on average since the last record.
+            times: how long a step took, on average since the last record.
             timed: when the step's computations ran.
             update: the optimizer and the state that it works on.
         """
         config, mesh, task = self._config, self._mesh, self._task
         measured = measured_bytes(update.data_parallel, update.optimizer)
-        memory = self._largest({**measured, "peak": float(peak_memory_bytes(mesh.device))})
-        peak = memory.pop("peak")
+        peak_here = float(peak_memory_bytes(mesh.device))
+        memory = self._largest({**measured, "peak": peak_here, "data": times.data_share})
+        peak, data_share, step_seconds = memory.pop("peak"), memory.pop("data"), times.seconds
         sequences = config.training.global_batch_size
         tflops = task.flops_per_sequence() * sequences / step_seconds / mesh.world.size / 1e12
         means = term_means(task.loss_names, result.means, result.counts)
@@ -81,6 +100,7 @@ class StepMetrics:
             "perf/step_time_s": step_seconds,
             "perf/tokens_per_sec": sequences * config.data.seq_length / step_seconds,
             "perf/tflops_per_rank": tflops,
+            "perf/data_wait_fraction": data_share,
             "perf/bubble_predicted": self.predicted_bubble,
             "perf/bubble_measured": self._measured_bubble(timed),
             "mem/peak_gib": peak / 2**30,
@@ -150,18 +170,28 @@ def term_means(
     return {"loss": sum(counted) if counted else None, **dict(zip(names, values, strict=False))}
 
 
-def log_line(record: Mapping[str, Any], train_iters: int, *, terms: Sequence[str] = ()) -> str:
+def log_line(
+    record: Mapping[str, Any], train_iters: int, *, terms: Sequence[str] = (), last: Sequence[str] = ()
+) -> str:
     """One line per logged step: `step 20/300 | loss 5.4321 | lr 3.000e-04 | ...`.
+
+    Figures for which `LINE_WIDTH` has no room are left out.
 
     Args:
         record: by the keys of metrics.jsonl.
         train_iters: steps of the run.
         terms: names of the loss's terms, where it has several.
+        last: what the line ends with.
     """
     losses = [f"{_words(name)} {_figure(record[f'train/{name}'])}" for name in ("loss", *terms)]
-    parts = [f"{label} {form.format(record[key])}" for key, label, form in _LINE if key in record]
     skipped = [f"{record['train/skipped_steps']} skipped"] if record.get("train/skipped_steps") else []
-    return " | ".join([f"step {record['step']}/{train_iters}", *losses, *parts, *skipped])
+    parts, ending = [f"step {record['step']}/{train_iters}", *losses], [*skipped, *last]
+    for key, label, form in _LINE:
+        if key in record:
+            figure = f"{label} {form.format(record[key])}"
+            if len(_SEPARATOR.join([*parts, figure, *ending])) <= LINE_WIDTH:
+                parts.append(figure)
+    return _SEPARATOR.join([*parts, *ending])
 
 
 def evaluation_line(record: Mapping[str, Any], train_iters: int) -> str:

@@ -35,7 +35,16 @@ from megacore.plan.memory import PlannedLayer
 
 Facts = dict[str, str]  # name -> value, both as messages show them
 
-_PATHS = ("data_path", "tokenizer", "data_cache_path", "output_dir", "load", "init_from_hf", "schedule_csv")
+_PATHS = (
+    "data_path",
+    "tokenizer",
+    "data_cache_path",
+    "output_dir",
+    "load",
+    "init_from_hf",
+    "schedule_csv",
+    "tensorboard_dir",
+)
 _READ_WHOLE = 1 << 26  # bytes; of a larger file only samples are read
 _SAMPLE = 1 << 16  # bytes
 _SAMPLES = 64  # evenly spaced, the first and the last at the ends of the file

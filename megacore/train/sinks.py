@@ -6,7 +6,9 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,12 +53,14 @@ class Report(Callback):
         self._bar: Progress | None = None
         self._may_drop, self._warned, self._dropped = may_drop, False, 0
         self._train_iters, self._terms, self._is_first_log = train_iters, terms, True
+        self._first: tuple[int, float] | None = None  # the first logged step, and when it was
+        self._logged = self._uncounted = 0  # logged steps, and those without a token that counts for the loss
         if quiet:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / "metrics.jsonl"
         if first_step == 0:
-            _set_aside(path)
+            set_aside(path)
         else:
             _keep_until(path, first_step)
         self._file = path.open("ab", buffering=0)
@@ -78,10 +82,19 @@ class Report(Callback):
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
         """Record a step, and say it in a line."""
         self.record(record)
-        self.say(log_line(record, self._train_iters, terms=self._terms))
+        last = self._time_and_eta(record) if self._bar is None else ()
+        self.say(log_line(record, self._train_iters, terms=self._terms, last=last))
         if self._is_first_log:
             self.say(state_memory_line(record))
         self._is_first_log = False
+        self._logged += 1
+        if record["train/loss"] is None:
+            self._uncounted += 1
+            if self._uncounted == 1:
+                self.say(
+                    f"warning: step {record['step']} has no token that counts for the loss, so it has no gradient: "
+                    "check the loss mask and the labels of the training data"
+                )
 
     def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
         """Record an evaluation, and say it in a line."""
@@ -95,7 +108,9 @@ class Report(Callback):
             self.say(f"warning: {note}; the checkpoint itself is whole")
 
     def on_stop(self, run: Run, reason: str | None) -> None:
-        """Close the file and the bar."""
+        """Say how many steps had nothing to learn from; close the file and the bar."""
+        if self._uncounted:
+            self.say(f"warning: {self._uncounted} of {self._logged} logged steps had no token that counts for the loss")
         self.close()
 
     # ---- output
@@ -105,6 +120,15 @@ class Report(Callback):
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._file is not None:
             say(text, may_fail=self._may_drop)
+
+    def _time_and_eta(self, record: Mapping[str, Any]) -> tuple[str, ...]:
+        """What a progress bar would show: the time until the end, and the time of day."""
+        step, now = record["step"], time.time()
+        self._first = self._first or (step, now)
+        first_step, first_time = self._first
+        per_step = (now - first_time) / (step - first_step) if step > first_step else record["perf/step_time_s"]
+        left = timedelta(seconds=round(per_step * (self._train_iters - step)))
+        return f"ETA {left}", time.strftime("%m-%d %H:%M:%S", time.localtime(now))
 
     def record(self, values: Mapping[str, Any]) -> None:
         """Append one JSON object to metrics.jsonl; floats keep their full precision, and null stands for no number.
@@ -208,7 +232,8 @@ def _step_of(line: bytes, path: Path, number: int) -> int:
     return step
 
 
-def _set_aside(path: Path) -> None:
+def set_aside(path: Path) -> None:
+    """Rename a file of an earlier run to the first free one of NAME.1, NAME.2 and so on."""
     if not path.exists():
         return
     number = 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import torch
 
 from megacore import ops
@@ -11,6 +13,7 @@ from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.plan.activations import loss_chunks
+from megacore.train.metrics import LINE_WIDTH
 from megacore.train.task import DTYPES
 
 _SPLIT = "split over the tp ranks between their layers (--no-sequence-parallel: whole on every rank)"
@@ -76,7 +79,19 @@ def launch_summary(
         *([("compiled", _compiled(config))] if training.compile else []),
         ("output", training.output_dir),
     ]
-    return "\n".join(f"  {label:<10}{text}" for label, text in lines)
+    return "\n".join(summary_line(label, text) for label, text in lines)
+
+
+def summary_line(label: str, text: str) -> str:
+    """A line of the summary, which goes on in lines under it where it is wider than a line of the log."""
+    return textwrap.fill(
+        text,
+        LINE_WIDTH,
+        initial_indent=f"  {label:<10}",
+        subsequent_indent=" " * 12,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _compiled(config: ResolvedConfig) -> str:

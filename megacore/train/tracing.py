@@ -59,7 +59,7 @@ class Tracer(Callback):
         """Take what the timer noted; write the file after the last step."""
         if result.step in self.steps:
             timed = self._runtime.timer.read()
-            self._traced.append(TracedStep(result.step, timed.start, timed.end, timed.actions))
+            self._traced.append(TracedStep(result.step, timed.start, timed.end, timed.actions, updated=timed.read))
             self._runtime.timer.tracing = False
             if result.step == self.steps[-1]:
                 with run.unclocked():

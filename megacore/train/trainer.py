@@ -6,6 +6,7 @@ saving.py; whatever else watches a run is a callback (callbacks.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -23,15 +24,23 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.flops import CONVENTION
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
+from megacore.train.history import History
 from megacore.train.memory_check import check_memory_of_ranks
-from megacore.train.metrics import StepMetrics, mebibytes, microbatches_of_replica, term_means
+from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, microbatches_of_replica, term_means
+from megacore.train.profiling import Profiling, StepProfiler
+from megacore.train.provenance import first_line, provenance_of
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
 from megacore.train.step import StepResult, TrainStep
 from megacore.train.stopping import Decision, StopRequests
-from megacore.train.summary import attention_warning, launch_summary
+from megacore.train.summary import attention_warning, launch_summary, summary_line
 from megacore.train.task import Task
 from megacore.train.tracing import Tracer
+from megacore.train.trackers.callback import Trackers, chosen_trackers
+from megacore.train.trackers.tracker import RunInfo
+from megacore.train.watching import StepMarks, Stragglers
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import section
 
 
 class Trainer:
@@ -62,6 +71,7 @@ class Trainer:
     ) -> None:
         self.config, self.mesh, self.task = config, mesh, task
         self.metrics = StepMetrics(config, mesh, task)
+        self.provenance = provenance_of(mesh) if mesh.world.is_first else None
         self._announce(train_samples=len(train_data), valid_samples=0 if valid_data is None else len(valid_data))
         if (tight := check_memory_of_ranks(config, mesh, task.layers)) and mesh.world.rank == 0:
             say(f"  {'warning':<10}{tight}", may_fail=config.checkpoint.on_save_error == "warn")
@@ -83,7 +93,19 @@ class Trainer:
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
-        self.callbacks = Callbacks(self, [self.report, *self._tracers(), *callbacks])
+        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step)]
+        self.callbacks = Callbacks(
+            self,
+            [
+                *watchers,
+                self.report,
+                self._history(),
+                *self._trackers(),
+                *self._tracers(),
+                *self._profilers(),
+                *callbacks,
+            ],
+        )
         self.saving = Saving(config, mesh, callbacks=self.callbacks, report=self.report, loaded=load)
 
     @property
@@ -113,17 +135,19 @@ class Trainer:
         training, intervals = self.config.training, self.config.checkpoint
         self.clock.restart(self.step)
         while not self.is_done:
-            result = self.train_step(next(self.batches))
+            with self.clock.fetching():
+                microbatches = next(self.batches)
+            result = self.train_step(microbatches)
             if self._is_due(self.config.logging.log_interval):
-                step_seconds = self.clock.per_step(self.step)
+                times = StepTimes(self.clock.per_step(self.step), self.clock.data_share)
                 with self.unclocked():
-                    self.log(result, step_seconds)
+                    self.log(result, times)
             if self.valid_batches is not None and training.eval_interval > 0 and self._is_due(training.eval_interval):
                 with self.unclocked():
                     self.evaluate()
             if self.saving.is_busy:
                 self.saving.advance(some_rank_waits=self.decision.some_rank_waits)
-            if self.is_done or self._is_due(intervals.save_interval or 0):
+            if self.is_done or self.decision.save or self._is_due(intervals.save_interval or 0):
                 with self.unclocked():
                     self.saving.save(self.state(), is_last=self.is_done)
 
@@ -142,7 +166,8 @@ class Trainer:
         self.model.runtime.timer.enabled = self._is_due(self.config.logging.log_interval, number)
         self.callbacks.on_step_begin(number)
         self.train_steps.compute_gradients(microbatches)
-        self.batches.prefetch()  # while an accelerator computes
+        with self.clock.fetching():
+            self.batches.prefetch()  # while an accelerator computes
         self.consumed_samples = self.batches.consumed_samples
         votes = self.stop_requests.votes(number, waiting=self.saving.is_busy and self.saving.is_waiting)
         result = self.train_steps.update_weights(votes=votes)
@@ -150,15 +175,16 @@ class Trainer:
         self.callbacks.on_step_end(result)
         return result
 
-    def log(self, result: StepResult, step_seconds: float) -> None:
+    @section(Phase.SINK)
+    def log(self, result: StepResult, times: StepTimes) -> None:
         """Report a step; all ranks call this together.
 
         Args:
             result: of the last step.
-            step_seconds: how long a step took, on average since the last log.
+            times: how long a step took, on average since the last log.
         """
-        figures = self.metrics.record(result, step_seconds, self.model.runtime.timer.read(), self.update)
-        self.callbacks.on_log({**self._position(), **figures})
+        figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
+        self.callbacks.on_log({**self._position(), **figures, **self.callbacks.figures()})
 
     def evaluate(self) -> float | None:
         """Mean loss over eval_iters global batches of the validation data, the same every time, without terms that only
@@ -199,11 +225,33 @@ class Trainer:
         self.consumed_samples = manifest.consumed_samples
         return manifest
 
+    def _history(self) -> History:
+        return History(
+            Path(self.config.training.output_dir),
+            first_step=self.step,
+            provenance=self.provenance,
+            degrees=self.mesh.degrees,
+            load=self.config.checkpoint.load,
+            predicted_peak=self.metrics.predicted_peak,
+        )
+
+    def _trackers(self) -> Iterator[Trackers]:
+        trackers = list(chosen_trackers(self.config.logging))
+        if trackers and self.mesh.world.is_first:
+            run = RunInfo(output_dir=Path(self.config.training.output_dir), first_step=self.step, config=self.config)
+            yield Trackers(trackers, run)
+
     def _tracers(self) -> Iterator[Tracer]:
         if self.config.logging.trace:
             count = microbatches_of_replica(self.config, self.mesh)
             runtime = self.model.runtime
             yield Tracer(self.config, self.mesh, runtime, self.report, first_step=self.step, microbatches=count)
+
+    def _profilers(self) -> Iterator[Profiling]:
+        steps, output_dir = self.config.logging.profiled_steps(), Path(self.config.training.output_dir)
+        if steps and steps[-1] > self.step:
+            rank, device = self.mesh.world.rank, self.mesh.device
+            yield Profiling(StepProfiler(steps, output_dir=output_dir, rank=rank, device=device), self.report.say)
 
     def _loader(self, dataset: Any, consumed_samples: int) -> BatchLoader[Any]:
         training = self.config.training
@@ -236,8 +284,8 @@ class Trainer:
         }
 
     def _announce(self, *, train_samples: int, valid_samples: int) -> None:
-        """Say what is about to be built."""
-        if self.mesh.world.rank != 0:
+        """Say what is about to be built, and by what."""
+        if self.provenance is None:
             return
         summary = launch_summary(
             self.config,
@@ -249,13 +297,15 @@ class Trainer:
         )
         memory = mebibytes(self.metrics.predicted_memory)
         lines = [
+            first_line(self.provenance, time.strftime("%Y-%m-%d %H:%M:%S %Z")),
+            summary_line("command", self.provenance.command),
             summary,
-            f"  {'figures':<10}TFLOP/s and MFU count {CONVENTION}{self.metrics.about_mfu()}",
-            f"  {'memory':<10}MiB of state on the fullest rank, by formula: {memory}",
+            summary_line("figures", f"TFLOP/s and MFU count {CONVENTION}{self.metrics.about_mfu()}"),
+            summary_line("memory", f"MiB of state on the fullest rank, by formula: {memory}"),
         ]
         is_transformer = any(layer.block is not None for layer in self.task.layers)
         if is_transformer and (slower := attention_warning(self.config, self.mesh.device)) is not None:
-            lines.append(f"  {'warning':<10}{slower}")
+            lines.append(summary_line("warning", slower))
         say("\n".join(lines), may_fail=self.config.checkpoint.on_save_error == "warn")
 
     def _summary(self, stopped: str | None) -> str:

@@ -28,6 +28,7 @@ from megacore.checkpoint.load import Reader
 from megacore.checkpoint.manifest import read_manifest
 from megacore.errors import DataError, StorageError, TrainingStopped
 from megacore.parallel.mesh import ALONE, Mesh, build_mesh
+from megacore.train.metrics import StepTimes
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.runs import BATCH, RaggedData, make_config, make_trainer
@@ -141,7 +142,7 @@ def test_several_deaths_within_an_epoch_change_nothing(tmp_path: Path, num_worke
     for saved, beyond in ((1, 0), (2, 1), (5, 0), (6, 2), (9, 1)):
         trainer = one_process(tmp_path / "run", load=load, save_interval=saved, **options)
         while trainer.step < saved + beyond:
-            trainer.log(trainer.train_step(next(trainer.batches)), step_seconds=1.0)
+            trainer.log(trainer.train_step(next(trainer.batches)), times=StepTimes(1.0))
             if trainer.step == saved:
                 trainer.save()
         load = str(published(tmp_path / "run")[0])

@@ -45,7 +45,9 @@ def events_of(output_dir: Path) -> list[Event]:
 def rows(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
     """(rank, step) -> what the rank did in it, in order."""
     found = defaultdict(list)
-    for event in sorted((e for e in events if e["ph"] == "X" and e["cat"] != "pass"), key=lambda e: e["ts"]):
+    for event in sorted(
+        (e for e in events if e["ph"] == "X" and e["cat"] not in ("pass", "update")), key=lambda e: e["ts"]
+    ):
         found[event["pid"], event["args"]["step"]].append(event)
     return found
 
@@ -102,6 +104,45 @@ def test_nothing_begins_before_what_it_needs(traced: tuple[Path, Layout, str, in
                     ends[result(action)] = event["ts"] + event["dur"]
             for action, begin in begins.items():
                 assert all(ends[key] <= begin + 1 for key in requirements(action, schedule.stages)), action
+
+
+def test_arrows_lead_to_other_ranks_from_what_they_need(traced: tuple[Path, Layout, str, int]) -> None:
+    output_dir, (_, pp, dp), name, virtual = traced
+    schedule = build_schedule(name, pp, 4 // dp, virtual)
+    events = events_of(output_dir)
+    boxes_of = rows(events)
+
+    def box(arrow: Event) -> tuple[int, str]:
+        """Replica and name of the computation that an end of an arrow is bound to."""
+        all_steps = [event for (rank, _), row in boxes_of.items() if rank == arrow["pid"] for event in computed(row)]
+        (found,) = (e["name"] for e in all_steps if e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"])
+        return arrow["pid"] % dp, found
+
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    drawn = Counter((box(starts[number]), box(ends[number])) for number in ends)
+    rank_of = {result(action): rank for rank in range(pp) for action in schedule.computations(rank)}
+    names = {result(action): str(action) for rank in range(pp) for action in schedule.computations(rank)}
+    expected = {
+        ((replica, names[key]), (replica, str(action)))
+        for replica in range(dp)
+        for rank in range(pp)
+        for action in schedule.computations(rank)
+        for key in requirements(action, schedule.stages)
+        if rank_of[key] != rank
+    }
+    assert starts.keys() == ends.keys()
+    assert drawn == Counter(dict.fromkeys(expected, 3))  # steps
+
+
+def test_the_update_follows_the_pass(traced: tuple[Path, Layout, str, int]) -> None:
+    events = events_of(traced[0])
+    passes, updates = (
+        {(e["pid"], e["args"]["step"]): e for e in events if e.get("cat") == kind} for kind in ("pass", "update")
+    )
+    assert passes.keys() == updates.keys()
+    for key, update in updates.items():
+        assert update["ts"] == pytest.approx(passes[key]["ts"] + passes[key]["dur"], abs=0.15)
+        assert update["dur"] > 0
 
 
 def test_a_pass_is_filled_with_what_was_done_in_it(traced: tuple[Path, Layout, str, int]) -> None:
@@ -221,7 +262,7 @@ def test_the_predicted_bubble_is_the_formula_for_two_stages(tmp_path: Path) -> N
     [
         ({"train_iters": 1}, {1}),
         ({"trace_steps": 1}, {2}),
-        ({"trace_steps": 9}, {2, 3, 4, 5}),
+        ({"trace_steps": 4}, {2, 3, 4, 5}),
         ({"trace": False}, None),
     ],
     ids=str,

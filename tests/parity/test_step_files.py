@@ -29,7 +29,8 @@ ops/activation ops/attention ops/dispatch ops/loss ops/norm ops/visibility
 optim/adamw optim/lr_schedules optim/optimizer optim/update
 parallel/products parallel/tensor
 pipeline/runtime pipeline/stage
-train/callbacks train/gpt_task train/sinks train/step train/stopping train/trainer
+train/callbacks train/clock train/gpt_task train/history train/sinks train/step train/stopping train/trainer
+train/watching watch/marks
 zero/bucket zero/data_parallel
 """
 # Calls of a function under another name, with the reason.

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -217,8 +217,15 @@ def refuse_overwriting(outputs: Iterable[Path], inputs: Iterable[str | Path]) ->
             raise DataError(f"{output} would be overwritten, but is one of the inputs: choose another output name")
 
 
-def merge(prefixes: Sequence[str], output_prefix: str) -> Sidecar | None:
+def merge(
+    prefixes: Sequence[str], output_prefix: str, *, on_copied: Callable[[int], None] = lambda count: None
+) -> Sidecar | None:
     """Concatenate datasets of one dtype, in the given order.
+
+    Args:
+        prefixes: of the inputs.
+        output_prefix: of the output.
+        on_copied: called with the bytes of each input's tokens once they are copied.
 
     Returns:
         The sidecar that was written: only when every input has one, all made with the same tokenizer.
@@ -245,6 +252,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Sidecar | None:
     with IndexedWriter(output_prefix, first.dtype) as writer:
         for dataset in datasets:
             writer.append(dataset)
+            on_copied(dataset.bin_path.stat().st_size)
         total = Sidecar.total(known) if len(known) == len(datasets) else None
         writer.commit(total)
     return total

@@ -1,0 +1,398 @@
+"""The page: what happened to a run, from the verdict down to its settings, in one HTML file without any reference.
+
+The page has no script. Charts are inline SVG; a browser shows the text of a mark under the pointer. Every string of the
+run is escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import megacore
+from megacore.commands.report.chart import Bar, Chart, Curve, Mark, bars_to_svg, to_svg
+from megacore.commands.report.files import Record, RunFiles, require_readable
+from megacore.commands.report.series import Point, finite, quantile, short, smoothed
+from megacore.commands.report.style import STYLE
+from megacore.plan.canvas import to_svg as drawing_to_svg
+from megacore.plan.flops import CONVENTION
+from megacore.plan.picture import diagram
+from megacore.plan.traced_picture import traced_panels
+
+_MOST_MARKS, _MOST_RANKS, _MOST_ROWS, _MOST_SPANS = 300, 24, 60, 700
+_SMOOTHING = 100  # a curve is smoothed over this part of its points
+_SMOOTHED_FROM = 50  # points
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run ended.
+
+    Attributes:
+        kind: class of its badge: good, warn, bad, or live.
+        word: on the badge.
+        text: the sentence beside it.
+    """
+
+    kind: str
+    word: str
+    text: str
+
+
+def verdict_of(run: RunFiles) -> Verdict:
+    """How the run ended, from what the last start left."""
+    total = run.setting("training", "train_iters")
+    last = max((int(r["step"]) for r in (*run.steps[-1:], *run.evaluations[-1:])), default=0)
+    starts = [n for n, event in enumerate(run.events) if event["event"] == "launch"]
+    since = run.events[starts[-1] if starts else 0 :]
+    last = max([last, *(event["step"] for event in since if type(event.get("step")) is int)])
+    of = f"step {last:,} of {total:,}" if isinstance(total, int) else f"step {last:,}"
+    ends = [event for event in since if event["event"] in ("end", "error")]
+    if run.is_running and not ends:
+        return Verdict("live", "running", f"A process holds the directory; {of} is on record.")
+    if not ends:
+        if not run.events and isinstance(total, int) and last >= total:
+            return Verdict("good", "finished", f"All {total:,} steps are on record.")
+        if not run.steps:
+            return Verdict("warn", "no steps", "No step is on record.")
+        return Verdict("bad", "ended without a word", f"At {of} or soon after: killed, or its machine went down.")
+    end = ends[-1]
+    if end["event"] == "error":
+        return Verdict("bad", "failed", f"At {of}: {end.get('error')}")
+    if end.get("reason") is None:
+        return Verdict("good", "finished", f"Ended as planned, at {of}.")
+    return Verdict("warn", "stopped", f"At {of}, by {end['reason']}.")
+
+
+def page(run: RunFiles) -> str:
+    """The report as HTML."""
+    name = run.directory.resolve().name or str(run.directory)
+    body = "\n".join(_Page(run).sections())
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><title>{escape(name)}: megacore run</title>'
+        f"<style>{STYLE}</style></head><body><main>\n{body}\n</main></body></html>\n"
+    )
+
+
+class _Page:
+    def __init__(self, run: RunFiles) -> None:
+        self.run = run
+        self.launches = run.events_of("launch")
+        self.by_tokens = any(finite(record.get("consumed_tokens")) for record in run.steps)
+        self.x_name = "tokens" if self.by_tokens else "steps"
+        self.tokens_per_step = self._tokens_per_step()
+
+    def sections(self) -> Iterator[str]:
+        yield self.header()
+        yield self.figures()
+        yield self.loss()
+        yield '<div class="grid">'
+        yield from self.small_charts()
+        yield self.step_times()
+        yield "</div>"
+        yield self.memory()
+        yield self.pipeline()
+        yield self.starts()
+        yield '<div class="grid">'
+        yield self.settings()
+        yield self.versions()
+        yield "</div>"
+        yield f"<footer>written by megacore {escape(megacore.__version__)}, tools/report.py</footer>"
+
+    # ---- head
+
+    def header(self) -> str:
+        verdict, run = verdict_of(self.run), self.run
+        remarks = [f"The watchdog reported a hang: {', '.join(run.hangs)}."] if run.hangs else []
+        remarks += [f"{problem}." for problem in run.problems]
+        notes = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in remarks)
+        return (
+            f'<header><h1>{escape(run.directory.resolve().name)}</h1><p class="sub">{escape(self._subtitle())}</p>'
+            f'<p class="verdict"><span class="badge {verdict.kind}">{escape(verdict.word)}</span> '
+            f"{escape(verdict.text)}</p>{notes}</header>"
+        )
+
+    def _subtitle(self) -> str:
+        model = [f"{n} blocks" for n in [self.run.setting("model", "num_layers")] if n]
+        model += [f"of {n}" for n in [self.run.setting("model", "hidden_size")] if n]
+        parts = [" ".join(model), _layout(self.launches[-1]) if self.launches else ""]
+        parts += [str(self.run.setting("precision", "precision") or "")]
+        parts += [str(self.launches[-1].get("device", "")) if self.launches else ""]
+        return " · ".join(part for part in parts if part)
+
+    def figures(self) -> str:
+        steps, evaluations = self.run.steps, self.run.evaluations
+        losses, evaluated = _numbers(steps, "train/loss"), _numbers(evaluations, "eval/loss")
+        speeds, mfus = _numbers(steps, "perf/tokens_per_sec"), _numbers(steps, "perf/mfu")
+        tokens = finite(steps[-1].get("consumed_tokens")) if steps else None
+        skipped = len(self.run.events_of("skip"))
+        tiles = [
+            ("last loss", f"{losses[-1]:.4f}" if losses else "none", "nats per token"),
+            ("best evaluation", f"{min(evaluated):.4f}" if evaluated else "none", "eval loss"),
+            ("trained on", short(tokens) if tokens is not None else "none", "tokens"),
+            ("throughput", short(quantile(speeds, 0.5)) if speeds else "none", "tokens/s, median"),
+            ("MFU", f"{quantile(mfus, 0.5):.1%}" if mfus else "unknown", "median" if mfus else "no peak known"),
+            (
+                "resumes",
+                str(max(len(self.launches) - 1, 0)),
+                f"{skipped} steps skipped" if skipped else "no step skipped",
+            ),
+        ]
+        items = (
+            f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(unit)}</small></div>'
+            for name, value, unit in tiles
+        )
+        return f'<section class="tiles">{"".join(items)}</section>'
+
+    # ---- charts
+
+    def loss(self) -> str:
+        raw = self._points(self.run.steps, "train/loss")
+        smooth = smoothed(raw, len(raw) / _SMOOTHING)
+        evaluated = self._points(self.run.evaluations, "eval/loss")
+        curves = [
+            Curve(name="training, as logged", style="soft", points=raw),
+            Curve(name="training, smoothed", style="main", points=smooth),
+            Curve(name="evaluation", style="dots", points=evaluated),
+        ]
+        marks = list(self._marks())
+        kinds = [("resume", "resumed"), ("skip", "not trained on"), ("rollback", "rolled back")]
+        keys = [(curve.style, curve.name) for curve in curves if any(p.y is not None for p in curve.points)]
+        keys += [(style, name) for style, name in kinds if any(mark.style == style for mark in marks)]
+        legend = "".join(f'<span class="key {style}">{escape(name)}</span>' for style, name in keys)
+        drawn = Chart(
+            title="Loss over tokens",
+            curves=[curve for curve in curves if curve.points],
+            marks=marks,
+            x_name=self.x_name,
+            width=1140,
+            height=340,
+        )
+        return _card("Loss", f'{to_svg(drawn)}<p class="legend">{legend}</p>', note="nats per token", wide=True)
+
+    def _marks(self) -> Iterator[Mark]:
+        for launch in self.launches[1:]:
+            text = f"resumed at step {launch.get('step')}, {_layout(launch)}"
+            yield Mark(x=self._x_of_step(launch), style="resume", text=text)
+        for event in self.run.events_of("rollback")[:_MOST_MARKS]:
+            x, back = self._x_of_step(event), self._x_of_step({"step": event.get("to_step")})
+            yield Mark(
+                x=min(x, back), end=max(x, back), style="rollback", text=f"rolled back: {event.get('reason', '')}"
+            )
+        skips = [
+            (self._x_of_step(e), f"step {e.get('step')} skipped: {e.get('reason')}") for e in self.run.events_of("skip")
+        ]
+        skips += [
+            (self._x(r), f"step {r['step']}: the loss is not finite")
+            for r in self.run.steps
+            if "train/loss" in r and finite(r["train/loss"]) is None
+        ]
+        for x, text in skips[:: max(1, -(-len(skips) // _MOST_MARKS))]:
+            yield Mark(x=x, style="skip", text=text[:200])
+
+    def small_charts(self) -> Iterator[str]:
+        yield self._chart("Learning rate", "train/lr", from_zero=True, is_noisy=False)
+        yield self.gradient_norm()
+        yield self._chart("Throughput", "perf/tokens_per_sec", note="tokens per second, all ranks", from_zero=True)
+        if _numbers(self.run.steps, "perf/mfu"):
+            note = f"share of the peak; {CONVENTION}"
+            yield self._chart("MFU", "perf/mfu", note=note, form=_percent, from_zero=True)
+        else:
+            note = f"per rank; {CONVENTION}"
+            yield self._chart("TFLOP/s", "perf/tflops_per_rank", note=note, from_zero=True)
+        waited = _numbers(self.run.steps, "perf/data_wait_fraction")
+        mean = f", {_percent(sum(waited) / len(waited))} on average" if waited else ""
+        note = f"share of the step{mean}"
+        yield self._chart("Data wait", "perf/data_wait_fraction", note=note, form=_percent, from_zero=True)
+
+    def gradient_norm(self) -> str:
+        clip, norms = finite(self.run.setting("optimizer", "clip_grad")), _numbers(self.run.steps, "train/grad_norm")
+        note, level = "before clipping", None
+        if clip and norms:
+            share = sum(norm > clip for norm in norms) / len(norms)
+            note, level = f"{share:.1%} of the logged steps are clipped", (clip, f"clipped to {clip:g}")
+        return self._chart("Gradient norm", "train/grad_norm", note=note, level=level)
+
+    def _chart(
+        self,
+        title: str,
+        key: str,
+        *,
+        note: str = "",
+        form: Callable[[float], str] = short,
+        level: tuple[float, str] | None = None,
+        from_zero: bool = False,
+        is_noisy: bool = True,
+    ) -> str:
+        points = self._points(self.run.steps, key)
+        curves = [Curve(name=title, style="main", points=points)]
+        if is_noisy and len(points) > _SMOOTHED_FROM:
+            smooth = smoothed(points, len(points) / _SMOOTHING)
+            curves = [Curve(name=title, style="soft", points=points), Curve(name="", style="main", points=smooth)]
+        drawn = Chart(title=title, curves=curves, x_name=self.x_name, form=form, level=level, from_zero=from_zero)
+        return _card(title, to_svg(drawn), note=note)
+
+    # ---- ranks
+
+    def memory(self) -> str:
+        found = [event for event in self.run.events_of("memory") if isinstance(event.get("ranks"), list)]
+        ranks = [rank for rank in (found[-1]["ranks"] if found else []) if isinstance(rank, dict)]
+        bars = [
+            Bar(
+                name=_rank_name(rank),
+                measured=finite(rank.get("peak_bytes")) or 0.0,
+                predicted=finite(rank.get("predicted_bytes")) or 0.0,
+            )
+            for rank in ranks
+        ]
+        if not bars:
+            return _card("Memory of each rank", '<p class="none">nothing was recorded</p>', wide=True)
+        bars.sort(key=lambda bar: -bar.measured)
+        note = "peak; the line is the prediction"
+        if len(bars) > _MOST_RANKS:
+            note += f"; the {_MOST_RANKS} fullest of {len(bars)} ranks"
+        shown, scale = bars[:_MOST_RANKS], max(max(bar.measured, bar.predicted) for bar in bars)
+        half = -(-len(shown) // 2) if len(shown) > 4 else len(shown)
+        svgs = (bars_to_svg(part, scale, "Memory of each rank") for part in (shown[:half], shown[half:]) if part)
+        return _card("Memory of each rank", f'<div class="pair">{"".join(svgs)}</div>', note=note, wide=True)
+
+    def step_times(self) -> str:
+        """Slow steps and slow ranks."""
+        times = [(t, r["step"]) for r in self.run.steps if (t := finite(r.get("perf/step_time_s"))) is not None]
+        rows: list[Sequence[str]] = []
+        if times:
+            seconds = [seconds for seconds, _ in times]
+            rows += [
+                ("median step", f"{quantile(seconds, 0.5):.3g} s"),
+                ("95% are below", f"{quantile(seconds, 0.95):.3g} s"),
+            ]
+            rows += [(f"slow: step {step:,}", f"{seconds:.3g} s") for seconds, step in sorted(times, reverse=True)[:3]]
+        keys = dict.fromkeys(key for record in self.run.steps for key in record if key.startswith("perf/straggler"))
+        for key in keys:
+            values = _numbers(self.run.steps, key)
+            if values:
+                rows.append(
+                    (
+                        key.removeprefix("perf/").replace("_", " "),
+                        f"last {short(values[-1])}, most {short(max(values))}",
+                    )
+                )
+        content = _table((), rows) if rows else '<p class="none">nothing was logged</p>'
+        return _card("Step times and stragglers", content)
+
+    def pipeline(self) -> str:
+        path = self.run.directory / "trace.json"
+        if not path.exists():
+            return ""
+        try:
+            require_readable(path)
+            panels = traced_panels(path)
+        except ValueError as error:  # of which UserError is one
+            return _card("Pipeline", f'<p class="none">{escape(str(error))}</p>', wide=True)
+        spans = sum(len(row) for panel in panels for row in panel.timeline.spans)
+        if spans > _MOST_SPANS:
+            text = f"{spans:,} computations are too many for this page: tools/draw_schedule.py --from-trace draws them"
+            return _card("Pipeline", f'<p class="none">{escape(text)}</p>', wide=True)
+        svg = drawing_to_svg(diagram(panels, unit="ms"))
+        svg = svg.replace(' xmlns="http://www.w3.org/2000/svg"', "")
+        return _card("Pipeline, predicted and measured", f'<div class="paper">{svg}</div>', wide=True)
+
+    # ---- tables
+
+    def starts(self) -> str:
+        ends = {"end", "error"}
+        rows, number = [], 0
+        for place, event in enumerate(self.run.events):
+            if event["event"] != "launch":
+                continue
+            number += 1
+            rest = self.run.events[place + 1 :]
+            own = rest[: next((n for n, e in enumerate(rest) if e["event"] == "launch"), len(rest))]
+            last = next((e for e in reversed(own) if e["event"] in ends), None)
+            how = "no end on record" if last is None else str(last.get("error") or last.get("reason") or "finished")
+            saves = sum(e["event"] == "save" for e in own)
+            cells = (
+                str(number),
+                _time(event),
+                str(event.get("step")),
+                _layout(event),
+                str(event.get("git") or event.get("version")),
+            )
+            rows.append((*cells, str(event.get("host")), str(saves), how))
+        if not rows:
+            return ""
+        head = ("start", "time (UTC)", "from step", "layout", "code", "host", "saves", "end")
+        left_out = f"the last {_MOST_ROWS} of {len(rows)}" if len(rows) > _MOST_ROWS else ""
+        return _card("Starts", _table(head, rows[-_MOST_ROWS:]), note=left_out, wide=True)
+
+    def settings(self) -> str:
+        rows = [(s.flag, s.value, s.default) for s in self.run.changed_settings()]
+        content = _table(("flag", "value", "default"), rows) if rows else '<p class="none">config.toml is not there</p>'
+        return _card("Settings that differ from the defaults", content)
+
+    def versions(self) -> str:
+        launch: Record = self.launches[-1] if self.launches else {}
+        rows: list[Sequence[str]] = [
+            ("megacore", f"{launch.get('version', 'unknown')}, git {launch.get('git') or 'none'}")
+        ]
+        packages = launch.get("packages")
+        rows += [(str(k), str(v)) for k, v in packages.items()] if isinstance(packages, dict) else []
+        rows += [(name, str(launch[name])) for name in ("device", "host", "platform") if name in launch]
+        command = f"<pre>{escape(str(launch['command']))}</pre>" if "command" in launch else ""
+        return _card("Versions and hardware", _table((), rows) + command)
+
+    # ---- the x axis
+
+    def _points(self, records: Sequence[Record], key: str) -> list[Point]:
+        return [Point(self._x(record), finite(record[key])) for record in records if key in record]
+
+    def _x(self, record: Record) -> float:
+        tokens = finite(record.get("consumed_tokens")) if self.by_tokens else None
+        return float(record["step"]) * self.tokens_per_step if tokens is None else tokens
+
+    def _x_of_step(self, event: Record) -> float:
+        return (finite(event.get("step")) or 0.0) * self.tokens_per_step
+
+    def _tokens_per_step(self) -> float:
+        last = self.run.steps[-1] if self.run.steps else {}
+        tokens, step = finite(last.get("consumed_tokens")), finite(last.get("step"))
+        return tokens / step if self.by_tokens and tokens and step else 1.0
+
+
+def _card(title: str, content: str, *, note: str = "", wide: bool = False) -> str:
+    small = f" <small>{escape(note)}</small>" if note else ""
+    kind = "card wide" if wide else "card"
+    return f'<section class="{kind}"><h2>{escape(title)}{small}</h2>{content}</section>'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    top = f"<thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
+    lines = (f"<tr>{''.join(f'<td>{escape(cell[:400])}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class="scroll"><table>{top}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _numbers(records: Iterable[Record], key: str) -> list[float]:
+    return [number for record in records if (number := finite(record.get(key))) is not None]
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}" if 0 < abs(value) < 0.1 else f"{value:.0%}"
+
+
+def _layout(launch: Record) -> str:
+    degrees = launch.get("degrees")
+    return " x ".join(f"{name} {n}" for name, n in degrees.items()) if isinstance(degrees, dict) else "layout unknown"
+
+
+def _rank_name(rank: dict[str, Any]) -> str:
+    where = " ".join(f"{name}{n}" for name, n in rank.items() if name not in ("rank", "peak_bytes", "predicted_bytes"))
+    return f"{rank.get('rank')}: {where}"[:18]
+
+
+def _time(event: Record) -> str:
+    return re.sub(r"T|\+00:00", " ", str(event.get("time", ""))).strip()

@@ -1,0 +1,49 @@
+"""The panels of a traced run: what was predicted of a step, and what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megacore.config.messages import counted
+from megacore.pipeline.schedule import Schedule
+from megacore.plan.picture import Panel
+from megacore.plan.simulator import Timeline, simulate
+from megacore.plan.trace import read_trace
+
+TITLES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved 1F1B", "zero-bubble": "Zero bubble (ZB-H1)"}
+
+
+def traced_panels(path: Path, step: int | None = None) -> list[Panel]:
+    """What was predicted with a run's own mean times, and below it what was measured; in milliseconds.
+
+    Args:
+        path: of a trace.json.
+        step: which one; None: the last.
+
+    Raises:
+        UserError: as for `read_trace`.
+    """
+    measured = read_trace(path, step)
+    schedule = measured.schedule
+
+    def panel(what: str, timeline: Timeline, note: str = "") -> Panel:
+        shares = f"bubble {timeline.bubble:.1%} of the ideal time; {timeline.idle_share:.1%} of the ranks' time"
+        title = TITLES.get(schedule.name, schedule.name)
+        return Panel(
+            title=f"{what}: {title}, {describe_counts(schedule)}, {timeline.end:.4g} ms",
+            bubble=shares + note,
+            timeline=timeline,
+            virtual_stages=schedule.virtual_stages,
+        )
+
+    note = " (with each stage's mean times)"
+    predicted = panel("predicted", simulate(schedule, measured.costs), note)
+    apart = f"; the ranks' clocks differ by at least {measured.early:.3g} ms" if measured.early else ""
+    return [predicted, panel(f"measured in step {measured.step}", measured.timeline, apart)]
+
+
+def describe_counts(schedule: Schedule) -> str:
+    """Ranks, stages per rank and microbatches in words."""
+    virtual = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
+    ranks, microbatches = counted(schedule.ranks, "rank"), counted(schedule.microbatches, "microbatch", "microbatches")
+    return f"{ranks}{virtual}, {microbatches}"

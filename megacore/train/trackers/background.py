@@ -1,0 +1,97 @@
+"""Writes to a tracker in a thread, so that a slow or broken one costs the training nothing but its records.
+
+The queue is bounded: while it is full, new records are left out. A tracker that fails is reported once. What it did not
+get is counted, and is still in metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megacore.config.messages import counted
+from megacore.train.trackers.tracker import RunInfo, Tracker
+
+MOST_WAITING = 1000
+"""Records that may wait for a slow tracker."""
+
+
+def warn(text: str) -> None:
+    """Print a warning on stderr, from any thread."""
+    print(f"megacore: warning: {text}", file=sys.stderr, flush=True)
+
+
+class Background:
+    """A tracker with its thread.
+
+    Args:
+        tracker: used by the thread only.
+        run: the run that it follows.
+        say: prints a warning.
+    """
+
+    def __init__(self, tracker: Tracker, run: RunInfo, say: Callable[[str], None] = warn) -> None:
+        self._tracker, self._run, self._say = tracker, run, say
+        self._waiting: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"tracker {tracker.flag}", daemon=True)
+        self._started = self._failed = self._is_open = False
+        self._lost = 0
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if not self._started:
+            self._started = True
+            self._thread.start()
+
+    def put(self, record: Mapping[str, Any]) -> None:
+        """Pass a record on, or leave it out if too many wait; returns at once."""
+        if self._waiting.qsize() >= MOST_WAITING:
+            if not self._lost:
+                self._say(f"{self._tracker.flag} is too slow: records are left out (all are in metrics.jsonl)")
+            self._lost += 1
+        else:
+            self._waiting.put(record)
+
+    def finish(self, *, failed: bool, until: float) -> None:
+        """Let the tracker write what waits, and close it.
+
+        Args:
+            failed: whether the run ended with an error.
+            until: time on the monotonic clock to wait for at most.
+        """
+        if not self._started:
+            return
+        self._failed = failed
+        self._waiting.put(None)
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            left = counted(self._waiting.qsize(), "record")
+            self._say(f"{self._tracker.flag} has not finished in time, {left} may be missing; the run ends without it")
+        elif self._lost:
+            self._say(f"{self._tracker.flag} lacks {counted(self._lost, 'record')}, which metrics.jsonl has")
+
+    def _work(self) -> None:
+        self._is_open = self._tried(lambda: self._tracker.open(self._run), "cannot be opened")
+        while (record := self._waiting.get()) is not None:
+            if not (self._is_open and self._tried(lambda r=record: self._tracker.write(r), "failed")):  # type: ignore[misc]
+                self._lost += 1
+        if self._is_open:
+            self._tried(lambda: self._tracker.close(failed=self._failed), "cannot be closed")
+
+    def _tried(self, action: Callable[[], None], problem: str) -> bool:
+        """Whether it succeeded; its first failure is reported."""
+        try:
+            action()
+        except BaseException as error:  # wandb raises SystemExit too
+            if not self._lost:
+                words = " ".join(str(error).split())[:200]
+                self._say(
+                    f"{self._tracker.flag} {problem}: {type(error).__name__}: {words}; "
+                    "training continues, and metrics.jsonl has every record"
+                )
+            return False
+        return True

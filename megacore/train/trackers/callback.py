@@ -1,0 +1,75 @@
+"""Passes every record of a run on to the trackers that the configuration chooses, on rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megacore.config import LoggingConfig
+from megacore.train.callbacks import Callback, Run
+from megacore.train.step import StepResult
+from megacore.train.trackers.background import Background, warn
+from megacore.train.trackers.csv_file import CsvFile
+from megacore.train.trackers.tensorboard import TensorBoard
+from megacore.train.trackers.tracker import RunInfo, Tracker
+from megacore.train.trackers.wandb_run import WandbRun
+
+_END_SECONDS, _END_SECONDS_AFTER_ERROR = 60.0, 5.0
+
+
+def chosen_trackers(logging: LoggingConfig) -> Iterator[Tracker]:
+    """The trackers that the configuration chooses."""
+    if logging.csv:
+        yield CsvFile()
+    if logging.tensorboard_dir is not None:
+        yield TensorBoard(Path(logging.tensorboard_dir))
+    if logging.wandb_project is not None:
+        yield WandbRun(logging)
+
+
+class Trackers(Callback):
+    """Feeds trackers, each in a thread of its own.
+
+    Args:
+        trackers: to feed.
+        run: the run that they follow.
+        say: prints a warning.
+    """
+
+    def __init__(self, trackers: Iterable[Tracker], run: RunInfo, say: Callable[[str], None] = warn) -> None:
+        self._members = [Background(tracker, run, say) for tracker in trackers]
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Start the threads: not before the first step, because the workers that load data are forked in it."""
+        for member in self._members:
+            member.start()
+
+    def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
+        """Pass a record on."""
+        self.put(record)
+
+    def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
+        """Pass a record on."""
+        self.put(record)
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        """Close the trackers, and wait for them, but not long."""
+        self.finish()
+
+    def on_error(self, run: Run, error: BaseException) -> None:
+        """Close the trackers; other ranks wait for this one to end."""
+        self.finish(failed=True)
+
+    def put(self, record: Mapping[str, Any]) -> None:
+        """Pass a record on to every tracker."""
+        for member in self._members:
+            member.start()
+            member.put(record)
+
+    def finish(self, *, failed: bool = False) -> None:
+        """Close the trackers; all together get a minute, or seconds after an error."""
+        until = time.monotonic() + (_END_SECONDS_AFTER_ERROR if failed else _END_SECONDS)
+        for member in self._members:
+            member.finish(failed=failed, until=until)

@@ -1,0 +1,60 @@
+"""`--csv`: metrics.csv in the output directory, a row per record of metrics.jsonl and a column per metric.
+
+The file is derived from metrics.jsonl, which is complete: a run that resumes, or that gets a metric it did not have
+before, writes it anew with all rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacore.files import replace_bytes
+from megacore.train.trackers.tracker import RunInfo, finite
+
+NAME = "metrics.csv"
+
+
+class CsvFile:
+    """A tracker that writes metrics.csv. A number that is not finite, or not in a record, is an empty cell."""
+
+    flag = "--csv"
+
+    def open(self, run: RunInfo) -> None:
+        """Write the rows of the records that the run has so far."""
+        self._path = run.output_dir / NAME
+        self._columns: list[str] = []
+        self._write_all([r for r in _records(run.output_dir / "metrics.jsonl") if r["step"] <= run.first_step])
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a row."""
+        if not record.keys() <= set(self._columns):
+            with self._path.open(encoding="utf-8", newline="") as file:
+                former = list(csv.DictReader(file))
+            self._write_all([*former, record])
+            return
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            file.write(self._rows([record]))
+
+    def close(self, *, failed: bool) -> None:
+        """Nothing is left: every row is written at once."""
+
+    def _write_all(self, records: Sequence[Mapping[str, Any]]) -> None:
+        self._columns += [key for key in dict.fromkeys(k for r in records for k in r) if key not in self._columns]
+        header = ",".join(self._columns) + "\n" if self._columns else ""
+        replace_bytes(self._path, (header + self._rows(records)).encode(), durable=False)
+
+    def _rows(self, records: Iterable[Mapping[str, Any]]) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, restval="", lineterminator="\n")
+        writer.writerows({key: finite(value) for key, value in record.items()} for record in records)
+        return text.getvalue()
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, which the run itself has checked."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []

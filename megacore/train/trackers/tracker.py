@@ -1,0 +1,57 @@
+"""What every tracker of metrics can do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megacore.config import ResolvedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """The run that a tracker follows.
+
+    Attributes:
+        output_dir: of the run; holds metrics.jsonl.
+        first_step: steps done before this start; 0: a fresh run.
+        config: resolved.
+    """
+
+    output_dir: Path
+    first_step: int
+    config: ResolvedConfig
+
+
+class Tracker(Protocol):
+    """Takes metrics. Every method runs in the same thread, which is not that of the training; each may raise anything.
+
+    Attributes:
+        flag: the flag that chose it, for messages.
+    """
+
+    flag: str
+
+    def open(self, run: RunInfo) -> None:
+        """Begin, before the first record."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take one record, by the keys of metrics.jsonl."""
+
+    def close(self, *, failed: bool) -> None:
+        """Write what is left; `failed`: the run ended with an error."""
+
+
+def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The metrics of a record that are numbers, without its step."""
+    for key, value in record.items():
+        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, float(value)
+
+
+def finite(value: Any) -> Any:
+    """The value, or None for a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

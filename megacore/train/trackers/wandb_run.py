@@ -1,0 +1,79 @@
+"""`--wandb-project`: a run of Weights & Biases, which a resumed run continues.
+
+W&B drops what comes with a lower step than before. A resumed run repeats steps, so ours is a metric of its own, and the
+x axis of all others (`define_metric`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import megacore
+from megacore.config import LoggingConfig
+from megacore.files import replace_bytes
+from megacore.train.trackers.tracker import RunInfo
+
+ID_FILE = "wandb_run_id"
+"""The file of the output directory that keeps the id of the run."""
+_INIT_SECONDS = 90.0
+_LOGIN_SECONDS = 30
+
+
+class WandbRun:
+    """A tracker that logs to W&B, online or to files for `wandb sync`.
+
+    Args:
+        settings: of the run.
+    """
+
+    flag = "--wandb-project"
+
+    def __init__(self, settings: LoggingConfig) -> None:
+        self._settings = settings
+
+    def open(self, run: RunInfo) -> None:
+        """Start the W&B run, or continue the one whose id is in the output directory."""
+        import wandb
+
+        settings = self._settings
+        self._run = wandb.init(
+            project=settings.wandb_project,
+            entity=settings.wandb_entity,
+            name=settings.wandb_name or run.output_dir.resolve().name,
+            group=settings.wandb_group,
+            mode="offline" if settings.wandb_mode == "offline" else None,  # None: WANDB_MODE, or online
+            id=_run_id(run),
+            resume="allow",
+            dir=str(run.output_dir),
+            config={**dataclasses.asdict(run.config), "megacore_version": megacore.__version__},
+            allow_val_change=True,
+            settings=wandb.Settings(init_timeout=_INIT_SECONDS, login_timeout=_LOGIN_SECONDS, console="off"),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Log a record."""
+        self._run.log({key: value for key, value in record.items() if value is not None})
+
+    def close(self, *, failed: bool) -> None:
+        """Send what is left, and end the W&B run."""
+        self._run.finish(exit_code=int(failed))
+
+
+def _run_id(run: RunInfo) -> str:
+    """The id that the output directory keeps, where the run resumes; else a new one, which is kept there."""
+    path: Path = run.output_dir / ID_FILE
+    if run.first_step and path.is_file() and os.path.getsize(path) <= 64:
+        kept = path.read_text(encoding="utf-8", errors="replace").strip()
+        if re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kept):
+            return kept
+    new = secrets.token_hex(4)
+    replace_bytes(path, new.encode() + b"\n", durable=False)
+    return new

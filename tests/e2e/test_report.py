@@ -1,0 +1,333 @@
+"""tools/report.py: a page for every kind of run, whole or not, without any reference, and as a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from html.parser import HTMLParser
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megacore.checkpoint.directory import published
+from megacore.checkpoint.lock import WriterLock
+from megacore.commands.report.files import read_run
+from megacore.commands.report.page import verdict_of
+from megacore.commands.report.series import Point, decimated, short, smoothed, ticks
+from megacore.parallel.mesh import Mesh
+from megacore.train.callbacks import Callback, Run
+from megacore.train.step import StepResult
+from tests.parity.runs import make_config, make_trainer
+from tests.patience import patience
+from tools.report import main
+
+VOID = {"meta", "path", "circle", "rect", "line", "br"}
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+WITHOUT_BROWSER = "needs chromium or google-chrome on the PATH"
+SHORT: dict[str, Any] = {"train_iters": 4, "log_interval": 1, "eval_interval": 2, "eval_iters": 1, "num_layers": 1}
+
+
+class Page(HTMLParser):
+    """A parsed page: its tags in order, its text, and whether every tag is closed by its own end."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "!doctype"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def page_of(directory: Path) -> Page:
+    """The page that the tool writes for a directory; it refers to nothing outside itself."""
+    output = directory.parent / "page.html"
+    assert main([str(directory), "-o", str(output)]) == 0
+    text = output.read_text(encoding="utf-8")
+    parsed = Page(text)
+    assert not re.search(r"https?:|//|@import|src=|href=|url\((?!#hatch)", text.replace("http://www.w3.org", ""))
+    assert "script" not in {tag for tag, _ in parsed.tags}
+    numbers = [value for _, attributes in parsed.tags for value in attributes.values() if value]
+    assert not [value for value in numbers if re.search(r"\bnan\b|\binf\b", value)]
+    return parsed
+
+
+def train(directory: Path, *callbacks: Callback, **changes: Any) -> None:
+    config = make_config((1, 1, 1), directory, **SHORT | changes)
+    make_trainer(config, Mesh(device=torch.device("cpu")), callbacks=callbacks).run()
+
+
+class Fails(Callback):
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if result.step == 3:
+            raise RuntimeError("<b>disk & cable</b>")
+
+
+def save_config(directory: Path) -> None:
+    from megacore.config.cli import save_toml
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_toml(make_config((1, 1, 1), directory, **SHORT), directory / "config.toml")
+
+
+# ---- real runs
+
+
+def test_a_resumed_run_that_finishes(tmp_path: Path) -> None:
+    train(tmp_path / "run", save_interval=2, trace=True)
+    save_config(tmp_path / "run")
+    checkpoint = sorted(published(tmp_path / "run"))[0]
+    train(tmp_path / "run", load=str(checkpoint))
+    text = page_of(tmp_path / "run").text
+    assert "finished Ended as planned, at step 4 of 4." in re.sub(r"\s+", " ", text)
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-2])
+    for words in (
+        f"{last['train/loss']:.4f}",
+        "resumed",
+        "predicted: 1F1B, 1 rank",
+        "--hidden-size",
+        "python",
+        "0: pp0",
+    ):
+        assert words in text, words
+    assert [e["event"] for e in read_run(tmp_path / "run").events_of("launch")] == ["launch", "launch"]
+
+
+def test_a_run_that_fails_says_why_and_its_words_are_escaped(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        train(tmp_path / "run", Fails())
+    parsed = page_of(tmp_path / "run")
+    assert "RuntimeError: <b>disk & cable</b>" in parsed.text
+    assert verdict_of(read_run(tmp_path / "run")).word == "failed"
+    assert "config.toml is not there" in parsed.text
+
+
+# ---- made-up ones
+
+
+def write(directory: Path, records: list[dict[str, Any]], events: list[dict[str, Any]] = [], tail: str = "") -> Path:  # noqa: B006
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
+    (directory / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    return directory
+
+
+def step(number: int, **values: Any) -> dict[str, Any]:
+    record = {"step": number, "consumed_tokens": number * 1000, "train/loss": 5.0 / number, "train/grad_norm": 1.0}
+    return record | {"train/lr": 1e-3, "perf/tokens_per_sec": 100.0, "perf/step_time_s": 0.1} | values
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_short_runs(tmp_path: Path, count: int) -> None:
+    text = page_of(write(tmp_path / "run", [step(n) for n in range(1, count + 1)])).text
+    assert ("no steps" if count == 0 else "ended without a word") in text
+
+
+def test_numbers_that_are_none_and_lines_that_are_cut_off(tmp_path: Path) -> None:
+    bad = {"train/loss": None, "train/grad_norm": None, "train/lr": "x", "perf/step_time_s": True}
+    records = [step(1), step(2, **bad), step(3), {"step": "4"}, {"no": 1}]
+    run = write(tmp_path / "run", records, tail='[1]\n{"step": 5, "train/lo')
+    parsed = page_of(run)
+    assert "metrics.jsonl has 2 lines that are no records" in parsed.text
+    assert "step 2: the loss is not finite" in parsed.text
+    assert [a["class"] for tag, a in parsed.tags if tag == "path"].count("skip") == 1
+
+
+def test_all_losses_none(tmp_path: Path) -> None:
+    assert (
+        "nothing was logged" in page_of(write(tmp_path / "run", [step(n, **{"train/loss": None}) for n in (1, 2)])).text
+    )
+
+
+def test_markup_in_any_string_of_a_run_is_text(tmp_path: Path) -> None:
+    evil = "</title><script>alert(1)</script>\"'&"
+    launch = {"event": "launch", "step": 0, "version": evil, "git": evil, "command": evil, "host": evil, "time": evil}
+    launch |= {"device": evil, "platform": evil, "degrees": {evil: evil}, "packages": {evil: evil}}
+    skip = {"event": "skip", "step": 1, "reason": evil}
+    rollback = {"event": "rollback", "step": 2, "to_step": 1, "reason": evil}
+    memory = {
+        "event": "memory",
+        "step": 1,
+        "ranks": [{"rank": evil, evil: evil, "peak_bytes": 1, "predicted_bytes": None}],
+    }
+    end = {"event": "end", "step": 2, "reason": evil}
+    events: list[dict[str, Any]] = [launch, memory, {**launch, "step": 1}, skip, rollback, memory, end]
+    events += [{"event": evil}, {"event": "error"}]
+    run = write(tmp_path / "a<b>&c", [step(1), step(2)], events)
+    (run / "config.toml").write_text(f"[model]\npreset = {json.dumps(evil)}\n[data]\nsplit = {json.dumps(evil)}\n")
+    assert page_of(run).text.count("<script>alert(1)</script>") >= 12
+
+
+def test_a_spike_stays_in_a_small_page_of_a_long_run(tmp_path: Path) -> None:
+    records = [
+        step(n, **{"train/loss": 3.0 + math.sin(n), "train/grad_norm": 1 + math.cos(n)}) for n in range(1, 100_001)
+    ]
+    records[54_321]["train/loss"] = 40.0
+    run = write(tmp_path / "run", records)
+    page_of(run)
+    text = (tmp_path / "page.html").read_text()
+    assert len(text.encode()) < 300_000
+    raw = next(match[1] for match in re.finditer(r'class="line soft" d="([^"]*)"', text))
+    points = [tuple(map(float, point.split())) for point in re.split("[ML]", raw)[1:]]
+    peak_x, peak_y = min(points, key=lambda point: point[1])
+    assert peak_y < 0.5 * sorted(y for _, y in points)[1]
+    assert (peak_x - points[0][0]) / (points[-1][0] - points[0][0]) == pytest.approx(0.54321, abs=1e-3)
+
+
+def test_a_run_that_is_running(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [step(1)], [{"event": "launch", "step": 0}])
+    lock = WriterLock(run)
+    command = ["python", "tools/report.py", str(run)]  # a lock of this process does not stop this process everywhere
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "running" in said
+    lock.release()
+    assert verdict_of(read_run(run)).word == "ended without a word"
+
+
+# ---- what is refused
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for directory, problem in (("none", "does not exist"), ("empty", "has none of metrics.jsonl, events.jsonl")):
+        assert main([str(tmp_path / directory)]) == 2
+        assert f"{tmp_path / directory} {problem}" in capsys.readouterr().err
+    assert main([str(tmp_path / "none"), "-o", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is a directory: name a file in it" in said
+    assert "does not exist" in said
+
+
+def test_pipes_in_place_of_files_do_not_hang(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [step(1)])
+    for name in ("events.jsonl", "config.toml", "trace.json", "writer.lock"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    assert "events.jsonl is not a regular file" in page_of(run).text
+
+
+# ---- curves
+
+
+def test_decimation_keeps_the_extremes_of_every_bucket() -> None:
+    points = [Point(x, float(x * 7919 % 1009)) for x in range(5001)]
+    kept = decimated(points, 50)
+    buckets = [points[start : start + 100] for start in range(0, 5000, 100)]
+    buckets[-1].append(points[-1])
+    ends = [(min(bucket, key=itemgetter(1)), max(bucket, key=itemgetter(1))) for bucket in buckets]
+    assert kept == [point for pair in ends for point in sorted(pair)]
+    assert decimated(points[:60], 50) == points[:60]
+    gap = [Point(x, None if 1000 <= x < 2000 else 1.0) for x in range(5000)]
+    assert any(p.y is None for p in decimated(gap, 50))
+
+
+def test_smoothing_leaves_lines_as_they_are() -> None:
+    line = [Point(x, 2.0 * x) for x in range(100)]
+    assert smoothed(line, 10)[:95] == line[:95]
+    assert smoothed([Point(0, None), Point(1, 3.0)], 4) == [Point(0, None), Point(1, 3.0)]
+
+
+def test_short_numbers_and_ticks() -> None:
+    figures = {
+        0: "0",
+        1.0: "1",
+        1234: "1.23k",
+        2.5e9: "2.5B",
+        3e-5: "3e-5",
+        7.5e-4: "7.5e-4",
+        -0.25: "-0.25",
+        1e20: "1e20",
+    }
+    assert {value: short(value) for value in figures} == figures
+    assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
+    assert ticks(3, 3, 5) == [3]
+
+
+# ---- in a browser
+
+PROBE = """<script>
+addEventListener('load', () => {
+  const wide = document.documentElement.scrollWidth > innerWidth;
+  const out = [...document.querySelectorAll('svg')].filter(svg => {
+    const box = svg.getBoundingClientRect();
+    return [...svg.querySelectorAll('text')].some(text => {
+      const own = text.getBoundingClientRect();
+      return own.left < box.left - 1 || own.right > box.right + 1 || own.bottom > box.bottom + 1;
+    });
+  }).map(svg => svg.getAttribute('aria-label'));
+  const color = getComputedStyle(document.body).backgroundColor;
+  const svgs = document.querySelectorAll('svg').length;
+  document.body.setAttribute('data-probe', JSON.stringify({wide, out, color, svgs}));
+});
+</script>"""
+
+
+def in_browser(file: Path, width: int, *, dark: bool) -> dict[str, Any]:
+    """What a browser makes of a page: whether it is wider than the window, and drawings with text outside them."""
+    assert BROWSER is not None
+    probed = file.with_suffix(".probed.html")
+    probed.write_text(file.read_text(encoding="utf-8").replace("</body>", PROBE + "</body>"), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as profile:
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={profile}",
+            f"--window-size={width},900",
+        ]
+        flags += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+        command = [BROWSER, *flags, "--dump-dom", probed.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patience(60))
+    found = re.search(r'data-probe="([^"]*)"', done.stdout)
+    assert found is not None, done.stderr[-2000:]
+    result = json.loads(found[1].replace("&quot;", '"'))
+    assert isinstance(result, dict)
+    return result
+
+
+@pytest.mark.skipif(BROWSER is None, reason=WITHOUT_BROWSER)
+def test_a_browser_shows_it_in_light_and_dark_and_on_a_phone(tmp_path: Path) -> None:
+    evaluation = {"step": 200, "consumed_tokens": 200_000, "eval/loss": 0.5}
+    ranks = [{"rank": n, "pp": n, "peak_bytes": n << 30, "predicted_bytes": 9 << 30} for n in range(9)]
+    events = [{"event": "launch", "step": 0, "command": "x" * 500}, {"event": "memory", "step": 1, "ranks": ranks}]
+    run = write(tmp_path / "run", [*(step(n) for n in range(1, 201)), evaluation], events)
+    save_config(run)
+    page_of(run)
+    for width, dark, color in (
+        (1280, False, "rgb(246, 247, 249)"),
+        (1280, True, "rgb(18, 21, 27)"),
+        (500, False, "rgb(246, 247, 249)"),
+    ):
+        shown = in_browser(tmp_path / "page.html", width, dark=dark)
+        assert not shown["wide"]
+        assert shown["out"] == []
+        assert shown["svgs"] == 6
+        assert shown["color"] == color

@@ -1,0 +1,34 @@
+"""docs/metrics.md names every metric that a run writes, and no other; bert.md has nothing that it lacks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megacore.parallel.mesh import Mesh
+from tests.parity.bert_runs import make_bert_config, make_bert_trainer
+from tests.parity.runs import make_config, make_trainer
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+SHORT: dict[str, Any] = {"train_iters": 1, "eval_interval": 1, "eval_iters": 1, "num_layers": 1}
+
+
+def documented() -> set[str]:
+    section = PAGE.read_text(encoding="utf-8").partition("## Names and units")[2].partition("\n## ")[0]
+    return {"key"} ^ set(re.findall(r"^\| ([a-z_]+(?:/[a-z_]+)?) \|", section, re.MULTILINE))
+
+
+def written(directory: Path) -> set[str]:
+    return {key for line in (directory / "metrics.jsonl").read_text().splitlines() for key in json.loads(line)}
+
+
+def test_every_metric_is_documented_and_every_documented_one_written(tmp_path: Path) -> None:
+    mesh = Mesh(device=torch.device("cpu"))
+    gpt = make_config((1, 1, 1), tmp_path / "gpt", precision="fp16", peak_tflops=1.0, **SHORT)
+    make_trainer(gpt, mesh).run()
+    make_bert_trainer(make_bert_config((1, 1, 1), tmp_path / "bert", **SHORT), mesh).run()
+    assert written(tmp_path / "gpt") | written(tmp_path / "bert") == documented()
