@@ -17,28 +17,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.checkpoint.check import check_load, samples_of_run
+from megacore.commands.plan import dry_run
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from megacore.convert.start import WeightsFromHF, check_init_from_hf, shape_from_hf
 from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
+from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
     from megacore.parallel.mesh import Mesh
 
 
 def main(argv: list[str]) -> int:
-    """Train as the flags say; returns the exit status."""
+    """Train as the flags say, or with --dry-run plan the run; returns the exit status."""
+    if "--dry-run" in argv:
+        return dry_run(argv, "pretrain_gpt.py")
     config = parse_config(
         argv,
         prog="pretrain_gpt.py",
-        description="Pretrain a GPT with tensor x pipeline x data parallelism.",
+        description="Pretrain a GPT with tensor x pipeline x data parallelism. --dry-run plans the run instead.",
         kind=Config,
         shape=shape_from_hf,
         vocabulary=vocabulary_size,
         checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
     )
+    begin_watch(config)
     from megacore.train.launch import launch
 
     return launch(config, train)

@@ -44,7 +44,7 @@ from tests.accelerator.collectives import register
 from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parent.parent
-DUMP_SIGNAL = signal.SIGUSR1
+DUMP_SIGNAL = signal.SIGRTMIN + 5  # not SIGUSR1, on which a run saves
 # How long the ranks may take to write their stacks after a hang, in seconds of a quiet machine.
 DUMP_GRACE = 2.0
 # Set by the preload, and so True only in the server and the ranks it forks.

@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Section)
 # The content of files is compared with the manifest at the start up to this many bytes; the rest as it is read.
 _READ_BYTES = 1 << 30
 # The settings whose change is no news: where results go, what is reported, when the run saves and ends.
-_UNREPORTED = frozenset(("checkpoint", "logging"))
+_UNREPORTED = frozenset(("checkpoint", "logging", "watch"))
 _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
 
 

@@ -1,7 +1,7 @@
 """The configuration of a run: sections, validation, presets, the command line, TOML files.
 
-schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizers.py and bert.py its sections,
-validation.py what must hold between them. cli.py turns a command line into a configuration.
+schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizers.py, watch.py and bert.py its
+sections, validation.py what must hold between them. cli.py turns a command line into a configuration.
 """
 
 from megacore.config.model import ModelConfig, ResolvedModel
@@ -20,6 +20,7 @@ from megacore.config.sections import (
     TrainingConfig,
 )
 from megacore.config.validation import validate
+from megacore.config.watch import WatchConfig
 
 __all__ = [
     "SECTIONS",
@@ -40,6 +41,7 @@ __all__ = [
     "ResolvedTraining",
     "SGDConfig",
     "TrainingConfig",
+    "WatchConfig",
     "sections_of",
     "validate",
 ]

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
@@ -65,6 +65,8 @@ def parse_config(
     vocabulary: Callable[[Config], int] | None = None,
     checks: Sequence[Callable[[R], object]] = (),
     planned: bool = False,
+    world_size: int | None = None,
+    problems: Sequence[str] = (),
 ) -> R:
     """Reads, checks and resolves the configuration of a run, or refuses it and exits.
 
@@ -82,14 +84,19 @@ def parse_config(
             even if `vocabulary` or another check fails, so that all problems are reported together; the vocabulary is
             then `UNKNOWN_VOCAB_SIZE`.
         planned: the run is only thought of: it has as many processes as its degrees say, whatever the launcher states.
+        world_size: of a planned run, the number of its processes, where it is given.
+        problems: what the caller has found wrong; reported with the others.
 
     Raises:
         SystemExit: with status 2 if the configuration or an input is refused, with 0 after `--help` and `--version`.
     """
     config_class = cast(type[Config], kind)
     process = _planned_process(argv, config_class, shape) if planned else _Process.of_environment()
+    if planned and world_size is not None:
+        process = replace(process, world_size=world_size)
     _answer_question(argv, prog, description, config_class, process)
     reading = _read(argv, process, config_class, shape)
+    reading.local_problems.extend(problems)
     if reading.problems or reading.local_problems:
         _refuse(prog, process, reading)
     vocab_size = _call(vocabulary, reading.config, reading)

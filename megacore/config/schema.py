@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
@@ -32,6 +32,7 @@ from megacore.config.sections import (
     ResolvedTraining,
     TrainingConfig,
 )
+from megacore.config.watch import WatchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Config:
     training: TrainingConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     presets: ClassVar[Mapping[str, Shape]] = GPT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Fields that only other entry points accept, each with the reason and the way out, which follow the flag in the
@@ -151,6 +153,18 @@ class ResolvedConfig(Config):
     parallel: ResolvedParallel = field()
     optimizer: ResolvedOptimizer = field()
     training: ResolvedTraining = field()
+
+    def for_device(self, *, on_cpu: bool) -> Self:
+        """With the defaults that depend on where the ranks compute.
+
+        Args:
+            on_cpu: not on accelerators.
+        """
+        parallel = self.parallel
+        if parallel.sequence_parallel is not None:
+            return self
+        splits = not on_cpu and parallel.tp > 1 and self.data.seq_length % parallel.tp == 0
+        return dataclasses.replace(self, parallel=dataclasses.replace(parallel, sequence_parallel=splits))
 
 
 def sections_of(kind: type[Config]) -> dict[str, type[Section]]:

@@ -42,7 +42,9 @@ class MLP(nn.Module):
         if config.gated:
             self.gate = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
         self.up = ColumnParallelLinear(h, inner, bias=bias, **context.linear_arguments)
-        self.down = RowParallelLinear(inner, h, bias=bias, **context.linear_arguments)
+        self.down = RowParallelLinear(
+            inner, h, bias=bias, ends_recomputed=context.recompute_full, **context.linear_arguments
+        )
         # On a device one product computes gate and up, if their weights are neighbours in memory.
         self.joins = config.activation == "swiglu" and not bias
         if self.gate is not None:

@@ -43,6 +43,7 @@ class BuildContext:
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
         recompute_attention: attention keeps only queries, keys and values, and is computed again in backward.
         recompute_light: the outputs of norms and activations are computed again in backward, and not kept.
+        recompute_full: blocks keep only their input, and are computed again in backward.
         split_backward: input and weight gradients are computed apart, at different times or to the same bits as if.
         attention: which implementation mixes them.
         products: computes the matrix products of every linear layer, the output layer's included.
@@ -56,6 +57,7 @@ class BuildContext:
     sequence_parallel: bool = False
     recompute_attention: bool = False
     recompute_light: bool = False
+    recompute_full: bool = False
     split_backward: bool = False
     attention: Attention = "auto"
     products: Products = TORCH
@@ -74,6 +76,7 @@ class BuildContext:
             sequence_parallel=bool(config.parallel.sequence_parallel),
             recompute_attention=config.training.recompute == "selective",
             recompute_light=config.training.recompute == "light",
+            recompute_full=config.training.recompute == "full",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
             attention=config.training.attention,
             loss_chunks=loss_chunks(config),

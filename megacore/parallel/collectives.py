@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from megacore.errors import PeerFailed
 from megacore.parallel import direct
 from megacore.parallel.mesh import Group, Holders
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import UNMARKED, post
 
 Reduction = Literal["sum", "max"]
 # torch 2.13 renamed these two; older releases know only the second name.
@@ -33,14 +36,22 @@ class Pending:
     Args:
         works: what torch says of it; empty where there is nothing to wait for.
         then: what is left to do afterwards.
+        watched: marks the wait for the watchdog.
     """
 
-    def __init__(self, works: Sequence[dist.Work] = (), then: Callable[[], None] | None = None) -> None:
-        self._works, self._then = works, then
+    def __init__(
+        self,
+        works: Sequence[dist.Work] = (),
+        then: Callable[[], None] | None = None,
+        watched: AbstractContextManager[Any] = UNMARKED,
+    ) -> None:
+        self._works, self._then, self._watched = works, then, watched
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        if self._works:
+            with self._watched:
+                for work in self._works:
+                    work.wait()
         self._works = ()
         if self._then is not None:
             self._then()
@@ -50,7 +61,8 @@ class Pending:
 def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     """Reduce `tensor` in place over the group; every rank gets the same bits."""
     if group.size > 1:
-        dist.all_reduce(tensor, op=_OPS[op], group=group.handle)
+        with post(Phase.ALL_REDUCE, group.ranks, tensor.nbytes):
+            dist.all_reduce(tensor, op=_OPS[op], group=group.handle)
     return tensor
 
 
@@ -58,7 +70,8 @@ def all_reduce_tied_(tensor: Tensor, holders: Holders) -> Tensor:
     """Sum a contiguous `tensor` in place over the holders of a tied parameter; every holder gets the same bits."""
     if len(holders.positions) == holders.pipeline.size:
         return all_reduce_(tensor, holders.pipeline)
-    direct.sum_among(tensor, holders.pipeline, holders.positions)
+    with post(Phase.TIED_SUM, holders.ranks, tensor.nbytes):
+        direct.sum_among(tensor, holders.pipeline, holders.positions)
     return tensor
 
 
@@ -66,7 +79,8 @@ def start_all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Pe
     """Begin `all_reduce_` and return at once, so that it overlaps with what is computed until `wait()`."""
     if group.size == 1:
         return Pending()
-    return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group.handle, async_op=True)])
+    with post(Phase.ALL_REDUCE, group.ranks, tensor.nbytes) as watched:
+        return Pending([dist.all_reduce(tensor, op=_OPS[op], group=group.handle, async_op=True)], watched=watched)
 
 
 class Sum:
@@ -154,9 +168,10 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
         if whole.data_ptr() != shard.data_ptr():
             whole.copy_(shard)
         return Pending()
-    if _by_messages(whole, group):
-        return Pending(*direct.start_all_gather(whole, shard, group))
-    return Pending([_all_gather_flat(whole, shard, group=group.handle, async_op=True)])
+    with post(Phase.ALL_GATHER, group.ranks, whole.nbytes) as watched:
+        if _by_messages(whole, group):
+            return Pending(*direct.start_all_gather(whole, shard, group), watched)
+        return Pending([_all_gather_flat(whole, shard, group=group.handle, async_op=True)], watched=watched)
 
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
@@ -164,9 +179,11 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
     if group.size == 1:
         shard.copy_(whole)
         return Pending()
-    if _by_messages(whole, group):
-        return Pending(*direct.start_reduce_scatter(shard, whole, group))
-    return Pending([_reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)])
+    with post(Phase.REDUCE_SCATTER, group.ranks, whole.nbytes) as watched:
+        if _by_messages(whole, group):
+            return Pending(*direct.start_reduce_scatter(shard, whole, group), watched)
+        work = _reduce_scatter_flat(shard, whole, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
+        return Pending([work], watched=watched)
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
@@ -178,7 +195,8 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return tensor.unsqueeze(0)
     gathered = tensor.new_empty((group.size, *tensor.shape))
-    _all_gather_flat(gathered.view(-1), tensor.contiguous().view(-1), group=group.handle)
+    with post(Phase.ALL_GATHER, group.ranks, gathered.nbytes):
+        _all_gather_flat(gathered.view(-1), tensor.contiguous().view(-1), group=group.handle)
     return gathered
 
 
@@ -187,7 +205,8 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     values: list[Any] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.handle)
+    with post(Phase.GATHER_OBJECTS, group.ranks, 0):
+        dist.all_gather_object(values, value, group=group.handle)
     return values
 
 
@@ -215,7 +234,8 @@ def all_or_none(group: Group, device: torch.device) -> Iterator[None]:
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here."""
     if group.size > 1:
-        dist.barrier(group=group.handle)
+        with post(Phase.BARRIER, group.ranks, 0):
+            dist.barrier(group=group.handle)
 
 
 def _own_copy(x: Tensor) -> Tensor:

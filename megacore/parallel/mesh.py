@@ -26,6 +26,8 @@ from megacore.config import ParallelConfig
 from megacore.config.dimensions import DIMENSIONS, ROLES, Dimension, coordinates_of, degrees_of, describe_rank
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import ConfigError
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import phase, post
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,11 @@ class Holders:
 
     pipeline: Group
     positions: tuple[int, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Their global ranks."""
+        return tuple(self.pipeline.ranks[position] for position in self.positions)
 
 
 ALONE = Group()
@@ -203,16 +210,18 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
         device = select_device(config.device)
     else:
         timeout, rank = _timeout(config), int(os.environ["RANK"])
-        store = _job_store(timeout)
-        device = agree_on_devices(store, rank, world_size(), partial(select_device, config.device))
-        dist.init_process_group(
-            dist.get_default_backend_for_device(device),
-            timeout=timeout,
-            store=store,
-            rank=rank,
-            world_size=world_size(),
-            device_id=device if device.type != "cpu" else None,
-        )
+        with phase(Phase.CONNECT):
+            store = _job_store(timeout)
+        with post(Phase.MEET, tuple(range(world_size())), 0):
+            device = agree_on_devices(store, rank, world_size(), partial(select_device, config.device))
+            dist.init_process_group(
+                dist.get_default_backend_for_device(device),
+                timeout=timeout,
+                store=store,
+                rank=rank,
+                world_size=world_size(),
+                device_id=device if device.type != "cpu" else None,
+            )
     if world_size() == 1:
         return device, ALONE
     return device, _group(dist.group.WORLD, dist.get_rank(), tuple(range(dist.get_world_size())))
@@ -279,10 +288,11 @@ def _mesh_of(
     if world.size == 1:
         return Mesh(device=device, dimensions=dimensions, degrees=degrees)
     made: dict[tuple[tuple[int, ...], ...], Group] = {}
-    for role in ROLES:
-        groups = groups_of_role(role, dimensions, degrees)
-        if groups not in made:
-            made[groups] = _join(groups, world, device, timeout)
+    with post(Phase.MEET, world.ranks, 0):
+        for role in ROLES:
+            groups = groups_of_role(role, dimensions, degrees)
+            if groups not in made:
+                made[groups] = _join(groups, world, device, timeout)
     roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in ROLES}
     return Mesh(device=device, dimensions=dimensions, degrees=degrees, world=world, **roles)
 
@@ -445,8 +455,9 @@ def is_first_of_job(event: str, *, otherwise: bool) -> bool:
 def leave(mesh: Mesh) -> None:
     """Wait for all ranks, then leave the job in order."""
     if mesh.world.size > 1 and dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        with post(Phase.BARRIER, mesh.world.ranks, 0):
+            dist.barrier()
+            dist.destroy_process_group()
 
 
 def _group(handle: dist.ProcessGroup | None, rank: int, ranks: tuple[int, ...]) -> Group:

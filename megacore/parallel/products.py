@@ -63,10 +63,12 @@ class Products:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b for autograd: [..., i] -> [..., o]"""
+        gradient: Tensor | None = None
+        if torch.is_grad_enabled() and weight.requires_grad:  # saves x before anything is computed
+            gradient = _WeightGradient.apply(self, x.detach(), (*x.shape[:-1], len(weight)), weight, bias)
         y: Tensor = _Output.apply(self, x, weight.detach(), None if bias is None else bias.detach())
-        if not (torch.is_grad_enabled() and weight.requires_grad):
+        if gradient is None:
             return y
-        gradient = _WeightGradient.apply(self, x.detach(), y.shape, weight, bias)
         joined: Tensor = _Joined.apply(y, gradient)
         return joined
 
@@ -115,19 +117,23 @@ def gradient_sum(weight: Tensor) -> GradientSum | None:
     return weight.gradient_sum
 
 
+# ---- nodes of autograd
+# A node written in Python saves its tensors after its forward, and recomputation ends with the last tensor that is
+# saved. For it to end before the product, another node saves the input first, and the product's node holds the weight
+# as an attribute: ZeRO-3 gathers it again in the same memory.
+
+
 class _Output(torch.autograd.Function):
     """The output; backward computes only the gradient of the input."""
 
     @staticmethod
     def forward(ctx: Any, products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.products = products
+        ctx.products, ctx.weight = products, weight
         return products.output(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        return None, ctx.products.input_gradient(grad, weight) if ctx.needs_input_grad[1] else None, None, None
+        return None, ctx.products.input_gradient(grad, ctx.weight) if ctx.needs_input_grad[1] else None, None, None
 
 
 class _WeightGradient(torch.autograd.Function):
@@ -139,7 +145,7 @@ class _WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, products: Products, x: Tensor, shape: torch.Size, weight: Tensor, bias: Tensor | None
+        ctx: Any, products: Products, x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layers = LinearLayers(products, (weight, bias))
@@ -161,6 +167,40 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad
+
+
+class _SavedInput(torch.autograd.Function):
+    """The input as it is, saved for the backward of the node that reads it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def input_saved(x: Tensor) -> Tensor:
+    """x for a node that calls `save_operands`, which then computes nothing before everything is saved."""
+    saved: Tensor = _SavedInput.apply(x)
+    return saved
+
+
+def save_operands(ctx: Any, x: Tensor, *weights: Tensor | None) -> None:
+    """Keep a node's input and weights for its backward."""
+    node = x.grad_fn
+    ctx.saved_input = node if getattr(type(node), "_forward_cls", None) is _SavedInput else None
+    if ctx.saved_input is None:
+        ctx.save_for_backward(x, *weights)
+    else:
+        ctx.weights = weights
+
+
+def saved_operands(ctx: Any) -> Sequence[Any]:
+    """Input and weights as `save_operands` kept them."""
+    return ctx.saved_tensors if ctx.saved_input is None else (*ctx.saved_input.saved_tensors, *ctx.weights)
 
 
 def linears(products: Products, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:

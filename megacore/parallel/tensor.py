@@ -36,7 +36,18 @@ from megacore.parallel.collectives import (
     start_reduce_scatter,
 )
 from megacore.parallel.mesh import ALONE, Group
-from megacore.parallel.products import TORCH, LinearLayers, Parameters, Products, gradient_sum, joined, linears
+from megacore.parallel.products import (
+    TORCH,
+    LinearLayers,
+    Parameters,
+    Products,
+    gradient_sum,
+    input_saved,
+    joined,
+    linears,
+    save_operands,
+    saved_operands,
+)
 from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
 
 # ---- linear layers
@@ -50,13 +61,13 @@ class _Linears(torch.autograd.Function):
     def forward(
         ctx: Any, layers: LinearLayers, x: Tensor, group: Group, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x, *parameters[::2])
+        save_operands(ctx, x, *parameters[::2])
         ctx.layers, ctx.group = layers, group
         return layers.outputs(x, parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *weights = saved_operands(ctx)
         summing = Sum(ctx.layers.input_gradient(grads, weights), ctx.group) if ctx.needs_input_grad[1] else None
         gradients = ctx.layers.parameter_gradients(x, grads)
         return None, None if summing is None else summing.wait(), None, *gradients
@@ -128,6 +139,8 @@ class RowParallelLinear(ShardedModule):
         sequence_parallel: the output is split along the sequence, [b, s/t, o].
         split_backward: as for `column_parallel`.
         products: computes the layer's matrix products.
+        ends_recomputed: the layer is the last product of a block that is computed again in backward, which ends before
+            the product and its communication.
 
     Raises:
         ValueError: the group's size does not divide `in_features`.
@@ -143,12 +156,13 @@ class RowParallelLinear(ShardedModule):
         sequence_parallel: bool = False,
         split_backward: bool = False,
         products: Products = TORCH,
+        ends_recomputed: bool = False,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         _require_divisible("in_features", in_features, group)
         self.group, self.sequence_parallel, self.split_backward = group, sequence_parallel, split_backward
-        self.products = products
+        self.products, self.ends_recomputed = products, ends_recomputed
         start, stop = split_evenly(in_features, group.rank, group.size)
         self.weight = ShardedParameter(
             torch.empty(out_features, stop - start, device=device),
@@ -160,6 +174,9 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
+        in_one_node = on_accelerator(x) and torch.is_grad_enabled() and not self.split_backward
+        if self.ends_recomputed and in_one_node and (self.group.size > 1 or gradient_sum(self.weight) is not None):
+            x = input_saved(x)
         if self.group.size == 1:
             return _linears(
                 x,
@@ -169,7 +186,7 @@ class RowParallelLinear(ShardedModule):
                 split_backward=self.split_backward,
                 products=self.products,
             )[0]
-        if on_accelerator(x) and torch.is_grad_enabled() and not self.split_backward:
+        if in_one_node:
             layers = LinearLayers(self.products, (self.weight, self.bias))
             row_parallel = _LinearOfScatteredOutput if self.sequence_parallel else _LinearOfSummedOutput
             summed: Tensor = row_parallel.apply(layers, x, self.group, self.weight, self.bias)
@@ -451,7 +468,7 @@ class _LinearOfScatteredOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layers: LinearLayers, x: Tensor, group: Group, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        save_operands(ctx, x, weight)
         ctx.layers, ctx.group, ctx.has_bias = layers, group, bias is not None
         y = x.new_empty(*x.shape[:2], weight.shape[0])
         scattering = _SampleScatters(y, group)
@@ -462,7 +479,7 @@ class _LinearOfScatteredOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved_operands(ctx)
         gathering = _SampleGathers(grad, ctx.group)
         dx = torch.empty_like(x)
         for number, sample in enumerate(gathering.samples()):
@@ -476,13 +493,13 @@ class _LinearOfSummedOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layers: LinearLayers, x: Tensor, group: Group, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        save_operands(ctx, x, weight)
         ctx.layers, ctx.has_bias = layers, bias is not None
         return Sum(layers.products.output(x, weight, bias if group.is_first else None), group).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved_operands(ctx)
         dx = ctx.layers.input_gradient([grad], [weight])
         return None, dx, None, *ctx.layers.parameter_gradients(x, [grad])
 

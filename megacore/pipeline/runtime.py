@@ -29,6 +29,8 @@ from megacore.pipeline.stage import Stage, TensorSpec, tensors_of
 from megacore.pipeline.transport import Arrival, Receive, Send, Transfer, Transport
 from megacore.pipeline.validation import prove
 from megacore.plan.trace import Kind, Timed
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import phase
 
 StageMicrobatch = tuple[int, int]  # number of a stage, number of a microbatch in the step
 
@@ -240,7 +242,8 @@ class _Run:
         microbatch, stage = self.microbatches[action.microbatch], runtime.chunks[self.chunk(action)]
         x = self.stage_input(action)
         task.streams.microbatch = microbatch.index
-        with runtime.timer.measure(action):
+        watched = phase(Phase.FORWARD, stage=action.stage, microbatch=action.microbatch)
+        with watched, runtime.timer.measure(action):
             y = stage(x, task.last_inputs(microbatch) if action.stage == runtime.last_stage else ())
             if action.stage == runtime.last_stage:
                 y = task.evaluation_loss(y, microbatch) if self.loss_weight is None else task.loss(y, microbatch)
@@ -261,7 +264,7 @@ class _Run:
     def backward(self, action: Action) -> None:
         key = action.stage, action.microbatch
         outputs, gradients = self.outputs_and_gradients(action)
-        with self.runtime.timer.measure(action):
+        with self.backward_phase(action), self.runtime.timer.measure(action):
             self.begin_weight_gradients(action)
             if outputs:
                 torch.autograd.backward(outputs, gradients)
@@ -272,16 +275,20 @@ class _Run:
     def input_grad(self, action: Action) -> None:
         key = action.stage, action.microbatch
         outputs, gradients = self.outputs_and_gradients(action)
-        with self.runtime.timer.measure(action):
+        with self.backward_phase(action), self.runtime.timer.measure(action):
             grads, self.halves[key] = input_half(outputs, gradients, self.anchors.pop(key))
             self.end_weight_gradients(action)
         self.keep_input_gradients(action, grads[: len(self.inputs.pop(key, ()))])
 
     def weight_grad(self, action: Action) -> None:
-        with self.runtime.timer.measure(action):
+        with self.backward_phase(action), self.runtime.timer.measure(action):
             self.begin_weight_gradients(action)
             self.halves.pop((action.stage, action.microbatch)).run()
             self.end_weight_gradients(action)
+
+    def backward_phase(self, action: Action) -> AbstractContextManager[Any]:
+        """Marks a backward, or half of one, for the watchdog."""
+        return phase(Phase.BACKWARD, stage=action.stage, microbatch=action.microbatch)
 
     # ---- inputs and outputs of computations
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from torch import Tensor
 
 from megacore.parallel.mesh import Group
 from megacore.pipeline.stage import TensorSpec
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import post
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,29 @@ class _Posted:
     stop: int
     tensors: tuple[Tensor, ...]
     is_receive: bool
+    watched: AbstractContextManager[Any]
 
 
 class Arrival:
-    """Tensors that are being received."""
+    """Tensors that are being received.
 
-    def __init__(self, tensors: tuple[Tensor, ...], works: list[dist.Work]) -> None:
-        self._tensors, self._works = tensors, works
+    Args:
+        tensors: to be filled.
+        works: what to wait for.
+        watched: marks the wait for the watchdog.
+    """
+
+    def __init__(
+        self, tensors: tuple[Tensor, ...], works: list[dist.Work], watched: AbstractContextManager[Any]
+    ) -> None:
+        self._tensors, self._works, self._watched = tensors, works, watched
 
     def wait(self) -> tuple[Tensor, ...]:
         """The tensors, once they may be read."""
-        for work in self._works:
-            work.wait()
+        if self._works:
+            with self._watched:
+                for work in self._works:
+                    work.wait()
         self._works = []
         return self._tensors
 
@@ -72,7 +87,9 @@ class Transport:
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.device = group, device
-        self._sending: deque[tuple[list[dist.Work], tuple[Tensor, ...]]] = deque()
+        self._sending: deque[tuple[list[dist.Work], _Posted]] = deque()
+        me = group.ranks[group.rank]
+        self._to, self._from = [(me, peer) for peer in group.ranks], [(peer, me) for peer in group.ranks]
 
     def post(self, transfers: Sequence[Transfer]) -> list[Arrival]:
         """Begin all transfers at once.
@@ -92,24 +109,28 @@ class Transport:
             call, peer = dist.irecv if receives else dist.isend, self.group.ranks[transfer.peer]
             first = len(operations)
             operations += [dist.P2POp(call, _as_real(tensor), peer, group=self.group.handle) for tensor in tensors]
-            posted.append(_Posted(first, len(operations), tensors, receives))
+            kind, pairs = (Phase.RECEIVE, self._from) if receives else (Phase.SEND, self._to)
+            watched = post(kind, pairs[transfer.peer], sum(tensor.nbytes for tensor in tensors))
+            posted.append(_Posted(first, len(operations), tensors, receives, watched))
         works = dist.batch_isend_irecv(operations) if operations else []
         coalesced = len(works) < len(operations)  # NCCL makes one piece of work of a batch
         arrivals = []
         for item in posted:
             awaited = works if coalesced else works[item.first : item.stop]
             if item.is_receive:
-                arrivals.append(Arrival(item.tensors, awaited))
+                arrivals.append(Arrival(item.tensors, awaited, item.watched))
             else:
-                self._sending.append((awaited, item.tensors))
+                self._sending.append((awaited, item))
         self._drop_sent()
         return arrivals
 
     def drain(self) -> None:
         """Wait until all sends are done."""
         while self._sending:
-            for work in self._sending.popleft()[0]:
-                work.wait()
+            works, sent = self._sending.popleft()
+            with sent.watched:
+                for work in works:
+                    work.wait()
 
     def _drop_sent(self) -> None:
         """Free sent tensors whose transfers are done."""

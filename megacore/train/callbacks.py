@@ -10,8 +10,8 @@
     Trainer(config, mesh, task, train_data, valid_data, callbacks=[Losses()]).run()
 
 Every rank calls its callbacks: first those of the trainer (the report on rank 0, the tracer), then the others in order.
-A step calls `on_step_begin`, computes, and calls `on_step_end`; then `on_log`, `on_evaluate` and `on_save` if they are
-due. A run ends with `on_stop` or with `on_error`.
+A step calls `on_step_begin`, computes, and calls `on_step_end`; then `figures`, `on_log`, `on_evaluate` and `on_save`
+if they are due. A run ends with `on_stop` or with `on_error`.
 
 An exception in a callback ends the run like one in the trainer: this rank reports it, and all ranks end. A callback
 that communicates must do so on every rank. Reading the value of a tensor on an accelerator (`float(result.loss)`) waits
@@ -68,6 +68,10 @@ class Callback:
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """The weights are updated, or `result.skipped` says why not."""
 
+    def figures(self, run: Run) -> Mapping[str, float]:
+        """Further figures of a step that is to be logged, by their keys in metrics.jsonl; the same on every rank."""
+        return {}
+
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
         """A step is logged (--log-interval); `record` is the line of metrics.jsonl, the same on every rank."""
 
@@ -104,6 +108,10 @@ class Callbacks:
         """A step is done."""
         for member in self.members:
             member.on_step_end(self._run, result)
+
+    def figures(self) -> dict[str, float]:
+        """What the members add to the record of a step."""
+        return {key: figure for member in self.members for key, figure in member.figures(self._run).items()}
 
     def on_log(self, record: Mapping[str, Any]) -> None:
         """A step is logged."""

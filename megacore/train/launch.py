@@ -1,11 +1,11 @@
 """From an accepted configuration to an exit status: join the job, run, and leave in order, whatever happens.
 
-Exit statuses: 0 done, 2 refused configuration or input, 1 any other failure, 128 + n ended by signal n.
+Exit statuses: 0 done, 2 refused configuration or input, 1 any other failure, 124 ended as hung, 128 + n ended by
+signal n.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 import traceback
@@ -24,6 +24,10 @@ from megacore.train.ending import exit_with, report_cause
 from megacore.train.output import output_directory
 from megacore.train.peers import PeerWatch
 from megacore.train.same_run import refuse_different_ranks
+from megacore.watch.ledger import Flag, Phase
+from megacore.watch.marks import on_ledger, section
+from megacore.watch.report import EXIT_HUNG
+from megacore.watch.start import begin_watch, end_watch, hang_is_reported, left_its_order
 
 __all__ = ["exit_with", "launch"]
 
@@ -48,17 +52,22 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         torch.set_num_threads(1)
     if config.training.reproducible:
         compute_reproducibly()
+    begin_watch(config)
+    on_ledger(lambda ledger: ledger.rest_in(Phase.BUILD))
     watch: PeerWatch | None = None
     try:
         refuse_different_ranks(config, join_job(config.parallel)[1])
         mesh = build_mesh(config.parallel)
-        config = _with_sequence_parallelism(config, mesh.device)
+        config = config.for_device(on_cpu=mesh.device.type == "cpu")
         _choose_implementations(config.training, mesh.device)
         watch = PeerWatch(mesh)
+        on_ledger(lambda ledger: ledger.set_flag(Flag.GUARDED))
         with output_directory(config, mesh) as run_config:
             body(run_config, mesh)
-        watch.stop()
-        leave(mesh)
+        with section(Phase.EXIT):
+            watch.stop()
+            leave(mesh)
+        end_watch()
         return 0
     except UserError as error:
         problems = "\n".join(f"  - {problem}" for problem in getattr(error, "problems", (str(error),)))
@@ -72,16 +81,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
             return _end(f"{_this_rank(watch)} failed: {cause}", EXIT_FAILED, watch)
         if watch is not None and (gone := watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
             watch.give_up(gone)  # the exception is only the echo of a death
-        return _end(f"{_this_rank(watch)} failed:\n{traceback.format_exc()}", EXIT_FAILED, watch)
-
-
-def _with_sequence_parallelism(config: C, device: torch.device) -> C:
-    """The configuration with the default of --sequence-parallel, which depends on the device."""
-    parallel = config.parallel
-    if parallel.sequence_parallel is not None:
-        return config
-    splits = device.type != "cpu" and parallel.tp > 1 and config.data.seq_length % parallel.tp == 0
-    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, sequence_parallel=splits))
+        return _end(f"{_this_rank(watch)} failed{left_its_order()}:\n{traceback.format_exc()}", EXIT_FAILED, watch)
 
 
 def _choose_implementations(training: TrainingConfig, device: torch.device) -> None:
@@ -104,7 +104,7 @@ def _end(text: str, status: int, watch: PeerWatch | None) -> int:
             watch.dead(_SECONDS_FOR_A_PEER_TO_SPEAK)
     elif serves_store():
         time.sleep(_SECONDS_FOR_PEERS_TO_ASK)  # who speaks; without the store each of them would
-    return status
+    return EXIT_HUNG if hang_is_reported() else status
 
 
 def _this_rank(watch: PeerWatch | None) -> str:

@@ -14,6 +14,8 @@ from megacore.errors import OutputClosed, StorageError, TrainingStopped
 from megacore.parallel.mesh import Mesh
 from megacore.train.callbacks import Callbacks
 from megacore.train.sinks import Report
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import section
 
 
 class Saving:
@@ -86,6 +88,7 @@ class Saving:
         if self._saver.is_busy and not some_rank_waits:
             self._guarded(self._saver.advance, self._warning)
 
+    @section(Phase.SAVE)
     def _guarded(self, act: Callable[[], Saved | None], warning: str | None) -> None:
         """Act, and announce what was saved; with a warning, failing is only reported, with that at its end."""
         try:

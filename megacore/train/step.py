@@ -25,6 +25,8 @@ from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
 from megacore.train.parallelize import parallelize
 from megacore.train.task import Task
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import phase, section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,8 @@ class TrainStep:
         self._weight = self._summed_loss = None
         self.step += 1
         lr = self.lr()
-        outcome = self.update.apply(summed_loss, lr, votes=votes)
+        with phase(Phase.OPTIMIZER):
+            outcome = self.update.apply(summed_loss, lr, votes=votes)
         means = outcome.loss * weight.per_count()
         return StepResult(
             step=self.step,
@@ -162,6 +165,7 @@ class TrainStep:
         """The learning rate of the last step."""
         return learning_rate(self.step, self.config.optimizer, train_iters=self.config.training.train_iters)
 
+    @section(Phase.EVALUATE)
     def evaluate(self, batches: Iterable[Sequence[Any]]) -> Evaluation:
         """The task's evaluation over global batches; dropout is off.
 
@@ -193,6 +197,7 @@ class TrainStep:
             buffers=dict(buffers or {}),
         )
 
+    @section(Phase.LOAD)
     def load(self, directory: Path, *, buffers: Mapping[str, Tensor] | None = None) -> Manifest:
         """Continue from a checkpoint, of any layout; all ranks call this together.
 

@@ -133,7 +133,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.phase: Phase = "forward"
         self._events: list[Event] = []
-        self._under_way: dict[int, tuple[int, Tensor]] = {}  # storage -> the transfer that fills it, and it alive
+        # Storage -> transfers under way, each with the part of the storage that it reads or fills.
+        self._under_way: dict[int, list[tuple[int, Tensor]]] = {}
         self._count = 0
         self._groups = {} if mesh is None else _groups(mesh)
 
@@ -162,8 +163,7 @@ class Recorder(TorchDispatchMode):
 
     def _launch(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Launch:
         named = list(_named_tensors(func, args, kwargs))
-        used = {_storage(tensor) for _, tensor, _ in named}
-        waits = tuple(self._under_way.pop(key)[0] for key in used & self._under_way.keys())
+        waits = tuple(sorted({number for _, tensor, _ in named for number in self._awaited(tensor)}))
         launch = Launch(name=name, phase=self._phase(), bytes=moved_bytes(func, name, args, kwargs, out), waits=waits)
         flops, work, kind = _operations(name, {n: t for n, t, _ in named}, args, _values(func, args, kwargs), out)
         if not flops:
@@ -173,11 +173,27 @@ class Recorder(TorchDispatchMode):
             name = "attention_backward" if "backward" in name else "attention"
         return replace(launch, name=name, kind=kind, flops=flops, work=work, form=form)
 
+    def _awaited(self, tensor: Tensor) -> Iterator[int]:
+        """Transfers that are under way in a tensor's memory, and are then awaited: of several in one storage, such as
+        those of single samples, only these."""
+        if (under_way := self._under_way.pop(_storage(tensor), None)) is None:
+            return
+        start, stop = _extent(tensor)
+        others = []
+        for number, part in under_way:
+            first, end = _extent(part)
+            if first < stop and start < end:
+                yield number
+            else:
+                others.append((number, part))
+        if others:
+            self._under_way[_storage(tensor)] = others
+
     def _transfer(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Transfer:
         self._count += 1
         tensors = [tensor for _, tensor, _ in _named_tensors(func, args, kwargs)]
         for tensor in tensors:
-            self._under_way[_storage(tensor)] = self._count, tensor
+            self._under_way.setdefault(_storage(tensor), []).append((self._count, tensor))
         role, ranks = self._group_of(args)
         return Transfer(
             name=name.strip("_").removesuffix("_base"),
@@ -265,6 +281,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage between which a tensor lies."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
 def _bytes(tensor: Tensor) -> int:

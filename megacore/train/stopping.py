@@ -1,8 +1,9 @@
-"""Early ends of a run, for a signal, a time limit or a step, which all ranks agree on at the same step.
+"""Early ends and extra saves of a run, for a signal, a time limit or a step, which all ranks agree on at the same step.
 
 Each rank votes for its reason. The votes are summed over ranks together with the loss and the norm of a step, and the
-most important reason with a vote decides. A signal is only recorded until then, and a second one changes nothing: the
-run saves, and ends with status 0.
+most important reason with a vote decides. A signal is only recorded until then. One that ends the run is recorded once:
+the run saves, and ends with status 0. SIGUSR1 asks for a save, after which training continues; those that arrive before
+the ranks agree on it are one request.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 
 from megacore.config.sections import CheckpointConfig
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGUSR2, signal.SIGTERM)
+_SAVE = signal.SIGUSR1
 _DURATION, _INTERVAL, _REQUEST = "duration", "interval", "request"
-_REASONS: tuple[signal.Signals | str, ...] = (*_SIGNALS, _DURATION, _INTERVAL, _REQUEST)  # the most important last
+_REASONS: tuple[signal.Signals | str, ...] = (*ENDING, _DURATION, _INTERVAL, _REQUEST)  # the most important last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +31,19 @@ class Decision:
     Attributes:
         stop: why the run ends now, or None.
         some_rank_waits: whether a rank is not ready yet to agree on a save.
+        save: whether a rank was asked to save now.
     """
 
     stop: str | None = None
     some_rank_waits: bool = False
+    save: bool = False
 
 
 class StopRequests:
-    """Requests to end the run on this rank; inside this context SIGINT and SIGTERM are such requests.
+    """Requests to this rank to end the run or to save; inside this context signals are such requests.
 
-    After the first one the handlers stay: a second signal must not end the process in another way.
+    SIGINT, SIGTERM and SIGUSR2 end the run, SIGUSR1 saves. After one that ends the run the handlers stay: a second
+    signal must not end the process in another way.
 
     Args:
         options: when the run ends early.
@@ -47,13 +52,14 @@ class StopRequests:
     def __init__(self, options: CheckpointConfig) -> None:
         self._options = options
         self._signal = 0
+        self._save = False
         self._request: str | None = None
         self._start = time.monotonic()
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
-            handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            handled = [number for number in (*ENDING, _SAVE) if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._note) for number in handled}
         return self
 
@@ -63,7 +69,10 @@ class StopRequests:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = self._signal or number
+        if number == _SAVE:
+            self._save = True
+        else:
+            self._signal = self._signal or number
 
     def request(self, reason: str) -> None:
         """End the run after the next step; the first reason is reported."""
@@ -77,16 +86,18 @@ class StopRequests:
             waiting: whether this rank is not ready yet to agree on a save.
 
         Returns:
-            0 or 1 for each reason to stop, then for waiting.
+            0 or 1 for each reason to stop, then for waiting, then for a save.
         """
         local_reason = self._reason(step)
-        return [*(int(reason == local_reason) for reason in _REASONS), int(waiting)]
+        return [*(int(reason == local_reason) for reason in _REASONS), int(waiting), int(self._save)]
 
     def decision(self, votes: Sequence[int]) -> Decision:
-        """The decision from the summed votes."""
-        *counts, waiting = votes
+        """The decision from the summed votes. A save that is agreed on answers the requests until now."""
+        *counts, waiting, save = votes
+        if save:
+            self._save = False
         voted = [reason for reason, count in zip(_REASONS, counts, strict=True) if count]
-        return Decision(stop=self._text(voted[-1]) if voted else None, some_rank_waits=waiting > 0)
+        return Decision(stop=self._text(voted[-1]) if voted else None, some_rank_waits=waiting > 0, save=save > 0)
 
     def _reason(self, step: int) -> signal.Signals | str | None:
         minutes = self._options.exit_duration_minutes

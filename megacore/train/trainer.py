@@ -38,6 +38,9 @@ from megacore.train.task import Task
 from megacore.train.tracing import Tracer
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
+from megacore.train.watching import StepMarks, Stragglers
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import section
 
 
 class Trainer:
@@ -90,8 +93,18 @@ class Trainer:
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
+        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step)]
         self.callbacks = Callbacks(
-            self, [self.report, self._history(), *self._trackers(), *self._tracers(), *self._profilers(), *callbacks]
+            self,
+            [
+                *watchers,
+                self.report,
+                self._history(),
+                *self._trackers(),
+                *self._tracers(),
+                *self._profilers(),
+                *callbacks,
+            ],
         )
         self.saving = Saving(config, mesh, callbacks=self.callbacks, report=self.report, loaded=load)
 
@@ -134,7 +147,7 @@ class Trainer:
                     self.evaluate()
             if self.saving.is_busy:
                 self.saving.advance(some_rank_waits=self.decision.some_rank_waits)
-            if self.is_done or self._is_due(intervals.save_interval or 0):
+            if self.is_done or self.decision.save or self._is_due(intervals.save_interval or 0):
                 with self.unclocked():
                     self.saving.save(self.state(), is_last=self.is_done)
 
@@ -162,6 +175,7 @@ class Trainer:
         self.callbacks.on_step_end(result)
         return result
 
+    @section(Phase.SINK)
     def log(self, result: StepResult, times: StepTimes) -> None:
         """Report a step; all ranks call this together.
 
@@ -170,7 +184,7 @@ class Trainer:
             times: how long a step took, on average since the last log.
         """
         figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
-        self.callbacks.on_log({**self._position(), **figures})
+        self.callbacks.on_log({**self._position(), **figures, **self.callbacks.figures()})
 
     def evaluate(self) -> float | None:
         """Mean loss over eval_iters global batches of the validation data, the same every time, without terms that only

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megacore.parallel import collectives as communication
 from megacore.parallel.mesh import build_mesh
 from megacore.parallel.products import TORCH, Products, adds_in_fp32
 from megacore.train import parallelize as recipe
@@ -41,6 +46,7 @@ class Traced:
         added: shapes of matrices that were added or copied into an fp32 buffer.
         clones: how many tensors [b, s, h] were copied; attention and rotation in plain torch copy others.
         written: bytes of the results of products.
+        collectives: by name.
         figures: loss and gradient norm of every step.
     """
 
@@ -48,6 +54,7 @@ class Traced:
     added: list[tuple[int, ...]] = field(default_factory=list)
     clones: int = 0
     written: int = 0
+    collectives: Counter[str] = field(default_factory=Counter)
     figures: list[float] = field(default_factory=list)
 
 
@@ -69,6 +76,24 @@ class Trace(TorchDispatchMode):
         return result
 
 
+@contextmanager
+def counted(collectives: Counter[str]) -> Iterator[None]:
+    """Count the collectives that the code inside starts."""
+    places = [(dist, "all_reduce"), (communication, "_all_gather_flat"), (communication, "_reduce_scatter_flat")]
+
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            collectives[name.removeprefix("_").removesuffix("_flat")] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for place, name in places:
+            stack.enter_context(patch.object(place, name, counting(name, getattr(place, name))))
+        yield
+
+
 def traced_steps(rank: int, world_size: int, layout: Layout, directory: str, direct: bool, changes: Any) -> Traced:
     """Three steps, of which the second is traced."""
     if not direct:
@@ -78,7 +103,7 @@ def traced_steps(rank: int, world_size: int, layout: Layout, directory: str, dir
     trainer, traced = make_trainer(config, build_mesh(config.parallel)), Traced()
     for step in range(3):
         if step == 1:
-            with Trace(traced):
+            with Trace(traced), counted(traced.collectives):
                 result = trainer.train_step(next(trainer.batches))
         else:
             result = trainer.train_step(next(trainer.batches))
@@ -86,22 +111,22 @@ def traced_steps(rank: int, world_size: int, layout: Layout, directory: str, dir
     return traced
 
 
-BF16 = {"precision": "bf16", "micro_batch_size": 2}
+BF16: dict[str, Any] = {"precision": "bf16", "micro_batch_size": 2}
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "forwards"),
+    ("layout", "changes", "forward"),
     [
-        ((1, 1, 1), {}, 1),
-        ((1, 1, 1), {"recompute": "full"}, 2),
-        ((1, 1, 2), {"zero_stage": 3, "micro_batch_size": 1}, 1),
+        ((1, 1, 1), {}, 8),
+        ((1, 1, 1), {"recompute": "full"}, 8 + 6),
+        ((1, 1, 2), {"zero_stage": 3, "micro_batch_size": 1}, 8),
     ],
     ids=str,
 )
 def test_gradients_of_weights_are_added_by_their_products(
-    layout: Layout, changes: Any, forwards: int, tmp_path: Any
+    layout: Layout, changes: Any, forward: int, tmp_path: Any
 ) -> None:
-    """A block has qkv, output, gate and up together, and down; then there is the head."""
+    """A block has qkv, output, gate and up together, and down, which is not computed again; then there is the head."""
     ranks = layout[2]
     direct, apart = (
         run_distributed(
@@ -111,13 +136,65 @@ def test_gradients_of_weights_are_added_by_their_products(
     )
     linears = 2 * 4 + 1
     assert direct.products["aten.addmm.dtype_out"] == MICROBATCHES * linears
-    assert direct.products.total() == MICROBATCHES * (2 * linears + 8 * forwards + 1)
+    assert direct.products.total() == MICROBATCHES * (2 * linears + forward + 1)
     embedding = (136, 32)
     assert set(direct.added) <= {embedding}
     assert len(apart.added) == MICROBATCHES * (2 * 5 + 2)  # gate and up have a gradient each; with the embedding
     assert apart.products["aten.addmm.dtype_out"] == 0
     assert direct.figures[::2] == pytest.approx(apart.figures[::2], rel=1e-4)
     assert direct.figures[1::2] == pytest.approx(apart.figures[1::2], rel=1e-3)
+
+
+@pytest.mark.parametrize(("sequence_parallel", "replicas"), [(False, 1), (True, 2)])
+def test_recomputation_ends_before_the_last_product_and_its_collective(
+    sequence_parallel: bool, replicas: int, tmp_path: Any
+) -> None:
+    """A block's product `down` and the sum of its output over ranks run once, also with ZeRO 3, whose weights are
+    gathered again for backward. Collectives of sequence parallelism, and the products beside them, are one a sample."""
+    microbatches, samples = MICROBATCHES // replicas, BF16["micro_batch_size"]
+    zero_stage = 3 if replicas > 1 else 0
+    kept, light, again = (
+        run_distributed(
+            traced_steps,
+            2 * replicas,
+            (2, 1, replicas),
+            str(tmp_path),
+            True,
+            BF16 | {"zero_stage": zero_stage, "sequence_parallel": sequence_parallel, "recompute": recompute},
+            backend="pretend",
+        )[0]
+        for recompute in ("none", "light", "full")
+    )
+    assert kept.figures == light.figures == again.figures
+    assert kept.collectives == light.collectives and kept.products == light.products
+    blocks = 2 * microbatches
+    collectives, products = again.collectives - kept.collectives, again.products - kept.products
+    if sequence_parallel:  # qkv and gate with up gather; the output layer of attention scatters
+        assert collectives == {"all_gather": 2 * blocks * samples, "reduce_scatter": blocks * samples}
+        assert products.total() == 3 * blocks * samples
+    else:
+        assert collectives == {"all_reduce": blocks}
+        assert products.total() == 3 * blocks
+
+
+def test_recomputation_of_a_split_backward_ends_before_the_last_product(tmp_path: Any) -> None:
+    """A block is computed again for its input's gradient and for each of 7 operators with weights: all its 5 products
+    but the last."""
+    kept, again = (
+        run_distributed(
+            traced_steps,
+            1,
+            (1, 1, 1),
+            str(tmp_path),
+            True,
+            BF16 | {"schedule": "zero-bubble", "recompute": recompute},
+            backend="pretend",
+            init=False,
+        )[0]
+        for recompute in ("none", "full")
+    )
+    assert kept.figures == again.figures
+    assert again.products.total() - kept.products.total() == MICROBATCHES * 2 * (1 + 7) * 4
 
 
 def errors(rank: int, world_size: int) -> tuple[float, float]:

@@ -30,6 +30,7 @@ optim/adamw optim/lr_schedules optim/optimizer optim/update
 parallel/products parallel/tensor
 pipeline/runtime pipeline/stage
 train/callbacks train/clock train/gpt_task train/history train/sinks train/step train/stopping train/trainer
+train/watching watch/marks
 zero/bucket zero/data_parallel
 """
 # Calls of a function under another name, with the reason.

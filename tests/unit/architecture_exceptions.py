@@ -12,6 +12,7 @@ LATE_IMPORTS = {
     ("pretrain_bert.py", "megacore.train.launch"): START_UP,
     ("pretrain_bert.py", "megacore.train.bert_task"): START_UP,
     ("pretrain_bert.py", "megacore.train.trainer"): START_UP,
+    ("megacore/watch/nodes.py", "torch.distributed"): "only a watcher of a job over several nodes needs it",
     ("tools/roofline.py", "megacore.train.step_trace"): START_UP,
     ("megacore/plan/canvas.py", "matplotlib"): "optional, and only PNG needs it",
     ("megacore/train/trackers/wandb_run.py", "wandb"): "optional, takes a second to load, and only rank 0 needs it",
@@ -31,6 +32,7 @@ DISTRIBUTED = {
     "megacore/parallel/collectives.py": "collectives",
     "megacore/parallel/mesh.py": "groups",
     "megacore/pipeline/transport.py": "point-to-point",
+    "megacore/watch/nodes.py": "store",
     "megacore/parallel/direct.py": "point-to-point",  # of which it makes collectives
 }
 DEVICE_SEAM = "megacore/parallel/mesh.py"

@@ -28,7 +28,7 @@ from tests.unit.architecture_exceptions import (
 ORDER = (
     {"kernels"},
     {"config"},
-    {"plan", "ops"},
+    {"plan", "ops", "watch"},
     {"parallel"},
     {"layers"},
     {"models"},
@@ -38,6 +38,7 @@ ORDER = (
     {"convert", "inference"},
     {"train"},
     {"commands"},
+    {"verify"},
     {"scripts", "tools"},
     {"tests"},
 )
@@ -204,7 +205,7 @@ def _prefixes(module: str) -> list[str]:
 
 
 def early_torch(sources: Iterable[Source]) -> list[str]:
-    """Modules of `config`, `plan` and `data` whose import loads torch (or transformers, which loads it)."""
+    """Modules of `config`, `plan`, `watch` and `data` whose import loads torch (or transformers, which loads it)."""
     sources = list(sources)
     by_name = {source.module: source for source in sources}
     graph = import_graph(sources, late=False)
@@ -216,7 +217,7 @@ def early_torch(sources: Iterable[Source]) -> list[str]:
                 return by_name[name].path
         return next((path for near in graph[name] - seen if (path := reaches(near, seen))), None)
 
-    checked = [s for s in sources if s.group in ("config", "plan", "data") and s.path not in TORCH_IN_DATA]
+    checked = [s for s in sources if s.group in ("config", "plan", "watch", "data") and s.path not in TORCH_IN_DATA]
     return [f"{s.path} loads torch, through {path}" for s in checked if (path := reaches(s.module, set()))]
 
 

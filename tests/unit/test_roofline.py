@@ -201,12 +201,14 @@ def test_collectives_are_recorded_with_their_group(tmp_path: Path) -> None:
     """tp 2 x dp 2, sequence parallel, ZeRO 1: bytes of what is gathered and reduced."""
     config, events = step_of(tmp_path, 2, 2, sequence_parallel=True, zero_stage=1, **LLAMA)
     sent = [event for event in events.one if isinstance(event, Transfer)]
-    whole = 2 * config.training.micro_batch_size * config.data.seq_length * config.model.hidden_size
-    layer = [t for t in sent if t.role == "layer" and t.bytes == whole]
-    # Of two blocks and the embedding; the head gathers too. Backward gathers inputs and gradients.
-    scattered = sum(t.pattern == "reduce-scatter" for t in layer if t.phase == "forward")
-    gathered = sum(t.pattern == "all-gather" for t in layer if t.phase == "forward")
-    assert (scattered, gathered) == (5, 5)
+    samples = config.training.micro_batch_size
+    sample = 2 * config.data.seq_length * config.model.hidden_size
+    layer = [t for t in sent if t.role == "layer" and t.bytes == sample]
+    # Of two blocks and the embedding, one each sample; the head gathers too. Backward gathers inputs and gradients.
+    for pattern in ("reduce-scatter", "all-gather"):
+        forward = [t for t in sent if t.role == "layer" and t.pattern == pattern and t.phase == "forward"]
+        assert len([t for t in forward if t in layer]) == 5 * samples
+        assert sum(t.bytes for t in forward if t in layer) == 5 * samples * sample
     replicas = [t for t in sent if t.role == "replicas" and t.bytes > 64]
     assert {t.pattern for t in replicas} == {"reduce-scatter", "all-gather"}
     assert all((t.ranks, t.stride) == (2, 2) for t in replicas)
@@ -216,6 +218,10 @@ def test_collectives_are_recorded_with_their_group(tmp_path: Path) -> None:
     assert reduced == 2 * gathered_back  # gradients in fp32, weights in bf16
     waited = {number for event in (*events.one, *events.two) if isinstance(event, Launch) for number in event.waits}
     assert {t.number for t in layer} <= waited
+    # The product of a sample does not wait for the sum of the one before it, which lies in the same tensor.
+    sums = {t.number for t in layer if t.pattern == "reduce-scatter" and t.phase == "forward"}
+    products = [e for e in events.one if isinstance(e, Launch) and e.kind == "product" and e.phase == "forward"]
+    assert products and not any(sums.intersection(product.waits) for product in products)
 
 
 # ---- devices and the tool
@@ -238,7 +244,8 @@ def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None
     assert roofline.main([*TINY, "--tp", "2", "--dp", "2", "--global-batch-size", "8"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(
-        "Estimate for gpt2-tiny on 4 x h200, bf16: tp 2, dp 2, ZeRO stage 0, 4 microbatches of 1 x 64"
+        "Estimate for gpt2-tiny on 4 x h200, bf16: tp 2, sequence parallel, dp 2, ZeRO stage 0, 4 microbatches of "
+        "1 x 64"
     )
     for line in (
         "times are estimated, not measured",
@@ -247,6 +254,14 @@ def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None
         "Exposed communication, tensor parallel",
     ):
         assert line in text
+
+
+def test_sequence_parallelism_is_estimated_where_a_launch_would_choose_it(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for flags in ([], ["--sequence-parallel"], ["--no-sequence-parallel"]):
+        assert roofline.main([*TINY, "--tp", "2", "--json", *flags]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
 
 
 def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from megacore.train.stopping import Decision, StopRequests
     [
         ([0, 0, 0], 3, None),
         ([0, signal.SIGINT, 0], 3, "SIGINT"),
+        ([signal.SIGINT, 0, signal.SIGUSR2], 3, "SIGUSR2"),
         ([signal.SIGTERM, signal.SIGINT, 0], 3, "SIGTERM"),
         ([signal.SIGINT, 0, signal.SIGTERM], 4, "--exit-interval 2"),
     ],
@@ -26,4 +27,16 @@ def test_the_weightiest_reason_of_any_rank_is_the_decision(signals: list[int], s
     votes = [one.votes(step, waiting=one is requests[1]) for one in requests]
     summed = [sum(column) for column in zip(*votes, strict=True)]
     assert requests[0].decision(summed) == Decision(stop=stop, some_rank_waits=True)
-    assert requests[0].decision([*summed[:-1], 0]) == Decision(stop=stop)
+    assert requests[0].decision([*summed[:-2], 0, 0]) == Decision(stop=stop)
+
+
+def test_a_request_to_save_is_answered_once() -> None:
+    first, second = requests = [StopRequests(CheckpointConfig()) for _ in range(2)]
+    first._note(signal.SIGUSR1, None)
+    votes = [one.votes(3, waiting=False) for one in requests]
+    second._note(signal.SIGUSR1, None)  # after its vote, before the ranks have agreed
+    first._note(signal.SIGTERM, None)
+    summed = [sum(column) for column in zip(*votes, strict=True)]
+    assert [one.decision(summed) for one in requests] == [Decision(save=True)] * 2
+    votes = [one.votes(4, waiting=False) for one in requests]
+    assert requests[0].decision([sum(column) for column in zip(*votes, strict=True)]) == Decision(stop="SIGTERM")

@@ -28,6 +28,8 @@ from megacore.data.gpt.build import (
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.indexed.sidecar import read_sidecar
 from megacore.errors import DataError
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import section
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ def check_bert_inputs(config: ResolvedBertConfig) -> None:
         raise InputErrors(list(dict.fromkeys(problems)))
 
 
+@section(Phase.INDEX)
 def build_bert_datasets(config: ResolvedBertConfig, *, train_samples: int | None = None) -> Datasets:
     """Make the datasets of a resolved configuration.
 

@@ -24,6 +24,8 @@ from megacore.data.indexed.reader import IndexedDataset, check_token_ids
 from megacore.data.indexed.sidecar import read_sidecar
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import DataError
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import section
 
 # Tokens are compared with the vocabulary at the start up to this many bytes; the rest as it is read.
 _SCAN_BYTES = 1 << 30
@@ -84,6 +86,7 @@ def vocabulary_size(config: Config) -> int:
     return _vocab_size(config, tokenizer_of(config))
 
 
+@section(Phase.INDEX)
 def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) -> Datasets:
     """Make the datasets of a resolved configuration.
 

@@ -25,6 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 from megacore.data.gpt.blend import SampleDataset
 from megacore.data.loading.batch import Batch
 from megacore.errors import DataError, WorkerDied
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import phase
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 _SECONDS_FOR_A_WORKER_TO_END = 1.0
@@ -105,11 +107,12 @@ class BatchLoader(Generic[B]):
             WorkerDied: A process that reads ahead has ended.
         """
         step = []
-        for _ in range(self.num_microbatches):
-            microbatch = next(self._microbatches)
-            if isinstance(microbatch, _Unusable):
-                raise DataError(microbatch.message)
-            step.append(microbatch.pin_memory() if self._pin_memory else microbatch)
+        with phase(Phase.DATA):
+            for _ in range(self.num_microbatches):
+                microbatch = next(self._microbatches)
+                if isinstance(microbatch, _Unusable):
+                    raise DataError(microbatch.message)
+                step.append(microbatch.pin_memory() if self._pin_memory else microbatch)
         self.consumed_samples += self._global_batch_size
         return step
 

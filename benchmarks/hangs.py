@@ -1,0 +1,147 @@
+"""Random hangs: is the right rank named, how soon, and does every process end?
+
+    python -m benchmarks.hangs --trials 50 --seed 0
+
+Each trial draws a layout of 2 to 8 ranks, a place in the run, a fault and the rank that has it. It prints one line per
+trial, and then how many named the right rank, how many named another one with certainty, and the longest delays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megacore.watch.budget import TIMES
+from megacore.watch.ledger import Phase
+from tests.e2e.hanging import HANG, MARK
+from tests.e2e.launching import small_run, under_torchrun
+
+HANGING = Path(__file__).resolve().parents[1] / "tests" / "e2e" / "hanging.py"
+LAYOUTS = [
+    *({"dp": 2}, {"pp": 2}, {"tp": 2}, {"dp": 3}, {"pp": 4}),
+    *({"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}),
+]
+LARGE = [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "dp": 4}, {"pp": 3, "dp": 2}]
+# Place -> (section, whose budget holds, the first of its calls that is drawn, and the last one).
+PLACES = {
+    "start": (Phase.START, 1, 1),
+    "build": (Phase.START, 1, 1),
+    "data": (Phase.STEP, 10, 60),
+    "forward": (Phase.STEP, 10, 60),
+    "backward": (Phase.STEP, 10, 60),
+    "step": (Phase.STEP, 5, 40),
+    "sink": (Phase.SINK, 2, 8),
+    "evaluate": (Phase.EVALUATE, 2, 6),
+    "save": (Phase.SAVE, 1, 4),
+    "collective": (Phase.STEP, 30, 60),
+    "message": (Phase.STEP, 60, 120),
+}
+FAULTS = ("stop", "kill", "sleep", "lock")
+START, END = 240.0, 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a trial ended.
+
+    Attributes:
+        said: first line of the message; empty if there was none in time.
+        named: the ranks in it.
+        delay: seconds between the fault and the message, beyond what its phase is allowed.
+        end: seconds until the last process was gone.
+    """
+
+    said: str
+    named: tuple[int, ...]
+    delay: float
+    end: float
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the trials; returns 1 if the wrong rank was named with certainty, or too often none."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=0.05, help="--hang-timeout-minutes of the runs")
+    parser.add_argument("--large", type=float, default=0.15, help="share of trials with 6 or 8 ranks")
+    options = parser.parse_args(argv)
+    results: Counter[str] = Counter()
+    delays, ends = [], []
+    for trial in range(options.trials):
+        draw = random.Random(f"{options.seed}-{trial}")
+        layout = draw.choice(LARGE if draw.random() < options.large else LAYOUTS)
+        ranks = layout.get("pp", 1) * layout.get("dp", 1) * layout.get("tp", 1)
+        at = draw.choice([place for place in PLACES if place != "message" or "pp" in layout])
+        fault = {"collective": "skip", "message": "resize"}.get(at) or draw.choice(FAULTS)
+        victim = 0 if at == "sink" else draw.randrange(ranks)
+        section, first, last = PLACES[at]
+        plan = {"rank": victim, "at": at, "call": draw.randint(first, last), "fault": fault}
+        allowed = 60 * options.minutes * (TIMES[section] if fault in ("sleep", "lock") else 1.0)
+        outcome = run(layout, ranks, plan, minutes=options.minutes, allowed=allowed if fault != "kill" else 0.0)
+        result = judge(outcome, victim)
+        results[result] += 1
+        if outcome.said:
+            delays.append(outcome.delay)
+            ends.append(outcome.end)
+        took = f"{outcome.delay:+.1f} s, gone {outcome.end:.1f} s"
+        print(f"{trial:3} {layout} {plan}: {result}, {took} | {outcome.said[:100]}")
+        sys.stdout.flush()
+    print(f"{dict(results)} of {options.trials}")
+    if delays:
+        print(
+            f"reports at most {max(delays):.1f} s late; every process gone at most {max(ends):.1f} s after its report"
+        )
+    return int(results["innocent"] > 0 or results["right"] < 0.96 * options.trials)
+
+
+def judge(outcome: Outcome, victim: int) -> str:
+    """right, unsure (nobody, or the wrong one without certainty), or innocent (the wrong one, as if it were sure)."""
+    if outcome.named == (victim,):
+        return "right"
+    is_open = not outcome.said or any(word in outcome.said for word in ("probably", "cycle", "undetermined"))
+    return "unsure" if is_open else "innocent"
+
+
+def run(layout: dict[str, int], ranks: int, plan: dict[str, object], *, minutes: float, allowed: float) -> Outcome:
+    """Start a run with the fault, and see what it says and when it is gone."""
+    with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
+        mark = Path(folder) / "mark"
+        os.environ |= {HANG: json.dumps(plan), MARK: str(mark)}
+        flags = small_run(
+            Path(folder) / "out",
+            **{**layout, "num_layers": 4, "global_batch_size": 4 * layout.get("dp", 1), "train_iters": 1_000_000},
+            hang_timeout_minutes=minutes,
+            eval_interval=4,
+            eval_iters=1,
+            save_interval=3,
+            keep_last=1,
+        )
+        with under_torchrun(Path(folder) / "logs", ranks, HANGING, *flags) as job:
+            deadline = time.monotonic() + START
+            while not ("megacore:" in job.said() or job.torchrun.poll() is not None or time.monotonic() > deadline):
+                time.sleep(0.05)
+            said_at, said = time.time(), job.said()
+            status = None
+            with_end = time.monotonic() + END
+            while job.pids() and time.monotonic() < with_end:
+                time.sleep(0.05)
+            status = time.time() - said_at
+        happened = float(mark.read_text()) if mark.exists() else said_at
+    message = next((line for line in said.splitlines() if line.startswith("megacore:")), said.strip()[:100])
+    head = message.partition("probably because of")[2].partition("(")[0] or message.partition("(")[0]
+    named = tuple(int(number) for number in re.findall(r"\brank (\d+)", head))
+    return Outcome(said=message, named=named, delay=said_at - happened - allowed, end=status or 0.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,247 @@
+"""Judge a layout's record against the one-process reference, with a tolerance for each tensor.
+
+The tolerance is not a guess: it is a multiple of what one unit in the last place of the weights changes in the same
+tensor of the reference, because a layout differs from one process by rounding in the same way (after TTrace, arXiv
+2506.09280). With --reproducible and no tensor parallelism the layout promises the same bits, and the tolerance is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megacore.config import ResolvedConfig
+from megacore.verify.reference import Check, Reference, relative_difference
+from megacore.verify.run import EXACT_KINDS, KINDS, Key, Record
+
+FACTOR = 8.0
+"""A layout may differ by this many times what one unit in the last place changes."""
+FLOOR = 1e-6
+"""Smallest tolerance: relative rounding of an fp32 sum, and the promise for the loss of step 1."""
+LARGEST = 0.1
+"""A tensor whose tolerance is larger is zero but for rounding, and says nothing."""
+_SHOWN = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One compared tensor.
+
+    Attributes:
+        key: of the tensor.
+        difference: relative Frobenius norm of the difference.
+        largest: largest absolute difference of an element.
+        measured: the same relative norm, for one unit in the last place of the reference's weights.
+        tolerance: of `difference`.
+        problem: what else is wrong: copies differ, or a side lacks the tensor.
+    """
+
+    key: Key
+    difference: float
+    largest: float
+    measured: float
+    tolerance: float
+    problem: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return not self.problem and self.difference <= self.tolerance
+
+    @property
+    def badness(self) -> float:
+        """How many times its tolerance the difference is; infinite for any other problem."""
+        if self.problem:
+            return float("inf")
+        return self.difference / self.tolerance if self.tolerance else (float("inf") if self.difference else 0.0)
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"{self.key}: {self.problem}"
+        bounds = f"tolerance {self.tolerance:.1e}, one ulp {self.measured:.1e}"
+        return f"{self.key}: {self.difference:.1e} of its norm, largest {self.largest:.1e} ({bounds})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result of a comparison.
+
+    Attributes:
+        rows: compared tensors, the worst first.
+        rounding_only: tensors that are zero but for rounding, and were not judged.
+        checks: of the reference.
+        promise: for each step the relative difference of the loss, and that between one-process runs.
+        first: of the tensors that disagree the first one in the order of computation, forward.
+        deepest: of gradients that disagree in the same step the last one in forward order, which backward meets first.
+    """
+
+    rows: tuple[Row, ...]
+    rounding_only: tuple[Key, ...]
+    checks: tuple[Check, ...]
+    promise: tuple[tuple[float, float], ...]
+    first: Row | None
+    deepest: Row | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether everything that was compared agrees, and something was."""
+        return bool(self.rows) and all(row.agrees for row in self.rows) and all(c.agrees for c in self.checks)
+
+    @property
+    def disagreeing(self) -> list[Row]:
+        return [row for row in self.rows if not row.agrees]
+
+
+def compare(record: Record, reference: Reference, config: ResolvedConfig) -> Verdict:
+    """Compare the record of a layout with the reference.
+
+    Args:
+        record: of all ranks of the layout.
+        reference: of one process.
+        config: narrowed, of the layout.
+    """
+    exact = config.training.reproducible and config.parallel.tp == 1
+    expected = reference.record.tensors
+    measured = {key: _measured(reference, key) for key in expected}
+    rows, rounding_only = [], []
+    for key in (*expected, *(key for key in record.tensors if key not in expected)):
+        tolerance = _tolerance(key, measured.get(key, 0.0), reference, exact=exact)
+        problem = record.disagreements.get(key) or reference.record.disagreements.get(key) or ""
+        if key not in record.tensors or key not in expected:
+            problem = f"only {'one process' if key in expected else 'the layout'} has it"
+        elif tolerance > LARGEST and not problem:
+            rounding_only.append(key)
+            continue
+        difference, largest = _differences(record.tensors, expected, key) if not problem else (np.inf, np.inf)
+        rows.append(
+            Row(
+                key=key,
+                difference=difference,
+                largest=largest,
+                measured=measured.get(key, 0.0),
+                tolerance=tolerance,
+                problem=problem,
+            )
+        )
+    order = {key: place for place, key in enumerate(dict.fromkeys((*expected, *record.tensors)))}
+    bad = sorted((row for row in rows if not row.agrees), key=lambda row: _chain(row.key, order))
+    gradients = [row for row in bad if row.key.kind == "gradient" and row.key.step == bad[0].key.step]
+    return Verdict(
+        rows=tuple(sorted(rows, key=lambda row: -row.badness)),
+        rounding_only=tuple(rounding_only),
+        checks=reference.checks,
+        promise=_promise(record, reference),
+        first=bad[0] if bad else None,
+        deepest=gradients[-1] if gradients and bad[0].key.kind == "gradient" else None,
+    )
+
+
+def _chain(key: Key, order: Mapping[Key, int]) -> tuple[int, int, int]:
+    """The order in which a run computes tensors."""
+    return key.step, KINDS.index(key.kind), order[key]
+
+
+def _measured(reference: Reference, key: Key) -> float:
+    expected = reference.record.tensors[key]
+    differences = (relative_difference(run.tensors[key], expected) for run in reference.perturbed if key in run.tensors)
+    return max(differences, default=0.0)
+
+
+def _tolerance(key: Key, measured: float, reference: Reference, *, exact: bool) -> float:
+    if exact or key.kind in EXACT_KINDS:
+        return 0.0
+    if key.kind == "loss" and key.step == 1:
+        return FLOOR
+    if key.kind == "loss":
+        measured = max(measured, reference.loss_spread[key.step - 1])
+    if key.kind == "weight change":
+        return max(FLOOR, FACTOR * measured, _granularity(key, reference.record))
+    return max(FLOOR, FACTOR * measured)
+
+
+def _granularity(key: Key, record: Record) -> float:
+    """What rounding of the stored weights makes of their change: the weight before and the one after may each come out
+    one unit in the last place apart. Perturbed runs need not show it: few entries are near a rounding boundary."""
+    weight = record.tensors[Key(0, "loaded weight", key.name)]
+    for step in range(1, key.step + 1):
+        weight = weight + record.tensors[Key(step, key.kind, key.name)]
+    units = np.spacing(np.abs(weight).astype(np.float32)).astype(np.float64)
+    change = float(np.linalg.norm(record.tensors[key]))
+    return 2.0 * float(np.linalg.norm(units)) / change if change else 0.0
+
+
+def _differences(found: Mapping[Key, Any], expected: Mapping[Key, Any], key: Key) -> tuple[float, float]:
+    relative = relative_difference(found[key], expected[key])
+    if found[key].shape != expected[key].shape:
+        return relative, float("inf")
+    return relative, float(np.max(np.abs(found[key] - expected[key]), initial=0.0))
+
+
+def _promise(record: Record, reference: Reference) -> tuple[tuple[float, float], ...]:
+    losses = [key for key in reference.record.tensors if key.kind == "loss" and key in record.tensors]
+    found = (relative_difference(record.tensors[key], reference.record.tensors[key]) for key in losses)
+    return tuple(zip(found, reference.loss_spread, strict=True))
+
+
+# ---- in words and as JSON
+
+
+def describe(verdict: Verdict, reference: Reference) -> list[str]:
+    """The verdict in lines, the worst tensor first."""
+    total, good = len(verdict.rows), len(verdict.rows) - len(verdict.disagreeing)
+    lines = [
+        f"{good} of {total} tensors agree within their tolerance, which follows from what one unit in the last place",
+        "  (ulp) of the reference's weights changes in each; the worst:",
+    ]
+    lines += [f"  {'agrees ' if row.agrees else 'DIFFERS'} {row}" for row in verdict.rows[:_SHOWN]]
+    if len(verdict.disagreeing) > _SHOWN:
+        lines.append(f"  and {len(verdict.disagreeing) - _SHOWN} more that differ (--json lists all)")
+    if verdict.first is not None:
+        lines.append(f"first to differ, in forward order: {verdict.first}")
+    if verdict.deepest is not None and verdict.deepest is not verdict.first:
+        lines.append(f"first to differ in backward: {verdict.deepest.key}")
+    if verdict.rounding_only:
+        lines.append(
+            f"not judged: {len(verdict.rounding_only)} tensors that are zero but for rounding, "
+            f"such as {verdict.rounding_only[0]}"
+        )
+    one, other = reference.micro_batch_sizes
+    lines.append(
+        f"loss: relative difference of the layout, and of one-process runs with --micro-batch-size {one} and {other} "
+        "without dropout:"
+    )
+    for step, (found, spread) in enumerate(verdict.promise, start=1):
+        promised = "; 1e-6 is promised" if step == 1 else ""
+        lines.append(f"  step {step}: {found:.1e}, and {spread:.1e}{promised}")
+    for check in verdict.checks:
+        state = "agree" if check.agrees else "DIFFER"
+        lines.append(f"{check.name}: {state}, at most {check.worst:.1e} over {check.tensors} tensors")
+    return lines
+
+
+def as_json(verdict: Verdict) -> dict[str, Any]:
+    """The verdict as JSON values; infinite numbers are null."""
+
+    def finite(value: float) -> float | None:
+        return float(value) if np.isfinite(value) else None
+
+    def row(one: Row) -> dict[str, Any]:
+        step, kind, name = one.key
+        numbers = {name: finite(getattr(one, name)) for name in ("difference", "largest", "measured", "tolerance")}
+        return {"step": step, "kind": kind, "name": name, "agrees": one.agrees, "problem": one.problem, **numbers}
+
+    return {
+        "agrees": verdict.agrees,
+        "compared": len(verdict.rows),
+        "differing": len(verdict.disagreeing),
+        "first": None if verdict.first is None else row(verdict.first),
+        "rows": [row(one) for one in verdict.rows],
+        "not_judged": [str(key) for key in verdict.rounding_only],
+        "loss_difference": [finite(found) for found, _ in verdict.promise],
+        "loss_spread_of_one_process": [finite(spread) for _, spread in verdict.promise],
+        "checks": [
+            {"name": c.name, "agrees": c.agrees, "worst": finite(c.worst), "tensors": c.tensors} for c in verdict.checks
+        ],
+    }

@@ -1,0 +1,146 @@
+"""Dropout masks: recorded where they are used, and drawn in one process as the ranks of a layout draw them.
+
+A mask may depend on the tensor-parallel rank that draws it (docs/design.md, "Random numbers are functions of names").
+A one-process run has the masks of a layout only if it draws them shard by shard. Both jobs replace two functions of
+the product while a context is open: `Dropout.forward` and `SelfAttention._mix`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore import ops
+from megacore.layers import attention
+from megacore.layers.attention import SelfAttention
+from megacore.parallel.random import Dropout, seeded
+
+Note = Callable[[str, int], None]
+"""Takes the name of a mask, with microbatch and shard, and 48 bits that identify it."""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` inside."""
+    inherited = name not in vars(owner)
+    before = None if inherited else vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def masks_recorded(note: Note) -> Iterator[None]:
+    """Report every mask that is drawn inside: the bits of hidden dropout, the generator's state of attention's."""
+    forward, mix = Dropout.forward, SelfAttention._mix
+
+    def noted_forward(self: Dropout, x: Tensor) -> Tensor:
+        y = forward(self, x)
+        if self.drops and not torch.compiler.is_compiling():
+            note(_name(self.site, self.streams.microbatch, self.shard), _bits(x, y))
+        return y
+
+    def noted_mix(self: SelfAttention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        if not (self.dropout and self.training) or torch.compiler.is_compiling():
+            return mix(self, query, key, value, documents)
+        name = _name(self.site, self.streams.microbatch, self.layer_group.rank)
+        with replaced(attention, "seeded", _noting_seed(note, name)):
+            return mix(self, query, key, value, documents)
+
+    with replaced(Dropout, "forward", noted_forward), replaced(SelfAttention, "_mix", noted_mix):
+        yield
+
+
+@contextmanager
+def masks_of_shards(tp: int, *, sequence_parallel: bool, note: Note) -> Iterator[None]:
+    """A model on one process draws the masks of `tp` ranks, and reports them.
+
+    Args:
+        tp: ranks that would split the model.
+        sequence_parallel: each of them would hold a part of the positions.
+        note: called for every mask.
+    """
+    mix = SelfAttention._mix
+
+    def forward(self: Dropout, x: Tensor) -> Tensor:
+        if not self.drops:
+            return x
+        parts = tp if sequence_parallel else 1
+        outputs = []
+        for shard, part in enumerate(x.chunk(parts, dim=1)):
+            mask = torch.empty(part.shape, dtype=torch.bool, device=x.device)
+            mask.bernoulli_(1.0 - self.probability, generator=self.streams.generator(self.site, shard))
+            y = (part * self._scale).mul_(mask)
+            note(_name(self.site, self.streams.microbatch, shard), _bits(part, y))
+            outputs.append(y)
+        return torch.cat(outputs, dim=1) if parts > 1 else outputs[0]
+
+    def mixed(self: SelfAttention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        if not (self.dropout and self.training):
+            return mix(self, query, key, value, documents)
+        ranks_per_group = max(1, tp // self.groups)
+        outputs = []
+        for shard, queries in enumerate(query.chunk(tp, dim=1)):
+            held = (
+                slice(shard // ranks_per_group, shard // ranks_per_group + 1)
+                if ranks_per_group > 1
+                else slice(shard * self.groups // tp, (shard + 1) * self.groups // tp)
+            )
+            heads = slice(shard * query.shape[1] // tp, (shard + 1) * query.shape[1] // tp)
+            draw = _noting_seed(note, _name(self.site, self.streams.microbatch, shard))
+            with draw(self.streams.key(self.site, shard), query.device):
+                outputs.append(
+                    ops.attention(
+                        queries,
+                        key[:, held],
+                        value[:, held],
+                        causal=self.causal,
+                        window=self.window,
+                        documents=documents,
+                        alibi=None if self.alibi is None else ops.Alibi(self.alibi.slopes[heads]),
+                        dropout=self.dropout,
+                        implementation=self.implementation,
+                    )
+                )
+        return torch.cat(outputs, dim=1)
+
+    with replaced(Dropout, "forward", forward), replaced(SelfAttention, "_mix", mixed):
+        yield
+
+
+def _name(site: str, microbatch: int, shard: int) -> str:
+    return f"{site}, microbatch {microbatch}, shard {shard}"
+
+
+def _bits(x: Tensor, y: Tensor) -> int:
+    """Which elements were kept, in 48 bits; what was zero before counts as kept."""
+    kept = torch.logical_or(y.detach() != 0, x.detach() == 0).to("cpu", torch.uint8).contiguous()
+    return _digest(kept.numpy().tobytes())
+
+
+def _noting_seed(note: Note, name: str) -> Callable[..., Any]:
+    """`seeded`, which also reports the state of the generator that attention draws from."""
+
+    @contextmanager
+    def draws(seed: int, device: torch.device | None = None) -> Iterator[None]:
+        with seeded(seed, device):
+            on_cpu = device is None or device.type == "cpu"
+            state = torch.get_rng_state() if on_cpu else torch.get_device_module(device).get_rng_state()
+            note(name, _digest(state.numpy().tobytes()))
+            yield
+
+    return draws
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")

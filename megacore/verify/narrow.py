@@ -1,0 +1,234 @@
+"""A small copy of a configuration that a layout trains in seconds: same structure, same layout, in fp32.
+
+Kept are the mesh, schedule, ZeRO stage, recomputation, optimizer, kinds of layers, ratio of query to key heads, and
+whether the stages hold equal numbers of blocks. Width, depth, vocabulary, sequence and batch shrink only as far as the
+constraints of the layout allow. No size ever grows, except the number of microbatches to 2 per replica.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megacore.config import PrecisionConfig, ResolvedConfig
+from megacore.config.fields import field_infos, flag_and_value
+from megacore.config.model import ResolvedModel
+from megacore.config.pipeline_layout import parse_layout
+from megacore.config.schema import sections_of
+
+WARMUP_STEPS = 4
+STEPS = 3
+WARMUP_LR = 1e-2
+LR = 1e-3
+
+_HEAD_SIZES = (8, 16, 32, 64)
+_VOCABULARIES = (131, 137, 139)  # prime: no tp divides one
+_SEQUENCE = 16
+_CLIP = 0.1  # below the gradient norm of the narrowed model, so that clipping has an effect
+_BUCKET_MB = 0.02
+_SILENT = ("init_method_std", "preset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrowed:
+    """A narrowed configuration.
+
+    Attributes:
+        config: resolved, for the same layout.
+        changes: every changed setting, as `--hidden-size 768 -> 32`.
+    """
+
+    config: ResolvedConfig
+    changes: tuple[str, ...]
+
+
+def narrow(config: ResolvedConfig) -> Narrowed:
+    """Make the small copy.
+
+    Args:
+        config: resolved and valid.
+    """
+    parallel, training = config.parallel, config.training
+    device = "cpu" if parallel.device == "auto" else parallel.device
+    bucket = min(parallel.bucket_size_mb, _BUCKET_MB)
+    blocks = _blocks_of_stages(config)
+    seq_length = _sequence(config)
+    split = parallel.sequence_parallel
+    if split is None:  # its default depends on the device
+        split = device != "cpu" and parallel.tp > 1 and seq_length % parallel.tp == 0
+    micro = min(training.micro_batch_size, 2)
+    recomputed = training.recompute_num_layers
+    sections: dict[str, Any] = {
+        "model": _model(config, sum(blocks), seq_length),
+        "parallel": replace(
+            parallel,
+            device=device,
+            sequence_parallel=split,
+            bucket_size_mb=bucket,
+            pipeline_layout=_layout_text(config, blocks),
+        ),
+        "precision": PrecisionConfig(),
+        "data": replace(
+            config.data,
+            data_path=(),
+            mock_data=True,
+            tokenizer=None,
+            eod_mask_loss=False,
+            num_workers=0,
+            seq_length=seq_length,
+        ),
+        "optimizer": replace(
+            config.optimizer,
+            lr=LR,
+            min_lr=0.0,
+            lr_decay_style="constant",
+            lr_warmup_iters=0,
+            lr_wsd_decay_iters=None,
+            lr_decay_iters=WARMUP_STEPS + STEPS,
+            clip_grad=min(config.optimizer.clip_grad, _CLIP),
+        ),
+        "training": replace(
+            training,
+            micro_batch_size=micro,
+            global_batch_size=micro * parallel.dp * _microbatches(config),
+            train_iters=WARMUP_STEPS + STEPS,
+            eval_interval=0,
+            kernels="torch",
+            memory_check=False,
+            recompute_num_layers=None if recomputed is None else min(recomputed, max(blocks)),
+        ),
+        "checkpoint": replace(config.checkpoint, load=None, init_from_hf=None, async_save=False),
+    }
+    if (bert := getattr(config, "bert", None)) is not None and bert.packed:
+        interval = min(bert.global_attention_interval, max(1, sum(blocks) - 1))
+        sections["bert"] = replace(bert, global_attention_interval=interval, whole_word_masking=False)
+    elif bert is not None:
+        sections["bert"] = replace(bert, whole_word_masking=False)
+    narrowed = replace(config, **sections)
+    return Narrowed(config=narrowed, changes=tuple(_changes(config, narrowed)))
+
+
+def one_process(config: ResolvedConfig) -> ResolvedConfig:
+    """The same training without a layout: one rank, one stage, no ZeRO, no sequence parallelism."""
+    parallel = replace(
+        config.parallel,
+        tp=1,
+        pp=1,
+        dp=1,
+        schedule="1f1b",
+        virtual_stages=1,
+        schedule_csv=None,
+        pipeline_layout=None,
+        zero_stage=0,
+        sequence_parallel=False,
+        offload_optimizer=False,
+    )
+    return replace(config, parallel=parallel)
+
+
+def _model(config: ResolvedConfig, layers: int, seq_length: int) -> ResolvedModel:
+    model, tp = config.model, config.parallel.tp
+    shared_by, groups = model.num_attention_heads // model.num_query_groups, model.num_query_groups
+    if groups % tp == 0:
+        groups, shared_by = tp * min(groups // tp, 2), min(shared_by, 4)
+        heads = groups * shared_by
+    else:  # several ranks share a group
+        heads = tp * min(model.num_attention_heads // tp, 2)
+    size = _head_size(model, ranks_per_group=max(1, tp // groups))
+    ratio = model.hidden_size / (model.num_attention_heads * model.kv_channels)
+    hidden = min(model.hidden_size, 8 * math.ceil(ratio * heads * size / 8))
+    inner = tp * math.ceil(model.ffn_hidden_size / model.hidden_size * hidden / tp)
+    vocabulary = next((v for v in _VOCABULARIES if v <= model.vocab_size and (tp == 1 or v % tp)), model.vocab_size)
+    positions = model.max_position_embeddings
+    original = model.rope_original_max_positions
+    return replace(
+        model,
+        preset=None,
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=size,
+        hidden_size=hidden,
+        ffn_hidden_size=min(model.ffn_hidden_size, inner),
+        vocab_size=min(vocabulary, model.vocab_size),
+        make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
+        max_position_embeddings=min(positions, seq_length + 8 * (positions > config.data.seq_length)),
+        rope_original_max_positions=None
+        if original is None
+        else max(1, min(original, original * seq_length // config.data.seq_length)),
+        window_size=None if model.window_size is None else min(model.window_size, seq_length // 2),
+        # Activations and gradients keep about the size that they have in the whole model.
+        init_method_std=min(0.5, model.init_method_std * math.sqrt(model.hidden_size / hidden)),
+    )
+
+
+def _head_size(model: ResolvedModel, *, ranks_per_group: int) -> int:
+    """The smallest head whose rotated dimensions are pairs, and whose rows the ranks of a group divide."""
+
+    def fits(size: int) -> bool:
+        rotated = int(size * model.rotary_percent)
+        pairs = model.position_embedding_type != "rope" or (rotated >= 2 and rotated % 2 == 0)
+        return size <= model.kv_channels and pairs and 2 * size % ranks_per_group == 0
+
+    return next(filter(fits, _HEAD_SIZES), model.kv_channels)
+
+
+def _blocks_of_stages(config: ResolvedConfig) -> list[int]:
+    """How many blocks each stage has, at most two; unequal where they were."""
+    stages, layers = config.parallel.pp * config.parallel.virtual_stages, config.model.num_layers
+    if config.parallel.pipeline_layout is not None:
+        ranges = parse_layout(config.parallel.pipeline_layout, stages=stages, blocks=layers)
+        counts = [sum(0 < layer <= layers for layer in stage) for stage in ranges]
+        return [min(count, 2) for count in counts]
+    each = min(layers // stages, 2 if stages <= 2 else 1)
+    return [each + (stage < (1 if layers % stages else 0)) for stage in range(stages)]
+
+
+def _layout_text(config: ResolvedConfig, blocks: list[int]) -> str | None:
+    """--pipeline-layout of the copy, if there is one."""
+    if config.parallel.pipeline_layout is None:
+        return None
+    stages = config.parallel.pp * config.parallel.virtual_stages
+    layers = config.model.num_layers
+    ranges = parse_layout(config.parallel.pipeline_layout, stages=stages, blocks=layers)
+    texts = []
+    for held, count in zip(ranges, blocks, strict=True):
+        kinds = [*["E"] * (0 in held), *["t"] * count, *["H"] * (layers + 1 in held)]
+        texts.append(",".join(kinds))
+    return "|".join(texts)
+
+
+def _sequence(config: ResolvedConfig) -> int:
+    length, tp = config.data.seq_length, config.parallel.tp
+    return min(length, tp * math.ceil(_SEQUENCE / tp))
+
+
+def _microbatches(config: ResolvedConfig) -> int:
+    """Per replica: two or more, more than stages if they were, and as the schedule takes them."""
+    parallel, training = config.parallel, config.training
+    count = training.global_batch_size // (training.micro_batch_size * parallel.dp)
+    if parallel.schedule_csv is not None:
+        return count
+    wanted = max(2, min(count, parallel.pp + 1))
+    return parallel.pp * math.ceil(wanted / parallel.pp) if parallel.schedule == "interleaved" else wanted
+
+
+def _changes(before: ResolvedConfig, after: ResolvedConfig) -> Iterator[str]:
+    """Settings of the model, the precision and the batch that differ."""
+    for name in sections_of(type(before)):
+        old, new = getattr(before, name), getattr(after, name)
+        if name not in ("model", "precision", "data", "training", "parallel", "optimizer", "bert"):
+            continue
+        for field in field_infos(type(old)):
+            a, b = getattr(old, field), getattr(new, field)
+            if a != b and field not in (
+                *_SILENT,
+                "output_dir",
+                "memory_check",
+                "device",
+                "train_iters",
+                "sequence_parallel",
+            ):
+                yield f"{flag_and_value(field, a)} -> {b if b is not None else 'none'}"

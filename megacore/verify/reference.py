@@ -1,0 +1,287 @@
+"""The other side of the comparison: the same steps on one process, how much rounding changes them, and two checks of
+that process with torch's optimizer and torch's autograd.
+
+The one-process run is megacore too. What a bug in a layer does to both sides alike, the comparison of layouts cannot
+see. So its gradients are computed once more without megacore's runtime, buckets and loss weight, and its updates with
+torch.optim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megacore.checkpoint.save import CheckpointSaver
+from megacore.config import AdamWConfig, ResolvedConfig, SGDConfig
+from megacore.parallel.mesh import Mesh
+from megacore.train.gpt_task import GPTTask
+from megacore.train.step import TrainStep
+from megacore.verify.masks import Note, masks_of_shards
+from megacore.verify.narrow import LR, WARMUP_LR, WARMUP_STEPS, one_process
+from megacore.verify.run import Array, Key, Record, Recorder, assemble, batches, load_steps, make_task
+
+_PERTURBED_RUNS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What one process computes.
+
+    Attributes:
+        checkpoint: from which every run starts.
+        record: of the one-process run.
+        perturbed: the same run from weights that differ by one unit in the last place, several times.
+        loss_spread: relative difference of the losses of each step between one-process runs with two micro-batch
+            sizes, without dropout.
+        micro_batch_sizes: these two.
+        checks: results of the independent checks.
+    """
+
+    checkpoint: Path
+    record: Record
+    perturbed: tuple[Record, ...]
+    loss_spread: tuple[float, ...]
+    micro_batch_sizes: tuple[int, int]
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One independent check of the one-process run.
+
+    Attributes:
+        name: what was compared with what.
+        worst: largest relative difference.
+        tolerance: of it.
+        tensors: compared.
+    """
+
+    name: str
+    worst: float
+    tolerance: float
+    tensors: int
+
+    @property
+    def agrees(self) -> bool:
+        return self.tensors > 0 and self.worst <= self.tolerance
+
+
+def relative_difference(found: Array, expected: Array) -> float:
+    """The Frobenius norm of the difference over that of `expected`; infinite where either is not finite."""
+    if found.shape != expected.shape or not (np.isfinite(found).all() and np.isfinite(expected).all()):
+        return float("inf")
+    difference, size = float(np.linalg.norm(found - expected)), float(np.linalg.norm(expected))
+    return difference / size if size else (float("inf") if difference else 0.0)
+
+
+def make_reference(config: ResolvedConfig, directory: Path, device: torch.device) -> Reference:
+    """Train on one process, save a checkpoint on the way, and measure.
+
+    Args:
+        config: narrowed, of the layout.
+        directory: of the checkpoint.
+        device: to compute on.
+    """
+    alone, mesh = one_process(config), Mesh(device=device)
+    checkpoint, warm = _warm_up(alone, mesh, directory)
+    record = _run(config, alone, mesh, checkpoint)
+    _require_round_trip(record, warm)
+    perturbed = tuple(_run(config, alone, mesh, checkpoint, seed=seed) for seed in range(1, _PERTURBED_RUNS + 1))
+    sizes, spread = _loss_spread(config, alone, mesh, checkpoint)
+    return Reference(
+        checkpoint=checkpoint,
+        record=record,
+        perturbed=perturbed,
+        loss_spread=spread,
+        micro_batch_sizes=sizes,
+        checks=(*_check_updates(alone, record), _check_gradients(config, alone, mesh, checkpoint, record)),
+    )
+
+
+def _warm_up(config: ResolvedConfig, mesh: Mesh, directory: Path) -> tuple[Path, Record]:
+    """A few steps from the initial weights: at initialisation every loss is near ln V, which hides defects."""
+    config = replace(config, optimizer=replace(config.optimizer, lr=WARMUP_LR))
+    steps = TrainStep(make_task(config, mesh), config, mesh)
+    source = batches(config, mesh, steps.task, after=0)
+    for _ in range(WARMUP_STEPS):
+        steps.compute_gradients(next(source))
+        steps.update_weights()
+    training = replace(config.training, output_dir=str(directory))
+    saver = CheckpointSaver(replace(config, training=training), mesh)
+    saver.begin(steps.state(consumed_samples=WARMUP_STEPS * training.global_batch_size))
+    saved = saver.finish()
+    assert saved is not None
+    recorder = Recorder(steps)
+    recorder.note_state()
+    return saved.path, assemble({0: recorder.pieces})
+
+
+def _require_round_trip(record: Record, warm: Record) -> None:
+    """The checkpoint holds the bits that were saved."""
+    for key, values in warm.tensors.items():
+        if not np.array_equal(values, record.tensors[key]):
+            record.disagreements[key] = "one process loads other bits than it saved"
+
+
+def _run(
+    layout: ResolvedConfig, alone: ResolvedConfig, mesh: Mesh, checkpoint: Path, *, seed: int | None = None
+) -> Record:
+    """The recorded steps.
+
+    Args:
+        layout: whose dropout masks are drawn.
+        alone: the configuration on one process.
+        mesh: of one process.
+        checkpoint: to start from.
+        seed: of a perturbation of the weights by one unit in the last place; None: no perturbation.
+    """
+    steps = load_steps(alone, mesh, checkpoint)
+    if seed is not None:
+        _perturb(steps, seed)
+    recorder = Recorder(steps)
+    source = batches(alone, mesh, steps.task, after=WARMUP_STEPS)
+    recorder.run(source, masks=_masks(layout, recorder.note_mask))
+    return assemble({0: recorder.pieces})
+
+
+def _masks(layout: ResolvedConfig, note: Note) -> contextlib.AbstractContextManager[None]:
+    parallel = layout.parallel
+    if layout.training.compile:  # compiled code draws hidden dropout by itself
+        return contextlib.nullcontext()
+    return masks_of_shards(parallel.tp, sequence_parallel=bool(parallel.sequence_parallel), note=note)
+
+
+@torch.no_grad()
+def _perturb(steps: TrainStep, seed: int) -> None:
+    """Move every weight by one unit in the last place, up or down at random."""
+    generator = torch.Generator().manual_seed(seed)
+    for local in steps.model.data_parallel.segments:
+        signs = torch.empty(local.master.shape).bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0)
+        local.master.copy_(torch.nextafter(local.master, (signs * torch.inf).to(local.master.device)))
+    steps.model.data_parallel.publish()
+
+
+def _loss_spread(
+    layout: ResolvedConfig, alone: ResolvedConfig, mesh: Mesh, checkpoint: Path
+) -> tuple[tuple[int, int], tuple[float, ...]]:
+    """How far apart the losses of one process come with two micro-batch sizes, which draw other dropout masks: so
+    there is no dropout."""
+    training = alone.training
+    batch, size = training.global_batch_size, training.micro_batch_size
+    other = 1 if size > 1 else next(n for n in range(2, batch + 1) if batch % n == 0)
+    model = replace(alone.model, hidden_dropout=0.0, attention_dropout=0.0)
+    losses = []
+    for micro in (size, other):
+        config = replace(alone, model=model, training=replace(training, micro_batch_size=micro))
+        record = _run(replace(layout, model=model), config, mesh, checkpoint)
+        losses.append([values for key, values in record.tensors.items() if key.kind == "loss"])
+    return (size, other), tuple(relative_difference(a, b) for a, b in zip(*losses, strict=True))
+
+
+# ---- independent checks
+
+
+def _check_updates(config: ResolvedConfig, record: Record) -> Iterator[Check]:
+    """torch.optim on the recorded gradients, clipped by torch, must give the recorded weight changes."""
+    settings, optimizer = config.optimizer_settings, config.optimizer
+    names = [key.name for key in record.tensors if key.kind == "loaded weight"]
+    weights = {name: _parameter(record.tensors[Key(0, "loaded weight", name)]) for name in names}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in weights.values() if (p.dim() >= 2) is matrix], "weight_decay": decay}
+        for matrix, decay in ((True, optimizer.weight_decay), (False, 0.0))
+    ]
+    twin: torch.optim.Optimizer
+    if isinstance(settings, AdamWConfig):
+        betas = settings.adam_beta1, settings.adam_beta2
+        twin = torch.optim.AdamW(groups, lr=LR, betas=betas, eps=settings.adam_eps)
+    elif isinstance(settings, SGDConfig):
+        twin = torch.optim.SGD(groups, lr=LR, momentum=settings.sgd_momentum)
+    else:
+        return
+    for name, weight in weights.items():
+        moments = [key for key in record.tensors if key.kind == "loaded moment" and key.name.split(" ")[0] == name]
+        state = {key.name.split(" ")[1]: torch.tensor(record.tensors[key], dtype=torch.float32) for key in moments}
+        count = {"step": torch.tensor(float(WARMUP_STEPS))} if isinstance(settings, AdamWConfig) else {}
+        twin.state[weight] = state | count
+    worst = tensors = 0.0
+    for step in sorted({key.step for key in record.tensors if key.kind == "weight change"}):
+        before = {name: weight.detach().double().numpy().copy() for name, weight in weights.items()}
+        for name, weight in weights.items():
+            gradient = record.tensors.get(Key(step, "gradient", name))
+            weight.grad = None if gradient is None else torch.tensor(gradient, dtype=torch.float32)
+        if optimizer.clip_grad:
+            torch.nn.utils.clip_grad_norm_(weights.values(), optimizer.clip_grad)
+        twin.step()
+        for name, weight in weights.items():
+            change = weight.detach().double().numpy() - before[name]
+            worst = max(worst, relative_difference(change, record.tensors[Key(step, "weight change", name)]))
+            tensors += 1
+    yield Check(
+        name=f"weight changes of one process against torch.optim.{type(twin).__name__} on its gradients",
+        worst=worst,
+        tolerance=1e-3,  # a change is a difference of fp32 weights, of which it is about a thousandth
+        tensors=int(tensors),
+    )
+
+
+def _parameter(values: Array) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values, dtype=torch.float32))
+
+
+def _check_gradients(
+    layout: ResolvedConfig, alone: ResolvedConfig, mesh: Mesh, checkpoint: Path, record: Record
+) -> Check:
+    """torch.autograd over the layers, called one after the other, must give the recorded gradients of step 1."""
+    steps = load_steps(alone, mesh, checkpoint)
+    (stage,) = steps.model.chunks
+    stage.runner = None
+    stage.train()
+    microbatches = next(iter(batches(alone, mesh, steps.task, after=WARMUP_STEPS)))
+    counts = sum(steps.task.counts(microbatch) for microbatch in microbatches)
+    assert isinstance(counts, Tensor)
+    per_count = torch.where(counts > 0, 1.0 / counts, 0.0)
+    parameters = steps.model.parameters
+    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
+    with _masks(layout, lambda name, digest: None):
+        for microbatch in microbatches:
+            steps.task.streams.microbatch = microbatch.index
+            output = stage(steps.task.first_input(microbatch), steps.task.last_inputs(microbatch))
+            loss = (_plain_loss(steps, output, microbatch) * per_count).sum()
+            found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            for name, gradient in zip(parameters, found, strict=True):
+                if gradient is not None:
+                    sums[name] += gradient
+    expected = {name: record.tensors.get(Key(1, "gradient", name)) for name in parameters}
+    size = max(float(np.linalg.norm(values)) for values in expected.values() if values is not None)
+    worst, tensors = 0.0, 0
+    for name, parameter in parameters.items():
+        values = expected[name]
+        if values is not None and np.linalg.norm(values) > 1e-5 * size:  # others are zero but for rounding
+            found_values = parameter.spec.unpadded(sums[name]).numpy(force=True)
+            worst, tensors = max(worst, relative_difference(found_values, values)), tensors + 1
+    return Check(
+        name="gradients of one process against torch.autograd over its layers",
+        worst=worst,
+        tolerance=1e-5,
+        tensors=tensors,
+    )
+
+
+def _plain_loss(steps: TrainStep, output: Any, microbatch: Any) -> Tensor:
+    """Summed loss: torch's cross-entropy where the model gives logits and has no z-loss, else the task's."""
+    task, training = steps.task, steps.config.training
+    if not isinstance(task, GPTTask) or task.head_has_loss or training.z_loss:
+        return task.loss(output, microbatch)
+    logits = output[..., : steps.config.model.vocab_size].float().flatten(0, 1)
+    per_token = F.cross_entropy(
+        logits, microbatch.labels.flatten(), reduction="none", label_smoothing=training.label_smoothing
+    )
+    return (per_token * microbatch.loss_mask.flatten()).sum()

@@ -1,0 +1,353 @@
+"""Train a narrowed configuration for a few steps on this rank of a mesh, and record the tensors of every step.
+
+A record is a slice of a global tensor: `assemble` puts the slices of all ranks together, and notices where two ranks
+that hold the same elements disagree. The model starts from a real checkpoint, so that loading is verified as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megacore.config import ResolvedConfig
+from megacore.config.bert import ResolvedBertConfig
+from megacore.data.bert.build import build_bert_datasets
+from megacore.data.loading.loader import BatchLoader, DeviceLoader
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Mesh
+from megacore.parallel.sharding import Slices
+from megacore.pipeline.stage import tensors_of
+from megacore.train.bert_task import BertTask
+from megacore.train.gpt_task import GPTTask
+from megacore.train.step import TrainStep
+from megacore.train.task import Task
+from megacore.verify.masks import masks_recorded
+from megacore.verify.narrow import STEPS, WARMUP_STEPS
+from megacore.zero.data_parallel import LocalSegment
+
+Array = NDArray[Any]
+
+KINDS = (
+    "loaded weight",
+    "loaded moment",
+    "token count",
+    "dropout mask",
+    "output",
+    "loss",
+    "gradient",
+    "gradient norm",
+    "moment",
+    "weight change",
+    "published weight",
+)
+"""What is compared, in the order in which a step makes it."""
+EXACT_KINDS = ("loaded weight", "loaded moment", "token count", "dropout mask")
+"""Kinds that no rounding touches."""
+
+
+class Key(NamedTuple):
+    """One compared tensor: the step (0 is before the first), what it is, and its name."""
+
+    step: int
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        when = f" of step {self.step}" if self.step else ""
+        return f"{self.kind} {self.name}{when}" if self.name else f"{self.kind}{when}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one rank holds of a tensor.
+
+    Attributes:
+        key: of the tensor.
+        shape: of the global tensor.
+        slices: of the global tensor that the rank's local tensor holds.
+        local_shape: of the local tensor, padding included.
+        start: first element of the flattened local tensor in `values`.
+        values: flat.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    slices: Slices
+    local_shape: tuple[int, ...]
+    start: int
+    values: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Tensors of a run.
+
+    Attributes:
+        tensors: whole, fp64.
+        disagreements: of tensors that several ranks hold, those whose copies differ, with the ranks and by how much.
+    """
+
+    tensors: dict[Key, Array] = field(default_factory=dict)
+    disagreements: dict[Key, str] = field(default_factory=dict)
+
+
+class UnevenData:
+    """Random samples, each with another number of tokens that count, so that a wrong weighting shows."""
+
+    def __init__(self, config: ResolvedConfig, samples: int) -> None:
+        self._vocab_size, self._length, self._samples = config.model.vocab_size, config.data.seq_length, samples
+        self._seed = config.training.seed % 2**32
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Array]:
+        random = np.random.default_rng([self._seed, index])
+        window = random.integers(0, self._vocab_size, self._length + 1)
+        mask = random.random(self._length) < random.uniform(0.2, 1.0)
+        mask[random.integers(self._length)] = True
+        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": mask.astype(np.float32)}
+
+
+def make_task(config: ResolvedConfig, mesh: Mesh) -> Task:
+    """The task of a GPT or a BERT."""
+    return BertTask(config, mesh) if isinstance(config, ResolvedBertConfig) else GPTTask(config, mesh)
+
+
+def batches(config: ResolvedConfig, mesh: Mesh, task: Task, *, after: int) -> Iterator[Sequence[Any]]:
+    """This rank's microbatches of each step.
+
+    Args:
+        config: narrowed.
+        mesh: this rank's groups.
+        task: has the type of microbatches.
+        after: steps to skip.
+    """
+    training = config.training
+    samples = (WARMUP_STEPS + STEPS) * training.global_batch_size
+    data: Any = UnevenData(config, samples)
+    if isinstance(config, ResolvedBertConfig):
+        data = build_bert_datasets(config, train_samples=samples).train
+    loader = BatchLoader(
+        data,
+        task.batch_type,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=training.global_batch_size,
+        rank=mesh.batch.rank,
+        ranks=mesh.batch.size,
+        consumed_samples=after * training.global_batch_size,
+        pin_memory=mesh.device.type != "cpu",
+    )
+    return DeviceLoader(loader, mesh.device)
+
+
+class Recorder:
+    """Runs steps of a model on this rank and keeps what they made.
+
+    Args:
+        steps: the model with its optimizer.
+    """
+
+    def __init__(self, steps: TrainStep) -> None:
+        self.steps, self.mesh, self.pieces = steps, steps.mesh, list[Piece]()
+        self._shapes = {name: tuple(p.shape) for name, p in steps.model.parameters.items()}
+        self._step = 0
+        self._removals: list[Any] = []
+
+    def run(self, microbatches: Iterable[Sequence[Any]], *, masks: AbstractContextManager[None] | None = None) -> None:
+        """Train `STEPS` steps.
+
+        Args:
+            microbatches: of each step.
+            masks: open while the steps run; None: masks are recorded as the layout draws them.
+        """
+        self.note_state()
+        with ExitStack() as stack:
+            compiled = self.steps.config.training.compile
+            stack.enter_context(masks or (nullcontext() if compiled else masks_recorded(self.note_mask)))
+            self._watch(stack)
+            source = iter(microbatches)
+            for self._step in range(1, STEPS + 1):
+                self._train_step(next(source))
+        self._note_published()
+
+    def note_state(self) -> None:
+        """Record weights and moments as they are before the first step."""
+        self._note_weights(0, "loaded weight")
+        self._note_moments(0, "loaded moment")
+
+    def note_mask(self, name: str, digest: int) -> None:
+        """Record a dropout mask."""
+        self._add("dropout mask", name, np.array([digest], np.float64))
+
+    def _train_step(self, microbatches: Sequence[Any]) -> None:
+        before = {id(local): local.master.detach().clone() for local in self._segments}
+        self.steps.compute_gradients(microbatches)
+        result = self.steps.update_weights()
+        for name, value in (
+            ("token count", result.counts),
+            ("loss", result.means),
+            ("gradient norm", result.grad_norm),
+        ):
+            self._add(name, "", value.detach().double().reshape(-1).numpy(force=True))
+        self._note_moments(self._step, "moment")
+        for local in self._segments:
+            self._add_segment(self._step, "weight change", local, local.master.double() - before[id(local)].double())
+
+    @property
+    def _segments(self) -> Sequence[LocalSegment]:
+        """What this rank updates, in the order in which forward uses the parameters."""
+        place = {name: number for number, name in enumerate(self.steps.model.parameters)}
+        return sorted(self.steps.model.data_parallel.segments, key=lambda local: place[local.spec.name])
+
+    # ---- what a step makes on the way
+
+    def _watch(self, stack: ExitStack) -> None:
+        """Record outputs of layers as they are computed, and gradients once every reduction is done."""
+        for chunk in self.steps.model.chunks:
+            for name, layer in zip(chunk.names, chunk.layers, strict=True):
+                if name != self.steps.task.layers[-1].name:  # it gives logits, split over ranks, or the loss
+                    handle = layer.register_forward_hook(self._note_output(name))
+                    stack.callback(handle.remove)
+        data_parallel = self.steps.model.data_parallel
+        convert = data_parallel.convert_exact_sums
+
+        def converted() -> None:
+            convert()
+            for local in self._segments:
+                if (gradient := local.gradient) is not None:
+                    self._add_segment(self._step, "gradient", local, gradient / self._scale)
+
+        data_parallel.convert_exact_sums = converted  # type: ignore[method-assign]
+        stack.callback(delattr, data_parallel, "convert_exact_sums")
+
+    @property
+    def _scale(self) -> float:
+        return self.steps.update.scaler.scale
+
+    def _note_output(self, name: str) -> Any:
+        layer_group, task = self.mesh.layer, self.steps.task
+        split = self.steps.config.parallel.sequence_parallel
+
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = tensors_of(output)[0].detach()
+            b, s, h = hidden.shape
+            ranks = layer_group.size if split else 1
+            start = s * layer_group.rank if split else 0
+            key = Key(self._step, "output", f"{name}, microbatch {task.streams.microbatch}")
+            values = hidden.float().reshape(-1).numpy(force=True).copy()
+            slices = ((0, b), (start, start + s), (0, h))
+            self._keep(
+                Piece(key=key, shape=(b, s * ranks, h), slices=slices, local_shape=(b, s, h), start=0, values=values)
+            )
+
+        return note
+
+    # ---- parameters
+
+    def _note_weights(self, step: int, kind: str) -> None:
+        for local in self._segments:
+            self._add_segment(step, kind, local, local.master)
+
+    def _note_moments(self, step: int, kind: str) -> None:
+        optimizer = self.steps.update.optimizer
+        for state in optimizer.kinds:
+            for local in self._segments:
+                if (value := local.state(optimizer, state.name)) is not None:
+                    self._add_segment(step, kind, local, value, suffix=f" {state.name}")
+
+    def _note_published(self) -> None:
+        """The weights that the next forward would use, of every rank."""
+        for bucket in self.steps.model.data_parallel.buckets:
+            bucket.wait()
+            for parameter in bucket.parameters:
+                spec, values = parameter.spec, parameter.detach().double().reshape(-1).numpy(force=True).copy()
+                self._keep(
+                    Piece(
+                        key=Key(STEPS, "published weight", spec.name),
+                        shape=spec.shape,
+                        slices=spec.slices,
+                        local_shape=tuple(parameter.shape),
+                        start=0,
+                        values=values,
+                    )
+                )
+            bucket.release()
+
+    def _add_segment(self, step: int, kind: str, local: LocalSegment, value: Tensor, *, suffix: str = "") -> None:
+        self._keep(
+            Piece(
+                key=Key(step, kind, local.spec.name + suffix),
+                shape=local.spec.shape,
+                slices=local.spec.slices,
+                local_shape=self._shapes[local.spec.name],
+                start=local.segment.start,
+                values=value.detach().double().reshape(-1).numpy(force=True).copy(),
+            )
+        )
+
+    def _add(self, kind: str, name: str, values: Array) -> None:
+        shape = values.shape
+        key = Key(self._step, kind, name)
+        slices = tuple((0, size) for size in shape)
+        self._keep(Piece(key=key, shape=shape, slices=slices, local_shape=shape, start=0, values=values))
+
+    def _keep(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+
+
+def load_steps(config: ResolvedConfig, mesh: Mesh, checkpoint: Path) -> TrainStep:
+    """A model of this layout from a checkpoint."""
+    steps = TrainStep(make_task(config, mesh), config, mesh)
+    steps.load(checkpoint)
+    return steps
+
+
+def assemble(pieces: Mapping[int, Sequence[Piece]]) -> Record:
+    """Whole tensors from the pieces of every rank.
+
+    Args:
+        pieces: by rank.
+    """
+    record = Record()
+    locals_: dict[tuple[Key, Slices], Array] = {}
+    parts: dict[tuple[Key, Slices], Piece] = {}
+    for rank, of_rank in pieces.items():
+        for piece in of_rank:
+            place = piece.key, piece.slices
+            parts.setdefault(place, piece)
+            local = locals_.setdefault(place, np.full(int(np.prod(piece.local_shape)), np.nan))
+            part = local[piece.start : piece.start + piece.values.size]
+            _merge(record, piece.key, part, piece.values, rank)
+    for (key, slices), local in locals_.items():
+        piece = parts[key, slices]
+        whole = record.tensors.setdefault(key, np.full(piece.shape, np.nan))
+        shaped = local.reshape(piece.local_shape)
+        unpadded = shaped[tuple(slice(stop - start) for start, stop in slices)]
+        view = whole[tuple(slice(*bounds) for bounds in slices)]
+        _merge(record, key, view, unpadded, None)
+    return record
+
+
+def _merge(record: Record, key: Key, held: Array, new: Array, rank: int | None) -> None:
+    """Put values where none are, and note where others are that differ."""
+    there = ~np.isnan(held)
+    differs = there & (held != new)
+    if differs.any() and key not in record.disagreements:
+        worst = float(np.nanmax(np.abs(np.where(differs, held - new, 0.0))))
+        who = "" if rank is None else f" (rank {rank} and a rank before it)"
+        record.disagreements[key] = f"its copies differ by up to {worst:.3g}{who}"
+    np.copyto(held, new, where=~there)
+
+
+def gather(recorder: Recorder, mesh: Mesh) -> Record | None:
+    """The record of all ranks, on rank 0; all ranks call this together."""
+    everyone = all_gather_objects(recorder.pieces, mesh.world)
+    return assemble(dict(enumerate(everyone))) if mesh.world.rank == 0 else None

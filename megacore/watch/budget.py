@@ -1,0 +1,74 @@
+"""How long a run may stand still before that counts as a hang; in multiples of `--hang-timeout-minutes`.
+
+A step may take ten times the median of the last ones, however long that is. What is rarer and takes longer (a save, an
+evaluation, the first step) has more time. But once the backend's own timeout of a collective is near, which would end
+the run without naming anybody, nothing waits longer than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megacore.watch.blame import Seen, Verdict
+from megacore.watch.ledger import Phase, Record
+
+TIMES: Mapping[Phase, float] = {
+    Phase.STEP: 1.0,
+    Phase.EVALUATE: 2.0,
+    Phase.START: 6.0,
+    Phase.LOAD: 6.0,
+    Phase.SAVE: 6.0,
+    Phase.SINK: 6.0,
+    Phase.EXIT: 6.0,
+    Phase.FIRST_STEP: 12.0,
+    Phase.INDEX: 24.0,
+    Phase.DONE: 6.0,
+}
+"""How many times the timeout one phase inside a section may take."""
+STEPS = 10.0
+"""A run may stand still for so many median steps."""
+GRACE_SECONDS = 12.0
+"""After a signal to end, for so long: launchers kill 30 seconds after it."""
+_GRACE_STEPS = 2.0
+_OF_COLLECTIVE_TIMEOUT = 0.9
+
+
+def still_seconds(seen: Sequence[Seen]) -> float:
+    """How long no rank has moved; a run in which every process is stopped (Ctrl-Z, scontrol suspend) does not count."""
+    watched = [one for one in seen if not one.is_done]
+    if not watched or all(one.state == "stopped" for one in watched):
+        return 0.0
+    return min(one.record.age for one in watched)
+
+
+def limit(seen: Sequence[Seen], verdict: Verdict) -> float:
+    """Seconds that these ranks may stand still, if the verdict on them is right.
+
+    Args:
+        seen: the ranks that have a ledger, one or more.
+        verdict: what `blame` says of them.
+    """
+    records = {one.rank: one.record for one in seen}
+    timeout = next(iter(records.values())).identity.hang_timeout
+    if verdict.kind in ("stopped", "gone"):  # needs no patience: it will not move again
+        return _asked_to_end(timeout, records)
+    blamed = [records[rank] for rank in verdict.ranks if rank in records] or list(records.values())
+    allowed = max(_of_section(record) for record in blamed)
+    if all(record.section is Phase.STEP for record in blamed):
+        allowed = _asked_to_end(allowed, records)
+    if any(record.phase.communicates for record in records.values()):
+        allowed = min(allowed, _OF_COLLECTIVE_TIMEOUT * min(r.identity.collective_timeout for r in records.values()))
+    return allowed
+
+
+def _of_section(record: Record) -> float:
+    return max(TIMES[record.section] * record.identity.hang_timeout, STEPS * record.median_step)
+
+
+def _asked_to_end(seconds: float, records: Mapping[int, Record]) -> float:
+    """Less, where a signal asks the run to end and it does not come to it."""
+    waiting = [record.terminating for record in records.values() if record.terminating is not None]
+    if not waiting:
+        return seconds
+    median = max(record.median_step for record in records.values())
+    return min(seconds, max(GRACE_SECONDS, _GRACE_STEPS * median))

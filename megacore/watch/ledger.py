@@ -1,0 +1,502 @@
+"""A rank's ledger: one memory-mapped file with what the rank does at this moment.
+
+The file survives the rank, and other processes of the node read it without the rank's help: also when the rank is
+stopped, killed or blocked in C. Entering or leaving a phase is two stores, of the phase as one 64-bit code and of the
+time. The times are CLOCK_MONOTONIC, which all processes of a node share.
+
+Layout, in words of 8 bytes: the fields of `Word`, then for each channel (a group that communicates, or a sender and
+receiver) how many operations the rank has posted, then a JSON text with what never or rarely changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import statistics
+import struct
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+MAGIC = 0x6D656761_00000001  # the last half is the version of this layout
+SUFFIX = ".ledger"
+_CHANNELS = 250
+_TEXT = 8192  # offset of the text, in bytes
+_SIZE = 1 << 20  # the pages that nothing is written to take no memory
+_RECENT_STEPS = 31
+_READS = 20
+
+
+class Phase(IntEnum):
+    """What a rank may be doing. Those from ALL_REDUCE on are communication."""
+
+    START = 0
+    IMPORT = 1
+    CONNECT = 2
+    BUILD = 3
+    INDEX = 4
+    LOAD = 5
+    FIRST_STEP = 6
+    STEP = 7
+    DATA = 8
+    FORWARD = 9
+    BACKWARD = 10
+    OPTIMIZER = 11
+    EVALUATE = 12
+    SAVE = 13
+    SINK = 14
+    EXIT = 15
+    DONE = 16
+    ALL_REDUCE = 32
+    ALL_GATHER = 33
+    REDUCE_SCATTER = 34
+    GATHER_OBJECTS = 35
+    BARRIER = 36
+    TIED_SUM = 37
+    SEND = 38
+    RECEIVE = 39
+    MEET = 40
+
+    @property
+    def communicates(self) -> bool:
+        return self >= Phase.ALL_REDUCE
+
+    @property
+    def is_message(self) -> bool:
+        return self in (Phase.SEND, Phase.RECEIVE)
+
+
+SECTIONS = frozenset(
+    {
+        *(Phase.START, Phase.INDEX, Phase.LOAD, Phase.FIRST_STEP, Phase.STEP),
+        *(Phase.EVALUATE, Phase.SAVE, Phase.SINK, Phase.EXIT, Phase.DONE),
+    }
+)
+"""Phases that contain others, and decide how long one of these may take."""
+
+
+class Word(IntEnum):
+    """The fields of a ledger, by their number."""
+
+    MAGIC = 0
+    PHASE = 1
+    SINCE = 2
+    SECTION = 3
+    STEP = 4
+    AWAITED = 5
+    BYTES = 6
+    DEVIATION = 7
+    MEDIAN_STEP = 8
+    FLAGS = 9
+    TERMINATING = 10
+    VERDICT = 11
+    TEXT_BYTES = 12
+    POSTED = 16  # and what follows
+
+
+class Flag(IntEnum):
+    """Bits of Word.FLAGS."""
+
+    GUARDED = 1  # the ranks of the node notice each other's death by themselves
+    SPOKE = 2  # the rank has said itself why it ends
+    ASYNCHRONOUS = 4  # an accelerator computes: the program may be ahead of it
+    HIDDEN = 8  # compiled code communicates without a mark
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Ranks that communicate in one order: a group, or the sender and the receiver of messages."""
+
+    ranks: tuple[int, ...]
+    is_message: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a rank says about itself once.
+
+    Attributes:
+        rank: global.
+        world_size: number of ranks.
+        local_world_size: number of ranks on this node.
+        host: the node's name.
+        pid: of the process.
+        born: when the process started, in clock ticks since boot, which tells it from a later one of the same number.
+        degrees: ranks along each dimension, outermost first.
+        output_dir: of the run.
+        hang_timeout: seconds.
+        collective_timeout: seconds after which the backend itself fails.
+        node: the node's number.
+    """
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    host: str
+    pid: int
+    born: int
+    degrees: Mapping[str, int]
+    output_dir: str
+    hang_timeout: float
+    collective_timeout: float
+    node: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A ledger as it was read.
+
+    Attributes:
+        identity: of the rank.
+        phase: the innermost one.
+        section: the outer phase, which decides how long the inner one may take.
+        age: seconds since the last mark.
+        step: number of the step, from 1; 0 before the first.
+        stage: pipeline stage of a forward or backward, else None.
+        microbatch: its number in the step, else None.
+        channel: what the rank communicates over, or None.
+        awaited: the number of the operation on the channel that the rank waits for, from 1.
+        nbytes: size of that operation on this rank.
+        posted: operations that the rank has begun on each channel.
+        deviation: number of the step in which the rank left its usual order of operations; 0: it has not.
+        median_step: seconds; 0 until it is known.
+        flags: of `Flag`.
+        terminating: seconds since a signal asked this rank to end; None: none has.
+    """
+
+    identity: Identity
+    phase: Phase
+    section: Phase
+    age: float
+    step: int = 0
+    stage: int | None = None
+    microbatch: int | None = None
+    channel: Channel | None = None
+    awaited: int = 0
+    nbytes: int = 0
+    posted: Mapping[Channel, int] = field(default_factory=dict)
+    deviation: int = 0
+    median_step: float = 0.0
+    flags: int = 0
+    terminating: float | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.identity.rank
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as a JSON object; `from_json` reads it."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return values | {
+            "identity": asdict(self.identity),
+            "phase": self.phase.name,
+            "section": self.section.name,
+            "channel": None if self.channel is None else asdict(self.channel),
+            "posted": [[list(c.ranks), c.is_message, count] for c, count in self.posted.items()],
+        }
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Record:
+        """The record of a JSON object."""
+        channel = values["channel"]
+        return Record(
+            **{
+                **values,
+                "identity": Identity(**values["identity"]),
+                "phase": Phase[values["phase"]],
+                "section": Phase[values["section"]],
+                "channel": None if channel is None else Channel(tuple(channel["ranks"]), channel["is_message"]),
+                "posted": {Channel(tuple(ranks), message): count for ranks, message, count in values["posted"]},
+            }
+        )
+
+
+def code_of(phase: Phase, *, channel: int = 0, stage: int | None = None, microbatch: int | None = None) -> int:
+    """A phase with its particulars in 64 bits.
+
+    Args:
+        phase: the phase.
+        channel: number of the channel, from 1; 0: none.
+        stage: of the pipeline.
+        microbatch: of the step.
+    """
+    s, m = (0 if number is None else number + 1 for number in (stage, microbatch))
+    return phase | channel << 8 | (s & 0xFFFF) << 16 | (m & 0x7FFFFFFF) << 32
+
+
+class Ledger:
+    """Writes this process's ledger.
+
+    Args:
+        directory: of the node's ledgers.
+        identity: of this rank.
+
+    Attributes:
+        directory: of the node's ledgers.
+        seconds: time that this process has spent in each phase itself, without the phases inside it; by its number.
+        first_step: whether no step has been done.
+        in_step: whether a step is under way.
+    """
+
+    def __init__(self, directory: Path, identity: Identity) -> None:
+        self.identity, self.directory = identity, directory
+        path = directory / f"rank-{identity.rank}{SUFFIX}"
+        new = path.with_suffix(f".{identity.pid}")
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.ftruncate(descriptor, _SIZE)
+            self._map = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        view = memoryview(self._map)
+        self._words, self._reals = view.cast("Q"), view.cast("d")
+        self._channels: dict[tuple[int, bool], tuple[int, tuple[int, ...]]] = {}  # by the identity of the ranks
+        self._numbers: dict[Channel, int] = {}
+        self._counts = [0] * (_CHANNELS + 1)
+        self._stack: list[int] = []
+        self._code, self._since = code_of(Phase.IMPORT), time.monotonic()
+        self.seconds = [0.0] * 64
+        self.first_step = True
+        self._usual: list[int] = []
+        self._done: list[int] = []
+        self._is_settled = self._deviates = self.in_step = False
+        self._begun = 0.0
+        self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
+        self._describe()
+        self._words[Word.MAGIC] = MAGIC
+        os.replace(new, path)
+
+    # ---- phases
+
+    def rest_in(self, phase: Phase) -> None:
+        """Outside of every other phase, the rank is in this one from now on; only to be called there."""
+        assert not self._stack
+        self._code, self._since = code_of(phase), time.monotonic()
+        self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
+
+    def enter(self, code: int) -> None:
+        """A phase begins."""
+        now = time.monotonic()
+        self.seconds[self._code & 63] += now - self._since
+        self._stack.append(self._code)
+        self._code, self._since = code, now
+        self._words[1] = code  # Word.PHASE and Word.SINCE: members of an enumeration would double the cost
+        self._reals[2] = now
+
+    def leave(self) -> None:
+        """The phase ends, and the one around it goes on."""
+        now = time.monotonic()
+        self.seconds[self._code & 63] += now - self._since
+        self._code, self._since = self._stack.pop(), now
+        self._words[1] = self._code
+        self._reals[2] = now
+
+    def enter_section(self, phase: Phase) -> int:
+        """A phase that contains others begins; returns the one before, for `leave_section`."""
+        before = self._words[Word.SECTION]
+        self._words[Word.SECTION] = phase
+        self.enter(phase)
+        return before
+
+    def leave_section(self, before: int) -> None:
+        """The section ends."""
+        self.leave()
+        self._words[Word.SECTION] = before
+
+    def begin_step(self, step: int) -> None:
+        """Step number `step` begins."""
+        self._words[Word.STEP] = step
+        if self.first_step and not self._stack:
+            self.rest_in(Phase.START)
+        self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
+        self._done, self.in_step = [], True
+        self._begun = self._since
+
+    def end_step(self) -> None:
+        """The step is done."""
+        self.leave_section(Phase.STEP)
+        self.in_step = False
+        if not self.first_step:
+            self._steps.append(self._since - self._begun)
+            self._reals[Word.MEDIAN_STEP] = statistics.median(self._steps)
+        self.first_step = False
+        usual = self._done == self._usual
+        if usual:
+            self._is_settled, self._deviates = True, False
+            self._words[Word.DEVIATION] = 0
+        elif self._is_settled:
+            self._deviate()
+            self._is_settled = False
+        if not usual:
+            self._usual = self._done
+
+    # ---- communication
+
+    def post(self, phase: Phase, ranks: tuple[int, ...], nbytes: int) -> Operation:
+        """An operation over `ranks` begins; the result is the context in which to wait for it."""
+        message = phase >= Phase.SEND and phase <= Phase.RECEIVE
+        known = self._channels.get((id(ranks), message))
+        number = self._number(ranks, message) if known is None else known[0]
+        count = self._counts[number] + 1
+        self._counts[number] = self._words[Word.POSTED + number] = count
+        if self.in_step:
+            self._note(phase | number << 8 | nbytes << 16)
+        return Operation(self, code_of(phase, channel=number), count, nbytes)
+
+    def await_operation(self, count: int, nbytes: int) -> None:
+        """The rank now waits for this operation of the channel of its phase."""
+        self._words[5] = count
+        self._words[6] = nbytes
+
+    def _number(self, ranks: tuple[int, ...], message: bool) -> int:
+        channel = Channel(ranks, message)
+        if channel not in self._numbers:
+            if len(self._numbers) == _CHANNELS:
+                return 0
+            self._numbers[channel] = len(self._numbers) + 1
+            self._describe()
+        self._channels[id(ranks), message] = self._numbers[channel], ranks  # kept: an id must not be used again
+        return self._numbers[channel]
+
+    def _note(self, operation: int) -> None:
+        """Compare the order of operations with that of the step before."""
+        done = self._done
+        if self._is_settled and not self._deviates:
+            at = len(done)
+            if at >= len(self._usual) or self._usual[at] != operation:
+                self._deviate()
+        done.append(operation)
+
+    def _deviate(self) -> None:
+        self._deviates = True
+        self._words[Word.DEVIATION] = self._words[Word.STEP]
+
+    # ---- the rest
+
+    def set_flag(self, flag: Flag) -> None:
+        """Say something about this rank that remains true."""
+        self._words[Word.FLAGS] |= flag
+
+    def note_termination(self) -> None:
+        """A signal asks this rank to end."""
+        if not self._reals[Word.TERMINATING]:
+            self._reals[Word.TERMINATING] = time.monotonic()
+
+    @property
+    def verdict(self) -> bool:
+        """Whether the watcher has reported a hang: this rank is to end, without a word."""
+        return self._words[Word.VERDICT] != 0
+
+    def finish(self) -> None:
+        """The run is over on this rank, which nobody has to watch any more."""
+        self._words[Word.SECTION] = self._words[Word.PHASE] = Phase.DONE
+
+    def _describe(self) -> None:
+        channels = [[list(channel.ranks), channel.is_message] for channel in self._numbers]
+        text = json.dumps({"identity": asdict(self.identity), "channels": channels}).encode()
+        if len(text) > _SIZE - _TEXT:
+            return
+        self._words[Word.TEXT_BYTES] = 0
+        self._map[_TEXT : _TEXT + len(text)] = text
+        self._words[Word.TEXT_BYTES] = len(text)
+
+
+class Operation:
+    """A posted operation; as a context, the wait for it. May be entered again."""
+
+    __slots__ = ("_code", "_count", "_ledger", "_nbytes")
+
+    def __init__(self, ledger: Ledger, code: int, count: int, nbytes: int) -> None:
+        self._ledger, self._code, self._count, self._nbytes = ledger, code, count, nbytes
+
+    def __enter__(self) -> Operation:
+        self._ledger.await_operation(self._count, self._nbytes)
+        self._ledger.enter(self._code)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.leave()
+
+
+class LedgerFile:
+    """Another process's ledger.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: it is not complete yet, or none.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            if os.fstat(descriptor).st_size != _SIZE:
+                raise ValueError(f"{path} is not a ledger")
+            self._map = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+        if self._word(Word.MAGIC) != MAGIC:
+            raise ValueError(f"{path} is not a ledger of this version")
+        self._text = b""
+        self._parse()
+
+    def record(self) -> Record:
+        """What the rank does now."""
+        for _ in range(_READS):  # until no mark falls between two readings
+            now, content = time.monotonic(), self._map[:_TEXT]
+            if self._map[:_TEXT] == content:
+                break
+        self._parse()
+        words = struct.unpack(f"={_TEXT // 8}Q", content)
+        reals = struct.unpack(f"={_TEXT // 8}d", content)
+        code, flags = words[Word.PHASE], words[Word.FLAGS]
+        number, stage, microbatch = code >> 8 & 0xFF, code >> 16 & 0xFFFF, code >> 32
+        phase, known = Phase(code & 0xFF), len(self._channels)
+        terminating = reals[Word.TERMINATING]
+        return Record(
+            identity=self.identity,
+            phase=phase,
+            section=Phase(words[Word.SECTION]),
+            age=max(0.0, now - reals[Word.SINCE]),
+            step=words[Word.STEP],
+            stage=stage - 1 if stage else None,
+            microbatch=microbatch - 1 if microbatch else None,
+            channel=self._channels[number - 1] if 0 < number <= known else None,
+            awaited=words[Word.AWAITED] if phase.communicates else 0,
+            nbytes=words[Word.BYTES] if phase.communicates else 0,
+            posted={channel: words[Word.POSTED + 1 + i] for i, channel in enumerate(self._channels)},
+            deviation=words[Word.DEVIATION],
+            median_step=reals[Word.MEDIAN_STEP],
+            flags=flags,
+            terminating=now - terminating if terminating else None,
+        )
+
+    def pronounce(self) -> None:
+        """Tell the rank that a hang is reported."""
+        self._map[8 * Word.VERDICT : 8 * Word.VERDICT + 8] = struct.pack("=Q", 1)
+
+    def _word(self, word: int) -> int:
+        value: int = struct.unpack_from("=Q", self._map, 8 * word)[0]
+        return value
+
+    def _parse(self) -> None:
+        length = self._word(Word.TEXT_BYTES)
+        text = self._map[_TEXT : _TEXT + length]
+        if not length or text == self._text:
+            return
+        with contextlib.suppress(ValueError):  # it is being written: the next reading sees it
+            content = json.loads(text)
+            self.identity = Identity(**content["identity"])
+            self._channels = [Channel(tuple(ranks), message) for ranks, message in content["channels"]]
+            self._text = text
+        if not self._text:
+            raise ValueError("the ledger is being written")

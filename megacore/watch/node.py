@@ -1,0 +1,147 @@
+"""The ledgers of a node: where they lie, which ranks have one, and the stacks of these ranks.
+
+The directory is in memory (/dev/shm) where there is such a file system, otherwise a temporary one. Its name follows
+from what the ranks of a job and node share, and only this user can open it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megacore.watch.blame import Seen
+from megacore.watch.ledger import SUFFIX, LedgerFile
+from megacore.watch.processes import send, state_of
+
+STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""On which a rank's faulthandler writes the Python stacks of its threads; it needs no lock of the interpreter."""
+_PREFIX = "megacore-watch-"
+_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+_SECONDS_TO_ANSWER = 0.8
+
+
+def base() -> Path:
+    """The directory of all nodes' ledgers on this machine."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def directory_of(environment: Mapping[str, str], node: int, output_dir: str) -> Path:
+    """Where the ranks of a job on this node keep their ledgers.
+
+    Args:
+        environment: the launcher's variables.
+        node: its number.
+        output_dir: of the run.
+    """
+    alone = str(os.getpid()) if environment.get("WORLD_SIZE", "1") == "1" else ""
+    shared = [environment.get(name, "") for name in (*_ENVIRONMENT, *_SLURM)]
+    key = json.dumps([*shared, node, os.path.abspath(output_dir), alone])
+    return base() / f"{_PREFIX}{os.getuid()}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def make(directory: Path) -> None:
+    """Make the directory of ledgers, or take the one that another rank made.
+
+    Raises:
+        OSError: it cannot be made, or belongs to somebody else.
+    """
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{directory} is not a directory of this user")
+
+
+def directories() -> Iterator[Path]:
+    """The directories of all running jobs of this user on this machine."""
+    for directory in sorted(base().glob(f"{_PREFIX}{os.getuid()}-*")):
+        with contextlib.suppress(OSError):
+            if directory.lstat().st_uid == os.getuid() and directory.is_dir():
+                yield directory
+
+
+class Node:
+    """The ledgers of one directory. A ledger whose process was gone before it was first looked at is an old one.
+
+    Args:
+        directory: of the ledgers.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files: dict[int, LedgerFile] = {}
+        self._descriptors: dict[int, int] = {}
+
+    def look(self) -> list[Seen]:
+        """The ranks of this node as they are now."""
+        for path in self.directory.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError, ValueError):  # being written
+                rank = int(path.stem.removeprefix("rank-"))
+                if rank not in self.files:
+                    file = LedgerFile(path)
+                    if state_of(file.identity.pid, file.identity.born) != "gone":
+                        self.files[rank] = file
+                        self._open(rank, file.identity.pid)
+        return [
+            Seen(record=file.record(), state=state_of(file.identity.pid, file.identity.born))
+            for _, file in sorted(self.files.items())
+        ]
+
+    def wait(self, seconds: float) -> None:
+        """Return after a time, or as soon as a rank ends."""
+        events = select.poll()
+        for descriptor in self._descriptors.values():
+            events.register(descriptor, select.POLLIN)
+        ended = [descriptor for descriptor, _ in events.poll(seconds * 1000)]
+        for rank, descriptor in list(self._descriptors.items()):
+            if descriptor in ended:
+                os.close(self._descriptors.pop(rank))
+
+    def _open(self, rank: int, pid: int) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # macOS has none: the next look sees it
+            self._descriptors[rank] = os.pidfd_open(pid)
+
+    def stacks(self, seen: list[Seen]) -> dict[int, str]:
+        """The Python stacks of all threads of each rank; empty for those that do not answer in time."""
+        before = {}
+        for one in seen:
+            file = self._stack_file(one.rank)
+            before[one.rank] = file.stat().st_size if file.exists() else -1
+            if one.state == "running" and before[one.rank] >= 0:
+                send(one.record.identity.pid, STACK_SIGNAL)
+        deadline, texts = time.monotonic() + _SECONDS_TO_ANSWER, dict.fromkeys(before, "")
+        settled: set[int] = {rank for rank, size in before.items() if size < 0}
+        settled |= {one.rank for one in seen if one.state != "running"}
+        while len(settled) < len(before) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            for rank in before.keys() - settled:
+                with contextlib.suppress(OSError):
+                    text = self._stack_file(rank).read_text(errors="replace")[before[rank] :]
+                    if text and text == texts[rank]:
+                        settled.add(rank)
+                    texts[rank] = text
+        return texts
+
+    def _stack_file(self, rank: int) -> Path:
+        return stack_file(self.directory, rank)
+
+
+def report_file(directory: Path) -> Path:
+    """Where the watcher leaves the report of a hang for the ranks."""
+    return directory / "report.txt"
+
+
+def stack_file(directory: Path, rank: int) -> Path:
+    """Where a rank writes its stacks."""
+    return directory / f"rank-{rank}.stack"

@@ -1,0 +1,121 @@
+"""What the watchers of several nodes tell each other, through the job's own store.
+
+A watcher publishes what its ranks do, often once they stand still. The watcher of node 0 puts all nodes together and
+decides; the others end their ranks when it has. The store is torch's, so that only here, on jobs over several nodes,
+the watcher loads torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from megacore.watch.blame import Seen
+from megacore.watch.ledger import Record
+
+_PATIENCE = timedelta(seconds=2)
+_QUIET_SECONDS = 20.0  # between publications of a node whose ranks move
+_SILENT_SECONDS = 10.0  # a node that stands still publishes far more often
+
+
+class Nodes:
+    """This watcher's place among those of the other nodes.
+
+    Args:
+        environment: the launcher's variables.
+        node: number of this node.
+        world_size: ranks of the job.
+        local_world_size: ranks of this node, and of every other one.
+    """
+
+    def __init__(self, environment: Mapping[str, str], node: int, world_size: int, local_world_size: int) -> None:
+        self.node, self.count = node, math.ceil(world_size / local_world_size)
+        self._environment = environment
+        self._store: Any = None
+        self._name = f"megacore/watch/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._published, self._serial, self._was_urgent = -math.inf, 0, False
+        self._heard: dict[int, tuple[int, float]] = {}  # of each node: its last publication, and when it was new
+
+    @property
+    def decides(self) -> bool:
+        return self.node == 0
+
+    def publish(self, seen: Sequence[Seen], still: float, *, urgent: bool) -> None:
+        """Tell the other nodes what the ranks of this one do.
+
+        Args:
+            seen: these ranks.
+            still: seconds for which none of them has moved.
+            urgent: whether that is long.
+        """
+        waits = 0.0 if urgent != self._was_urgent else 1.0 if urgent else _QUIET_SECONDS
+        if time.monotonic() - self._published < waits:
+            return
+        self._published, self._serial, self._was_urgent = time.monotonic(), self._serial + 1, urgent
+        ranks = [{"state": one.state, **one.record.to_json()} for one in seen]
+        self._set(
+            f"node-{self.node}", json.dumps({"serial": self._serial, "still": still, "urgent": urgent, "ranks": ranks})
+        )
+
+    def others(self) -> list[tuple[list[Seen], float]] | None:
+        """The ranks of every other node, with the seconds for which they stand still; None if a node may yet move.
+
+        A node that was expected to publish and does not is left out: it is out of reach.
+        """
+        found = []
+        for node in range(self.count):
+            if node == self.node:
+                continue
+            text = self._get(f"node-{node}")
+            content: dict[str, Any] = {"serial": -1, "urgent": False} if text is None else json.loads(text)
+            if node not in self._heard or self._heard[node][0] != content["serial"]:
+                self._heard[node] = content["serial"], time.monotonic()
+            silent = time.monotonic() - self._heard[node][1]
+            if silent > _QUIET_SECONDS + _SILENT_SECONDS:
+                continue
+            if not content["urgent"]:
+                return None
+            found.append(([_seen(rank) for rank in content["ranks"]], content["still"] + silent))
+        return found
+
+    def pronounce(self, text: str) -> None:
+        """Tell the watchers of the other nodes that the run ends, and give them the time to notice."""
+        self._set("verdict", text)
+        time.sleep(1.5)
+
+    def verdict(self) -> str | None:
+        """What the deciding watcher has pronounced."""
+        return self._get("verdict")
+
+    # ---- the store
+
+    def _open(self) -> Any:
+        if self._store is None:
+            from torch.distributed import TCPStore
+
+            address, port = self._environment["MASTER_ADDR"], int(self._environment["MASTER_PORT"])
+            self._store = TCPStore(address, port, timeout=_PATIENCE, wait_for_workers=False)
+        return self._store
+
+    def _set(self, key: str, text: str) -> None:
+        try:
+            self._open().set(f"{self._name}/{key}", text)
+        except (ImportError, RuntimeError, OSError):
+            self._store = None  # not served yet, or no longer
+
+    def _get(self, key: str) -> str | None:
+        try:
+            store, name = self._open(), f"{self._name}/{key}"
+            return store.get(name).decode() if store.check([name]) else None
+        except (ImportError, RuntimeError, OSError):
+            self._store = None
+            return None
+
+
+def _seen(values: dict[str, Any]) -> Seen:
+    state = values.pop("state")
+    return Seen(record=Record.from_json(values), state=state)

@@ -1,0 +1,133 @@
+"""A rank's side of the watchdog: its ledger, from before torch is imported to the last thing it does.
+
+The first rank of a node that gets here starts the node's watcher, a process of its own: it needs none of the ranks, and
+ends when the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import megacore
+from megacore.config import ResolvedConfig
+from megacore.config.cli import leave_for_launcher
+from megacore.config.dimensions import describe_rank
+from megacore.watch.ledger import Flag, Identity, Ledger
+from megacore.watch.marks import Current, on_ledger
+from megacore.watch.node import STACK_SIGNAL, Node, directory_of, make, report_file, stack_file
+from megacore.watch.processes import born
+
+_LOCK = "watcher.lock"
+
+
+class _Kept:
+    """What must live as long as the process."""
+
+    stacks: BinaryIO | None = None
+    watcher: subprocess.Popen[bytes] | None = None
+
+
+def begin_watch(config: ResolvedConfig) -> None:
+    """Watch this rank from now on, unless `--hang-timeout-minutes` is 0 or this process is watched already.
+
+    A node without a place for ledgers is not watched, and says so; the run does not depend on it.
+    """
+    if Current.ledger is not None or config.watch.hang_timeout_minutes == 0:
+        return
+    identity = _identity(config, os.environ)
+    directory = directory_of(os.environ, identity.node, identity.output_dir)
+    try:
+        make(directory)
+        _Kept.stacks = stack_file(directory, identity.rank).open("wb")
+        Current.ledger = Ledger(directory, identity)
+    except OSError as error:
+        print(f"megacore: warning: no watchdog on {identity.host}: {error}", file=sys.stderr)
+        return
+    faulthandler.register(STACK_SIGNAL, file=_Kept.stacks, all_threads=True)
+    _start_watcher(directory)
+
+
+def end_watch() -> None:
+    """The run is over on this rank."""
+    on_ledger(Ledger.finish)
+
+
+def hang_is_reported() -> bool:
+    """Whether the watcher has reported why the run ends, such as a hang, and ends it: nobody else is to say anything.
+
+    The report is left for the launcher, which asks every rank.
+    """
+    if Current.ledger is None or not Current.ledger.verdict:
+        return False
+    with contextlib.suppress(OSError):
+        leave_for_launcher(report_file(Current.ledger.directory).read_text())
+    return True
+
+
+def left_its_order() -> str:
+    """Names the ranks of this node, if they are few, that have just communicated in another order than in other steps:
+    where another rank dies of that, or fails, they are the cause. Empty if there are none."""
+    if Current.ledger is None:
+        return ""
+    seen = Node(Current.ledger.directory).look()
+    odd = [one.record for one in seen if one.record.deviation]
+    if not odd or 2 * len(odd) > seen[0].record.identity.local_world_size:  # of which the dead are not seen
+        return ""
+    names = "; ".join(f"rank {r.rank} ({describe_rank(r.rank, r.identity.degrees)})" for r in odd)
+    return f"; probably because of {names}, which left the order in which it communicates in step {odd[0].deviation}"
+
+
+def note_that_rank_spoke() -> None:
+    """This rank ends, and says itself why."""
+    on_ledger(lambda ledger: ledger.set_flag(Flag.SPOKE))
+
+
+def _identity(config: ResolvedConfig, environment: Mapping[str, str]) -> Identity:
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    rank = int(environment.get("RANK", "0"))
+    local_world_size = int(environment.get("LOCAL_WORLD_SIZE", "0")) or world_size
+    return Identity(
+        rank=rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        born=born(os.getpid()),
+        degrees=config.parallel.degrees,
+        output_dir=os.path.abspath(config.training.output_dir),
+        hang_timeout=60.0 * config.watch.hang_timeout_minutes,
+        collective_timeout=60.0 * config.parallel.distributed_timeout_minutes,
+        node=int(environment.get("GROUP_RANK", rank // local_world_size)),
+    )
+
+
+def _start_watcher(directory: Path) -> None:
+    """Start the node's watcher, unless another rank has: it holds a lock that the watcher inherits."""
+    lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    messages = os.dup(2)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            root = str(Path(megacore.__file__).resolve().parents[1])
+            path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+            _Kept.watcher = subprocess.Popen(
+                [sys.executable, "-m", "megacore.watch.watcher", str(directory), str(messages)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # its messages go to a copy of this rank's
+                env={**os.environ, "PYTHONPATH": path},
+                pass_fds=(lock, messages),
+                start_new_session=True,  # Ctrl-C is for the ranks
+            )
+    finally:
+        os.close(lock)
+        os.close(messages)

@@ -1,0 +1,116 @@
+"""Which rank is slow: what each computes by itself, beside the other ranks of its pipeline stage.
+
+Who waits for a slow rank takes as long as that rank, so only the time without communication tells them apart. Waits for
+data and Python's garbage collection are causes of their own, and are kept apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+from megacore.watch.ledger import Phase
+
+NOTICEABLE = 1.25
+"""A rank that takes so many times the median of its stage is slow."""
+_NOTICEABLE_SECONDS = 0.005  # per step: less is the noise of the machine
+_WINDOW = 16  # steps that one comparison is over
+_IN_A_ROW = 2
+_COMPUTING = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP, Phase.FIRST_STEP)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a rank."""
+
+    compute: float = 0.0
+    data: float = 0.0
+    gc: float = 0.0
+    communication: float = 0.0
+
+    def __add__(self, other: Times) -> Times:
+        return Times(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def per(self, steps: int) -> Times:
+        """The mean of a step."""
+        return Times(*(seconds / steps for seconds in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The slowest rank beside its stage.
+
+    Attributes:
+        rank: its number.
+        ratio: its computing time over the median of its stage.
+        excess: seconds by which it is above that median.
+        times: its own.
+    """
+
+    rank: int
+    ratio: float
+    excess: float
+    times: Times
+
+    @property
+    def is_noticeable(self) -> bool:
+        return self.ratio > NOTICEABLE and self.excess > _NOTICEABLE_SECONDS
+
+
+def times_between(before: Sequence[float], after: Sequence[float], gc: float) -> Times:
+    """What a ledger's `seconds` say about the time between two readings.
+
+    Args:
+        before: the first reading.
+        after: the second one.
+        gc: seconds of garbage collection in between.
+    """
+    spent = [b - a for a, b in zip(before, after, strict=True)]
+    compute = sum(spent[phase] for phase in _COMPUTING)
+    communication = sum(spent[phase] for phase in Phase if phase.communicates)
+    return Times(compute=max(0.0, compute - gc), data=spent[Phase.DATA], gc=gc, communication=communication)
+
+
+def slowest(times: Mapping[int, Times], stages: Mapping[int, int]) -> Straggler:
+    """The rank that is furthest above the median of its stage.
+
+    Args:
+        times: by rank.
+        stages: number of each rank's place in the pipeline.
+    """
+    found = []
+    for rank, own in times.items():
+        alike = [times[other].compute for other in times if stages[other] == stages[rank]]
+        median = statistics.median_low(alike)  # of two the faster one
+        ratio = own.compute / median if median > 0 else 1.0
+        found.append(Straggler(rank, ratio, own.compute - median, own))
+    return max(found, key=lambda one: (one.ratio, -one.rank))
+
+
+class Noticed:
+    """Says when a rank has been slow for long enough, and once only until it is as fast as the others again."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, Times] = {}
+        self._steps = self._in_a_row = 0
+        self._last: int | None = None
+
+    def add(self, times: Mapping[int, Times], steps: int, stages: Mapping[int, int]) -> Straggler | None:
+        """The slow rank, with its times per step, if it is to be named now.
+
+        Args:
+            times: of some steps, by rank.
+            steps: their number.
+            stages: of the ranks.
+        """
+        self._times = {rank: self._times.get(rank, Times()) + own for rank, own in times.items()}
+        self._steps += steps
+        if self._steps < _WINDOW:
+            return None
+        found = slowest({rank: own.per(self._steps) for rank, own in self._times.items()}, stages)
+        self._times, self._steps = {}, 0
+        rank = found.rank if found.is_noticeable else None
+        self._in_a_row = self._in_a_row + 1 if rank is not None and rank == self._last else int(rank is not None)
+        self._last = rank
+        return found if self._in_a_row == _IN_A_ROW else None

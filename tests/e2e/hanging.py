@@ -1,0 +1,111 @@
+"""pretrain_gpt.py in which one rank hangs: `HANG='{"rank": 2, "at": "step", "call": 7, "fault": "stop"}'`.
+
+Run as a script in place of pretrain_gpt.py. `at` is one of POINTS, `call` counts that point's calls on the rank from 1,
+and `fault` is one of FAULTS, which happens before the call, or in place of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megacore.watch.marks import Current
+
+ROOT = Path(__file__).resolve().parents[2]
+HANG = "HANG"
+MARK = "HANG_MARK"  # names a file that gets the time of the fault
+LONG = 3600
+
+# Where a run can hang: (module, attribute) of what is called there.
+POINTS = {
+    "start": ("megacore.train.launch", "build_mesh"),
+    "build": ("megacore.train.step", "parallelize"),
+    "data": ("megacore.data.loading.loader", "_RankView.__getitem__"),
+    "forward": ("megacore.pipeline.stage", "Stage.forward"),
+    "backward": ("torch.autograd", "backward"),
+    "step": ("megacore.optim.update", "WeightUpdate.apply"),
+    "sink": ("megacore.train.sinks", "Report.on_log"),
+    "evaluate": ("megacore.pipeline.runtime", "PipelineRuntime.evaluate"),
+    "save": ("megacore.checkpoint.save", "CheckpointSaver._stage"),
+    "message": ("megacore.pipeline.runtime", "_Run.as_transfer"),
+    "collective": ("megacore.optim.update", "all_reduce_"),
+}
+
+
+def hold_the_interpreter() -> None:
+    """Block in C and keep the interpreter's lock: no thread of Python runs any more."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time it is taken
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+
+FAULTS: dict[str, Callable[[], object]] = {
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "sleep": lambda: time.sleep(LONG),
+    "lock": hold_the_interpreter,
+    "slow": lambda: time.sleep(float(os.environ.get("SLOW", "0.05"))),
+}
+
+
+def resized(transfer: Any) -> Any:
+    """The transfer, with messages of another size if it sends any."""
+    tensors = tuple(tensor.new_zeros(3 * tensor.numel()) for tensor in getattr(transfer, "tensors", ()))
+    return dataclasses.replace(transfer, tensors=tensors) if tensors else transfer
+
+
+def plant(rank: int, at: str, call: int, fault: str) -> None:
+    """Put a fault into this process, if it is that rank."""
+    if int(os.environ["RANK"]) != rank:
+        return
+    module, name = POINTS[at]
+    holder: Any = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        holder = getattr(holder, part)
+    called, calls = getattr(holder, last), 0
+
+    @functools.wraps(called)
+    def faulty(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += fault != "resize" or (Current.ledger is not None and Current.ledger.in_step)
+        if fault == "slow" or calls == call or (fault == "resize" and calls == call + 1):
+            if MARK in os.environ:
+                Path(os.environ[MARK]).write_text(str(time.time()))
+            if fault == "skip":
+                return given[0]
+            if fault == "resize":
+                return resized(called(*given, **named))
+            FAULTS[fault]()
+        return called(*given, **named)
+
+    setattr(holder, last, faulty)
+
+
+def main() -> None:
+    """Plant the fault and train."""
+    sys.path.insert(0, str(ROOT))
+    pretrain_gpt: Any = importlib.import_module("pretrain_gpt")
+    begin = pretrain_gpt.begin_watch
+
+    def begin_and_plant(config: Any) -> None:
+        begin(config)
+        plant(**json.loads(os.environ[HANG]))
+
+    pretrain_gpt.begin_watch = begin_and_plant
+    status = pretrain_gpt.main(sys.argv[1:])
+    importlib.import_module("megacore.train.launch").exit_with(status)
+
+
+if __name__ == "__main__":
+    main()

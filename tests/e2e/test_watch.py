@@ -1,0 +1,177 @@
+"""A run that hangs is reported with the rank that holds it up, and every process of it ends; a slow one goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.watch.ledger import LedgerFile
+from megacore.watch.node import base
+from tests.e2e.hanging import HANG
+from tests.e2e.launching import PROGRAM, Job, alone, needs_proc, small_run, under_torchrun
+from tests.e2e.test_failures import START, wait_for_step
+from tests.patience import patience, until
+
+pytestmark = needs_proc
+HANGING = Path(__file__).with_name("hanging.py")
+WHERE = PROGRAM.parent / "tools" / "where.py"
+MINUTES = 0.04
+END = 12.0  # seconds from the report to the end of the last process, with the launcher's own
+
+
+def flags(output: Path, **changes: Any) -> list[str]:
+    endless = {"train_iters": 1_000_000, "global_batch_size": 4, "hang_timeout_minutes": MINUTES}
+    return small_run(output, **{**endless, **changes})
+
+
+def watchers(marker: str) -> list[int]:
+    """The watchers of runs that were started with this in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_watcher = b"megacore.watch.watcher" in (process / "cmdline").read_bytes()
+            if is_watcher and marker.encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+def ledgers(output: Path) -> list[Path]:
+    """The ledgers of runs that write into this directory."""
+    found = []
+    for path in base().glob("megacore-watch-*/*.ledger"):
+        with contextlib.suppress(OSError, ValueError):
+            if LedgerFile(path).identity.output_dir.startswith(str(output)):
+                found.append(path)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No watcher and no ledger outlives a run."""
+    monkeypatch.setenv("WATCH_TEST", str(tmp_path))
+    yield
+    until(lambda: not watchers(str(tmp_path)), 5, "a watcher is left")
+    until(lambda: not ledgers(tmp_path), 5, "ledgers are left")
+
+
+def reported(job: Job) -> str:
+    """What is said of the hang, once all processes have ended."""
+    until(lambda: "megacore: " in job.said(), START, "no report")
+    said_at = time.monotonic()
+    status, launcher = job.ends(END)
+    assert time.monotonic() - said_at < patience(END)
+    assert status == 1
+    assert "hang at step" in launcher
+    said = job.said()
+    assert said.count("megacore: ") == 1, said
+    assert "Traceback" not in said, said
+    return said
+
+
+def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
+    given = flags(tmp_path / "out", tp=2, dp=2, save_interval=5)
+    with under_torchrun(tmp_path / "logs", 4, PROGRAM, *given) as job:
+        wait_for_step(job, 6)
+        victim = job.pid_of(2)
+        for words in ([str(tmp_path / "out")], ["--pid", str(victim)]):
+            shown = subprocess.run([sys.executable, str(WHERE), *words], capture_output=True, text=True, check=True)
+            assert "out: 4 of 4 ranks, on " in shown.stdout
+            assert "ranks " in shown.stdout.splitlines()[1]
+        os.kill(victim, signal.SIGSTOP)
+        stopped = time.monotonic()
+        until(lambda: "megacore: " in job.said(), 60 * MINUTES + 2, "no report in time")
+        assert time.monotonic() - stopped > 60 * MINUTES - 0.5
+        said = reported(job)
+    who = rf"rank 2 \(pp 0, dp 1, tp 0; pid {victim} on \S+\) holds the run up"
+    assert re.match(rf"megacore: hang at step \d+: {who}", said), said
+    assert "did not answer" in said
+    assert max(map(len, said.splitlines())) <= 120 + len(str(tmp_path))
+    report = json.loads(next((tmp_path / "out").glob("hang-*.json")).read_text())
+    assert (report["verdict"]["ranks"], report["verdict"]["is_certain"], report["exit_status"]) == ([2], True, 124)
+    assert [rank["state"] for rank in report["ranks"]] == ["running", "running", "stopped", "running"]
+    assert all('File "' in rank["stack"] for rank in report["ranks"] if rank["state"] == "running")
+    again = flags(tmp_path / "out", tp=2, dp=1, load="auto", train_iters=report["step"] + 1)
+    with under_torchrun(tmp_path / "again", 2, PROGRAM, *again) as job:
+        assert job.ends(START)[0] == 0, job.said()
+
+
+@pytest.mark.parametrize(
+    ("at", "fault", "rank", "layout", "words"),
+    [
+        ("data", "sleep", 1, {"dp": 2}, ["data (next batch)", "hanging.py"]),
+        ("forward", "lock", 1, {"pp": 2}, ["forward of microbatch", "hold_the_interpreter"]),
+        ("collective", "skip", 0, {"dp": 2, "pp": 2}, ["left the order"]),
+    ],
+)
+def test_what_a_rank_hangs_in_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, fault: str, rank: int, layout: Any, words: list[str]
+) -> None:
+    monkeypatch.setenv(HANG, json.dumps({"rank": rank, "at": at, "call": 31, "fault": fault}))
+    ranks = 4 if len(layout) == 2 else 2
+    with under_torchrun(tmp_path / "logs", ranks, HANGING, *flags(tmp_path / "out", **layout)) as job:
+        said = reported(job)
+    assert f": rank {rank} (" in said.splitlines()[0], said
+    assert all(word in said for word in words), said
+
+
+def test_slow_ranks_saves_and_sinks_are_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOW", str(patience(0.5) / 4))
+    monkeypatch.setenv(HANG, json.dumps({"rank": 1, "at": "save", "call": 1, "fault": "slow"}))
+    given = flags(tmp_path / "out", dp=2, train_iters=6, save_interval=2, hang_timeout_minutes=0.01)
+    with under_torchrun(tmp_path / "logs", 2, HANGING, *given) as job:
+        status, _ = job.ends(START)
+    assert (status, job.said().strip()) == (0, "")
+
+
+def test_signals_save_and_continue_or_save_and_end(tmp_path: Path) -> None:
+    given = flags(tmp_path / "out", dp=2, hang_timeout_minutes=0)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *given) as job:
+        wait_for_step(job, 2)
+        os.kill(job.pid_of(1), signal.SIGUSR1)
+        until(lambda: "saved" in job.said("stdout"), START, "no checkpoint")
+        saved = int(re.findall(r"step (\d+)/\d+ \| saved", job.said("stdout"))[0])
+        wait_for_step(job, saved + 2)
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(job.pid_of(0), number)
+        assert job.ends(START)[0] == 0
+        said = job.said("stdout")
+    assert re.search(r"^stopped by SIG(USR2|TERM): \d+ of 1000000 steps", said, re.MULTILINE)
+    assert len(re.findall(r"\| saved", said)) == 2
+
+
+def test_a_signal_ends_a_run_with_a_stopped_rank_in_its_grace(tmp_path: Path) -> None:
+    given = flags(tmp_path / "out", dp=2, hang_timeout_minutes=10, save_interval=1)
+    with under_torchrun(tmp_path / "logs", 2, PROGRAM, *given) as job:
+        wait_for_step(job, 3)
+        os.kill(job.pid_of(1), signal.SIGSTOP)
+        job.torchrun.send_signal(signal.SIGTERM)
+        job.ends(25.0)
+        said = job.said()
+    assert re.match(r"megacore: hang at step \d+: rank 1 ", said), said
+    assert list((tmp_path / "out").glob("step_*"))
+
+
+def test_where_says_that_there_is_no_such_job(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(WHERE), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no watched job runs here" in done.stderr
+
+
+def test_one_process_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HANG, json.dumps({"rank": 0, "at": "backward", "call": 9, "fault": "sleep"}))
+    monkeypatch.setenv("RANK", "0")
+    done = alone(*flags(tmp_path / "out"), program=HANGING, timeout=START)
+    assert done.returncode == 124
+    assert "rank 0 (pp 0, dp 0, tp 0; pid" in done.stderr
+    assert "backward of microbatch" in done.stderr

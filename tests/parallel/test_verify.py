@@ -1,0 +1,254 @@
+"""tools/verify.py: layouts agree with one process, planted defects are found and named, and nothing compared is a
+failure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megacore.config import ResolvedConfig
+from megacore.optim import adamw
+from megacore.train import gpt_task
+from megacore.verify.command import main, request_of, run_rank
+from megacore.verify.compare import compare
+from megacore.verify.defects import BY_NAME, DEFECTS
+from megacore.verify.masks import replaced
+from megacore.verify.narrow import narrow
+from megacore.verify.reference import Reference, relative_difference
+from megacore.verify.run import Key, Piece, Record, assemble
+from tests.distributed import run_distributed
+from tests.parity.runs import make_config
+
+GPT = "pretrain_gpt.py --vocab-size 512 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
+BERT = "pretrain_bert.py --vocab-size 512 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
+
+
+def verify(rank: int, world_size: int, words: str, path: str, defects: tuple[str, ...]) -> int:
+    """Verify on the ranks of the test's job; the exit status."""
+    request = request_of([*words.split(), "--json", path])
+    planted = tuple(BY_NAME[name] for name in defects)
+    return run_rank(dataclasses.replace(request, defects=planted, self_test=bool(defects)))
+
+
+def result_of(words: str, path: Path, ranks: int, *defects: str) -> dict[str, Any]:
+    statuses = run_distributed(verify, ranks, words, str(path), defects, init=False, timeout=120)
+    result: dict[str, Any] = json.loads(path.read_text())
+    assert statuses == [result["status"]] * ranks
+    return result
+
+
+# ---- layouts
+
+
+def test_tensor_parallelism_agrees_and_planted_defects_are_found(tmp_path: Path) -> None:
+    defects = ("missing-tp-backward-sum", "shared-dropout-stream", "per-rank-clipping", "qkv-order")
+    result = result_of(f"{GPT} --tp 2 --sequence-parallel", tmp_path / "result.json", 2, *defects)
+    assert result["status"] == 0
+    clean = result["result"]
+    assert clean["agrees"] and clean["compared"] > 300 and clean["differing"] == 0
+    assert clean["loss_difference"][0] <= 1e-6
+    assert {row["kind"] for row in clean["rows"]} >= {"gradient", "moment", "dropout mask", "loss", "weight change"}
+    for name in defects:
+        found = result["defects"][name]
+        assert not found["agrees"] and found["first"]["kind"] in BY_NAME[name].kinds, name
+
+
+def test_a_reproducible_layout_agrees_to_the_bit(tmp_path: Path) -> None:
+    words = f"{GPT} --pp 2 --reproducible --hidden-dropout 0.1"
+    result = result_of(words, tmp_path / "result.json", 2)
+    assert result["status"] == 0
+    assert {(row["tolerance"], row["difference"]) for row in result["result"]["rows"]} == {(0.0, 0.0)}
+
+
+LAYOUTS = {
+    "gpt: tp 2, dp 2, ZeRO 1": f"{GPT} --tp 2 --dp 2 --zero-stage 1",
+    "gpt: pp 2, dp 2, ZeRO 2, interleaved": (
+        f"{GPT.replace('--num-layers 2', '--num-layers 4')} --pp 2 --dp 2 --zero-stage 2 --schedule interleaved "
+        "--virtual-stages 2 --global-batch-size 8"
+    ),
+    "gpt: dp 4, ZeRO 3, swiglu, offload": f"{GPT} --dp 4 --zero-stage 3 --activation swiglu --offload-optimizer",
+    "gpt: tp 2, pp 2, sequence parallel, zero-bubble": (
+        f"{GPT} --tp 2 --pp 2 --sequence-parallel --schedule zero-bubble --recompute full"
+    ),
+    "gpt: tp 4, two query groups, alibi": f"{GPT} --tp 4 --num-query-groups 2 --position-embedding-type alibi",
+    "gpt: pp 2, dp 2, SGD, rope, untied": (
+        f"{GPT} --pp 2 --dp 2 --optimizer sgd --position-embedding-type rope --untie-embeddings-and-output-weights"
+    ),
+    "bert: tp 2, dp 2": f"{BERT} --tp 2 --dp 2",
+    "bert, modern: tp 2, pp 2": f"{BERT} --tp 2 --pp 2 --bert-style modern",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_defect_that_a_layout_can_have_is_found(words: str, tmp_path: Path) -> None:
+    program, *flags = words.split()
+    config = request_of([program, *flags]).config
+    possible = [defect.name for defect in DEFECTS if defect.possible(config)]
+    result = result_of(words, tmp_path / "result.json", config.parallel.ranks, *possible)
+    assert result["result"]["agrees"]
+    wrong = [
+        name
+        for name, found in result["defects"].items()
+        if found["agrees"] or found["first"]["kind"] not in BY_NAME[name].kinds
+    ]
+    assert result["defects"].keys() == set(possible) and not wrong
+
+
+@pytest.mark.slow
+def test_every_defect_is_possible_on_some_layout() -> None:
+    configs = [request_of(words.split()).config for words in LAYOUTS.values()]
+    assert len(DEFECTS) >= 18
+    assert all(any(defect.possible(config) for config in configs) for defect in DEFECTS)
+
+
+@pytest.mark.slow
+def test_the_tool_starts_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*f"{GPT} --dp 2".split(), "--json", str(tmp_path / "result.json")]) == 0
+    output = capfd.readouterr().out
+    assert "result: everything that was compared agrees" in output and "not covered: " in output
+    assert "correct" not in output
+    assert main([*f"{GPT} --dp 2".split(), "--defect", "missing-dp-sum"]) == 1
+
+
+# ---- the reference itself
+
+
+def test_one_process_agrees_with_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(GPT.split()) == 0
+    assert "torch.optim.AdamW on its gradients: agree" in capsys.readouterr().out
+
+
+def test_a_wrong_update_on_both_sides_is_found_by_torchs_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    right = adamw.adamw
+
+    def too_fast(*args: Any, lr: float, **options: Any) -> None:
+        right(*args, lr=1.01 * lr, **options)
+
+    with replaced(adamw, "adamw", too_fast):
+        assert main(GPT.split()) == 1
+    assert "torch.optim.AdamW on its gradients: DIFFER" in capsys.readouterr().out
+
+
+def test_a_wrong_loss_on_both_sides_is_found_by_torchs_cross_entropy(capsys: pytest.CaptureFixture[str]) -> None:
+    right = gpt_task.cross_entropy
+
+    def shifted(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        return right(logits, labels.roll(1, 1), **options)
+
+    with replaced(gpt_task, "cross_entropy", shifted):
+        assert main(GPT.split()) == 1
+    assert "torch.autograd over its layers: DIFFER" in capsys.readouterr().out
+
+
+# ---- judging
+
+
+def record(**values: float) -> Record:
+    return Record(tensors={Key(1, "gradient", name): np.array([value]) for name, value in values.items()})
+
+
+def reference_of(found: Record, *perturbed: Record) -> Reference:
+    return Reference(
+        checkpoint=Path("none"), record=found, perturbed=perturbed, loss_spread=(), micro_batch_sizes=(1, 2), checks=()
+    )
+
+
+@pytest.fixture(scope="module")
+def config() -> ResolvedConfig:
+    return narrow(make_config((1, 1, 1), "none")).config
+
+
+def test_nothing_compared_is_a_failure(config: ResolvedConfig) -> None:
+    assert not compare(Record(), reference_of(Record()), config).agrees
+
+
+def test_a_tolerance_is_a_multiple_of_the_measured_rounding(config: ResolvedConfig) -> None:
+    expected = reference_of(record(a=1.0, b=1.0), record(a=1.0 + 1e-5, b=1.0))
+    assert compare(record(a=1.0 + 7e-5, b=1.0), expected, config).agrees
+    assert not compare(record(a=1.0 + 9e-5, b=1.0), expected, config).agrees
+    assert not compare(record(a=1.0, b=1.0 + 2e-6), expected, config).agrees
+
+
+def test_the_worst_comes_first_and_the_first_in_forward_order_is_named(config: ResolvedConfig) -> None:
+    expected = reference_of(record(a=1.0, b=1.0, c=1.0))
+    verdict = compare(record(a=1.0, b=1.1, c=2.0), expected, config)
+    assert [row.key.name for row in verdict.rows] == ["c", "b", "a"]
+    assert verdict.first is not None and verdict.first.key.name == "b"
+    assert verdict.deepest is not None and verdict.deepest.key.name == "c"
+
+
+@pytest.mark.parametrize("found", [record(a=np.nan), record(a=np.inf), record(), record(a=1.0, b=1.0)])
+def test_what_is_not_finite_missing_or_too_much_differs(found: Record, config: ResolvedConfig) -> None:
+    assert not compare(found, reference_of(record(a=1.0)), config).agrees
+
+
+def test_a_tensor_of_rounding_only_is_not_judged(config: ResolvedConfig) -> None:
+    verdict = compare(record(a=1.0, b=5.0), reference_of(record(a=1.0, b=1.0), record(a=1.0, b=2.0)), config)
+    assert verdict.agrees and [key.name for key in verdict.rounding_only] == ["b"]
+
+
+def test_relative_difference_is_that_of_norms() -> None:
+    assert relative_difference(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
+    assert relative_difference(np.zeros(2), np.zeros(2)) == 0.0
+    assert relative_difference(np.ones(2), np.zeros(2)) == float("inf")
+
+
+def test_slices_are_put_together_and_copies_that_differ_are_noted() -> None:
+    def piece(start: int, values: list[float]) -> Piece:
+        stop = start + len(values)
+        return Piece(
+            key=Key(1, "gradient", "w"),
+            shape=(4,),
+            slices=((start, stop),),
+            local_shape=(len(values) + 1,),  # padding
+            start=0,
+            values=np.array([*values, 0.0]),
+        )
+
+    whole = assemble({0: [piece(0, [1.0, 2.0])], 1: [piece(2, [3.0, 4.0])], 2: [piece(0, [1.0, 2.0])]})
+    assert whole.tensors[Key(1, "gradient", "w")].tolist() == [1.0, 2.0, 3.0, 4.0] and not whole.disagreements
+    copies = assemble({0: [piece(0, [1.0, 2.0])], 1: [piece(0, [1.0, 2.5])]})
+    assert "differ by up to 0.5" in copies.disagreements[Key(1, "gradient", "w")]
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "the first word must be pretrain_gpt.py or pretrain_bert.py, and nothing was given"),
+        ("pretrain_gpt --tp 2", "did you mean pretrain_gpt.py?"),
+        ("--tp 2 pretrain_gpt.py", "the first word must be pretrain_gpt.py"),
+        ("train.py", "not 'train.py'"),
+        ("pretrain_gpt.py --self-test --defect qkv-order", "keep one of the two"),
+        ("pretrain_gpt.py --defect qkv-ordre", "did you mean qkv-order?"),
+        ("pretrain_gpt.py --defect missing-dp-sum", "it needs --dp 2 or more"),
+        ("pretrain_gpt.py --json /nowhere/result.json", "must be a file in a directory that exists"),
+        ("pretrain_gpt.py --tp 5 --num-attention-heads 12", "--tp 5 must divide --num-attention-heads 12"),
+        ("pretrain_gpt.py --tp two", "--tp 'two' is not a whole number"),
+        ("pretrain_gpt.py --tp 8 --dp 4000 --num-attention-heads 16", "starts at most 64 on a machine"),
+        ("pretrain_gpt.py --tp 0", "--tp 0"),
+        ("pretrain_gpt.py --self-tset", "--self-tset"),
+        ("pretrain_gpt.py --config missing.toml", "missing.toml"),
+        ("pretrain_gpt.py --pp 13 --num-layers 12", "--pp 13 must be at most --num-layers 12"),
+        ("pretrain_bert.py --parallel-residual", "is for the blocks of GPT-NeoX"),
+        ("pretrain_gpt.py --schedule-csv missing.csv", "missing.csv"),
+    ],
+)
+def test_nonsense_is_refused_with_a_way_out(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    errors = capsys.readouterr().err
+    assert message in errors and "Traceback" not in errors
+
+
+def test_the_defects_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list-defects"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [defect.name for defect in DEFECTS]

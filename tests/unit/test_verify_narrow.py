@@ -1,0 +1,105 @@
+"""What tools/verify.py trains instead of the whole model: valid, small, and of the same structure and layout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from megacore.config import Config, ResolvedConfig
+from megacore.config.bert import BertConfig
+from megacore.config.cli import parse_config
+from megacore.config.pipeline_layout import parse_layout
+from megacore.config.presets import BERT_PRESETS
+from megacore.config.validation import validate
+from megacore.pipeline.schedule import build_schedule
+from megacore.verify.narrow import narrow, one_process
+
+LAYOUTS = [
+    "--tp 1",
+    "--tp 2 --sequence-parallel",
+    "--pp 2",
+    "--pp 2 --schedule interleaved --virtual-stages 2 --global-batch-size 24",
+    "--pp 4 --schedule zero-bubble",
+    "--dp 4 --zero-stage 3",
+    "--tp 4 --pp 2 --dp 2 --zero-stage 1 --micro-batch-size 4 --global-batch-size 64",
+    "--tp 2 --dp 3 --recompute full --recompute-num-layers 5",
+]
+
+
+def resolved(words: str, monkeypatch: pytest.MonkeyPatch, kind: type[Any] = Config) -> ResolvedConfig:
+    given = words.split()
+    ranks = math.prod(int(given[given.index(name) + 1]) for name in ("--tp", "--pp", "--dp") if name in given)
+    for name, value in {"RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    config: ResolvedConfig = parse_config(
+        [*given, "--mock-data", "--train-iters", "9"], prog="test", description="", kind=kind
+    )
+    return config
+
+
+def check(config: ResolvedConfig) -> None:
+    copy, model = narrow(config).config, config.model
+    ranks = config.parallel.ranks
+    assert validate(copy, ranks) == []
+    assert validate(one_process(copy), 1) == []
+    small = copy.model
+    for name in ("tp", "pp", "dp", "schedule", "virtual_stages", "zero_stage"):
+        assert getattr(copy.parallel, name) == getattr(config.parallel, name)
+    assert copy.parallel.sequence_parallel is bool(config.parallel.sequence_parallel)
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        assert getattr(small, name) <= getattr(model, name), name
+    assert small.hidden_size <= 1024 and copy.data.seq_length <= 64 and small.vocab_size <= 139
+    assert small.vocab_size % config.parallel.tp or config.parallel.tp == 1
+    assert (small.num_query_groups < small.num_attention_heads) == (model.num_query_groups < model.num_attention_heads)
+    stages = config.parallel.pp * config.parallel.virtual_stages
+    assert (small.num_layers % stages == 0) == (model.num_layers % stages == 0)
+    microbatches = copy.training.global_batch_size // (copy.training.micro_batch_size * config.parallel.dp)
+    assert microbatches >= 2
+    build_schedule(copy.parallel.schedule, copy.parallel.pp, microbatches, copy.parallel.virtual_stages)
+    assert copy.precision.precision == "fp32" and copy.checkpoint.load is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("preset", sorted(Config.presets.keys() - BERT_PRESETS.keys()))
+def test_every_preset_narrows_to_a_valid_model(preset: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Config.presets[preset]
+    words = layout.split()
+    tp = int(words[words.index("--tp") + 1]) if "--tp" in words else 1
+    if int(shape["num_attention_heads"]) % tp or int(shape["num_layers"]) < 5:
+        pytest.skip("the layout is refused for this preset")
+    check(resolved(f"{layout} --preset {preset}", monkeypatch))
+
+
+@pytest.mark.parametrize("preset", sorted(BERT_PRESETS))
+def test_every_bert_preset_narrows_to_a_valid_model(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(resolved(f"--tp 2 --pp 2 --preset {preset}", monkeypatch, BertConfig))
+
+
+def test_more_ranks_than_query_groups_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolved(
+        "--tp 8 --num-attention-heads 32 --hidden-size 1024 --num-query-groups 2 --vocab-size 512", monkeypatch
+    )
+    check(config)
+    assert narrow(config).config.model.num_query_groups == 2
+
+
+def test_a_written_pipeline_keeps_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolved("--pp 3 --num-layers 12 --pipeline-layout E,1*t|7*t|4*t,H --vocab-size 512", monkeypatch)
+    copy = narrow(config).config
+    assert copy.parallel.pipeline_layout == "E,t|t,t|t,t,H"
+    assert len(parse_layout(copy.parallel.pipeline_layout, stages=3, blocks=copy.model.num_layers)) == 3
+
+
+def test_a_small_model_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--tp 1 --num-layers 1 --hidden-size 8 --num-attention-heads 1 --vocab-size 40 --seq-length 8"
+    config = resolved(words, monkeypatch)
+    copy = narrow(config).config
+    assert (copy.model.num_layers, copy.model.hidden_size, copy.model.vocab_size) == (1, 8, 40)
+
+
+def test_changes_are_listed_as_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = narrow(resolved("--tp 2 --precision bf16 --vocab-size 512", monkeypatch)).changes
+    assert "--precision bf16 -> fp32" in changes
+    assert "--hidden-size 768 -> 32" in changes

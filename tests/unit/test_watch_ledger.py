@@ -1,0 +1,249 @@
+"""A rank's ledger as another process reads it, also after the rank was killed; and how long a run may stand still."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megacore.watch.blame import Verdict
+from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
+from megacore.watch.ledger import Channel, Ledger, LedgerFile, Phase, Record, code_of
+from megacore.watch.marks import Current, phase, post, section
+from megacore.watch.processes import born, end, state_of
+from megacore.watch.report import hang_report, main_stack, phase_in_words, table
+from tests.patience import patience
+from tests.unit.packaging_builds import ROOT
+from tests.unit.watch_records import identity, seen
+
+RANKS, OTHERS = (0, 1, 2, 3), (1, 3)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    """The ledger of this process, as rank 1 of 4."""
+    made = Ledger(tmp_path, identity(1, 4, pid=os.getpid(), degrees={"pp": 1, "dp": 2, "tp": 2}))
+    monkeypatch.setattr(Current, "ledger", made)
+    return made
+
+
+def read(ledger: Ledger) -> Record:
+    return LedgerFile(ledger.directory / "rank-1.ledger").record()
+
+
+def test_phases_nest_and_end(ledger: Ledger) -> None:
+    assert read(ledger).phase is Phase.IMPORT
+    ledger.begin_step(5)
+    with phase(Phase.FORWARD, stage=0, microbatch=70_000):
+        inside = read(ledger)
+        with post(Phase.ALL_REDUCE, RANKS, 4096):
+            communicating = read(ledger)
+        after = read(ledger)
+    assert (inside.phase, inside.stage, inside.microbatch, inside.step) == (Phase.FORWARD, 0, 70_000, 5)
+    assert (inside.section, inside.channel, inside.awaited) == (Phase.FIRST_STEP, None, 0)
+    assert communicating.phase is Phase.ALL_REDUCE
+    assert (communicating.channel, communicating.awaited, communicating.nbytes) == (Channel(RANKS), 1, 4096)
+    assert (after.phase, after.posted) == (Phase.FORWARD, {Channel(RANKS): 1})
+    with section(Phase.SAVE):
+        assert read(ledger).section is Phase.SAVE
+    assert read(ledger).section is Phase.FIRST_STEP
+    ledger.end_step()
+    assert read(ledger).section is Phase.STEP
+    assert Record.from_json(json.loads(json.dumps(communicating.to_json()))) == communicating
+
+
+def test_operations_are_counted_by_channel_and_waited_for_later(ledger: Ledger) -> None:
+    first, second = post(Phase.REDUCE_SCATTER, RANKS, 8), post(Phase.ALL_GATHER, RANKS, 16)
+    post(Phase.SEND, OTHERS, 4)
+    post(Phase.ALL_REDUCE, OTHERS, 4)  # a group of two is not the messages between them
+    with second:
+        assert (read(ledger).phase, read(ledger).awaited, read(ledger).nbytes) == (Phase.ALL_GATHER, 2, 16)
+    with first:
+        assert (read(ledger).phase, read(ledger).awaited, read(ledger).nbytes) == (Phase.REDUCE_SCATTER, 1, 8)
+    posted = {Channel(RANKS): 2, Channel(OTHERS, is_message=True): 1, Channel(OTHERS): 1}
+    assert read(ledger).posted == posted
+
+
+def take_step(ledger: Ledger, number: int, sizes: list[int]) -> int:
+    """A step with all-reduces of these sizes; returns the deviation that is noted before it ends."""
+    ledger.begin_step(number)
+    for size in sizes:
+        post(Phase.ALL_REDUCE, RANKS, size)
+    noted = read(ledger).deviation
+    ledger.end_step()
+    return noted
+
+
+@pytest.mark.parametrize("changed", [[8, 4], [8, 16, 5], [16, 8, 4], [8, 16, 4, 4]])
+def test_another_order_of_operations_is_noted_at_once(ledger: Ledger, changed: list[int]) -> None:
+    usual = [8, 16, 4]
+    assert [take_step(ledger, number, usual) for number in (1, 2, 3)] == [0, 0, 0]
+    assert take_step(ledger, 4, changed) == 4
+    assert take_step(ledger, 5, usual) == 4  # remembered until a whole step is usual again
+    take_step(ledger, 6, usual)
+    assert read(ledger).deviation == 0
+
+
+def test_an_order_that_is_left_unfinished_is_noted(ledger: Ledger) -> None:
+    for number in (1, 2):
+        take_step(ledger, number, [8, 16])
+    assert take_step(ledger, 3, [8]) == 0
+    assert read(ledger).deviation == 3
+
+
+def test_steps_that_always_differ_prove_nothing(ledger: Ledger) -> None:
+    assert [take_step(ledger, number, [number]) for number in range(1, 6)] == [0] * 5
+
+
+WRITER = """
+import os, sys, time
+from pathlib import Path
+from megacore.watch.ledger import Ledger, Phase, code_of
+from tests.unit.watch_records import identity
+ledger = Ledger(Path(sys.argv[1]), identity(1, 4, pid=os.getpid()))
+ledger.enter(code_of(Phase.BACKWARD, stage=3, microbatch=2))
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_ledger_is_readable_while_its_process_is_stopped_and_after_it_was_killed(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        file, since = LedgerFile(tmp_path / "rank-1.ledger"), born(writer.pid)
+        assert state_of(writer.pid, since) == "running"
+        writer.send_signal(signal.SIGSTOP)
+        os.waitpid(writer.pid, os.WUNTRACED)
+        assert state_of(writer.pid, since) == "stopped"
+        assert end([writer.pid], patience(20)) == []  # killed at once: it could not answer
+        writer.wait(patience(5))
+        assert state_of(writer.pid, since) == "gone"
+        assert (file.record().phase, file.record().stage, file.record().microbatch) == (Phase.BACKWARD, 3, 2)
+
+
+def test_a_process_with_a_reused_number_is_another_one() -> None:
+    assert state_of(os.getpid(), born(os.getpid()) + 1) == "gone"
+
+
+def test_without_a_ledger_nothing_is_marked() -> None:
+    assert Current.ledger is None
+    with phase(Phase.DATA), post(Phase.BARRIER, RANKS, 0), section(Phase.SAVE):
+        pass
+
+
+def test_the_watchdog_loads_no_torch() -> None:
+    code = "import sys, megacore.watch.watcher, megacore.watch.start; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "False\n"
+
+
+# ---- how long a run may stand still
+
+
+def holder(rank: int = 0) -> Verdict:
+    return Verdict(kind="holds up", ranks=(rank,), is_certain=True)
+
+
+def test_a_phase_has_its_own_budget() -> None:
+    for where, times in TIMES.items():
+        assert limit([seen(0, 1, section=where)], holder()) == times * 10.0
+    stopped = Verdict(kind="stopped", ranks=(0,), is_certain=True)
+    assert limit([seen(0, 1, section=Phase.SAVE)], stopped) == 10.0
+
+
+def test_long_steps_have_a_multiple_of_their_median() -> None:
+    assert limit([seen(0, 1, median_step=60.0)], holder()) == 600.0
+    assert limit([seen(0, 1, median_step=3.0, section=Phase.SAVE)], holder()) == 60.0
+
+
+def test_the_culprits_phase_decides_and_the_slowest_one_where_there_is_none() -> None:
+    ranks = [seen(0, 2, section=Phase.SAVE), seen(1, 2)]
+    assert limit(ranks, holder(1)) == 10.0
+    assert limit(ranks, holder(0)) == limit(ranks, Verdict(kind="cycle", ranks=(0, 1))) == 60.0
+
+
+def test_nothing_waits_until_the_backend_fails_without_a_name() -> None:
+    about = {"collective_timeout": 40.0}
+    waiting = seen(1, 2, phase=Phase.BARRIER, section=Phase.SAVE, about=about)
+    assert limit([seen(0, 2, section=Phase.SAVE, about=about), waiting], holder()) == 36.0
+
+
+def test_a_signal_to_end_shortens_the_patience_in_a_step_and_not_in_a_save() -> None:
+    about = {"hang_timeout": 300.0}
+    assert limit([seen(0, 1, terminating=3.0, about=about)], holder()) == GRACE_SECONDS
+    assert limit([seen(0, 1, terminating=3.0, median_step=20.0, about=about)], holder()) == 40.0
+    assert limit([seen(0, 1, terminating=3.0, section=Phase.SAVE, about=about)], holder()) == 1800.0
+
+
+def test_a_run_stands_still_as_long_as_its_last_rank_and_not_while_all_are_stopped() -> None:
+    assert still_seconds([seen(0, 2, age=8.0), seen(1, 2, age=3.0)]) == 3.0
+    assert still_seconds([seen(0, 2, age=8.0), seen(1, 2, age=3.0, phase=Phase.DONE)]) == 8.0
+    assert still_seconds([seen(rank, 2, state="stopped") for rank in range(2)]) == 0.0
+
+
+# ---- words
+
+
+def test_phases_in_words() -> None:
+    degrees = {"degrees": {"pp": 1, "dp": 2, "tp": 2}}
+    message = Channel((3, 1), is_message=True)
+    words = {
+        "forward of microbatch 3 of stage 1": seen(1, 4, microbatch=3, stage=1),
+        "all-reduce over dp, number 7, 4.0 KiB": seen(
+            1, 4, about=degrees, phase=Phase.ALL_REDUCE, channel=Channel(OTHERS), awaited=7, nbytes=4096
+        ),
+        "receive from rank 3, number 2 (evaluation)": seen(
+            1, 4, phase=Phase.RECEIVE, channel=message, awaited=2, section=Phase.EVALUATE
+        ),
+        "barrier over all ranks, number 1 (exit)": seen(
+            1, 4, phase=Phase.BARRIER, channel=Channel(RANKS), awaited=1, section=Phase.EXIT
+        ),
+    }
+    assert [phase_in_words(one.record) for one in words.values()] == list(words)
+
+
+def test_the_table_folds_equal_phases_and_names_missing_ranks() -> None:
+    waiting = [seen(rank, 5, phase=Phase.BARRIER, age=4.0 + rank) for rank in (0, 1, 3)]
+    lines = table([*waiting, seen(2, 5, phase=Phase.DATA, age=9.0, state="stopped")], [4])
+    assert [line.split() for line in lines] == [
+        ["ranks", "step", "for", "phase"],
+        ["rank", "4", "-", "-", "has", "written", "nothing"],
+        ["rank", "2", "7", "9.0", "s", "data", "(next", "batch)", "[process", "stopped]"],
+        ["ranks", "0,", "1,", "3", "7", "4.0-7.0", "s", "barrier"],
+    ]
+
+
+DUMP = """Thread 0x01 (most recent call first):
+  File "peers.py", line 1 in watch
+
+Thread 0x02 (most recent call first):
+  File "loader.py", line 5 in read
+  File "trainer.py", line 9 in run
+"""
+
+
+def test_the_report_names_the_culprit_and_shows_its_main_thread() -> None:
+    assert main_stack(DUMP) == ['File "loader.py", line 5 in read', 'File "trainer.py", line 9 in run']
+    assert main_stack("") == []
+    ranks = [seen(0, 2, phase=Phase.BARRIER), seen(1, 2, phase=Phase.DATA)]
+    verdict = Verdict(kind="holds up", ranks=(1,), is_certain=True, why="rank 0 waits for it")
+    said = hang_report(ranks, verdict, seconds=20.0, stacks={1: DUMP}, world_size=2)
+    assert said.startswith("hang at step 7: rank 1 (pp 0, dp 1, tp 0; pid 1001 on host) holds the run up\n")
+    assert 'File "loader.py", line 5 in read' in said
+    assert "did not answer" in hang_report(ranks, verdict, seconds=20.0, stacks={1: ""}, world_size=2)
+    assert max(map(len, said.splitlines())) <= 120
+
+
+def test_a_code_holds_its_particulars() -> None:
+    assert code_of(Phase.STEP) == Phase.STEP
+    assert code_of(Phase.FORWARD, channel=250, stage=0xFFFE, microbatch=0x7FFFFFFE) < 1 << 64
