@@ -18,10 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megacore.checkpoint.save import Saved
 from megacore.errors import OutputClosed, StorageError, UserError
-from megacore.files import replace_bytes, write_all
+from megacore.files import read_bounded, replace_bytes, write_all
 from megacore.train.callbacks import Callback, Run
 from megacore.train.metrics import evaluation_line, log_line, state_memory_line
 from megacore.train.step import StepResult
+
+_MOST_BYTES = 1 << 32  # of metrics.jsonl: several million records
 
 
 class Report(Callback):
@@ -207,7 +209,13 @@ def _keep_until(path: Path, step: int) -> None:
     """Drop what an interrupted run reported after the step that this one resumes from: it will be reported again."""
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
+    try:
+        lines = read_bounded(path, _MOST_BYTES).splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}), so this run cannot append to it: move it away, or use another "
+            "--output-dir"
+        ) from None
     kept = [
         line
         for number, line in enumerate(lines, start=1)
