@@ -365,8 +365,9 @@ class TrainingConfig(Section):
     """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
     of them."""
     attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
-    """Implementation of attention. sdpa: torch's fused operator. fused-softmax: separate score, softmax and value
-    products, which keep the attention weights in memory. auto: sdpa."""
+    """Implementation of attention. sdpa: torch's fused operator; above 1024 positions windows, documents, ALiBi and
+    (on a CPU) dropout run in blocks (docs/kernels.md). fused-softmax: separate score, softmax and value products, which
+    keep the attention weights in memory. auto: sdpa."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Implementation of norms, activations, softmax and cross-entropy. auto: triton on cuda if it is installed, else
     torch."""
