@@ -15,6 +15,7 @@ from megacore.plan.devices import DEVICES, Device, Link, Range, device_named
 from megacore.plan.flops import block_flops, flops_per_sequence
 from megacore.plan.outline import gpt_outline
 from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
+from megacore.train import step_trace
 from megacore.train.step_trace import Recorder, record_step
 from tests.parity.runs import make_config
 from tools import roofline
@@ -179,6 +180,29 @@ def test_the_update_reads_a_gradient_twice_and_moves_the_rest_once(tmp_path: Pat
     parameters = sum(layer.parameters for layer in gpt_outline(config.model, 1)) - config.model.vocab_size * 256
     assert moved["adamw_"] == pytest.approx((4 + 3 * 8 + 2 + 1 / 32) * parameters, rel=0.001)
     assert moved["linalg_vector_norm"] == pytest.approx(4 * parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_the_operators_of_a_step_do_not_grow_with_the_replicas(
+    zero_stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views included, since the program makes each of them: stage 0 made one for each replica and gradient."""
+    calls = 0
+
+    class Counting(Recorder):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal calls
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            calls += len(out) if isinstance(out, (list, tuple)) else 1
+            return out
+
+    monkeypatch.setattr(step_trace, "Recorder", Counting)
+    counts = []
+    for dp in (8, 256):
+        calls = 0
+        step_of(tmp_path, 1, dp, num_layers=1, zero_stage=zero_stage, micro_batch_size=1, global_batch_size=dp)
+        counts.append(calls)
+    assert counts[1] <= counts[0] + 32, counts  # what is left over by a division is an operator more
 
 
 def test_bytes_of_operators() -> None:
