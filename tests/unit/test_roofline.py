@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 
 from megacore.config import ResolvedConfig
 from megacore.errors import UserError
+from megacore.ops.visibility import Visibility
 from megacore.plan.devices import DEVICES, Device, Link, Range, device_named
 from megacore.plan.flops import block_flops, flops_per_sequence
 from megacore.plan.outline import gpt_outline
 from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
-from megacore.train import step_trace
+from megacore.train import operator_costs, step_trace
 from megacore.train.step_trace import Recorder, record_step
 from tests.parity.runs import make_config
 from tools import roofline
@@ -203,6 +205,57 @@ def test_the_operators_of_a_step_do_not_grow_with_the_replicas(
         step_of(tmp_path, 1, dp, num_layers=1, zero_stage=zero_stage, micro_batch_size=1, global_batch_size=dp)
         counts.append(calls)
     assert counts[1] <= counts[0] + 32, counts  # what is left over by a division is an operator more
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 20])
+def test_visible_pairs_are_those_of_the_mask(causal: bool, window: int | None) -> None:
+    view, length = Visibility(causal=causal, window=window), 9
+    for start, stop in itertools.combinations(range(length + 1), 2):
+        mask = view.mask(range(start, stop), range(length), torch.device("cpu"))
+        seen = (stop - start) * length if mask is None else int(mask.sum())
+        assert view.pairs(range(start, stop), length) == seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "pairs"),
+    [
+        ({}, 2048 * 2049 / 2),
+        ({"window_size": 512}, 2048 * 512 - 512 * 511 / 2),
+        ({"window_size": 4096}, 2048 * 2049 / 2),
+        ({"position_embedding_type": "alibi"}, 2048 * 2049 / 2),
+    ],
+    ids=["causal", "window", "wide window", "alibi"],
+)
+def test_attention_computes_the_pairs_that_are_seen(changes: dict[str, Any], pairs: float, tmp_path: Path) -> None:
+    """Forward two products of head size by pair, backward five; FLOPs by convention do not know causality."""
+    config, events = step_of(tmp_path, num_layers=1, seq_length=2048, vocab_size=128, **changes)
+    work = {e.name: e.work for e in events.one if isinstance(e, Launch) and e.kind == "attention"}
+    forward = 4.0 * config.training.micro_batch_size * config.model.hidden_size * pairs
+    assert work == {"attention": forward, "attention_backward": 2.5 * forward}
+    expected = config.training.micro_batch_size * flops_per_sequence(config.model, 2048)
+    assert sum(event.flops for event in events.one if isinstance(event, Launch)) == expected
+
+
+@torch.library.custom_op("tests::paged_attention", mutates_args=())
+def paged_attention(query: torch.Tensor) -> torch.Tensor:
+    return query.clone()
+
+
+def test_an_operator_of_unknown_cost_is_an_error() -> None:
+    image, weight = torch.zeros(1, 1, 8), torch.zeros(1, 1, 3)
+    for name, run in (
+        ("aten::convolution", lambda: torch.nn.functional.conv1d(image, weight)),
+        ("tests::paged_attention", lambda: paged_attention(image)),
+    ):
+        with pytest.raises(NotImplementedError, match=f"cost of the operator {name} is not known"), Recorder():
+            run()
+
+
+def test_every_operator_of_megacore_has_a_cost() -> None:
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("megacore::")}
+    known = set(operator_costs._COSTS) | {f"megacore::{name}" for name in operator_costs._MEMORY_ONLY}
+    assert names and names == {name for name in known if name.startswith("megacore::")}
 
 
 def test_bytes_of_operators() -> None:
