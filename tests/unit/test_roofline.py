@@ -73,15 +73,31 @@ def test_a_launch_takes_the_longer_of_its_bytes_and_its_flops() -> None:
         ("reduce-scatter", 2, 2, 1 / 2 * 1e-3 + 1e-6),
         ("all-reduce", 8, 1, 2 * 7 / 8 * 1e8 / 4e10 + 14e-5),  # one ring has all four network cards
         ("all-reduce", 2, 4, 2 * 1 / 2 * 1e8 / 1e10 + 2e-5),  # four rings have one each
+        ("all-reduce", 1024, 1, 2 * 1e8 / 4e10 + 20e-5),
+        ("all-gather", 1024, 1, 1023 / 1024 * 1e8 / 4e10 + 1023e-5),
         ("message", 2, 1, 1e-3 + 1e-6),
         ("all-reduce", 1, 1, 0.0),
     ],
 )
-def test_a_transfer_goes_round_a_ring(pattern: Any, ranks: int, stride: int, seconds: float) -> None:
+def test_a_transfer_takes_the_time_of_its_algorithm(pattern: Any, ranks: int, stride: int, seconds: float) -> None:
     transfer = Transfer(
         name="t", phase="forward", number=1, role="layer", pattern=pattern, bytes=1e8, ranks=ranks, stride=stride
     )
     assert transfer_seconds(transfer, IDEAL) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        (4, 4e-6 + 8e-11),  # 2 log2 n latencies, and 4 bytes twice
+        (3, 4e-6 + 4 / 3 * 4e-11),  # a ring of three has as many, and carries less
+        (1024, 20e-5 + 8 / 4e10),
+        (1000, 20e-5 + 8 / 4e10),
+    ],
+)
+def test_a_small_all_reduce_takes_a_tree(ranks: int, seconds: float) -> None:
+    scalar = Transfer(name="t", phase="update", number=1, role="world", pattern="all-reduce", bytes=4.0, ranks=ranks)
+    assert transfer_seconds(scalar, IDEAL) == pytest.approx(seconds, rel=1e-9)
 
 
 def gather(number: int, megabytes: float, role: str = "layer") -> Transfer:
