@@ -1,7 +1,7 @@
 """Estimate the time of a training step on a device that need not be there, operator by operator.
 
     python tools/roofline.py --preset llama-3-8b --device h200
-    python tools/roofline.py --preset llama-3-8b --tp 8 --sequence-parallel --device h100 --json
+    python tools/roofline.py --preset llama-3-8b --tp 8 --device h100 --json
 
 Takes the flags of pretrain_gpt.py. Without --config, --precision is bf16 and the data are --mock-data unless given.
 The step runs on fake tensors, so that its operators, bytes and FLOPs are counted; only their times are estimated
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> None:
         shape=shape_from_hf,
         vocabulary=vocabulary_size,
         planned=True,
-    )
+    ).for_device(on_cpu=False)
     peak = _require_known(config, device)
     from megacore.train.step_trace import record_step
 

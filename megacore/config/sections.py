@@ -20,6 +20,7 @@ from typing import Annotated, Literal, NamedTuple
 from megacore.config.dimensions import degrees_of
 from megacore.config.fields import Choices, Flag, Range, Section, field_infos, flag_and_value
 from megacore.config.messages import number
+from megacore.config.numbers import parse_float
 from megacore.config.optimizers import OPTIMIZERS
 
 MAX_SEED = 2**63 - 1
@@ -516,6 +517,6 @@ class LoggingConfig(Section):
 
 def _as_number(text: str) -> float | None:
     try:
-        return float(text)
+        return parse_float(text.strip())
     except ValueError:
         return None

@@ -60,6 +60,21 @@ class Visibility:
             return queries
         return range(min(first + int(shared[0]), queries.start), max(first + int(shared[-1]) + 1, queries.stop))
 
+    def pairs(self, queries: range, length: int) -> int:
+        """How many pairs of a query and a key that it sees there are in one sequence; documents are not looked at.
+
+        Args:
+            queries: their positions.
+            length: of the sequence.
+        """
+        reach = length if self.reach is None else min(self.reach, length)
+        # A query sees the keys from `position - reach + 1`: those before the sequence are taken off.
+        before = len(queries) * reach - _missing(queries.start, queries.stop, reach)
+        if self.causal:
+            return before
+        after = len(queries) * reach - _missing(length - queries.stop, length - queries.start, reach)
+        return before + after - len(queries)  # each query counts itself on both sides
+
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
         """What queries see of keys, [1 or b, 1, queries, keys] bool; None: each query sees each key.
 
@@ -87,6 +102,14 @@ class Visibility:
         if self.reach is not None:
             seen &= distance.abs() < self.reach
         return seen.view(1, 1, len(queries), len(keys))
+
+
+def _missing(start: int, stop: int, reach: int) -> int:
+    """The sum of max(reach - 1 - distance, 0) over distances from start to stop: how many keys of a full reach lie
+    beyond the end of the sequence that these queries are away from."""
+    first, last = reach - 1 - start, reach - stop  # of a falling sequence of whole numbers
+    last = max(last, 1)
+    return (first + last) * (first - last + 1) // 2 if first >= last else 0
 
 
 def distances(queries: range, keys: range, device: torch.device) -> Tensor:

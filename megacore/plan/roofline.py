@@ -3,7 +3,8 @@
 A launch takes as long as its bytes need at the memory's bandwidth or its FLOPs at the peak, whichever is longer
 (Williams et al. 2009, CACM 52(4)), and a fixed time before it computes. A transfer runs on a stream of its own beside
 what is launched after it, until a launch reads its result; what that launch waits for is exposed. The host issues one
-operator after the other, and the device waits where it is late.
+operator after the other; where it is late, that is, issues an operator after the device has finished those before
+it, the device waits.
 
 The events come from `megacore.train.step_trace`, which records them; nothing here loads torch. All times are estimates:
 each is computed in the slow, the expected and the fast case of `Device`.
@@ -11,6 +12,7 @@ each is computed in the slow, the expected and the fast case of `Device`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -33,7 +35,7 @@ class Launch:
         kind: of what limits it.
         bytes: read and written, each once.
         flops: by the full-attention convention, backward of attention twice its forward.
-        work: FLOPs that are executed: half of attention's where it is causal, and with what its backward repeats.
+        work: FLOPs that are executed: of attention those of visible pairs, and with what its backward repeats.
         form: of a product's factors.
         waits: numbers of the transfers whose results it is the first to read.
     """
@@ -97,7 +99,7 @@ class Timing:
         seconds: from its first operator to its last.
         rows: by phase, kind and operator; of a transfer its whole time, hidden or not.
         exposed: seconds that launches waited for transfers, by role.
-        late: seconds that the device waited for the host.
+        late: seconds in which the device had nothing to do because the host had not issued the next operator yet.
         update: seconds of the launches of the update.
         work: FLOPs that are executed.
     """
@@ -175,17 +177,33 @@ def launch_seconds(launch: Launch, device: Device, *, case: Case = "expected", p
 
 
 def transfer_seconds(transfer: Transfer, device: Device, *, case: Case = "expected") -> float:
-    """How long a collective takes by itself, in a ring. Rings of a node share its network cards."""
+    """How long a collective takes by itself. Rings of a node share its network cards.
+
+    An all-reduce takes the faster of two algorithms, as NCCL chooses: a ring, with 2 (n - 1) messages one after the
+    other and 2 (n - 1) / n of the bytes over each link (Patarasuk and Yuan 2009, JPDC 69(2)); or a pair of binary trees,
+    with 2 log2 n messages and twice the bytes (Sanders, Speck and Traeff 2009, Parallel Computing 35(12)). The others
+    are rings of one pass; a message goes over one link.
+    """
     if transfer.ranks == 1:
         return 0.0
-    passes = 2 if transfer.pattern == "all-reduce" else 1
-    steps = 1 if transfer.pattern == "message" else passes * (transfer.ranks - 1)
-    share = 1.0 if transfer.pattern == "message" else steps / transfer.ranks
     link, bandwidth = device.node_link, device.node_link.bandwidth
     if transfer.ranks * transfer.stride > device.node_ranks:
         rings = min(transfer.stride, device.node_ranks)
         link, bandwidth = device.network, min(bandwidth, device.network.bandwidth * device.node_ranks / rings)
-    return share * transfer.bytes / (bandwidth * device.link_efficiency.of(case)) + steps * link.latency
+    bandwidth *= device.link_efficiency.of(case)
+    return min(steps * link.latency + share * transfer.bytes / bandwidth for steps, share in _algorithms(transfer))
+
+
+def _algorithms(transfer: Transfer) -> Iterator[tuple[int, float]]:
+    """Of each algorithm the messages that follow each other, and the share of the bytes that a link carries."""
+    ranks = transfer.ranks
+    if transfer.pattern == "message":
+        yield 1, 1.0
+        return
+    passes = 2 if transfer.pattern == "all-reduce" else 1
+    yield passes * (ranks - 1), passes * (ranks - 1) / ranks
+    if transfer.pattern == "all-reduce":
+        yield 2 * math.ceil(math.log2(ranks)), 2.0
 
 
 class Clock:
@@ -205,7 +223,7 @@ class Clock:
         self._ends: dict[int, tuple[float, str]] = {}
 
     def run(self, events: Iterable[Event]) -> Timing:
-        """Go through events; what is still under way at their end goes on beside the next ones."""
+        """Time the events. A transfer that has not finished at their end continues beside the next ones."""
         begin = self._stream
         rows: dict[tuple[str, str, str], Totals] = {}
         exposed: dict[str, float] = {}

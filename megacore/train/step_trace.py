@@ -28,8 +28,9 @@ from megacore.models.initialize import InitialWeights
 from megacore.parallel.mesh import Mesh, fake_mesh, leave_fake_mesh
 from megacore.parallel.sharding import ShardedParameter
 from megacore.plan.peaks import Format
-from megacore.plan.roofline import Event, Kind, Launch, Pattern, Phase, StepEvents, Transfer
+from megacore.plan.roofline import Event, Launch, Pattern, Phase, StepEvents, Transfer
 from megacore.train.gpt_task import GPTTask
+from megacore.train.operator_costs import operator_cost
 from megacore.train.step import TrainStep
 
 # Operators that launch nothing: they look at memory in another way, or allocate it.
@@ -38,9 +39,7 @@ FREE = frozenset({
     "narrow", "new_empty", "new_empty_strided", "permute", "reshape", "_reshape_alias", "select", "slice", "split",
     "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "_unsafe_view", "view", "view_as",
 })  # fmt: skip
-_FORMS: Mapping[torch.dtype, Format] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Matrix products, and which of their arguments are the factors.
-_PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "_scaled_mm": (0, 1)}
+_FORMATS: Mapping[torch.dtype, Format] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Arguments that are written without being read, by operator; all others that are written are read too.
 _WRITE_ONLY = {
     "copy_": {"self"}, "fill_": {"self"}, "zero_": {"self"}, "bernoulli_": {"self"}, "adamw_": {"copy"},
@@ -109,7 +108,7 @@ class _NoWeights(InitialWeights):
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Attention with dropout as one operator, as on a GPU: for fake tensors torch knows it without dropout alone."""
+    """Attention with dropout as one operator, as on a GPU: torch has it for fake tensors only without dropout."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention:
@@ -120,7 +119,7 @@ class _WithoutDropout(TorchFunctionMode):
 class Recorder(TorchDispatchMode):
     """Notes what a rank's operators launch and send.
 
-    A number that the host asks for is 1: the step goes on as one whose gradients are finite.
+    A number that the host asks for is 1, so that the step continues as one whose gradients are finite.
 
     Args:
         mesh: the rank's groups, whose roles name transfers.
@@ -165,13 +164,11 @@ class Recorder(TorchDispatchMode):
         named = list(_named_tensors(func, args, kwargs))
         waits = tuple(sorted({number for _, tensor, _ in named for number in self._awaited(tensor)}))
         launch = Launch(name=name, phase=self._phase(), bytes=moved_bytes(func, name, args, kwargs, out), waits=waits)
-        flops, work, kind = _operations(name, {n: t for n, t, _ in named}, args, _values(func, args, kwargs), out)
-        if not flops:
+        if (cost := operator_cost(func, _values(func, args, kwargs))) is None:
             return launch
-        form: Format = next((_FORMS[t.dtype] for _, t, _ in named if t.dtype in _FORMS), "bf16")
-        if kind == "attention":  # whatever torch calls the implementation that fake tensors choose
-            name = "attention_backward" if "backward" in name else "attention"
-        return replace(launch, name=name, kind=kind, flops=flops, work=work, form=form)
+        form: Format = next((_FORMATS[t.dtype] for _, t, _ in named if t.dtype in _FORMATS), "bf16")
+        name = cost.name or name
+        return replace(launch, name=name, kind=cost.kind, flops=cost.flops, work=cost.work, form=form)
 
     def _awaited(self, tensor: Tensor) -> Iterator[int]:
         """Transfers that are under way in a tensor's memory, and are then awaited: of several in one storage, such as
@@ -215,11 +212,11 @@ class Recorder(TorchDispatchMode):
 def _groups(mesh: Mesh) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Role and ranks of the groups by torch's name of them; of a group with several roles the first."""
     roles = ("layer", "replicas", "pipeline", "batch", "loss", "copies", "world")
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     for role in roles:
         group = getattr(mesh, role)
-        found.setdefault(group.name, (role, group.ranks))
-    return found
+        groups.setdefault(group.name, (role, group.ranks))
+    return groups
 
 
 def moved_bytes(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
@@ -238,22 +235,6 @@ def moved_bytes(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, 
         total += times * _bytes(tensor)
     inputs = {_storage(t) for _, t, _ in _named_tensors(func, args, kwargs)}
     return float(total + sum(_bytes(t) for t in written if _storage(t) not in inputs))
-
-
-def _operations(
-    name: str, tensors: Mapping[str, Tensor], args: Sequence[Any], values: Mapping[str, Any], out: Any
-) -> tuple[float, float, Kind]:
-    """FLOPs by convention, FLOPs executed, and the kind."""
-    if (factors := _PRODUCTS.get(name.rstrip("_"))) is not None:
-        flops = 2.0 * math.prod(args[factors[0]].shape) * args[factors[1]].shape[-1]
-        return flops, flops, "product"
-    if "attention" not in name or "query" not in tensors or "key" not in tensors:
-        return 0.0, 0.0, "memory"
-    query, key = tensors["query"], tensors["key"]
-    backward = "backward" in name
-    whole = 4.0 * math.prod(query.shape) * key.shape[-2]
-    seen = 0.5 if values.get("is_causal") else 1.0
-    return (2.0 if backward else 1.0) * whole, (2.5 if backward else 1.0) * seen * whole, "attention"
 
 
 def _values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,7 +269,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 

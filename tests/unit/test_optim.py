@@ -11,7 +11,7 @@ from megacore.config import OptimizerConfig, SGDConfig
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.optimizer import scale_gradients
 from megacore.optim.sgd import SGD
-from megacore.optim.update import clip_factor, square_sum, totals
+from megacore.optim.update import clip_factor, part_of_rank, square_sum, totals
 from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 from megacore.plan.buckets import grown
@@ -137,6 +137,14 @@ UNCUT = (
     [5, 40, 700, 33, 64, 999],
     [1, 3, 64 * 64, 64 * 192, 64 * 256, 64 * 256, 64 * 64, 64 * 192, 64 * 256, 64 * 256],
 )
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 12, 31])
+@pytest.mark.parametrize("ranks", [1, 2, 5, 12, 40])
+def test_each_replica_counts_its_part_of_a_gradient(size: int, ranks: int) -> None:
+    flat = torch.arange(size)
+    for rank, part in enumerate(flat.tensor_split(ranks)):
+        assert torch.equal(part_of_rank(flat, rank, ranks), part)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 
 from megacore.config import ResolvedConfig
 from megacore.errors import UserError
+from megacore.ops.visibility import Visibility
 from megacore.plan.devices import DEVICES, Device, Link, Range, device_named
 from megacore.plan.flops import block_flops, flops_per_sequence
 from megacore.plan.outline import gpt_outline
 from megacore.plan.roofline import Clock, Event, Launch, StepEvents, Transfer, launch_seconds, transfer_seconds
+from megacore.train import operator_costs, step_trace
 from megacore.train.step_trace import Recorder, record_step
 from tests.parity.runs import make_config
 from tools import roofline
@@ -70,15 +73,31 @@ def test_a_launch_takes_the_longer_of_its_bytes_and_its_flops() -> None:
         ("reduce-scatter", 2, 2, 1 / 2 * 1e-3 + 1e-6),
         ("all-reduce", 8, 1, 2 * 7 / 8 * 1e8 / 4e10 + 14e-5),  # one ring has all four network cards
         ("all-reduce", 2, 4, 2 * 1 / 2 * 1e8 / 1e10 + 2e-5),  # four rings have one each
+        ("all-reduce", 1024, 1, 2 * 1e8 / 4e10 + 20e-5),
+        ("all-gather", 1024, 1, 1023 / 1024 * 1e8 / 4e10 + 1023e-5),
         ("message", 2, 1, 1e-3 + 1e-6),
         ("all-reduce", 1, 1, 0.0),
     ],
 )
-def test_a_transfer_goes_round_a_ring(pattern: Any, ranks: int, stride: int, seconds: float) -> None:
+def test_a_transfer_takes_the_time_of_its_algorithm(pattern: Any, ranks: int, stride: int, seconds: float) -> None:
     transfer = Transfer(
         name="t", phase="forward", number=1, role="layer", pattern=pattern, bytes=1e8, ranks=ranks, stride=stride
     )
     assert transfer_seconds(transfer, IDEAL) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        (4, 4e-6 + 8e-11),  # 2 log2 n latencies, and 4 bytes twice
+        (3, 4e-6 + 4 / 3 * 4e-11),  # a ring of three has as many, and carries less
+        (1024, 20e-5 + 8 / 4e10),
+        (1000, 20e-5 + 8 / 4e10),
+    ],
+)
+def test_a_small_all_reduce_takes_a_tree(ranks: int, seconds: float) -> None:
+    scalar = Transfer(name="t", phase="update", number=1, role="world", pattern="all-reduce", bytes=4.0, ranks=ranks)
+    assert transfer_seconds(scalar, IDEAL) == pytest.approx(seconds, rel=1e-9)
 
 
 def gather(number: int, megabytes: float, role: str = "layer") -> Transfer:
@@ -181,6 +200,80 @@ def test_the_update_reads_a_gradient_twice_and_moves_the_rest_once(tmp_path: Pat
     assert moved["linalg_vector_norm"] == pytest.approx(4 * parameters, rel=0.01)
 
 
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_the_operators_of_a_step_do_not_grow_with_the_replicas(
+    zero_stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views included, since the program makes each of them: stage 0 made one for each replica and gradient."""
+    calls = 0
+
+    class Counting(Recorder):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal calls
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            calls += len(out) if isinstance(out, (list, tuple)) else 1
+            return out
+
+    monkeypatch.setattr(step_trace, "Recorder", Counting)
+    counts = []
+    for dp in (8, 256):
+        calls = 0
+        step_of(tmp_path, 1, dp, num_layers=1, zero_stage=zero_stage, micro_batch_size=1, global_batch_size=dp)
+        counts.append(calls)
+    assert counts[1] <= counts[0] + 32, counts  # what is left over by a division is an operator more
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 20])
+def test_visible_pairs_are_those_of_the_mask(causal: bool, window: int | None) -> None:
+    view, length = Visibility(causal=causal, window=window), 9
+    for start, stop in itertools.combinations(range(length + 1), 2):
+        mask = view.mask(range(start, stop), range(length), torch.device("cpu"))
+        seen = (stop - start) * length if mask is None else int(mask.sum())
+        assert view.pairs(range(start, stop), length) == seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "pairs"),
+    [
+        ({}, 2048 * 2049 / 2),
+        ({"window_size": 512}, 2048 * 512 - 512 * 511 / 2),
+        ({"window_size": 4096}, 2048 * 2049 / 2),
+        ({"position_embedding_type": "alibi"}, 2048 * 2049 / 2),
+    ],
+    ids=["causal", "window", "wide window", "alibi"],
+)
+def test_attention_computes_the_pairs_that_are_seen(changes: dict[str, Any], pairs: float, tmp_path: Path) -> None:
+    """Forward two products of head size by pair, backward five; FLOPs by convention do not know causality."""
+    config, events = step_of(tmp_path, num_layers=1, seq_length=2048, vocab_size=128, **changes)
+    work = {e.name: e.work for e in events.one if isinstance(e, Launch) and e.kind == "attention"}
+    forward = 4.0 * config.training.micro_batch_size * config.model.hidden_size * pairs
+    assert work == {"attention": forward, "attention_backward": 2.5 * forward}
+    expected = config.training.micro_batch_size * flops_per_sequence(config.model, 2048)
+    assert sum(event.flops for event in events.one if isinstance(event, Launch)) == expected
+
+
+@torch.library.custom_op("tests::paged_attention", mutates_args=())
+def paged_attention(query: torch.Tensor) -> torch.Tensor:
+    return query.clone()
+
+
+def test_an_operator_of_unknown_cost_is_an_error() -> None:
+    image, weight = torch.zeros(1, 1, 8), torch.zeros(1, 1, 3)
+    for name, run in (
+        ("aten::convolution", lambda: torch.nn.functional.conv1d(image, weight)),
+        ("tests::paged_attention", lambda: paged_attention(image)),
+    ):
+        with pytest.raises(NotImplementedError, match=f"cost of the operator {name} is not known"), Recorder():
+            run()
+
+
+def test_every_operator_of_megacore_has_a_cost() -> None:
+    names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("megacore::")}
+    known = set(operator_costs._COSTS) | {f"megacore::{name}" for name in operator_costs._MEMORY_ONLY}
+    assert names and names == {name for name in known if name.startswith("megacore::")}
+
+
 def test_bytes_of_operators() -> None:
     """A repeated element lies in memory once, a copy's target is not read, and picked rows are read alone."""
     a, b = torch.zeros(64), torch.zeros(64)
@@ -244,7 +337,8 @@ def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None
     assert roofline.main([*TINY, "--tp", "2", "--dp", "2", "--global-batch-size", "8"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(
-        "Estimate for gpt2-tiny on 4 x h200, bf16: tp 2, dp 2, ZeRO stage 0, 4 microbatches of 1 x 64"
+        "Estimate for gpt2-tiny on 4 x h200, bf16: tp 2, sequence parallel, dp 2, ZeRO stage 0, 4 microbatches of "
+        "1 x 64"
     )
     for line in (
         "times are estimated, not measured",
@@ -253,6 +347,14 @@ def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None
         "Exposed communication, tensor parallel",
     ):
         assert line in text
+
+
+def test_sequence_parallelism_is_estimated_where_a_launch_would_choose_it(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for flags in ([], ["--sequence-parallel"], ["--no-sequence-parallel"]):
+        assert roofline.main([*TINY, "--tp", "2", "--json", *flags]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
 
 
 def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
