@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megacore.checkpoint.check import check_load, samples_of_run
+from megacore.commands.plan import dry_run
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import parse_config
 from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
@@ -28,11 +29,14 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Train as the flags say; returns the exit status."""
+    """Train as the flags say, or with --dry-run plan the run; returns the exit status."""
+    if "--dry-run" in argv:
+        return dry_run(argv, "pretrain_bert.py")
     config = parse_config(
         argv,
         prog="pretrain_bert.py",
-        description="Pretrain a BERT, classic or modern, with tensor x pipeline x data parallelism.",
+        description="Pretrain a BERT, classic or modern, with tensor x pipeline x data parallelism. "
+        "--dry-run plans the run instead.",
         kind=BertConfig,
         vocabulary=vocabulary_size,
         checks=[check_bert_inputs, check_load, check_schedule, check_memory],

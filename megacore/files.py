@@ -10,6 +10,8 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +81,42 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """The content of a regular file, or of a link to one.
+
+    Pipes and devices are refused before anything is read: they would block, or never end.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have.
+
+    Raises:
+        OSError: it is no regular file, is larger, or cannot be read; `strerror` says which.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        if status.st_size > most:
+            raise OSError(errno.EFBIG, f"has {status.st_size:,} bytes, more than the {most:,} that are read", str(path))
+        return file.read(most)
+
+
+def output_is_closed() -> bool:
+    """Whether what is left of this process's standard output finds no reader, as after `| head`.
+
+    It is then discarded, so that the interpreter does not fail on it when it ends.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def take_lock(descriptor: int, *, patience: float = 0.0) -> bool:

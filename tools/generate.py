@@ -20,6 +20,7 @@ from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import ResolvedModel
 from megacore.config.fields import Range
+from megacore.config.numbers import parse_float, parse_int
 from megacore.config.sections import MAX_SEED
 from megacore.errors import UserError
 from megacore.inference.generate import Sampling, generate
@@ -109,22 +110,22 @@ def _parser() -> ToolParser:
 
 def temperature(text: str) -> float:
     """A number of at least 0; far from it every token is as likely."""
-    return _within(float(text), Range(0, 1000))
+    return _within(parse_float(text), Range(0, 1000))
 
 
 def top_k(text: str) -> int:
     """A whole number of at least 0."""
-    return _within(int(text), Range(0))
+    return _within(parse_int(text), Range(0))
 
 
 def top_p(text: str) -> float:
     """A number above 0 and at most 1."""
-    return _within(float(text), Range(above=0, high=1))
+    return _within(parse_float(text), Range(above=0, high=1))
 
 
 def seed(text: str) -> int:
     """A whole number that a generator takes."""
-    return _within(int(text), Range(0, MAX_SEED))
+    return _within(parse_int(text), Range(0, MAX_SEED))
 
 
 def _within(value: Number, bounds: Range) -> Number:

@@ -5,8 +5,9 @@
     python tools/inspect_checkpoint.py output --verify                  # all of them, every file
     python tools/inspect_checkpoint.py --diff output/step_00001000 other/step_00001000
 
-The exit status is 0 for whole or equal, 1 for damaged or different, 2 for what cannot be looked at. Layouts do not
-matter to a comparison: it is of global tensors, one at a time.
+The exit status is 0 for whole or equal, 1 for damaged or different, 2 for what cannot be looked at, and 141 if
+the reader of the output leaves (`| head`). Layouts do not matter to a comparison: it is of global tensors, one at a
+time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Estimate the time of a training step on a device that need not be there, operator by operator.
 
     python tools/roofline.py --preset llama-3-8b --device h200
-    python tools/roofline.py --preset llama-3-8b --tp 8 --sequence-parallel --device h100 --json
+    python tools/roofline.py --preset llama-3-8b --tp 8 --device h100 --json
 
 Takes the flags of pretrain_gpt.py. Without --config, --precision is bf16 and the data are --mock-data unless given.
 The step runs on fake tensors, so that its operators, bytes and FLOPs are counted; only their times are estimated
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     device = device_named(args.device)
-    config = _read_config(_with_defaults(args.flags))
+    config = _read_config(_with_defaults(args.flags)).for_device(on_cpu=False)
     peak = _require_known(config, device)
     from megacore.train.step_trace import record_step
 

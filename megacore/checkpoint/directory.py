@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megacore.checkpoint.files import open_regular
+from megacore.files import read_bounded
 
 MANIFEST_NAME = "manifest.json"
 POINTER_NAME = "latest"
@@ -25,6 +26,7 @@ POINTER_NAME = "latest"
 HEAD = re.compile(rb'\{\n "manifest_sha256": "([0-9a-f]{64})",\n')
 MOST_MANIFEST_BYTES = 1 << 26
 _SERIAL = re.compile(rb' "serial": (\d{1,15}),\n')
+_MOST_POINTER_BYTES = 4096
 _STEP = re.compile(r"step_(\d{8,15})(?:\.(\d{1,6}))?")
 _UNFINISHED = re.compile(r"(step_\d{8,15}(\.\d{1,6})?|latest)\.tmp(-.*)?")
 
@@ -126,7 +128,7 @@ def lost(run: Path) -> Path | None:
 
 def _named(run: Path) -> Path | None:
     try:
-        name = (run / POINTER_NAME).read_text(encoding="utf-8").strip()
+        name = read_bounded(run / POINTER_NAME, _MOST_POINTER_BYTES).decode("utf-8").strip()
     except (OSError, ValueError):
         return None
     return run / name if _STEP.fullmatch(name) else None

@@ -6,16 +6,18 @@ import errno
 import json
 import os
 import socket
+import stat
 import time
 import uuid
 from pathlib import Path
 
 from megacore.errors import UserError
-from megacore.files import take_lock
+from megacore.files import read_bounded, take_lock
 
 LOCK_NAME = "writer.lock"
 # A killed run's data workers hold its files open for a moment longer, and a launcher restarts at once.
 _PATIENCE_SECONDS = 5.0
+_MOST_BYTES = 1 << 16  # of the lock's file
 
 
 class WriterLock:
@@ -32,7 +34,7 @@ class WriterLock:
         token: what is in the file of this lock and of no other.
 
     Raises:
-        UserError: another process writes there, or the lock is a link.
+        UserError: another process writes there, or the lock is no regular file.
         OSError: the directory cannot be written.
     """
 
@@ -41,7 +43,7 @@ class WriterLock:
         self.path = output_dir / LOCK_NAME
         self.warning: str | None = None
         self.token = uuid.uuid4().hex
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             self._descriptor: int | None = os.open(self.path, flags, 0o644)
         except OSError as error:
@@ -52,6 +54,11 @@ class WriterLock:
                 "remove it, or use another --output-dir"
             ) from None
         try:
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                raise UserError(
+                    f"--output-dir {output_dir}: its lock {LOCK_NAME} is not a regular file: remove it, or use another "
+                    "--output-dir"
+                )
             self._take(self._descriptor)
         except BaseException:
             self.release()
@@ -74,7 +81,7 @@ class WriterLock:
 
     def _holder(self) -> str:
         try:
-            said = json.loads(self.path.read_text(encoding="utf-8"))
+            said = json.loads(read_bounded(self.path, _MOST_BYTES))
             return f"pid {int(said['pid'])} on {said['host']!s:.64}"
         except (OSError, ValueError, KeyError, TypeError):
             return "it does not say which"
@@ -98,7 +105,7 @@ def sees_lock(output_dir: Path, token: str, *, patience: float) -> bool:
     while True:
         try:
             os.listdir(output_dir)  # asks a network file system anew
-            if json.loads((output_dir / LOCK_NAME).read_text(encoding="utf-8"))["token"] == token:
+            if json.loads(read_bounded(output_dir / LOCK_NAME, _MOST_BYTES))["token"] == token:
                 return True
         except (OSError, ValueError, KeyError, TypeError):
             pass

@@ -28,6 +28,7 @@ from megacore.checkpoint.directory import (
     step_of,
 )
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY, FileEntry, describe, open_regular, verify
+from megacore.checkpoint.small_json import without_duplicates
 from megacore.config.fields import Section
 from megacore.errors import CheckpointError
 
@@ -61,6 +62,7 @@ RANDOM = (
 )
 _MOST_VALUES = 2_000_000  # of a manifest; 100,000 pieces of tensors take about half of them
 _LARGEST = 1 << 48  # of samples, bytes, rows: more would overflow what is computed with it
+_RANGES_OF_FLOATS = {"scale": (1e-38, 3e38), "learning_rate": (0.0, 3e38)}  # counters that are no counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +186,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_NAME
     try:
-        raw = json.loads(_unsealed(path))
+        raw = json.loads(_unsealed(path), object_pairs_hook=without_duplicates)
         schema = _take(raw, "schema", int)
         if schema not in (SCHEMA, _SCHEMA_OF_BLOCKS):
             raise CheckpointError(
@@ -198,7 +200,7 @@ def read_manifest(directory: Path) -> Manifest:
             tokenizer=None if raw.get("tokenizer") is None else _take(raw, "tokenizer", str),
             step=_count(raw, "step"),
             consumed_samples=_count(raw, "consumed_samples"),
-            counters={name: _number(raw, "counters", name) for name in _take(raw, "counters", dict)},
+            counters={name: _counter(raw["counters"], name) for name in _take(raw, "counters", dict)},
             topology={name: _count(raw["topology"], name, "topology.") for name in _take(raw, "topology", dict)},
             config={name: _take(raw["config"], name, dict, "config.") for name in _take(raw, "config", dict)},
             files={_own_name(name): _file_entry(raw["files"], name) for name in _take(raw, "files", dict)},
@@ -283,10 +285,15 @@ def _counts(raw: Any, key: str, where: str) -> list[int]:
     return values
 
 
-def _number(raw: Any, table: str, name: str) -> float:
-    value: Any = raw[table][name]
+def _counter(raw: Mapping[str, Any], name: str) -> float:
+    """A counter of the trainer: a whole number from 0, except for the two that are none."""
+    value: Any = raw[name]
     if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"{table}.{name} is not a number")
+        raise ValueError(f"counters.{name} is not a number")
+    low, high = _RANGES_OF_FLOATS.get(name, (0, _LARGEST))
+    if not low <= value <= high or (name not in _RANGES_OF_FLOATS and value != int(value)):
+        kind = "a number" if name in _RANGES_OF_FLOATS else "a whole number"
+        raise ValueError(f"counters.{name} is {value:g}, not {kind} from {low:g} to {high:g}")
     return float(value)
 
 

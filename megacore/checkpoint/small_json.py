@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from megacore.errors import CheckpointError
+from megacore.files import read_bounded
 
 # Parsed, a file takes several times its size in memory; the largest index in use is a tenth of this.
 LARGEST_JSON = 4 << 20
@@ -21,15 +21,10 @@ def read_object(path: Path, *, largest: int = LARGEST_JSON) -> dict[str, Any]:
         CheckpointError: it is missing, no regular file, too large or too deep, not JSON, or no object.
     """
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{path} is not a regular file")
-        if status.st_size > largest:
-            raise CheckpointError(f"{path} has {status.st_size:,} bytes, more than the {largest:,} that are read")
-        with path.open("rb") as file:
-            data = file.read(largest)
+        data = read_bounded(path, largest)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        verb = "" if error.errno in (errno.EINVAL, errno.EFBIG) else "cannot be read: "
+        raise CheckpointError(f"{path} {verb}{error.strerror}") from None
     return parse_object(data, str(path))
 
 
@@ -44,7 +39,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         CheckpointError: it is too deep, has a name twice, is not JSON, or no object.
     """
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=without_duplicates)
     except RecursionError:  # the parser's limit, long before memory is one
         raise CheckpointError(f"{where}: its JSON is nested too deep") from None
     except ValueError as error:
@@ -54,7 +49,12 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these names and values, for `json.loads(object_pairs_hook=...)`.
+
+    Raises:
+        ValueError: a name is there twice.
+    """
     values = dict(pairs)
     if len(values) != len(pairs):
         seen: set[str] = set()

@@ -12,10 +12,13 @@ from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
 from typing import NoReturn
 
+from megacore.config.numbers import parse_int
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
+from megacore.files import output_is_closed
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+EXIT_OUTPUT_CLOSED = 141  # as of a program that SIGPIPE ends
 EXIT_TERMINATED = 143
 _MORE_ROOM = "make room there, or give an output path on another disk"
 _NO_ROOM = {
@@ -46,12 +49,13 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
         action: The tool. SIGTERM ends it as Ctrl-C does, so that it removes unfinished files.
 
     Returns:
-        0 done, 2 refused, 1 failed (disk full, a dead worker), 130 or 143 interrupted.
+        0 done, 2 refused, 1 failed (disk full, a dead worker), 130 or 143 interrupted, 141 nobody reads the output.
     """
     previous = _terminate_like_interrupt()
     try:
         action(parser.parse_args(argv))
     except SystemExit as stop:  # --help, or SIGTERM
+        output_is_closed()
         return stop.code if isinstance(stop.code, int) else 0
     except ConfigError as error:
         return _say(parser, "; ".join(error.problems), EXIT_REFUSED)
@@ -61,6 +65,9 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
         return _say(parser, "interrupted; nothing was written", EXIT_INTERRUPTED)
     except BrokenProcessPool:
         return _say(parser, "a worker process died, perhaps for lack of memory: use fewer --workers", EXIT_FAILED)
+    except BrokenPipeError:  # dead workers are a BrokenProcessPool
+        output_is_closed()
+        return EXIT_OUTPUT_CLOSED
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         way_out = f"; {_NO_ROOM[error.errno]}" if error.errno in _NO_ROOM else ""
@@ -68,7 +75,7 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
     finally:
         if previous is not None:
             signal.signal(signal.SIGTERM, previous)
-    return 0
+    return EXIT_OUTPUT_CLOSED if output_is_closed() else 0
 
 
 def _say(parser: ToolParser, message: str, status: int) -> int:
@@ -89,7 +96,7 @@ def _terminate_like_interrupt() -> Callable[[int, FrameType | None], object] | i
 
 def positive(text: str) -> int:
     """An integer of at least 1, for argparse."""
-    value = int(text)
+    value = parse_int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return value

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
@@ -26,16 +26,20 @@ from megacore.config.help import help_text, help_topic
 from megacore.config.messages import counted
 from megacore.config.missing_files import missing_files
 from megacore.config.model import ModelConfig
+from megacore.config.numbers import parse_int
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
+from megacore.files import output_is_closed
 
 __all__ = ["flag_names", "leave_for_launcher", "load_toml", "parse_config", "save_toml"]
 
 # A launcher ends all ranks as soon as one exits. A rank with nothing to report must therefore not exit before the one
 # that reports: it waits this long for the launcher to end it.
 GRACE_SECONDS = 5.0
+# A name server of a cluster may learn the address of the first node only after the others have started.
+NAME_SECONDS = 30.0
 
 C = TypeVar("C", bound=Config)
 T = TypeVar("T")
@@ -61,6 +65,8 @@ def parse_config(
     vocabulary: Callable[[Config], int] | None = None,
     checks: Sequence[Callable[[R], object]] = (),
     planned: bool = False,
+    world_size: int | None = None,
+    problems: Sequence[str] = (),
 ) -> R:
     """Reads, checks and resolves the configuration of a run, or refuses it and exits.
 
@@ -78,14 +84,19 @@ def parse_config(
             even if `vocabulary` or another check fails, so that all problems are reported together; the vocabulary is
             then `UNKNOWN_VOCAB_SIZE`.
         planned: the run is only thought of: it has as many processes as its degrees say, whatever the launcher states.
+        world_size: of a planned run, the number of its processes, where it is given.
+        problems: what the caller has found wrong; reported with the others.
 
     Raises:
         SystemExit: with status 2 if the configuration or an input is refused, with 0 after `--help` and `--version`.
     """
     config_class = cast(type[Config], kind)
     process = _planned_process(argv, config_class, shape) if planned else _Process.of_environment()
+    if planned and world_size is not None:
+        process = replace(process, world_size=world_size)
     _answer_question(argv, prog, description, config_class, process)
     reading = _read(argv, process, config_class, shape)
+    reading.local_problems.extend(problems)
     if reading.problems or reading.local_problems:
         _refuse(prog, process, reading)
     vocab_size = _call(vocabulary, reading.config, reading)
@@ -135,24 +146,27 @@ class _Process:
 
         def read(name: str, default: int, low: int = 0) -> int:
             text = os.environ.get(name) or str(default)
-            if text.isdecimal() and int(text) >= low:
-                return int(text)
+            with contextlib.suppress(ValueError):
+                if (value := parse_int(text)) >= low:
+                    return value
             problems.append(f"the environment's {name} is '{text}', not a number from {low}: start through torchrun")
             return default
 
         rank = read("RANK", 0)
         world_size = read("WORLD_SIZE", rank + 1, low=1)
+        local_rank = read("LOCAL_RANK", rank)
         if rank >= world_size:
             problems.append(
                 f"the environment's RANK {rank} must be below WORLD_SIZE {world_size}: start through torchrun"
             )
+            rank = local_rank = 0  # no other process reports it: this one must not stay silent
         port = os.environ.get("MASTER_PORT", "")
         if world_size > 1 and not (os.environ.get("MASTER_ADDR") and port.isdecimal() and 0 < int(port) < 1 << 16):
             problems.append(
                 f"the environment's WORLD_SIZE is {world_size}, but its MASTER_ADDR and MASTER_PORT do not say where "
                 "the ranks meet: start through torchrun"
             )
-        return _Process(rank, read("LOCAL_RANK", rank), world_size, tuple(problems))
+        return _Process(rank, local_rank, world_size, tuple(problems))
 
 
 def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | None) -> _Process:
@@ -197,12 +211,13 @@ def _read(argv: Sequence[str], process: _Process, kind: type[C], shape: Shape | 
         config = _build(kind, _with_defaults(kind, {**shape_values, **given}))
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
-    problems = flags.problems
+    problems = [*flags.problems, *_idle_flags(flags, config)]
     if not process.problems:
         problems = problems + validate(config, process.world_size, unread=unread)
     # The first rank of a machine looks at its disk for all of them.
     on_disk = missing_files(config) if process.local_rank == 0 else []
-    local_problems = [*process.problems, *file.problems, *on_disk, *shape_problems]
+    meeting = _unknown_address(process)
+    local_problems = [*process.problems, *meeting, *file.problems, *on_disk, *shape_problems]
     notes = _overridden_preset(kind, flags, file, path)
     if not problems and not local_problems:
         notes += _kept_although_derived(kind, flags, file, path)
@@ -230,6 +245,35 @@ def _with_defaults(kind: type[Config], given: Mapping[str, Any]) -> dict[str, An
     model = {k: v for k, v in {**defaults, **given}.items() if k in field_infos(ModelConfig)}
     idle = ModelConfig(**model).idle_fields
     return {**{k: v for k, v in defaults.items() if k not in idle}, **given}
+
+
+def _unknown_address(process: _Process) -> list[str]:
+    """Whether the address at which the ranks meet has no meaning on this machine; its first rank asks."""
+    if process.world_size == 1 or process.local_rank != 0 or process.problems or "MASTER_ADDR" not in os.environ:
+        return []
+    address, deadline = os.environ["MASTER_ADDR"], time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(address, int(os.environ["MASTER_PORT"]), type=socket.SOCK_STREAM)
+            return []
+        except (OSError, UnicodeError) as error:  # an address with an empty or too long part cannot even be asked for
+            reason = getattr(error, "strerror", None) or str(error)
+        if time.monotonic() >= deadline:
+            return [
+                f"the environment's MASTER_ADDR {address!r} cannot be resolved: {reason}: set it to the name or IP "
+                "address of the node of rank 0, or start through torchrun with --master-addr or --rdzv-endpoint"
+            ]
+        time.sleep(1.0)
+
+
+def _idle_flags(flags: Given, config: Config) -> list[str]:
+    """Flags that ask for what the layout cannot do. A file may say the same: it holds what another layout resolved."""
+    if flags.values.get("sequence_parallel") and config.parallel.tp == 1:
+        return [
+            "--sequence-parallel has no effect with --tp 1, which has no ranks to split the sequence over: "
+            "leave it out, or use --tp 2 or more"
+        ]
+    return []
 
 
 def _overridden_preset(kind: type[Config], flags: Given, file: Given, path: str | None) -> list[str]:
@@ -304,10 +348,9 @@ def _answer_question(argv: Sequence[str], prog: str, description: str, kind: typ
         except UserError as error:
             text, status = f"megacore: {error}", EXIT_REFUSED
     if process.rank == 0:
-        try:
-            print(text, file=sys.stderr if status else sys.stdout, flush=True)
-        except BrokenPipeError:  # `--help all | head`; the interpreter flushes stdout once more when it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(BrokenPipeError):  # `--help all | head`
+            print(text, file=sys.stderr if status else sys.stdout)
+        output_is_closed()
     raise SystemExit(status)
 
 

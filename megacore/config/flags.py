@@ -7,15 +7,20 @@ message can name them together. Underscores count as dashes, and aliases as the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config import megatron_flags
-from megacore.config.fields import FieldInfo, field_infos, flag_and_value
+from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
 from megacore.config.megatron_values import FOREIGN, Shape, translate
-from megacore.config.messages import nearest_name
+from megacore.config.messages import nearest_name, number, one_of
+from megacore.config.numbers import parse_float, parse_int
 from megacore.config.schema import Config, sections_of
+
+_PARSERS: Mapping[type, Callable[[str], Any]] = {int: parse_int, float: parse_float}
 
 
 @dataclass
@@ -167,16 +172,21 @@ def _value(word: _Word, info: FieldInfo) -> Any:
     if info.optional and values[0] == "None":
         return None
     try:
-        return info.kind(values[0])  # `validate` checks the range and the choices
+        return _PARSERS.get(info.kind, info.kind)(values[0])  # `validate` checks the range and the choices
     except ValueError:
         expected = "whole number" if info.kind is int else "number"
         raise ValueError(f"{word.flag} '{values[0]}' is not a {expected}: {_example(values[0], info)}") from None
 
 
 def _example(text: str, info: FieldInfo) -> str:
-    if info.kind is int and _is_number(text) and float(text).is_integer():
-        return f"use {int(float(text))}"
-    return f"use, for example, {info.default}" if info.default else f"write {info.metavar} in digits"
+    """The whole numbers next to what was given, if it is a number; else the default."""
+    if info.kind is int and _is_number(text) and math.isfinite(value := float(text)):
+        nearest = sorted({math.floor(value), math.ceil(value)})
+        accepted = [n for n in nearest if info.range is None or n in info.range]
+        if accepted and accepted[-1] <= LARGEST_INT:
+            return f"use {one_of(accepted)}"
+    has_default = info.default not in (None, dataclasses.MISSING)
+    return f"use, for example, {number(info.default)}" if has_default else f"write {info.metavar} in digits"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -238,7 +248,7 @@ def _negative(flag: str) -> str:
 
 def _is_number(text: str) -> bool:
     try:
-        float(text)
+        parse_float(text)
     except ValueError:
         return False
     return True

@@ -36,7 +36,8 @@ class ModelConfig(Section):
     """Number of attention heads per block. A multiple of --tp."""
     num_query_groups: Annotated[int | None, Range(1, 1_000_000)] = None
     """Grouped-query attention: number of key and value heads per block, each shared by several query heads. Divides
-    --num-attention-heads; divides --tp or is a multiple of it. Default: --num-attention-heads."""
+    --num-attention-heads; is a multiple of --tp or divides it. In the latter case --tp / --num-query-groups
+    divides 2 x --kv-channels. Default: --num-attention-heads."""
     kv_channels: Annotated[int | None, Range(1, 1_000_000)] = None
     """Number of dimensions of an attention head. Default: --hidden-size / --num-attention-heads."""
     ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None

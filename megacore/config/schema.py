@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
@@ -153,6 +153,18 @@ class ResolvedConfig(Config):
     parallel: ResolvedParallel = field()
     optimizer: ResolvedOptimizer = field()
     training: ResolvedTraining = field()
+
+    def for_device(self, *, on_cpu: bool) -> Self:
+        """With the defaults that depend on where the ranks compute.
+
+        Args:
+            on_cpu: not on accelerators.
+        """
+        parallel = self.parallel
+        if parallel.sequence_parallel is not None:
+            return self
+        splits = not on_cpu and parallel.tp > 1 and self.data.seq_length % parallel.tp == 0
+        return dataclasses.replace(self, parallel=dataclasses.replace(parallel, sequence_parallel=splits))
 
 
 def sections_of(kind: type[Config]) -> dict[str, type[Section]]:

@@ -20,6 +20,7 @@ from typing import Annotated, Literal, NamedTuple
 from megacore.config.dimensions import degrees_of
 from megacore.config.fields import Choices, Flag, Range, Section, field_infos, flag_and_value
 from megacore.config.messages import number
+from megacore.config.numbers import parse_float
 from megacore.config.optimizers import OPTIMIZERS
 
 MAX_SEED = 2**63 - 1
@@ -364,8 +365,9 @@ class TrainingConfig(Section):
     """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
     of them."""
     attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
-    """Implementation of attention. sdpa: torch's fused operator. fused-softmax: separate score, softmax and value
-    products, which keep the attention weights in memory. auto: sdpa."""
+    """Implementation of attention. sdpa: torch's fused operator; above 1024 positions windows, documents, ALiBi and
+    (on a CPU) dropout run in blocks (docs/kernels.md). fused-softmax: separate score, softmax and value products, which
+    keep the attention weights in memory. auto: sdpa."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Implementation of norms, activations, softmax and cross-entropy. auto: triton on cuda if it is installed, else
     torch."""
@@ -515,6 +517,6 @@ class LoggingConfig(Section):
 
 def _as_number(text: str) -> float | None:
     try:
-        return float(text)
+        return parse_float(text.strip())
     except ValueError:
         return None

@@ -142,6 +142,17 @@ def _stages(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("trace_steps", "train_iters")
+def _traced(config: Config, world_size: int) -> Iterator[str]:
+    steps, last = config.logging.trace_steps, config.training.train_iters
+    most = max(last - 1, 1)  # the first step is not traced, unless it is the only one
+    if config.logging.trace and steps is not None and steps > most:
+        yield (
+            f"--trace-steps {steps} must be at most {most} with --train-iters {last}, because the trace begins after "
+            f"the first step: use --trace-steps {most} or less, or a larger --train-iters"
+        )
+
+
 @_about("profile_steps", "train_iters")
 def _profiled(config: Config, world_size: int) -> Iterator[str]:
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,10 @@ from megacore.errors import CheckpointError
 FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?")
 _POINTER = "latest_checkpointed_iteration.txt"
+
+
+_DEEPEST = 32  # tables within tables, of which Megatron-LM has about ten
+_MOST_VIEWS = 2  # tied weights are in the file once, and in its tables twice
 
 
 class _Inert:
@@ -161,7 +166,13 @@ def _load(path: Path, tp: int, pp: int) -> RankFile:
     names = ["model"] if "model" in state else [f"model{i}" for i in range(len(state)) if f"model{i}" in state]
     if not names:
         raise CheckpointError(f"{path} has no model")
-    chunks = [dict(_flat(state[name], "")) for name in names]
+    try:
+        chunks = [dict(_flat(state[name], "", set())) for name in names]
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    held, size = sum(value.nbytes for chunk in chunks for value in chunk.values()), path.stat().st_size
+    if held > _MOST_VIEWS * size:  # views of few stored numbers, which a copy would spread out
+        raise CheckpointError(f"{path} has {size:,} bytes, but its tensors would take {held:,}: it was not loaded")
     return RankFile(
         path=path, tp=tp, pp=pp, args=vars(args), version=float(version), iteration=iteration, chunks=chunks
     )
@@ -171,13 +182,27 @@ def _read(path: Path) -> Any:
     """The file's content; only tensors that are used are brought into memory, where the file's form allows it."""
     with path.open("rb") as file:
         zipped = file.read(4) == b"PK\x03\x04"
+    if zipped:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ValueError("its archive is compressed, which torch.save does not do")
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ValueError("the parts of its archive are larger than the file")
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Nested tables as dotted names; what is no tensor is not a weight."""
+def _flat(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Nested tables as dotted names; what is no tensor is not a weight.
+
+    Raises:
+        ValueError: the tables are nested too deep, or one is there twice, perhaps in itself.
+    """
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, dict):
+        if depth > _DEEPEST or id(value) in seen:
+            raise ValueError(f"its tables are nested too deep, or one is there twice: {name[:80]}")
+        seen.add(id(value))
         for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+            yield from _flat(inner, f"{name}.{key}" if name else str(key), seen, depth + 1)

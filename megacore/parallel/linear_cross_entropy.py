@@ -4,7 +4,7 @@ A rank's share of the vocabulary is computed a chunk at a time, forward and once
 split it: the statistics of the chunks are merged like those of ranks (megacore/ops/loss.py). Only one chunk's logits
 exist at any time, over which their gradient is written. Chunks are of the vocabulary and not of the tokens, so that the
 weight's gradient is computed once for each of its rows and needs no second sum; only the input's is summed over chunks,
-in fp32.
+in fp32, to which each chunk's product adds unrounded.
 
 Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-parallel ranks, n tokens (b x s).
 """
@@ -199,7 +199,7 @@ class _Gradients(torch.autograd.Function):
             logits = products.output(tokens, part.weight, part.bias)
             gradient_of.write_(logits, start=part.first, columns=part.columns)
             if grad_x is not None:
-                grad_x += products.input_gradient(logits, part.weight)
+                products.add_input_gradient(grad_x, logits, part.weight)
             if grad_weight is not None:
                 grad_weight[part.rows] = products.weight_gradient(logits, tokens)
             if total is not None:

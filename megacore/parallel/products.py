@@ -13,6 +13,7 @@ Shape legend: b microbatch, s sequence, i input features, o output features, n r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ class Products:
         dx.copy_(self.input_gradient(grad, weight))
 
     def add_input_gradient(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
-        """total += dY W: [..., o] -> [..., i]"""
-        total += self.input_gradient(grad, weight)
+        """total += dY W: [..., o] -> [..., i]; in total's dtype, which is that of the operands or fp32"""
+        total += self.input_gradient(grad.to(total.dtype), weight.to(total.dtype))
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
         """total += dY^T X in fp32, [n, o] and [n, i] -> [o, i]; without `has_terms` total = dY^T X"""
@@ -83,10 +84,13 @@ class TorchProducts(Products):
         torch.mm(grad, weight, out=dx)
 
     def add_input_gradient(self, total: Tensor, grad: Tensor, weight: Tensor) -> None:
-        if total.device.type == "cpu":  # whose numbers are those of a product and a sum
+        rows, factor = total.view(-1, total.shape[-1]), grad.flatten(0, -2)
+        if total.dtype != weight.dtype and adds_in_fp32(total.device, weight.dtype):
+            torch.addmm(rows, factor, weight, out_dtype=total.dtype, out=rows)
+        elif total.dtype == weight.dtype and total.device.type != "cpu":
+            rows.addmm_(factor, weight)
+        else:  # on a CPU the numbers are those of a product and a sum
             super().add_input_gradient(total, grad, weight)
-        else:
-            total.view(-1, total.shape[-1]).addmm_(grad.flatten(0, -2), weight)
 
     def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
         torch.addmm(total, grad.t(), x, beta=int(has_terms), out_dtype=total.dtype, out=total)
@@ -100,8 +104,12 @@ TORCH = TorchProducts()
 
 def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device adds products of matrices of a 16-bit dtype to a sum in fp32."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return False
+    # Asked once for each kind of tensor: fake ones have operators that their device lacks.
+    return dtype in (torch.bfloat16, torch.float16) and _has_addmm_to_fp32(type(torch.empty(0)), device, dtype)
+
+
+@cache
+def _has_addmm_to_fp32(kind: type[Tensor], device: torch.device, dtype: torch.dtype) -> bool:
     total, one = torch.zeros(1, 1, device=device), torch.ones(1, 1, dtype=dtype, device=device)
     try:
         torch.addmm(total, one, one, out_dtype=torch.float32, out=total)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from megacore.pipeline.schedule import Op
+from megacore.pipeline.schedule import Op, transfers_of
 from megacore.plan.canvas import Box, Drawing, Line, Words
 from megacore.plan.simulator import Span, Timeline
 
@@ -25,6 +25,7 @@ NAMES = {
     Op.WEIGHT_GRAD: "weight gradient",
 }
 _BUBBLE, _BUBBLE_EDGE, _GREY, _WHITE, _INK = "#eef0f3", "#d5d9e0", "#6b7280", "#ffffff", "#1f2430"
+_MESSAGE = "#c2410c"
 _LEFT, _RIGHT, _TOP = 66.0, 22.0, 14.0
 _SMALLEST_BOX, _NARROWEST, _WIDEST = 24.0, 660.0, 1500.0  # pixels; the latter two of the time axis
 _LARGEST_NUMBER, _SMALLEST_NUMBER = 12.0, 6.5  # size of the numbers in boxes
@@ -40,12 +41,14 @@ class Panel:
         bubble: the bubble in words.
         timeline: when which rank computes what.
         virtual_stages: stages per rank, which differ in shade.
+        transfer: time of a message between stages, to draw each as a line from rank to rank; None: draw none.
     """
 
     title: str
     bubble: str
     timeline: Timeline
     virtual_stages: int = 1
+    transfer: float | None = None
 
 
 def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
@@ -63,7 +66,7 @@ def diagram(panels: Sequence[Panel], *, unit: str) -> Drawing:
     for panel in panels:
         painter = _Painter(drawing, panel, width / end, _number_size(panels, typical, width / end))
         y = painter.paint(y) + 14
-    y = _axis(drawing, y - 10, end=end, scale=width / end, unit=unit)
+    y = axis(drawing, y - 10, end=end, scale=width / end, unit=unit)
     _legend(drawing, y, panels)
     longest = max(max(9.6 * len(panel.title), 7 * len(panel.bubble)) for panel in panels)  # in any viewer's font
     drawing.width, drawing.height = _LEFT + max(width, longest) + _RIGHT, y + 26
@@ -86,7 +89,22 @@ class _Painter:
         for rank, spans in enumerate(self.panel.timeline.spans):
             self._row(y, rank, spans)
             y += self.row + 4
+        if self.panel.transfer is not None:
+            self._messages(y - self.ranks * (self.row + 4))
         return y
+
+    def _messages(self, top: float) -> None:
+        """A line for each message, from the end of what made it to its arrival at the other rank."""
+        stages = self.ranks * self.panel.virtual_stages
+        for span in chain.from_iterable(self.panel.timeline.spans):
+            transfer = transfers_of(span.action, stages)
+            if transfer is None:
+                continue
+            rank, other = (action.stage % self.ranks for action in transfer)
+            y1, y2 = (top + number * (self.row + 4) + self.row / 2 for number in (rank, other))
+            x = _LEFT + span.end * self.scale
+            end = x + (self.panel.transfer or 0.0) * self.scale
+            self.marks.append(Line(x1=x, y1=y1, x2=end, y2=y2, color=_MESSAGE))
 
     def _row(self, y: float, rank: int, spans: Sequence[Span]) -> None:
         self.marks.append(Words(x=_LEFT - 10, y=y + self.row / 2, text=f"rank {rank}", anchor="end"))
@@ -133,7 +151,8 @@ def _spans(panels: Sequence[Panel]) -> Iterator[Span]:
     return chain.from_iterable(spans for panel in panels for spans in panel.timeline.spans)
 
 
-def _axis(drawing: Drawing, y: float, *, end: float, scale: float, unit: str) -> float:
+def axis(drawing: Drawing, y: float, *, end: float, scale: float, unit: str) -> float:
+    """A time axis at a height; returns where it ends."""
     drawing.marks.append(Line(x1=_LEFT, y1=y, x2=_LEFT + end * scale, y2=y, color=_GREY))
     step = _round_step(end / 10)
     for number in range(int(end / step + 1e-9) + 1):
@@ -166,6 +185,10 @@ def _legend(drawing: Drawing, y: float, panels: Sequence[Panel]) -> None:
         x += 6 + 6.4 * len(NAMES[op]) + 20
     drawing.marks.append(Box(x=x, y=y, width=14, height=14, fill=_BUBBLE, edge=_BUBBLE_EDGE, hatched=True))
     drawing.marks.append(Words(x=x + 20, y=y + 7, text="bubble"))
+    if any(panel.transfer is not None for panel in panels):
+        drawing.marks.append(Line(x1=x + 76, y1=y + 14, x2=x + 90, y2=y, color=_MESSAGE))
+        drawing.marks.append(Words(x=x + 96, y=y + 7, text="transfer"))
+        x += 84
     if virtual > 1:
         drawing.marks.append(Words(x=x + 80, y=y + 7, text="later stages of a rank are lighter", color=_GREY))
 

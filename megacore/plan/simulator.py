@@ -48,6 +48,15 @@ class Costs:
         """The same for each of the three, on each stage in proportion to an amount (operations, say)."""
         return cls(forward=amounts, input_grad=amounts, weight_grad=amounts)
 
+    def times(self, factor: float) -> Costs:
+        """The same in another unit."""
+        return Costs(
+            forward=[factor * value for value in self.forward],
+            input_grad=[factor * value for value in self.input_grad],
+            weight_grad=[factor * value for value in self.weight_grad],
+            transfer=factor * self.transfer,
+        )
+
     def of(self, action: Action) -> float:
         """Duration of a computation."""
         s = action.stage

@@ -6,7 +6,6 @@ signal n.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 import traceback
@@ -59,7 +58,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     try:
         refuse_different_ranks(config, join_job(config.parallel)[1])
         mesh = build_mesh(config.parallel)
-        config = _with_sequence_parallelism(config, mesh.device)
+        config = config.for_device(on_cpu=mesh.device.type == "cpu")
         _choose_implementations(config.training, mesh.device)
         watch = PeerWatch(mesh)
         on_ledger(lambda ledger: ledger.set_flag(Flag.GUARDED))
@@ -83,15 +82,6 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         if watch is not None and (gone := watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
             watch.give_up(gone)  # the exception is only the echo of a death
         return _end(f"{_this_rank(watch)} failed{left_its_order()}:\n{traceback.format_exc()}", EXIT_FAILED, watch)
-
-
-def _with_sequence_parallelism(config: C, device: torch.device) -> C:
-    """The configuration with the default of --sequence-parallel, which depends on the device."""
-    parallel = config.parallel
-    if parallel.sequence_parallel is not None:
-        return config
-    splits = device.type != "cpu" and parallel.tp > 1 and config.data.seq_length % parallel.tp == 0
-    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, sequence_parallel=splits))
 
 
 def _choose_implementations(training: TrainingConfig, device: torch.device) -> None:

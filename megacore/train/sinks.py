@@ -18,10 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megacore.checkpoint.save import Saved
 from megacore.errors import OutputClosed, StorageError, UserError
-from megacore.files import replace_bytes, write_all
+from megacore.files import read_bounded, replace_bytes, write_all
 from megacore.train.callbacks import Callback, Run
 from megacore.train.metrics import evaluation_line, log_line, state_memory_line
 from megacore.train.step import StepResult
+
+_MOST_BYTES = 1 << 32  # of metrics.jsonl: several million records
 
 
 class Report(Callback):
@@ -54,6 +56,7 @@ class Report(Callback):
         self._may_drop, self._warned, self._dropped = may_drop, False, 0
         self._train_iters, self._terms, self._is_first_log = train_iters, terms, True
         self._first: tuple[int, float] | None = None  # the first logged step, and when it was
+        self._logged = self._uncounted = 0  # logged steps, and those without a token that counts for the loss
         if quiet:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -86,6 +89,14 @@ class Report(Callback):
         if self._is_first_log:
             self.say(state_memory_line(record))
         self._is_first_log = False
+        self._logged += 1
+        if record["train/loss"] is None:
+            self._uncounted += 1
+            if self._uncounted == 1:
+                self.say(
+                    f"warning: step {record['step']} has no token that counts for the loss, so it has no gradient: "
+                    "check the loss mask and the labels of the training data"
+                )
 
     def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
         """Record an evaluation, and say it in a line."""
@@ -99,7 +110,9 @@ class Report(Callback):
             self.say(f"warning: {note}; the checkpoint itself is whole")
 
     def on_stop(self, run: Run, reason: str | None) -> None:
-        """Close the file and the bar."""
+        """Say how many steps had nothing to learn from; close the file and the bar."""
+        if self._uncounted:
+            self.say(f"warning: {self._uncounted} of {self._logged} logged steps had no token that counts for the loss")
         self.close()
 
     # ---- output
@@ -196,7 +209,13 @@ def _keep_until(path: Path, step: int) -> None:
     """Drop what an interrupted run reported after the step that this one resumes from: it will be reported again."""
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
+    try:
+        lines = read_bounded(path, _MOST_BYTES).splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}), so this run cannot append to it: move it away, or use another "
+            "--output-dir"
+        ) from None
     kept = [
         line
         for number, line in enumerate(lines, start=1)

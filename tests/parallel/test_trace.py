@@ -262,7 +262,7 @@ def test_the_predicted_bubble_is_the_formula_for_two_stages(tmp_path: Path) -> N
     [
         ({"train_iters": 1}, {1}),
         ({"trace_steps": 1}, {2}),
-        ({"trace_steps": 9}, {2, 3, 4, 5}),
+        ({"trace_steps": 4}, {2, 3, 4, 5}),
         ({"trace": False}, None),
     ],
     ids=str,

@@ -59,3 +59,7 @@ def test_what_nothing_was_predicted_of_has_no_figure(
     lines = capsys.readouterr().out.splitlines()
     assert sum("mlm loss none" in line for line in lines) == 3
     assert any("eval loss none" in line and "mlm accuracy none" in line for line in lines) != pairs
+    warnings = [line for line in lines if "no token that counts for the loss" in line]
+    expected = ["warning: step 1 has no token", "warning: 2 of 2 logged steps had no token"]
+    assert len(warnings) == (0 if pairs else 2)
+    assert all(line.startswith(start) for line, start in zip(warnings, expected, strict=False))

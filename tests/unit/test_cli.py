@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.config import SECTIONS, Config, ResolvedConfig
+from megacore.config import SECTIONS, Config, ResolvedConfig, cli
 from megacore.config.cli import flag_names, save_toml
 from megacore.config.flags import all_fields
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
@@ -198,6 +199,14 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--output-dir", "/dev/null/x"], ("--output-dir /dev/null/x", "another name")),
     (["--tp", "2"], ("--tp 2", "1 process", "start 2 processes")),
     (["--preset", "gpt3"], ("--preset gpt3", "gpt2-small")),
+    (["--log-interval", "2.5"], ("--log-interval '2.5' is not a whole number: use 2 or 3",)),
+    (["--tp", "1_0"], ("--tp '1_0' is not a whole number",)),
+    (["--tp", "\uff12"], ("is not a whole number: use, for example, 1",)),  # full-width 2
+    (["--lr", "1_0.0"], ("--lr '1_0.0' is not a number",)),
+    (["--num-query-groups", "-0.5"], ("is not a whole number: write INT",)),
+    (["--num-layers", "1e400"], ("is not a whole number: use, for example, 12",)),
+    (["--sequence-parallel"], ("--sequence-parallel has no effect with --tp 1", "--tp 2 or more")),
+    (["--trace", "--trace-steps", "10"], ("--trace-steps 10", "at most 9", "--train-iters 10")),
 ]
 
 
@@ -206,6 +215,11 @@ def test_a_wrong_flag_is_refused_by_name(argv: list[str], words: tuple[str, ...]
     good = GOOD[1:] if {"--mock-data", "--no-mock-data"} & set(argv) else GOOD
     (problem,) = problems(refuse(*good, *argv))
     assert all(word in problem for word in words), problem
+
+
+def test_a_required_whole_number_has_no_default_to_show(refuse: Refuse) -> None:
+    assert problems(refuse(*GOOD[:-1], "2.5"))[0] == "--train-iters '2.5' is not a whole number: use 2 or 3"
+    assert problems(refuse(*GOOD[:-1], "ten"))[0] == "--train-iters 'ten' is not a whole number: write INT in digits"
 
 
 def test_a_word_before_the_flags_belongs_to_none(refuse: Refuse) -> None:
@@ -298,6 +312,30 @@ def test_a_broken_environment_is_named(name: str, value: str, refuse: Refuse, mo
     text = refuse(*GOOD)
     assert name in text
     assert "torchrun" in text
+
+
+def test_a_rank_beyond_the_world_reports_itself(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_rank(monkeypatch, 7, 7, 4)
+    (problem,) = problems(refuse(*GOOD))
+    assert "RANK 7 must be below WORLD_SIZE 4" in problem
+
+
+def test_an_address_that_cannot_be_resolved_is_refused(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(cli, "NAME_SECONDS", 0.0)
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    as_rank(monkeypatch, 0, 0, 2)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-node")
+    (problem,) = problems(refuse(*GOOD))
+    assert "MASTER_ADDR 'no-such-node' cannot be resolved: Name or service not known" in problem
+
+
+def test_sequence_parallelism_of_a_resolved_file_does_not_hinder_one_rank(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[parallel]\nsequence_parallel = true\n")
+    assert parse(*GOOD, "--config", str(file)).parallel.tp == 1
 
 
 def test_the_inputs_complete_and_check_the_configuration(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:

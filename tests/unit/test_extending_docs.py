@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +27,65 @@ from megacore.zero.data_parallel import LocalRun
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
-def definitions(name: str, **known: Any) -> dict[str, Any]:
-    """What the page's block of this name defines."""
+def code(name: str) -> str:
+    """The page's block of this name."""
     pattern = rf"<!-- tested: {name} -->\n *```python\n(.*?)\n *```\n"
     (block,) = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(textwrap.dedent(block), f"{PAGE.name}: {name}", "exec"), known)
+    return textwrap.dedent(block) + "\n"
+
+
+def definitions(name: str, **known: Any) -> dict[str, Any]:
+    """What the page's block of this name defines."""
+    exec(compile(code(name), f"{PAGE.name}: {name}", "exec"), known)
     return known
+
+
+def before(mark: str, addition: str, file: Path) -> None:
+    """Put lines in front of the first one that begins with `mark`."""
+    text = file.read_text(encoding="utf-8")
+    at = re.search(rf"^{re.escape(mark)}", text, re.MULTILINE)
+    assert at, f"no line of {file.name} begins with {mark!r}"
+    file.write_text(text[: at.start()] + addition + text[at.start() :], encoding="utf-8")
+
+
+def add_entry(registry: str, file: Path) -> None:
+    """Put the entry that the page names into a dictionary."""
+    (entry,) = re.findall(rf"the entry `([^`]+)` to `{registry}`", PAGE.read_text(encoding="utf-8"))
+    text, count = re.subn(rf"(?m)^({registry}: .* = {{)", rf"\1{entry}, ", file.read_text(encoding="utf-8"))
+    assert count == 1
+    file.write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def with_lion(tmp_path: Path) -> Path:
+    """A copy of the repository to which the page's steps are applied as they stand there."""
+    shutil.copytree(PAGE.parents[1] / "megacore", tmp_path / "megacore", ignore=shutil.ignore_patterns("__pycache__"))
+    config, optim = tmp_path / "megacore" / "config", tmp_path / "megacore" / "optim"
+    before("OPTIMIZERS", code("settings") + "\n\n", config / "optimizers.py")
+    add_entry("OPTIMIZERS", config / "optimizers.py")
+    imports, section = code("section").split("\n\n")
+    before("from megacore", imports + "\n", config / "schema.py")
+    before("    training: TrainingConfig", textwrap.indent(section, "    "), config / "schema.py")
+    (optim / "lion.py").write_text(code("update"), encoding="utf-8")
+    before("from megacore", code("classes"), optim / "optimizers.py")
+    add_entry("OPTIMIZER_CLASSES", optim / "optimizers.py")
+    return tmp_path
+
+
+def test_the_steps_of_an_optimizer_make_a_flag_and_a_class(with_lion: Path) -> None:
+    program = """
+from megacore.config import Config
+from megacore.config.cli import parse_config
+from megacore.optim.optimizers import OPTIMIZER_CLASSES
+argv = "--mock-data --vocab-size 64 --train-iters 9 --optimizer lion --lion-beta1 0.8".split()
+settings = parse_config(argv, prog="pretrain_gpt.py", description="", kind=Config).optimizer_settings
+print(settings, OPTIMIZER_CLASSES[type(settings)].__module__)
+"""
+    environment = os.environ | {"PYTHONPATH": str(with_lion)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=with_lion, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "LionConfig(lion_beta1=0.8, lion_beta2=0.99) megacore.optim.lion\n", done.stderr
 
 
 def test_the_metric_sink_appends_on_the_first_rank_only(tmp_path: Path) -> None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megacore.files import naming, replace_bytes, replacing, take_lock, write_all
+from megacore.checkpoint.directory import pointed_to
+from megacore.checkpoint.lock import WriterLock, sees_lock
+from megacore.checkpoint.small_json import read_object
+from megacore.data.tokenizers.tokenizer import load_tokenizer
+from megacore.errors import CheckpointError, DataError, UserError
+from megacore.files import naming, read_bounded, replace_bytes, replacing, take_lock, write_all
+from megacore.train.sinks import _keep_until as keep_until
+from tests.patience import patience
 
 
 def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
@@ -81,3 +90,49 @@ def test_a_file_system_without_locks_is_told_from_a_lock_that_is_held(
     monkeypatch.setattr(fcntl, "flock", refuse)
     with (tmp_path / "a").open("w") as file:
         assert not take_lock(file.fileno())
+
+
+# Each reader with the file that it reads, and what it raises or returns where that is a pipe.
+READERS: list[tuple[str, Callable[[Path], object], type[Exception] | object]] = [
+    ("a", lambda directory: read_bounded(directory / "a", 9), OSError),
+    ("a.json", lambda directory: read_object(directory / "a.json"), CheckpointError),
+    ("latest", pointed_to, None),
+    ("writer.lock", WriterLock, UserError),
+    ("writer.lock", lambda directory: sees_lock(directory, "x", patience=0.0), False),
+    ("metrics.jsonl", lambda directory: keep_until(directory / "metrics.jsonl", 3), UserError),
+    ("tokenizer.json", load_tokenizer, DataError),
+]
+
+
+@pytest.mark.parametrize("special", ["pipe", "device", "link to a pipe"])
+@pytest.mark.parametrize(("name", "read", "outcome"), READERS, ids=[name for name, *_ in READERS])
+def test_a_pipe_or_device_is_not_read(
+    special: str, name: str, read: Callable[[Path], object], outcome: type[Exception] | object, tmp_path: Path
+) -> None:
+    """Reading the pipe would wait for ever for its writer, and /dev/zero has no end."""
+    run = tmp_path / "run"
+    run.mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    if special == "pipe":
+        os.mkfifo(run / name)
+    else:
+        (run / name).symlink_to("/dev/zero" if special == "device" else tmp_path / "pipe")
+    faulthandler.dump_traceback_later(patience(20), exit=True)
+    try:
+        if isinstance(outcome, type):
+            with pytest.raises(outcome):
+                read(run)
+        else:
+            assert read(run) == outcome
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert read_bounded(tmp_path / "a", 5) == read_bounded(tmp_path / "b", 5) == b"12345"
+    with pytest.raises(OSError, match="has 5 bytes, more than the 4 that are read"):
+        read_bounded(tmp_path / "a", 4)
+    with pytest.raises(IsADirectoryError):
+        read_bounded(tmp_path, 4)

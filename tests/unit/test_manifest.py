@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,23 @@ def test_a_number_beyond_any_count_is_refused_by_name(tmp_path: Path, number: in
         read_with(tmp_path, ("files", "model.safetensors", "bytes"), number)
     with pytest.raises(CheckpointError, match="shape is not a list of whole numbers from 0 to"):
         read_with(tmp_path, ("tensors", "model", "weight", "shape", 0), number)
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("updates", -1), ("updates", 1.5), ("updates", 2**49), ("scale", 0), ("scale", 1e300), ("learning_rate", -1.0)],
+)
+def test_a_counter_out_of_range_is_refused_by_name(name: str, number: float, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"counters\.{name} is .* from "):
+        read_with(tmp_path, ("counters",), {"updates": 3, "scale": 65536.0, "learning_rate": 0.0, name: number})
+
+
+def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    body = WRITTEN.to_json().split("\n", 2)[2].replace(' "step": 3', ' "step": 3,\n "step": 4')
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    (tmp_path / "manifest.json").write_text(f'{{\n "manifest_sha256": "{digest}",\n{body}')
+    with pytest.raises(CheckpointError, match="'step' is there twice"):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,49 @@ def test_a_damaged_file_is_refused(content: bytes, tmp_path: Path, capsys: pytes
     (tmp_path / "megatron" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "megatron" / "mp_rank_00" / "model_optim_rng.pt").write_bytes(content)
     assert "mp_rank_00/model_optim_rng.pt" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    table: dict[str, Any] = {"weight": torch.ones(2)}
+    for _ in range(depth):
+        table = {"a": table}
+    return table
+
+
+def shared(depth: int) -> dict[str, Any]:
+    """2**depth names of one tensor, in a small file."""
+    table: dict[str, Any] = {"weight": torch.ones(2)}
+    for _ in range(depth):
+        table = {"a": table, "b": table}
+    return table
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (nested(300), "nested too deep"),
+        (shared(20), "one is there twice"),
+        ({"wide": torch.ones(1).expand(1 << 20)}, "but its tensors would take 4,194,304"),
+    ],
+    ids=["nested", "shared", "expanded"],
+)
+def test_what_would_outgrow_the_file_is_refused(
+    model: dict[str, Any], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "megatron", 0, None, state({"model": model}, 3.0))
+    assert problem in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torch would unpack it into memory, a thousand bytes for each one of the file."""
+    save(tmp_path / "megatron", 0, None, state({"model": {"w": torch.zeros(1 << 18)}}, 3.0))
+    path = tmp_path / "megatron" / "mp_rank_00" / "model_optim_rng.pt"
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    assert "its archive is compressed" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,8 @@ def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None
     assert roofline.main([*TINY, "--tp", "2", "--dp", "2", "--global-batch-size", "8"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(
-        "Estimate for gpt2-tiny on 4 x h200, bf16: tp 2, dp 2, ZeRO stage 0, 4 microbatches of 1 x 64"
+        "Estimate for gpt2-tiny on 4 x h200, bf16: tp 2, sequence parallel, dp 2, ZeRO stage 0, 4 microbatches of "
+        "1 x 64"
     )
     for line in (
         "times are estimated, not measured",
@@ -347,6 +348,14 @@ def test_the_tool_prints_an_estimate(capsys: pytest.CaptureFixture[str]) -> None
         "Exposed communication, tensor parallel",
     ):
         assert line in text
+
+
+def test_sequence_parallelism_is_estimated_where_a_launch_would_choose_it(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for flags in ([], ["--sequence-parallel"], ["--no-sequence-parallel"]):
+        assert roofline.main([*TINY, "--tp", "2", "--json", *flags]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
 
 
 def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

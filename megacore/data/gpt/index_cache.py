@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megacore.files import take_lock
+from megacore.files import read_bounded, take_lock
 
 Arrays = dict[str, NDArray]
 _LOG = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
+_MOST_MANIFEST_BYTES = 1 << 24
 _LOCK_PATIENCE_S = 600.0  # a builder that takes longer is taken for stopped, and is built past
 _ABANDONED_S = 3600.0  # temporary directories of killed builders are removed after this
 
@@ -77,7 +78,7 @@ def _load(entry: Path, description: Mapping[str, Any], *, trusted: bool = False)
     if not entry.is_dir():
         return None
     try:
-        manifest = json.loads((entry / _MANIFEST).read_bytes())
+        manifest = json.loads(read_bounded(entry / _MANIFEST, _MOST_MANIFEST_BYTES))
         if manifest["description"] != dict(description):
             raise ValueError("made from another description")
         arrays: Arrays = {}

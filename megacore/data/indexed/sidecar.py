@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Self
 
 from megacore.data.indexed.reader import IndexedDataset
+from megacore.files import read_bounded
 
 _FORMAT = "megacore-dataset-1"
+_MOST_BYTES = 1 << 20
 _LOG = logging.getLogger(__name__)
 
 
@@ -74,7 +76,7 @@ def read_sidecar(dataset: IndexedDataset) -> Sidecar | None:
     path = sidecar_path(dataset.prefix)
     try:
         written = path.stat().st_mtime_ns
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_bounded(path, _MOST_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -18,12 +18,13 @@ import tokenizers
 
 from megacore.data.tokenizers.word_marks import METASPACE, ROLES, role_tokens, word_starts
 from megacore.errors import DataError
-from megacore.files import replace_bytes
+from megacore.files import read_bounded, replace_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 # Tried in this order when no tokenizer_config.json names the end-of-document token.
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 # The tokenizer_config.json that GPT-2's vocab.json and merges.txt need.
+_MOST_BYTES = 1 << 28  # of a tokenizer's file; the largest in use has a tenth of it
 _GPT2_CLASS = '{"tokenizer_class": "GPT2TokenizerFast"}'
 
 
@@ -310,7 +311,7 @@ def saved_files(directory: str | Path) -> list[Path]:
 
 def _read(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        data = read_bounded(path, _MOST_BYTES)
     except OSError as error:
         raise DataError(f"{path}: cannot read the tokenizer ({error.strerror})") from error
     if not data:

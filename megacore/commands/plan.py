@@ -1,0 +1,290 @@
+"""The command behind tools/plan.py and `pretrain_gpt.py --dry-run`: from flags to a plan, a search, pictures.
+
+The flags of the run are read and validated as the trainer does it. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megacore.commands.tool import ToolParser, positive, run_tool
+from megacore.config import Config, ResolvedConfig
+from megacore.config.bert import BertConfig
+from megacore.config.cli import parse_config
+from megacore.config.messages import did_you_mean, one_of
+from megacore.convert.start import shape_from_hf
+from megacore.data.gpt.build import vocabulary_size
+from megacore.errors import ConfigError, UserError
+from megacore.pipeline.schedule_file import check_schedule
+from megacore.plan.calibration import calibrate
+from megacore.plan.canvas import require_writable, save
+from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
+from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
+from megacore.plan.plan_report import as_json, markdown
+from megacore.plan.planner import Plan, make_plan
+from megacore.plan.search import Constraints, Found, search, search_json, search_table
+
+ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
+_DATA_FLAGS = {"--mock-data", "--data-path"}
+MOST_RANKS = 1 << 20
+
+
+class _Parser(ToolParser):
+    """Leaves the flags that it does not know to the trainer's parser."""
+
+    def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
+        known, rest = self.parse_known_args(argv, namespace)
+        known.flags = rest
+        return known
+
+
+def plan_tool(argv: Sequence[str] | None = None) -> int:
+    """tools/plan.py; the exit status is 0 done, 2 refused."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser("plan.py", "plan.py pretrain_gpt.py --cluster NAME [flags of pretrain_gpt.py]")
+    parser.add_argument(
+        "entry", nargs="?", metavar="ENTRY", help=f"entry point whose run is planned: {one_of(ENTRIES)}"
+    )
+    parser.add_argument("--calibrate", type=Path, metavar="DIR", help="fit a cluster file to the run in this directory")
+    return run_tool(parser, given, _plan)
+
+
+def dry_run(argv: Sequence[str], entry: str) -> int:
+    """`--dry-run` of an entry point: plan the run in place of it."""
+    parser = _parser(f"{entry} --dry-run", f"{entry} --dry-run [--world-size N] [--cluster NAME] [flags of a run]")
+    parser.add_argument("--dry-run", action="store_true", help="plan the run in place of training")
+    parser.set_defaults(entry=entry, calibrate=None, is_dry_run=True)
+    return run_tool(parser, argv, _plan)
+
+
+def _parser(prog: str, usage: str) -> _Parser:
+    parser = _Parser(
+        prog=prog,
+        usage=usage,
+        description="Plan a training run before paying for it: memory of every rank, time of a step, bytes sent, days "
+        "and price. All other flags are those of the entry point. See docs/planner.md.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--cluster", metavar="NAME", help=f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
+    add("--world-size", type=positive, metavar="N", help="number of ranks. Default: --tp x --pp x --dp")
+    add("--tokens", type=_tokens, metavar="N", help="tokens of the whole training, as in 300e9: prints days and price")
+    add(
+        "--goodput",
+        type=_share,
+        default=0.9,
+        metavar="SHARE",
+        help="share of the time that makes progress. Default: 0.9",
+    )
+    add("--price-per-hour", type=_price, metavar="USD", help="price of a device and hour. Default: the cluster's")
+    add("--json", action="store_true", help="print all figures as JSON")
+    add("--timeline", type=Path, metavar="FILE", help="draw the predicted time line of the pipeline (.svg or .png)")
+    add("--memory-timeline", type=Path, metavar="FILE", help="draw every rank's memory over a step (.svg or .png)")
+    add("--search", action="store_true", help="rank all layouts of --world-size ranks instead of planning one")
+    add("--top", type=positive, default=10, metavar="N", help="layouts that --search prints. Default: 10")
+    add("--picture", type=Path, metavar="FILE", help="draw the time and memory of what --search found (.svg or .png)")
+    for name in ("tp", "pp", "dp", "micro-batch-size", "zero-stage", "virtual-stages"):
+        add(
+            f"--max-{name}",
+            type=positive if name != "zero-stage" else _stage,
+            metavar="N",
+            help=f"--search: largest --{name}",
+        )
+        if name in ("tp", "pp", "dp"):
+            add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
+    add("--max-memory-gb", type=_price, metavar="GB", help="--search: most memory of a device. Default: the cluster's")
+    parser.set_defaults(is_dry_run=False)
+    return parser
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is planned on what."""
+
+    config: ResolvedConfig
+    cluster: Cluster
+
+
+def _plan(args: argparse.Namespace) -> None:
+    if args.calibrate is not None:
+        _calibrate(args)
+        return
+    request = _read(args)
+    if args.search:
+        _search(args, request)
+        return
+    plan = make_plan(request.config, request.cluster)
+    if args.json:
+        print(json.dumps(as_json(plan, tokens=args.tokens, goodput=args.goodput), indent=1))
+    else:
+        print(markdown(plan, tokens=args.tokens, goodput=args.goodput))
+    _draw(args, plan)
+
+
+def _draw(args: argparse.Namespace, plan: Plan) -> None:
+    for path, picture in ((args.timeline, timeline_picture), (args.memory_timeline, memory_picture)):
+        if path is not None:
+            save(picture(plan), path)
+            print(f"wrote {path}", file=sys.stderr)
+
+
+def _read(args: argparse.Namespace) -> _Request:
+    """The configuration and the cluster, or a refusal with everything that is wrong with both."""
+    problems: list[str] = []
+    cluster = _cluster(args, problems)
+    entry = Path(args.entry).name if args.entry else None
+    if entry not in ENTRIES:
+        named = "no entry point is given" if entry is None else f"{entry} is no entry point"
+        problems.append(f"{named}: use {one_of(ENTRIES)} first" + (did_you_mean(entry, ENTRIES) if entry else ""))
+    for path in (args.timeline, args.memory_timeline, args.picture):
+        if path is not None:
+            try:
+                require_writable(path)
+            except UserError as error:
+                problems.append(str(error))
+    if args.picture is not None and not args.search:
+        problems.append(f"--picture {args.picture} draws what --search finds: add --search, or use --timeline")
+    if args.search:
+        for name in ("timeline", "memory_timeline"):
+            if getattr(args, name) is not None:
+                problems.append(f"--{name.replace('_', '-')} draws one layout: leave --search out, or use --picture")
+        if args.world_size is None:
+            problems.append("--search needs --world-size: the number of ranks, as in --world-size 64")
+    if args.world_size is not None and args.world_size > MOST_RANKS:
+        problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
+    config = parse_config(
+        _with_defaults(args, cluster),
+        prog=entry if entry in ENTRIES else ENTRIES[0],
+        description="Plan a run.",
+        kind=BertConfig if entry == "pretrain_bert.py" else Config,
+        shape=None if entry == "pretrain_bert.py" else shape_from_hf,
+        vocabulary=vocabulary_size,
+        checks=[check_schedule, lambda resolved: _require_peak(resolved, cluster)],
+        planned=True,
+        world_size=args.world_size,
+        problems=problems,
+    )
+    assert cluster is not None
+    return _Request(config, cluster)
+
+
+def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
+    name = args.cluster or ("laptop" if args.is_dry_run else None)
+    if name is None:
+        problems.append(f"--cluster is missing: use {one_of(list(CLUSTERS))}, or a file that ends in .toml")
+        return None
+    try:
+        cluster = cluster_named(name)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return None
+    if args.price_per_hour is not None:
+        cluster = replace(cluster, price_per_hour=args.price_per_hour)
+    return cluster
+
+
+def _with_defaults(args: argparse.Namespace, cluster: Cluster | None) -> list[str]:
+    """The flags of the run, with mock data and the cluster's usual precision where tools/plan.py is given neither."""
+    flags = list(args.flags)
+    given = {flag.split("=")[0] for flag in flags}
+    if args.is_dry_run or "--config" in given:
+        return flags
+    defaults = [] if given & _DATA_FLAGS else ["--mock-data"]
+    defaults += [] if "--precision" in given or (cluster and cluster.on_cpu) else ["--precision", "bf16"]
+    defaults += [] if "--train-iters" in given else ["--train-iters", "1000"]
+    return [*defaults, *flags]
+
+
+def _require_peak(config: ResolvedConfig, cluster: Cluster | None) -> None:
+    if cluster is None or config.logging.peak_tflops is not None:
+        return
+    if cluster.peak(config.precision.precision) is None:
+        known = one_of([form for form in ("bf16", "fp16", "fp32") if cluster.peak(form) is not None])
+        raise ConfigError(
+            [
+                f"--precision {config.precision.precision}: the peak of {cluster.name} in it is not known: "
+                f"use {known}, or --peak-tflops"
+            ]
+        )
+
+
+# ---- search and calibration ------------------------------------------------------------------------------------------
+
+
+def _search(args: argparse.Namespace, request: _Request) -> None:
+    constraints = Constraints(
+        world_size=args.world_size,
+        most={
+            name: value
+            for name in ("tp", "pp", "dp", "micro_batch_size", "zero_stage", "virtual_stages")
+            if (value := getattr(args, f"max_{name}")) is not None
+        },
+        least={name: value for name in ("tp", "pp", "dp") if (value := getattr(args, f"min_{name}")) is not None},
+        memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
+    )
+    found = search(request.config, request.cluster, constraints)
+    _require_found(found, request, constraints)
+    if args.json:
+        print(json.dumps(search_json(found, top=args.top), indent=1))
+    else:
+        print(search_table(found, top=args.top, tokens=args.tokens, goodput=args.goodput))
+    if args.picture is not None:
+        save(frontier_picture(found), args.picture)
+        print(f"wrote {args.picture}", file=sys.stderr)
+
+
+def _require_found(found: Found, request: _Request, constraints: Constraints) -> None:
+    if found.layouts:
+        return
+    least = "" if found.least_memory is None else f"; the smallest needs {found.least_memory / 1e9:.1f} GB per rank"
+    raise ConfigError(
+        [
+            f"--search: no layout of --world-size {constraints.world_size} fits {request.cluster.name} and the given "
+            f"limits ({found.tried} valid layouts){least}: use more ranks, a smaller --global-batch-size, or "
+            "fewer limits"
+        ]
+    )
+
+
+def _calibrate(args: argparse.Namespace) -> None:
+    base = cluster_named(args.cluster or "cpu")
+    fitted = calibrate(args.calibrate, base)
+    path = args.calibrate / "cluster.toml"
+    path.write_text(to_toml(fitted.cluster), encoding="utf-8")
+    print("\n".join(fitted.report))
+    print(f"wrote {path}: use it with --cluster {path}")
+
+
+def _tokens(text: str) -> float:
+    return _number(text, low=1.0, high=1e18, example="300e9")
+
+
+def _price(text: str) -> float:
+    return _number(text, low=0.0, high=1e6, example="2.5")
+
+
+def _share(text: str) -> float:
+    return _number(text, low=0.01, high=1.0, example="0.9")
+
+
+def _stage(text: str) -> int:
+    if text not in ("0", "1", "2", "3"):
+        raise argparse.ArgumentTypeError(f"{text} must be 0, 1, 2 or 3")
+    return int(text)
+
+
+def _number(text: str, *, low: float, high: float, example: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text} must be a number from {low:g} to {high:g}, as in {example}")
+    return value

@@ -1,0 +1,31 @@
+"""Numbers as a user types them: ASCII digits only, where `int` and `float` also take `1_0`, spaces and other scripts'
+digits."""
+
+from __future__ import annotations
+
+import re
+
+_INT = re.compile(r"[+-]?[0-9]+")
+_FLOAT = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(inf|infinity|nan)", re.IGNORECASE)
+
+
+def parse_int(text: str) -> int:
+    """The whole number that a text spells.
+
+    Raises:
+        ValueError: it spells none, or one of thousands of digits.
+    """
+    if not _INT.fullmatch(text):
+        raise ValueError(f"{text[:40]!r} is not a whole number")
+    return int(text)
+
+
+def parse_float(text: str) -> float:
+    """The number that a text spells, which may be infinite or NaN.
+
+    Raises:
+        ValueError: it spells none.
+    """
+    if not _FLOAT.fullmatch(text):
+        raise ValueError(f"{text[:40]!r} is not a number")
+    return float(text)

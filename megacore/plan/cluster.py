@@ -1,0 +1,292 @@
+"""Clusters by short names or from a TOML file: devices, their peaks, network cards of a node, and a price.
+
+What a device is stands in devices.py. A cluster adds what only planning asks for. Prices are assumed: common list
+prices of rented devices, which differ by provider and year by a factor of two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacore.config.messages import one_of
+from megacore.errors import ConfigError
+from megacore.plan.devices import DEVICES, Device, Link, Range
+from megacore.plan.peaks import Format
+
+# USD per device and hour, assumed.
+_PRICES = {"a100-40g": 1.3, "a100-80g": 1.8, "h100": 2.8, "h200": 3.5, "b200": 5.5, "mi250x": 1.1}
+_FORMATS: tuple[Format, ...] = ("fp32", "tf32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices in nodes.
+
+    Attributes:
+        device: one of them, with its links and how much of each a step reaches.
+        peaks: FLOP/s of dense matrix products by number format.
+        nics_per_node: network cards; together they carry the `network` of all devices of a node.
+        price_per_hour: USD per device.
+        on_cpu: whether ranks compute on a CPU; all ranks of a node then share `memory_bytes`.
+        source: where the figures are from.
+    """
+
+    device: Device
+    peaks: Mapping[Format, float]
+    nics_per_node: int = 8
+    price_per_hour: float = 0.0
+    on_cpu: bool = False
+    source: str = "data sheet; shares of it assumed"
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    def peak(self, form: str) -> float | None:
+        """FLOP/s of products in a format, or None."""
+        return next((value for key, value in self.peaks.items() if key == form), None)
+
+
+def _from_device(device: Device) -> Cluster:
+    peaks = {form: peak for form in _FORMATS if (peak := device.peak(form)) is not None}
+    return Cluster(device=device, peaks=peaks, price_per_hour=_PRICES[device.name])
+
+
+def _cpu(name: str, *, cores: int, memory_gb: float, price: float) -> Cluster:
+    """A machine whose ranks have a core each; loopback gloo between them."""
+    device = Device(
+        name=name,
+        reported_as=name,
+        memory_bytes=memory_gb * 1e9,
+        memory_bandwidth=8e9,  # of one core
+        node_ranks=cores,
+        node_link=Link(bandwidth=2e9, latency=60e-6),
+        network=Link(bandwidth=1.25e9 / cores, latency=100e-6),
+        product_efficiency=Range(0.35, 0.60, 0.85),
+        attention_efficiency=Range(0.15, 0.30, 0.50),
+        memory_efficiency=Range(0.4, 0.7, 0.9),
+        link_efficiency=Range(0.4, 0.7, 0.9),
+        launch_seconds=Range(8e-6, 4e-6, 2e-6),
+        host_seconds=Range(0.0, 0.0, 0.0),  # the host is the device
+    )
+    core = 80e9  # FLOP/s of a core with 256-bit units at 2.5 GHz
+    peaks: dict[Format, float] = {"fp32": core, "bf16": core / 4, "fp16": core / 4}
+    return Cluster(
+        device=device, peaks=peaks, nics_per_node=1, price_per_hour=price, on_cpu=True, source="assumed; --calibrate"
+    )
+
+
+CLUSTERS: Mapping[str, Cluster] = {
+    **{device.name: _from_device(device) for device in DEVICES},
+    "laptop": _cpu("laptop", cores=8, memory_gb=16, price=0.0),
+    "cpu": _cpu("cpu", cores=16, memory_gb=64, price=0.05),
+}
+
+
+def cluster_named(name: str) -> Cluster:
+    """The cluster of a name, or of a TOML file.
+
+    Raises:
+        ConfigError: there is none, or everything that is wrong with the file.
+    """
+    if name in CLUSTERS:
+        return CLUSTERS[name]
+    if name.endswith(".toml"):
+        return load_cluster(Path(name))
+    near = difflib.get_close_matches(name.lower(), CLUSTERS, n=1, cutoff=0.4)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    raise ConfigError(
+        [f"--cluster {name} is not known: use {one_of(list(CLUSTERS))}, or a file that ends in .toml{meant}"]
+    )
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+_NUMBERS = {
+    "memory_gb": "capacity of a device",
+    "memory_bandwidth_gb_s": "of a device's memory",
+    "gpus_per_node": "devices of a node",
+    "node_bandwidth_gb_s": "between devices of a node, one direction",
+    "node_latency_us": "of a message in a node",
+    "nics_per_node": "network cards of a node",
+    "nic_bandwidth_gb_s": "of one network card, one direction",
+    "network_latency_us": "of a message between nodes",
+    "price_per_hour": "USD per device",
+}
+_RANGES = {
+    "products": "product_efficiency",
+    "attention": "attention_efficiency",
+    "memory": "memory_efficiency",
+    "links": "link_efficiency",
+    "launch_us": "launch_seconds",
+    "host_us": "host_seconds",
+}
+_ZERO_ALLOWED = {"price_per_hour", "node_latency_us", "network_latency_us"}
+
+
+def load_cluster(path: Path) -> Cluster:
+    """A cluster from a TOML file.
+
+    Raises:
+        ConfigError: the file cannot be read; or every field that is missing, unknown or out of range.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError([f"--cluster {path}: there is no such file: use {one_of(list(CLUSTERS))}"]) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError([f"--cluster {path}: {error}"]) from None
+    problems: list[str] = []
+    base = _base(table, path, problems)
+    values = {name: _number(table, name, path, problems, base=base) for name in _NUMBERS}
+    peaks = _peaks(table, path, problems, base)
+    ranges = _ranges(table, path, problems)
+    on_cpu = table.get("on_cpu", base.on_cpu if base else False)
+    if not isinstance(on_cpu, bool):
+        problems.append(f"{path}: on_cpu = {on_cpu!r} must be true or false")
+    known = {*_NUMBERS, "name", "based_on", "on_cpu", "source", "peak_tflops", "efficiency"}
+    for name in table.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        problems.append(f"{path}: {name} is not a field" + (f" (did you mean {near[0]}?)" if near else ""))
+    if problems:
+        raise ConfigError(problems)
+    numbers = {name: value for name, value in values.items() if value is not None}
+    return _assembled(str(table.get("name", path.stem)), numbers, peaks, ranges, base=base, table=table)
+
+
+def _assembled(
+    name: str,
+    numbers: Mapping[str, float],
+    peaks: Mapping[Format, float],
+    ranges: Mapping[str, Range],
+    *,
+    base: Cluster | None,
+    table: Mapping[str, Any],
+) -> Cluster:
+    n = int(numbers["gpus_per_node"])
+    nics = int(numbers["nics_per_node"])
+    device = Device(
+        name=name,
+        reported_as=name,
+        memory_bytes=numbers["memory_gb"] * 1e9,
+        memory_bandwidth=numbers["memory_bandwidth_gb_s"] * 1e9,
+        node_ranks=n,
+        node_link=Link(bandwidth=numbers["node_bandwidth_gb_s"] * 1e9, latency=numbers["node_latency_us"] * 1e-6),
+        network=Link(
+            bandwidth=numbers["nic_bandwidth_gb_s"] * 1e9 * nics / n, latency=numbers["network_latency_us"] * 1e-6
+        ),
+    )
+    kept = {} if base is None else {field: getattr(base.device, field) for field in _RANGES.values()}
+    return Cluster(
+        device=dataclasses.replace(device, **{**kept, **ranges}),
+        peaks=peaks,
+        nics_per_node=nics,
+        price_per_hour=numbers["price_per_hour"],
+        on_cpu=bool(table.get("on_cpu", base.on_cpu if base else False)),
+        source=str(table.get("source", "cluster file")),
+    )
+
+
+def _base(table: Mapping[str, Any], path: Path, problems: list[str]) -> Cluster | None:
+    name = table.get("based_on")
+    if name is None:
+        return None
+    if name not in CLUSTERS:
+        problems.append(f"{path}: based_on = {name!r} is not known: use {one_of(list(CLUSTERS))}")
+        return None
+    return CLUSTERS[name]
+
+
+def fields_of(cluster: Cluster) -> dict[str, float]:
+    """The numbers of a cluster as its file has them."""
+    device = cluster.device
+    return {
+        "memory_gb": device.memory_bytes / 1e9,
+        "memory_bandwidth_gb_s": device.memory_bandwidth / 1e9,
+        "gpus_per_node": device.node_ranks,
+        "node_bandwidth_gb_s": device.node_link.bandwidth / 1e9,
+        "node_latency_us": device.node_link.latency * 1e6,
+        "nics_per_node": cluster.nics_per_node,
+        "nic_bandwidth_gb_s": device.network.bandwidth * device.node_ranks / cluster.nics_per_node / 1e9,
+        "network_latency_us": device.network.latency * 1e6,
+        "price_per_hour": cluster.price_per_hour,
+    }
+
+
+def _number(
+    table: Mapping[str, Any], name: str, path: Path, problems: list[str], *, base: Cluster | None
+) -> float | None:
+    if name not in table:
+        if base is not None:
+            return fields_of(base)[name]
+        problems.append(f'{path}: {name} is missing ({_NUMBERS[name]}): give it, or based_on = "a100-80g"')
+        return None
+    value = table[name]
+    low = 0 if name in _ZERO_ALLOWED else 1 if name in ("gpus_per_node", "nics_per_node") else None
+    whole = name in ("gpus_per_node", "nics_per_node")
+    bad = isinstance(value, bool) or not isinstance(value, int if whole else (int, float))
+    if bad or not (value >= low if low is not None else value > 0) or value > 1e12:
+        kind = "a whole number from 1" if whole else "a number from 0" if low == 0 else "a number above 0"
+        problems.append(f"{path}: {name} = {value!r} must be {kind}")
+        return None
+    return float(value)
+
+
+def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Cluster | None) -> dict[Format, float]:
+    given = table.get("peak_tflops", {})
+    peaks = dict(base.peaks) if base else {}
+    if not isinstance(given, dict) or (not given and not peaks):
+        problems.append(f"{path}: [peak_tflops] is missing: give TFLOP/s by format, as in bf16 = 312")
+        return peaks
+    for name, value in given.items():
+        form = next((form for form in _FORMATS if form == name), None)
+        if form is None:
+            problems.append(f"{path}: peak_tflops.{name} is not a format: use {one_of(_FORMATS)}")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+            problems.append(f"{path}: peak_tflops.{name} = {value!r} must be a number above 0")
+        else:
+            peaks[form] = value * 1e12
+    return peaks
+
+
+def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, Range]:
+    ranges = {}
+    given = table.get("efficiency", {})
+    for name, values in given.items() if isinstance(given, dict) else ():
+        if name not in _RANGES:
+            problems.append(f"{path}: efficiency.{name} is not known: use {one_of(list(_RANGES))}")
+            continue
+        is_time = name.endswith("_us")
+        triple = values if isinstance(values, list) else [values] * 3
+        number = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in triple)
+        if len(triple) != 3 or not number or not all(0 <= v <= (1e6 if is_time else 1) for v in triple):
+            bounds = "microseconds" if is_time else "shares from 0 to 1"
+            problems.append(f"{path}: efficiency.{name} = {values!r} must be [slow, expected, fast], {bounds}")
+            continue
+        if not is_time and min(triple) <= 0:
+            problems.append(f"{path}: efficiency.{name} = {values!r} must be above 0")
+            continue
+        ranges[_RANGES[name]] = Range(*(v * (1e-6 if is_time else 1) for v in triple))
+    return ranges
+
+
+def to_toml(cluster: Cluster) -> str:
+    """A cluster as the text of its file."""
+    lines = [f'name = "{cluster.name}"', f'source = "{cluster.source}"', f"on_cpu = {str(cluster.on_cpu).lower()}"]
+    lines += [
+        f"{name} = {int(value) if name in ('gpus_per_node', 'nics_per_node') else repr(float(value))}"
+        for name, value in fields_of(cluster).items()
+    ]
+    lines += ["", "[peak_tflops]", *(f"{form} = {peak / 1e12!r}" for form, peak in cluster.peaks.items())]
+    lines += ["", "[efficiency]  # slow, expected, fast"]
+    for name, field in _RANGES.items():
+        values: Range = getattr(cluster.device, field)
+        scale = 1e6 if name.endswith("_us") else 1.0
+        lines.append(f"{name} = [{values.slow * scale!r}, {values.expected * scale!r}, {values.fast * scale!r}]")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,197 @@
+"""Pictures of a plan: the pipeline's time line with its transfers, every rank's memory over it, and a search.
+
+The time line is drawn by picture.py, which draws every schedule; all become files by canvas.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from megacore.pipeline.schedule import Op
+from megacore.plan.canvas import Box, Drawing, Line, Words
+from megacore.plan.memory import GIB, RankMemory, num_microbatches
+from megacore.plan.picture import Panel, axis, diagram
+from megacore.plan.planner import Plan
+from megacore.plan.search import Found
+from megacore.plan.simulator import Timeline
+from megacore.plan.step_time import pipeline_costs, speed_of, timeline
+
+_GREY, _INK, _USED, _KEPT, _LIMIT, _DOT = "#6b7280", "#1f2430", "#2f66b0", "#9db7d9", "#c2410c", "#b8bfca"
+_LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
+_MOST_ROUNDS = 2  # microbatches per rank that are drawn
+
+
+def _drawn(plan: Plan) -> tuple[Timeline, int, float]:
+    """The time line in milliseconds of as many microbatches as can be told apart, their number, and a transfer."""
+    config = plan.config
+    m, p = num_microbatches(config), config.parallel.pp
+    count = m if config.parallel.schedule_csv is not None else min(m, max(_MOST_ROUNDS * p, 8))
+    if config.parallel.schedule == "interleaved":
+        count = max(count // p * p, min(p, m))
+    costs = pipeline_costs(config, plan.time.stages, speed_of(config, plan.cluster, "expected")).times(1e3)
+    return timeline(config, costs, count), count, costs.transfer
+
+
+def timeline_picture(plan: Plan) -> Drawing:
+    """When each pipeline rank computes what, with its transfers as lines to the next rank."""
+    line, count, transfer = _drawn(plan)
+    config = plan.config
+    m = num_microbatches(config)
+    shown = f"the first {count} of {m} microbatches" if count < m else f"{m} microbatches"
+    panel = Panel(
+        title=f"predicted: {config.parallel.schedule}, {config.parallel.pp} ranks, {shown}, {plan.cluster.name}",
+        bubble=f"step {plan.time.seconds:.4g} s, bubble {plan.time.bubble / plan.time.seconds:.1%} of it; "
+        f"a transfer takes {transfer:.3g} ms",
+        timeline=line,
+        virtual_stages=config.parallel.virtual_stages,
+        transfer=transfer if config.parallel.pp > 1 else None,
+    )
+    return diagram([panel], unit="ms")
+
+
+# ---- memory over time ------------------------------------------------------------------------------------------------
+
+
+def memory_picture(plan: Plan) -> Drawing:
+    """Every rank's memory over the pass: state below, activations of the microbatches in flight above it."""
+    line, count, _ = _drawn(plan)
+    scale = _WIDTH / line.end
+    top = max(plan.capacity, plan.fullest.expected)
+    row = 46.0 if len(plan.memory) <= 16 else 30.0
+    title = f"predicted memory per rank, of {plan.capacity / GIB:.1f} GiB ({plan.cluster.name})"
+    drawing = Drawing(title=title, width=_LEFT + _WIDTH + 120, height=0)
+    drawing.marks.append(Words(x=_LEFT, y=_TOP + 8, text=title, size=15, bold=True))
+    note = f"the first {count} microbatches; dark: weights, gradients, optimizer and buffers; light: activations"
+    drawing.marks.append(Words(x=_LEFT, y=_TOP + 27, text=note, size=12.5, color=_GREY))
+    y = _TOP + 46
+    for rank in plan.memory:
+        _memory_row(drawing, plan, rank, line, y=y, height=row, scale=scale, top=top)
+        y += row + 8
+    y = axis(drawing, y, end=line.end, scale=scale, unit="ms")
+    drawing.height = y + 10
+    return drawing
+
+
+def held_over_time(rank: RankMemory, line: Timeline, ranks: int) -> list[tuple[float, int]]:
+    """Moments at which the number of microbatches whose activations a rank keeps changes, with the new number."""
+    changes: list[tuple[float, int]] = [(0.0, 0)]
+    for span in line.spans[rank.pp_rank]:
+        held = changes[-1][1]
+        if span.action.op is Op.FORWARD:
+            changes.append((span.start, held + 1))
+        elif span.action.op in (Op.BACKWARD, Op.INPUT_GRAD):
+            changes.append((span.end, held - 1))
+    return changes
+
+
+def _memory_row(
+    drawing: Drawing,
+    plan: Plan,
+    rank: RankMemory,
+    line: Timeline,
+    *,
+    y: float,
+    height: float,
+    scale: float,
+    top: float,
+) -> None:
+    def up(size: float) -> float:
+        return height * size / top
+
+    base = rank.expected - rank.activations - rank.working
+    one = rank.activations / max(rank.in_flight, 1)
+    drawing.marks.append(Words(x=_LEFT - 10, y=y + height / 2, text=f"rank {rank.pp_rank}", anchor="end"))
+    drawing.marks.append(
+        Box(x=_LEFT, y=y + height - up(base), width=line.end * scale, height=up(base), fill=_USED,
+            note=f"state and buffers: {base / GIB:.2f} GiB")
+    )  # fmt: skip
+    changes = held_over_time(rank, line, len(plan.memory))
+    ends = [moment for moment, _ in changes[1:]] + [line.end]
+    for (start, held), end in zip(changes, ends, strict=True):
+        size = held * one + (rank.working if held else 0.0)
+        if held and end > start:
+            note = f"{held} microbatches: {(base + size) / GIB:.2f} GiB"
+            box = Box(
+                x=_LEFT + start * scale, y=y + height - up(base + size), width=(end - start) * scale, height=up(size),
+                fill=_KEPT, note=note,
+            )  # fmt: skip
+            drawing.marks.append(box)
+    limit = y + height - up(plan.capacity)
+    drawing.marks.append(Line(x1=_LEFT, y1=limit, x2=_LEFT + line.end * scale, y2=limit, color=_LIMIT))
+    text = f"peak {rank.expected / GIB:.1f} GiB"
+    drawing.marks.append(Words(x=_LEFT + line.end * scale + 8, y=y + height / 2, text=text, size=12))
+
+
+# ---- search ----------------------------------------------------------------------------------------------------------
+
+
+def frontier_picture(found: Found) -> Drawing:
+    """Time by memory of every layout that fits; the frontier is marked, and its layouts are named."""
+    width, height, left, top = 760.0, 420.0, 74.0, 60.0
+    title = f"{len(found.layouts):,} layouts that fit {found.cluster.name}"
+    drawing = Drawing(title=title, width=left + width + 30, height=0)
+    marks = drawing.marks
+    marks.append(Words(x=left, y=22, text=title, size=15, bold=True))
+    marks.append(Words(x=left, y=42, text="seconds per step by GiB per rank; the frontier is marked", color=_GREY))
+    frontier = found.frontier
+    fastest = frontier[0].seconds
+    shown = [layout for layout in found.layouts if layout.seconds <= 4 * fastest]
+    most = found.capacity / GIB
+
+    def x_of(size: float) -> float:
+        return left + width * size / GIB / most
+
+    low, high = math.log(fastest * 0.95), math.log(4 * fastest)
+
+    def y_of(seconds: float) -> float:
+        return top + height * (high - math.log(seconds)) / (high - low)
+
+    for layout in shown:
+        x, y = x_of(layout.memory_bytes), y_of(layout.seconds)
+        marks.append(
+            Box(x=x - 2, y=y - 2, width=4, height=4, fill=_DOT, note=f"{layout.seconds:.4g} s: {layout.flags}")
+        )
+    marked = [layout for layout in frontier if layout.seconds <= 4 * fastest]
+    for one, other in itertools.pairwise(marked):
+        ends = [(x_of(layout.memory_bytes), y_of(layout.seconds)) for layout in (one, other)]
+        (x1, y1), (x2, y2) = ends
+        marks.append(Line(x1=x1, y1=y1, x2=x1, y2=y2, color=_LIMIT))
+        marks.append(Line(x1=x1, y1=y2, x2=x2, y2=y2, color=_LIMIT))
+    for number, layout in enumerate(marked[:12], start=1):
+        x, y = x_of(layout.memory_bytes), y_of(layout.seconds)
+        marks.append(Box(x=x - 4, y=y - 4, width=8, height=8, fill=_LIMIT, note=layout.flags))
+        marks.append(Words(x=x + 7, y=y - 8, text=str(number), size=11, color=_LIMIT))
+    _axes(drawing, (left, top, width, height), most=most, times=_ticks(fastest), y_of=y_of)
+    y = top + height + 52
+    for number, layout in enumerate(marked[:12], start=1):
+        text = f"{number}. {layout.seconds:.4g} s, {layout.memory_bytes / GIB:.1f} GiB: {layout.flags}"
+        marks.append(Words(x=left, y=y, text=text, size=11.5))
+        y += 18
+    drawing.height = y + 8
+    return drawing
+
+
+def _ticks(fastest: float) -> list[float]:
+    return [fastest * factor for factor in (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)]
+
+
+def _axes(
+    drawing: Drawing, area: tuple[float, float, float, float], *, most: float, times: Sequence[float], y_of: object
+) -> None:
+    left, top, width, height = area
+    assert callable(y_of)
+    bottom = top + height
+    drawing.marks.append(Line(x1=left, y1=bottom, x2=left + width, y2=bottom, color=_GREY))
+    drawing.marks.append(Line(x1=left, y1=top, x2=left, y2=bottom, color=_GREY))
+    for number in range(6):
+        x = left + width * number / 5
+        text = f"{most * number / 5:.3g}"
+        drawing.marks.append(Words(x=x, y=bottom + 13, text=text, size=11, anchor="middle", color=_GREY))
+    drawing.marks.append(Words(x=left + width, y=bottom + 30, text="GiB per rank", size=11, anchor="end", color=_GREY))
+    for seconds in times:
+        y = y_of(seconds)
+        drawing.marks.append(Line(x1=left - 4, y1=y, x2=left, y2=y, color=_GREY))
+        text = f"{seconds:.3g} s"
+        drawing.marks.append(Words(x=left - 8, y=y, text=text, size=11, anchor="end", color=_GREY))

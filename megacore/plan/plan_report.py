@@ -1,0 +1,221 @@
+"""A plan in words: Markdown to read, or figures as JSON, each with its unit, origin and range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megacore.config.messages import counted
+from megacore.plan.memory import GIB, num_microbatches
+from megacore.plan.planner import Figure, Plan, exact, gib, largest_term, memory_terms, rank_kinds
+from megacore.plan.traffic import ROLE_NAMES
+
+# The parts of a step's time, in the order in which they are told; they add up to it.
+PARTS = {
+    "gemm": "compute: matrix products",
+    "attention": "compute: attention",
+    "memory": "compute: memory-bound operators",
+    "tensor": "tensor and sequence parallel, exposed",
+    "pipeline": "pipeline transfers, exposed",
+    "replicas": "data parallel, exposed",
+    "tied": "tied gradients",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+}
+LINKS = {"node": "in a node", "network": "between nodes"}
+
+
+def markdown(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) -> str:
+    """The report of a plan.
+
+    Args:
+        plan: to describe.
+        tokens: of the whole training; None: days and price are left out.
+        goodput: share of the time that makes progress.
+    """
+    sections = [_head(plan), _memory(plan), _time(plan), _links(plan)]
+    if tokens is not None:
+        sections.append(_cost(plan, tokens, goodput))
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    config, cluster = plan.config, plan.cluster
+    parallel, training = config.parallel, config.training
+    degrees = ", ".join(f"{name} {degree}" for name, degree in reversed(parallel.degrees.items()) if degree > 1)
+    extras = [
+        f"schedule {parallel.schedule}" if parallel.pp > 1 else "",
+        f"{parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else "",
+        f"ZeRO {parallel.zero_stage}" if parallel.zero_stage else "",
+        "sequence parallel" if parallel.sequence_parallel else "",
+        f"recompute {training.recompute}",
+        config.precision.precision,
+    ]
+    yield f"# Plan: {config.model.preset or 'model'} on {parallel.ranks} x {cluster.name}"
+    yield ""
+    yield f"- model: {plan.parameters:,} parameters (exact)"
+    yield f"- layout: {degrees or 'one rank'}; {', '.join(extra for extra in extras if extra)}"
+    yield (
+        f"- batch: {training.global_batch_size} sequences of {config.data.seq_length} tokens, "
+        f"{counted(num_microbatches(config), 'microbatch', 'microbatches')} of {training.micro_batch_size} per replica"
+    )
+    yield f"- cluster figures: {cluster.source}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    kinds = list(rank_kinds(plan.memory))
+    names = [name for name in memory_terms(plan.memory[0]) if any(memory_terms(rank)[name] for _, rank in kinds)]
+    yield f"## Memory per rank, GiB of {gib(plan.capacity):.1f} usable (parameters exact, bytes by formula)"
+    yield ""
+    yield f"| pipeline rank | parameters | {' | '.join(names)} | in flight | peak |"
+    yield "|---" * (len(names) + 4) + "|"
+    for ranks, rank in kinds:
+        where = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        terms = memory_terms(rank)
+        cells = " | ".join(f"{gib(terms[name]):.2f}" for name in names)
+        yield f"| {where} | {rank.parameters:,} | {cells} | {rank.in_flight} | **{gib(rank.expected):.2f}** |"
+    yield ""
+    fullest = plan.fullest
+    low, high = gib(fullest.certain), gib(fullest.expected) * 1.1
+    term, size = largest_term(fullest)
+    where = f"pipeline rank {fullest.pp_rank}, {gib(fullest.expected):.1f} GiB ({low:.1f} to {high:.1f})"
+    if plan.fits:
+        yield f"Fits: the fullest is {where}; its largest term is {term}, {gib(size):.1f} GiB."
+        return
+    yield f"DOES NOT FIT: {where} of {gib(plan.capacity):.1f} GiB; its largest term is {term}, {gib(size):.1f} GiB."
+    yield "Any of these fits, by the same formulas:"
+    yield from (f"{number}. {text}" for number, text in enumerate(plan.ways_out(), start=1))
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    seconds = plan.time.seconds
+    yield f"## Time of a step ({plan.timed_origin}; the range is from the slow to the fast case)"
+    yield ""
+    yield "| part | s | share | range |"
+    yield "|---|---|---|---|"
+    for name, text in PARTS.items():
+        figure = plan.part(name)
+        if figure.high:
+            yield f"| {text} | {_number(figure.value)} | {figure.value / seconds:.1%} | {_range(figure)} |"
+    whole = plan.timed(seconds, "s")
+    yield f"| **step** | **{_number(seconds)}** | 100% | {_range(whole)} |"
+    yield ""
+    hidden = ", ".join(f"{role} {size:.3g} s" for role, size in plan.time.hidden.items() if size > 0)
+    yield f"- hidden beside computing: {hidden or 'nothing'}"
+    for label, figure in throughput(plan).items():
+        is_share = figure.unit == "share"
+        text = f"{figure.value:.1%}" if is_share else _number(figure.value)
+        spread = f"{figure.low:.1%} to {figure.high:.1%}" if is_share else _range(figure)
+        yield f"- {label}: {text} ({spread})"
+    if plan.is_small:
+        yield "- low confidence: the model is small for this device, and launches take as long as operators"
+
+
+def throughput(plan: Plan) -> dict[str, Figure]:
+    """Rates, by what they are."""
+    figures = {"tokens/s": plan.timed(plan.tokens_per_second, "tokens/s", of="rate")}
+    for attention in ("full", "causal"):
+        for hardware in (False, True):
+            kind = "hardware FLOPs" if hardware else "model FLOPs"
+            name = "HFU" if hardware else "MFU"
+            rate = plan.tflops(attention, hardware=hardware)
+            share = plan.utilization(attention, hardware=hardware)
+            figures[f"TFLOP/s per GPU, {kind}, {attention} attention"] = plan.timed(rate, "TFLOP/s", of="rate")
+            figures[f"{name}, {attention} attention"] = plan.timed(share, "share", of="rate")
+    return figures
+
+
+def _links(plan: Plan) -> Iterator[str]:
+    yield "## Bytes sent per rank and step (exact but for sums of a few numbers and padding)"
+    yield ""
+    yield "| transfers | links | MB |"
+    yield "|---|---|---|"
+    for (role, link), size in plan.link_bytes().items():
+        yield f"| {ROLE_NAMES[role]} | {LINKS[link]} | {size / 1e6:,.3f} |"
+    if not plan.link_bytes():
+        yield "| none | | 0 |"
+
+
+def _cost(plan: Plan, tokens: float, goodput: float) -> Iterator[str]:
+    days, price = cost_figures(plan, tokens, goodput)
+    yield f"## {tokens:,.0f} tokens at a goodput of {goodput:.0%} (assumed)"
+    yield ""
+    yield f"- {_number(days.value)} days ({_range(days)})"
+    hourly = plan.cluster.price_per_hour
+    spread = f"{price.low:,.0f} to {price.high:,.0f}"
+    yield f"- {price.value:,.0f} USD at {hourly:g} USD per GPU and hour (assumed; {spread})"
+
+
+def cost_figures(plan: Plan, tokens: float, goodput: float) -> tuple[Figure, Figure]:
+    """Days and USD."""
+    days, price = plan.cost(tokens, goodput=goodput)
+    return plan.timed(days, "days"), plan.timed(price, "USD")
+
+
+def _range(figure: Figure) -> str:
+    return f"{_number(figure.low)} to {_number(figure.high)}"
+
+
+def _number(value: float) -> str:
+    """Four digits or more, without an exponent: 51,851, 146.1, 6.170, 0.1687."""
+    decimals = 3 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:,.{min(max(decimals, 0), 6)}f}"
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) -> dict[str, Any]:
+    """All figures of a plan; arguments as for `markdown`."""
+    parallel, training = plan.config.parallel, plan.config.training
+    found: dict[str, Any] = {
+        "cluster": plan.cluster.name,
+        "cluster_source": plan.cluster.source,
+        "gpus": parallel.ranks,
+        "layout": {
+            **parallel.degrees,
+            "schedule": parallel.schedule,
+            "virtual_stages": parallel.virtual_stages,
+            "zero_stage": parallel.zero_stage,
+            "sequence_parallel": parallel.sequence_parallel,
+            "micro_batch_size": training.micro_batch_size,
+            "global_batch_size": training.global_batch_size,
+            "num_microbatches": num_microbatches(plan.config),
+            "recompute": training.recompute,
+        },
+        "parameters": asdict(exact(plan.parameters, "parameters")),
+        "fits": plan.fits,
+        "memory": [_rank_json(plan, number) for number in range(len(plan.memory))],
+        "step_seconds": asdict(plan.timed(plan.time.seconds, "s")),
+        "step_parts": {name: asdict(plan.part(name)) for name in PARTS},
+        "hidden_seconds": plan.time.hidden,
+        "throughput": {name: asdict(figure) for name, figure in throughput(plan).items()},
+        "bytes_per_rank_and_step": {
+            f"{ROLE_NAMES[role]}, {LINKS[link]}": asdict(exact(size, "bytes"))
+            for (role, link), size in plan.link_bytes().items()
+        },
+        "low_confidence": plan.is_small,
+    }
+    if not plan.fits:
+        found["ways_out"] = plan.ways_out()
+    if tokens is not None:
+        days, price = cost_figures(plan, tokens, goodput)
+        found["training"] = {"tokens": tokens, "goodput": goodput, "days": asdict(days), "price": asdict(price)}
+    return found
+
+
+def _rank_json(plan: Plan, number: int) -> dict[str, Any]:
+    rank = plan.memory[number]
+    peak = Figure(
+        value=rank.expected, unit="bytes", origin="formula", low=rank.certain, high=max(rank.expected * 1.1, GIB / 1024)
+    )
+    return {
+        "pp_rank": number,
+        "parameters": asdict(exact(rank.parameters, "parameters")),
+        "bytes": memory_terms(rank),
+        "in_flight": rank.in_flight,
+        "peak": asdict(peak),
+        "largest_term": largest_term(rank)[0],
+    }

@@ -1,0 +1,252 @@
+"""A run as it will be on a cluster: memory of every rank, the time of a step, what travels, what it costs.
+
+Puts together what memory.py, step_time.py and traffic.py compute. Every figure says where it is from: `exact` figures
+are counted, `formula` ones follow from the configuration, `fitted` ones use constants of a measured run (--calibrate),
+`assumed` ones use shares of a data sheet that a step is thought to reach, with a range from the slow to the fast case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megacore.config import ResolvedConfig
+from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
+from megacore.plan.cluster import Cluster
+from megacore.plan.devices import Case
+from megacore.plan.flops import Attention, block_flops, flops_per_sequence
+from megacore.plan.memory import GIB, RankMemory, plan_memory, whole_parameters
+from megacore.plan.outline import LayerOutline, outline
+from megacore.plan.room import Room
+from megacore.plan.step_time import MEGACORE, Software, StepTime, step_time
+from megacore.plan.traffic import LinkClass, Role, Sent, bytes_by_link, rank_traffic
+from megacore.plan.ways_out import Limits, ways_out
+
+Origin = Literal["exact", "formula", "fitted", "assumed"]
+CASES: tuple[Case, ...] = ("slow", "expected", "fast")
+# From the driver's and the allocator's share; a planned device is full below its capacity.
+_USABLE = 0.97
+# Below these widths, of a model and of a rank's share, launches take as long as operators.
+_SMALL_HIDDEN, _NARROW = 2048, 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A number with its unit, where it is from, and what it may be at its least and most."""
+
+    value: float
+    unit: str
+    origin: Origin
+    low: float
+    high: float
+
+
+def exact(value: float, unit: str) -> Figure:
+    """A counted number."""
+    return Figure(value=value, unit=unit, origin="exact", low=value, high=value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run on a cluster.
+
+    Attributes:
+        config: a resolved configuration.
+        cluster: that computes.
+        layers: the whole model.
+        memory: of each pipeline rank.
+        times: of a step, by case.
+        traffic: what each pipeline rank sends in a step.
+    """
+
+    config: ResolvedConfig
+    cluster: Cluster
+    layers: Sequence[LayerOutline]
+    memory: Sequence[RankMemory]
+    times: Mapping[Case, StepTime]
+    traffic: Sequence[Sequence[Sent]]
+
+    @property
+    def time(self) -> StepTime:
+        """Of a step, as expected."""
+        return self.times["expected"]
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return whole_parameters(self.config, self.layers)
+
+    @property
+    def capacity(self) -> float:
+        """Bytes that a rank may take."""
+        device = self.cluster.device
+        shared = min(self.config.parallel.ranks, device.node_ranks) if self.cluster.on_cpu else 1
+        return device.memory_bytes * _USABLE / shared
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that takes most."""
+        return max(self.memory, key=lambda rank: rank.expected)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.expected <= self.capacity
+
+    @property
+    def timed_origin(self) -> Origin:
+        """Where the times are from."""
+        return "fitted" if self.cluster.source.startswith("fitted") else "assumed"
+
+    @property
+    def is_small(self) -> bool:
+        """Whether launches may take as long as operators do, so that the time is of low confidence."""
+        hidden = self.config.model.hidden_size
+        return not self.cluster.on_cpu and (hidden < _SMALL_HIDDEN or hidden / self.config.parallel.tp < _NARROW)
+
+    def timed(self, value: float, unit: str, *, of: str = "seconds") -> Figure:
+        """A figure in proportion to the step's time (`seconds`), or inversely (`rate`)."""
+        slow, middle, fast = (self.times[case].seconds for case in CASES)
+        ratios = [slow / middle, fast / middle] if of == "seconds" else [middle / slow, middle / fast]
+        low, high = sorted(value * ratio for ratio in ratios)
+        return Figure(value=value, unit=unit, origin=self.timed_origin, low=low, high=high)
+
+    def part(self, name: str, unit: str = "s") -> Figure:
+        """One of the parts of a step's time."""
+        values = [float(getattr(self.times[case], name)) for case in CASES]
+        return Figure(value=values[1], unit=unit, origin=self.timed_origin, low=min(values), high=max(values))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.config.training.global_batch_size * self.config.data.seq_length / self.time.seconds
+
+    def flops(self, attention: Attention, *, hardware: bool) -> float:
+        """Of a step, by a convention; `hardware` counts what is computed again too."""
+        return step_flops(self.config, attention=attention, hardware=hardware)
+
+    def utilization(self, attention: Attention, *, hardware: bool) -> float:
+        """MFU, or HFU with what is computed again: share of the peak of all ranks."""
+        return self.tflops(attention, hardware=hardware) * 1e12 / self.peak
+
+    def tflops(self, attention: Attention, *, hardware: bool) -> float:
+        """TFLOP/s per rank."""
+        flops = self.flops(attention, hardware=hardware)
+        return flops / self.time.seconds / self.config.parallel.ranks / 1e12
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of one device."""
+        given = self.config.logging.peak_tflops
+        peak = self.cluster.peak(self.config.precision.precision) if given is None else given * 1e12
+        assert peak is not None
+        return peak
+
+    def link_bytes(self) -> dict[tuple[Role, LinkClass], float]:
+        """Bytes that the rank which sends most of each kind sends in a step, by role and class of links."""
+        most: dict[tuple[Role, LinkClass], float] = {}
+        for sent in self.traffic:
+            for key, size in bytes_by_link(sent, self.cluster.device.node_ranks).items():
+                most[key] = max(size, most.get(key, 0.0))
+        return most
+
+    def ways_out(self) -> list[str]:
+        """What would fit."""
+        local = min(self.cluster.device.node_ranks, self.config.parallel.ranks) if self.cluster.on_cpu else 1
+        room = Room(self.capacity * (local if self.cluster.on_cpu else 1), f"--cluster {self.cluster.name}")
+        return ways_out(self.config, Limits(room=room, on_cpu=self.cluster.on_cpu, local_ranks=local))
+
+    def cost(self, tokens: float, *, goodput: float) -> tuple[float, float]:
+        """Days and USD of training on so many tokens, if a share of the time makes progress."""
+        seconds = tokens / self.tokens_per_second / goodput
+        hours = seconds / 3600 * self.config.parallel.ranks
+        return seconds / 86400, hours * self.cluster.price_per_hour
+
+
+def make_plan(config: ResolvedConfig, cluster: Cluster, *, software: Software = MEGACORE) -> Plan:
+    """The plan of a run.
+
+    Args:
+        config: a resolved configuration.
+        cluster: that computes.
+        software: of the trainer.
+    """
+    layers = outline(config)
+    return Plan(
+        config=config,
+        cluster=cluster,
+        layers=layers,
+        memory=_memory(config, layers, cluster, software),
+        times={case: step_time(config, layers, cluster, case=case, software=software) for case in CASES},
+        traffic=[rank_traffic(config, layers, rank) for rank in range(config.parallel.pp)],
+    )
+
+
+def _memory(
+    config: ResolvedConfig, layers: Sequence[LayerOutline], cluster: Cluster, software: Software
+) -> list[RankMemory]:
+    *first, last = plan_memory(config, layers, on_cpu=cluster.on_cpu)
+    if software.copies_logits:
+        logits = logits_bytes(config)
+        copy = logits * 4 / ELEMENT_BYTES[config.precision.precision]
+        last = replace(last, working=max(last.working, logits + copy + 2 * residual_bytes(config)))
+    return [*first, last]
+
+
+def step_flops(config: ResolvedConfig, *, attention: Attention, hardware: bool) -> float:
+    """Floating-point operations of a step: of the model, or also those that are computed again.
+
+    Args:
+        config: a resolved configuration.
+        attention: the convention.
+        hardware: with recomputation, as in the hardware FLOPs of Narayanan et al. 2021.
+    """
+    model, s, batch = config.model, config.data.seq_length, config.training.global_batch_size
+    flops = flops_per_sequence(model, s, attention=attention)
+    if hardware and config.training.recompute == "full":
+        again = config.training.recompute_num_layers
+        blocks = model.num_layers if again is None else min(model.num_layers, again * config.parallel.pp)
+        flops += s * blocks * block_flops(model, s, attention=attention)
+    elif hardware and config.training.recompute == "selective":
+        keys = float(min(s, model.window_size or s)) * (0.5 if attention == "causal" else 1.0)
+        flops += s * model.num_layers * 4.0 * keys * model.num_attention_heads * model.head_size
+    return batch * flops
+
+
+# ---- memory in words -------------------------------------------------------------------------------------------------
+
+STATE_NAMES = {"params": "weights", "grads": "gradients", "optimizer": "optimizer state", "buffers": "offload buffers"}
+
+
+def memory_terms(rank: RankMemory) -> dict[str, float]:
+    """Bytes of a rank by what takes them."""
+    terms = {STATE_NAMES[kind]: size for kind, size in rank.state.items()}
+    return {
+        **terms,
+        "activations": rank.activations,
+        "loss head or recomputed block": rank.working,
+        "communication and passing buffers": rank.passing,
+        "process, allocator": rank.expected - rank.expected_tensors,
+    }
+
+
+def largest_term(rank: RankMemory) -> tuple[str, float]:
+    """What takes most of a rank's memory."""
+    return max(memory_terms(rank).items(), key=lambda item: item[1])
+
+
+def rank_kinds(memory: Sequence[RankMemory]) -> Iterator[tuple[range, RankMemory]]:
+    """Consecutive pipeline ranks that take the same, and one of them."""
+    first = 0
+    for number in range(1, len(memory) + 1):
+        if number == len(memory) or _key(memory[number]) != _key(memory[first]):
+            yield range(first, number), memory[first]
+            first = number
+
+
+def _key(rank: RankMemory) -> tuple[object, ...]:
+    return rank.parameters, rank.in_flight, rank.activations, rank.working, rank.passing
+
+
+def gib(size: float) -> float:
+    """Bytes in GiB."""
+    return size / GIB

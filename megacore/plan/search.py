@@ -1,0 +1,304 @@
+"""Every layout of a run on a number of ranks: those that are valid and fit, ranked by the time of a step.
+
+The time is first estimated without simulating the pipeline; the best are simulated. Memory is computed for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacore.config import ResolvedConfig, validate
+from megacore.plan.cluster import Cluster
+from megacore.plan.memory import GIB, plan_memory, state_bytes, whole_parameters
+from megacore.plan.outline import LayerOutline, outline
+from megacore.plan.step_time import step_time
+
+_SIMULATED = 48  # the best by the estimate
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """What a layout may be.
+
+    Attributes:
+        world_size: number of ranks.
+        most: largest values, by field.
+        least: smallest values, by field.
+        memory_bytes: of a device; None: the cluster's.
+    """
+
+    world_size: int
+    most: Mapping[str, int] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+    memory_bytes: float | None = None
+
+    def allow(self, name: str, value: int) -> bool:
+        """Whether a field may have a value."""
+        return self.least.get(name, value) <= value <= self.most.get(name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout with what it takes.
+
+    Attributes:
+        config: of the run.
+        memory_bytes: of the fullest rank.
+        seconds: of a step, expected.
+        range: of it from the fast to the slow case, once it is simulated.
+    """
+
+    config: ResolvedConfig
+    memory_bytes: float
+    seconds: float
+    range: tuple[float, float] | None = None
+
+    @property
+    def flags(self) -> str:
+        """The flags that make it."""
+        parallel, training = self.config.parallel, self.config.training
+        parts = [f"--tp {parallel.tp} --pp {parallel.pp} --dp {parallel.dp}"]
+        if parallel.pp > 1 and parallel.schedule != "1f1b":
+            parts.append(f"--schedule {parallel.schedule}")
+        if parallel.virtual_stages > 1:
+            parts.append(f"--virtual-stages {parallel.virtual_stages}")
+        if parallel.pp > 1 and parallel.pipeline_balance != "parameters":
+            parts.append(f"--pipeline-balance {parallel.pipeline_balance}")
+        parts.append(f"--micro-batch-size {training.micro_batch_size}")
+        if parallel.zero_stage:
+            parts.append(f"--zero-stage {parallel.zero_stage}")
+        if parallel.sequence_parallel:
+            parts.append("--sequence-parallel")
+        parts.append(f"--recompute {training.recompute}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        layouts: that fit, the fastest first; the first ones are simulated.
+        tried: valid layouts.
+        least_memory: of all of them, bytes, at least; None: none is valid.
+        capacity: bytes that a rank may take.
+        cluster: that computes.
+    """
+
+    layouts: Sequence[Layout]
+    tried: int
+    least_memory: float | None
+    capacity: float
+    cluster: Cluster
+
+    @property
+    def frontier(self) -> list[Layout]:
+        """The layouts that no other one beats in both time and memory, the fastest first."""
+        best: list[Layout] = []
+        for layout in sorted(self.layouts, key=lambda one: (one.seconds, one.memory_bytes)):
+            if not best or layout.memory_bytes < best[-1].memory_bytes:
+                best.append(layout)
+        return best
+
+
+def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Found:
+    """All layouts of a run.
+
+    Args:
+        config: of any layout; model, batch and precision are kept.
+        cluster: that computes.
+        constraints: what a layout may be.
+    """
+    capacity = make_capacity(config, cluster, constraints)
+    fitting: list[Layout] = []
+    tried, least = 0, None
+    outlines: dict[int, list[LayerOutline]] = {}
+    is_valid = _Validity(constraints.world_size)
+    for candidate in _candidates(config, cluster, constraints):
+        if not is_valid(candidate):
+            continue
+        tried += 1
+        tp = candidate.parallel.tp
+        if tp not in outlines:
+            outlines[tp] = outline(candidate)
+        layers = outlines[tp]
+        # Its weights, gradients and optimizer state, if all ranks held as many parameters.
+        state = sum(
+            state_bytes(whole_parameters(candidate, layers) // (tp * candidate.parallel.pp), candidate).values()
+        )
+        if state > capacity and not candidate.parallel.offload_optimizer:
+            least = state if least is None else min(least, state)
+            continue
+        needed = max(rank.expected for rank in plan_memory(candidate, layers, on_cpu=cluster.on_cpu))
+        least = needed if least is None else min(least, needed)
+        if needed <= capacity:
+            seconds = step_time(candidate, layers, cluster, simulated=False).seconds
+            fitting.append(Layout(config=candidate, memory_bytes=needed, seconds=seconds))
+    fitting.sort(key=lambda layout: layout.seconds)
+    best = [_simulated(layout, cluster) for layout in fitting[:_SIMULATED]]
+    best.sort(key=lambda layout: layout.seconds)
+    return Found(
+        layouts=[*best, *fitting[_SIMULATED:]], tried=tried, least_memory=least, capacity=capacity, cluster=cluster
+    )
+
+
+class _Validity:
+    """Whether layouts are valid. What a ZeRO stage and recomputation go with does not depend on the numbers of ranks,
+    nor these on it: each of the two halves of a layout is validated once."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._known: dict[tuple[object, ...], bool] = {}
+
+    def __call__(self, config: ResolvedConfig) -> bool:
+        parallel, training = config.parallel, config.training
+        shape = (parallel.tp, parallel.pp, parallel.schedule, parallel.virtual_stages, training.micro_batch_size)
+        plain = dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(parallel, zero_stage=0),
+            training=dataclasses.replace(training, recompute="none", recompute_num_layers=None),
+        )
+        savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
+        return self._is_valid((*shape, parallel.sequence_parallel), plain) and self._is_valid(savings, config)
+
+    def _is_valid(self, key: tuple[object, ...], config: ResolvedConfig) -> bool:
+        if key not in self._known:
+            self._known[key] = not validate(config, self._world_size)
+        return self._known[key]
+
+
+def make_capacity(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> float:
+    """Bytes that a rank may take."""
+    device = cluster.device
+    if constraints.memory_bytes is not None:
+        return constraints.memory_bytes
+    return 0.97 * device.memory_bytes / (min(constraints.world_size, device.node_ranks) if cluster.on_cpu else 1)
+
+
+def _simulated(layout: Layout, cluster: Cluster) -> Layout:
+    layers = outline(layout.config)
+    seconds = step_time(layout.config, layers, cluster).seconds
+    ratios = [
+        step_time(layout.config, layers, cluster, case=case, simulated=False).seconds / layout.seconds
+        for case in ("fast", "slow")
+    ]
+    return dataclasses.replace(layout, seconds=seconds, range=(seconds * ratios[0], seconds * ratios[1]))
+
+
+def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[ResolvedConfig]:
+    world, layers = constraints.world_size, config.model.num_layers
+    node = constraints.most.get("tp", cluster.device.node_ranks)
+    for tp in _divisors(world):
+        if tp > node or config.model.num_attention_heads % tp or not constraints.allow("tp", tp):
+            continue
+        for pp in _divisors(world // tp):
+            dp = world // tp // pp
+            if pp > layers or config.training.global_batch_size % dp:
+                continue
+            if constraints.allow("pp", pp) and constraints.allow("dp", dp):
+                yield from _variants(config, constraints, {"tp": tp, "pp": pp, "dp": dp})
+
+
+def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, int]) -> Iterator[ResolvedConfig]:
+    parallel, training = config.parallel, config.training
+    per_replica = training.global_batch_size // degrees["dp"]
+    sizes = [b for b in _MICRO_BATCHES if per_replica % b == 0 and constraints.allow("micro_batch_size", b)]
+    stages = [z for z in range(4 if degrees["dp"] > 1 else 1) if constraints.allow("zero_stage", z)]
+    if degrees["pp"] > 1:
+        stages = [z for z in stages if z < 2]  # each microbatch would be reduced by itself
+    kinds = ("none", "selective", "full")
+    may_split = degrees["tp"] > 1 and config.data.seq_length % degrees["tp"] == 0
+    split = [True] if may_split and parallel.sequence_parallel else [False, True] if may_split else [False]
+    for size, stage, kind, sequence, shape in itertools.product(
+        sizes, stages, kinds, split, _shapes(config, constraints, degrees["pp"])
+    ):
+        values: dict[str, Any] = {**degrees, **shape, "zero_stage": stage, "sequence_parallel": sequence}
+        values |= {"schedule_csv": None, "pipeline_layout": None}
+        yield dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(parallel, **values),
+            training=dataclasses.replace(training, micro_batch_size=size, recompute=kind, recompute_num_layers=None),
+        )
+
+
+def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[dict[str, Any]]:
+    """Schedules, stages per rank and partitions."""
+    if pp == 1:
+        return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "parameters"}]
+    shapes: list[dict[str, Any]] = []
+    for balance in ("parameters", "flops"):
+        shapes += [
+            {"schedule": name, "virtual_stages": 1, "pipeline_balance": balance} for name in ("1f1b", "zero-bubble")
+        ]
+        if balance == "flops":
+            shapes += [
+                {"schedule": "interleaved", "virtual_stages": v, "pipeline_balance": balance}
+                for v in _VIRTUAL_STAGES
+                if pp * v <= config.model.num_layers and constraints.allow("virtual_stages", v)
+            ]
+    return shapes
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def search_table(found: Found, *, top: int, tokens: float | None = None, goodput: float = 0.9) -> str:
+    """The best layouts as a Markdown table."""
+    frontier = {id(layout) for layout in found.frontier}
+    lines = [
+        f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
+        f"{found.cluster.name}",
+        "",
+        f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
+        f"|---|---|---|---|---|---|{'---|---|' if tokens else ''}",
+    ]
+    for number, layout in enumerate(found.layouts[:top], start=1):
+        training, s = layout.config.training, layout.config.data.seq_length
+        rate = training.global_batch_size * s / layout.seconds
+        spread = "" if layout.range is None else f"{layout.range[0]:.4g} to {layout.range[1]:.4g}"
+        mark = " (frontier)" if id(layout) in frontier else ""
+        row = (
+            f"| {number} | {layout.seconds:.4g} | {spread} | {rate:,.0f} | {layout.memory_bytes / GIB:.1f} | "
+            f"`{layout.flags}`{mark} |"
+        )
+        if tokens:
+            days = tokens / rate / goodput / 86400
+            price = days * 24 * layout.config.parallel.ranks * found.cluster.price_per_hour
+            row += f" {days:,.2f} | {price:,.0f} |"
+        lines.append(row)
+    lines += ["", "Times are assumed, memory is by formula (docs/planner.md); plan one of them for its details."]
+    return "\n".join(lines)
+
+
+def search_json(found: Found, *, top: int) -> dict[str, Any]:
+    """The best layouts, and the frontier."""
+
+    def row(layout: Layout) -> dict[str, Any]:
+        parallel, training = layout.config.parallel, layout.config.training
+        return {
+            "flags": layout.flags,
+            "step_seconds": layout.seconds,
+            "range": layout.range,
+            "memory_bytes": layout.memory_bytes,
+            **parallel.degrees,
+            "micro_batch_size": training.micro_batch_size,
+        }
+
+    return {
+        "cluster": found.cluster.name,
+        "capacity_bytes": found.capacity,
+        "valid": found.tried,
+        "fit": len(found.layouts),
+        "layouts": [row(layout) for layout in found.layouts[:top]],
+        "frontier": [row(layout) for layout in found.frontier],
+    }

@@ -1,0 +1,528 @@
+"""How long a training step takes, in closed form: products, attention, memory, transfers, the pipeline, the optimizer.
+
+Unlike roofline.py nothing is executed: each layer's operators follow from its configuration. A matrix product takes
+its FLOPs at the share of the peak that large products reach, and its bytes at the memory's bandwidth, one after the
+other: a smooth roofline (Williams et al. 2009), by which narrow and short products are slower without a further
+constant. Transfers are rings (roofline.transfer_seconds). What a stage takes is given to the simulator of the schedule
+(simulator.py), so that uneven stages and every schedule are treated alike.
+
+Shape legend: tokens b s of a microbatch, e bytes of an element, t tensor-parallel ranks, k n factors of a product.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.dimensions import ranks_of_role
+from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.schedule import Schedule, build_schedule
+from megacore.pipeline.schedule_file import load_schedule
+from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
+from megacore.plan.cluster import Cluster
+from megacore.plan.devices import Case, Range
+from megacore.plan.memory import PlannedLayer, held_parameters, num_microbatches
+from megacore.plan.model_size import vocabulary_rows
+from megacore.plan.simulator import Costs, Timeline, simulate
+from megacore.plan.traffic import (
+    Sent,
+    layer_traffic,
+    rank_traffic,
+    recomputed_whole,
+    replica_traffic,
+    stage_message,
+    tied_gradients,
+)
+
+# Elements that the memory-bound operators of a block read and write, in the order of the code: two norms (read, write),
+# two residual sums with bias and dropout (read two, write one), of tensors [b, s, h]; of the inner width the activation
+# (read one, or gate and up, write one); queries, keys and values moved to heads and back (read, write).
+_RESIDUAL_PASSES, _HEAD_PASSES = 10.0, 4.0
+_OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones
+# Unfused attention's tensors [b, n/t, s, s]: scores written, read and written by the softmax, read by the mix; dropout
+# reads and writes them once more, with a mask of a byte. Backward reads and writes twice as many.
+_SCORE_PASSES, _DROPOUT_PASSES = 4.0, 2.5
+_LOGIT_PASSES = 4.0
+DEFAULT_CASES: tuple[Case, ...] = ("slow", "expected", "fast")
+
+
+class Parts(NamedTuple):
+    """Seconds of a rank, by what takes them; `hidden` is beside the others and not in the total."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+    def __add__(self, other: object) -> Parts:
+        assert isinstance(other, tuple)
+        return Parts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Parts:
+        return Parts(*(factor * part for part in self))
+
+    @property
+    def compute(self) -> float:
+        return self.gemm + self.attention + self.memory
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed
+
+
+class Passes(NamedTuple):
+    """One microbatch through a layer or a stage; `input_grad` contains what is computed again."""
+
+    forward: Parts = Parts()
+    input_grad: Parts = Parts()
+    weight_grad: Parts = Parts()
+
+    def __add__(self, other: object) -> Passes:
+        assert isinstance(other, tuple)
+        return Passes(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Passes:
+        return Passes(*(part.times(factor) for part in self))
+
+    @property
+    def sum(self) -> Parts:
+        return self.forward + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What a trainer overlaps and fuses, beyond what its flags say. The defaults are megacore's.
+
+    Attributes:
+        tensor_overlap: share of a backward product beside which a sum over the layer group runs; the two compete for
+            processors and memory.
+        overlaps_forward: whether sums in forward are split into parts and run beside products as well.
+        fused_accumulation: whether a product adds the gradient of a weight to the sum of the step.
+        waits_for_messages: whether a pipeline rank computes nothing while it sends or receives.
+        copies_logits: whether the loss makes an fp32 copy of all logits.
+    """
+
+    tensor_overlap: Range = field(default=Range(0.0, 0.5, 0.8))
+    overlaps_forward: bool = False
+    fused_accumulation: bool = False
+    waits_for_messages: bool = False
+    copies_logits: bool = False
+
+
+MEGACORE = Software()
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speeds of a cluster's device in one case, with a trainer's software."""
+
+    cluster: Cluster
+    case: Case
+    peak: float
+    element: int
+    software: Software = MEGACORE
+
+    @property
+    def bandwidth(self) -> float:
+        return self.cluster.device.memory_bandwidth * self.cluster.device.memory_efficiency.of(self.case)
+
+    @property
+    def launch(self) -> float:
+        return self.cluster.device.launch_seconds.of(self.case)
+
+    def product(self, m: float, k: float, n: float) -> float:
+        """Seconds of [m, k] x [k, n]."""
+        flops = 2.0 * m * k * n / (self.peak * self.cluster.device.product_efficiency.of(self.case))
+        return flops + self.element * (m * k + k * n + m * n) / self.bandwidth + self.launch
+
+    def attention(self, flops: float) -> float:
+        """Seconds of a fused attention's FLOPs."""
+        return flops / (self.peak * self.cluster.device.attention_efficiency.of(self.case)) + self.launch
+
+    def memory(self, size: float) -> float:
+        """Seconds of bytes read and written."""
+        return size / self.bandwidth
+
+    def transfers(self, sent: Iterable[Sent]) -> float:
+        """Seconds of transfers, one after the other."""
+        return sum(one.seconds(self.cluster.device, case=self.case) for one in sent)
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def _block_products(block: ResolvedModel, t: int) -> list[tuple[float, float]]:
+    """Factors [k, n] of a block's products on one rank."""
+    h, d, f = block.hidden_size, block.head_size, block.inner_size / t
+    heads = block.num_attention_heads * d / t
+    projected = heads + 2 * d * max(block.query_groups / t, 1)
+    return [(h, projected), (heads, h), *[(h, f)] * (2 if block.gated else 1), (f, h)]
+
+
+def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tuple[Parts, Parts]:
+    """Forward and backward of what lies between the projections."""
+    t, s = ranks_of_role("layer", config.parallel), config.data.seq_length
+    tokens = config.training.micro_batch_size * s
+    heads, d = block.num_attention_heads / t, block.head_size
+    keys = min(s, block.window_size or s)
+    flops = 4.0 * tokens * keys * heads * d
+    if config.training.attention == "fused-softmax" or speed.cluster.on_cpu:
+        passes = _SCORE_PASSES + (_DROPOUT_PASSES if block.attention_dropout else 0.0)
+        scores = passes * speed.element * tokens * s * heads
+        count = config.training.micro_batch_size * heads
+        whole = 2 * 2.0 * tokens * s * heads * d / speed.peak / speed.cluster.device.product_efficiency.of(speed.case)
+        moved = speed.memory(2 * speed.element * count * 2 * s * d)
+        forward = Parts(attention=whole + moved + speed.memory(scores))
+        return forward, forward.times(2.0)
+    seen = flops * (1 - keys / (2.0 * s))  # causal: fused kernels skip what no position sees
+    return Parts(attention=speed.attention(seen)), Parts(attention=speed.attention(2.5 * seen))
+
+
+def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
+    """No faster than the host issues operators."""
+    least = operators * speed.cluster.device.host_seconds.of(speed.case)
+    return parts._replace(memory=parts.memory + max(least - parts.compute, 0.0))
+
+
+def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, again: bool) -> Passes:
+    """One microbatch through one block."""
+    block = layer.block
+    assert block is not None
+    t, e = ranks_of_role("layer", config.parallel), speed.element
+    tokens = config.training.micro_batch_size * config.data.seq_length
+    split = t if config.parallel.sequence_parallel else 1
+    products = _block_products(block, t)
+    gemm = sum(speed.product(tokens, k, n) for k, n in products)
+    heads = block.num_attention_heads * block.head_size / t
+    inner = (3 if block.gated else 2) * block.inner_size / t
+    passes = tokens * e * (_RESIDUAL_PASSES * block.hidden_size / split + inner + _HEAD_PASSES * heads)
+    elementwise = speed.memory(passes)
+    attention, attention_backward = _attention(config, block, speed)
+    traffic = layer_traffic(config, layer, again=again)
+    software = speed.software
+    overlap = software.tensor_overlap.of(speed.case)
+    transfer = speed.transfers(traffic.forward)
+    hidden = min(transfer, overlap * gemm) if software.overlaps_forward else 0.0
+    forward = Parts(gemm=gemm, memory=elementwise, exposed=transfer - hidden, hidden=hidden) + attention
+    forward = _with_host(forward, _OPERATORS_FORWARD, speed)
+    weights = sum(k * n for k, n in products)
+    added = 0.0 if software.fused_accumulation else weights * (8.0 + e)  # in fp32
+    weight_grad = Parts(gemm=gemm, memory=speed.memory(added))
+    # Every sum of an input's gradient runs beside the product for a weight's (parallel/tensor.py).
+    transfer = speed.transfers(traffic.backward)
+    window = 0.0 if config.parallel.may_split_backward else weight_grad.gemm * overlap
+    hidden = min(transfer, window)
+    backward = Parts(gemm=gemm, memory=2 * elementwise, exposed=transfer - hidden, hidden=hidden) + attention_backward
+    backward = _with_host(backward + weight_grad, _OPERATORS_BACKWARD, speed) + weight_grad.times(-1.0)
+    recompute = config.training.recompute
+    if again:
+        backward += forward
+    elif recompute == "selective":
+        backward += attention
+    elif recompute == "light":
+        backward += Parts(memory=elementwise / 2)
+    return Passes(forward, backward, weight_grad)
+
+
+def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> Passes:
+    """One microbatch through the embedding or the head."""
+    t, h = ranks_of_role("layer", config.parallel), config.model.hidden_size
+    tokens, e = config.training.micro_batch_size * config.data.seq_length, speed.element
+    traffic = layer_traffic(config, layer, again=False)
+    exposed = Parts(exposed=speed.transfers(traffic.forward)), Parts(exposed=speed.transfers(traffic.backward))
+    if layer.name == "embedding":
+        moved = Parts(memory=speed.memory(3.0 * tokens * e * h))
+        return Passes(moved + exposed[0], exposed[1], moved)
+    rows = vocabulary_rows(config.model, t)
+    product = Parts(gemm=speed.product(tokens, h, rows))
+    logits = Parts(memory=speed.memory(_LOGIT_PASSES / 2 * tokens * rows * e))
+    again = product if loss_chunks(config) > 1 else Parts()
+    return Passes(product + logits + exposed[0], product + logits + again + exposed[1], product)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """One microbatch through one stage.
+
+    Attributes:
+        passes: with the transfers of its layers, and on ZeRO stages 2 and 3 those of its parameters.
+        replicas_hidden: seconds of transfers between replicas beside one microbatch.
+        replicas_exposed: seconds that a microbatch waits for them; contained in `passes`.
+    """
+
+    passes: Passes
+    replicas_hidden: float = 0.0
+    replicas_exposed: float = 0.0
+
+
+def stage_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], speed: Speed) -> StageTime:
+    """What the layers of one stage take for one microbatch."""
+    counts: Counter[tuple[int, bool]] = Counter()
+    blocks: dict[tuple[int, bool], PlannedLayer] = {}
+    total = Passes()
+    for layer, again in zip(layers, recomputed_whole(config, layers), strict=True):
+        if layer.block is None:
+            total += _edge_passes(config, layer, speed)
+            continue
+        counts[key := (id(layer.block), again)] += 1
+        blocks[key] = layer
+    for key, count in counts.items():
+        total += block_passes(config, blocks[key], speed, again=key[1]).times(count)
+    return _with_replicas(config, layers, total, speed)
+
+
+def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total: Passes, speed: Speed) -> StageTime:
+    """With what ZeRO's stages 2 and 3 send in every microbatch."""
+    stage = config.parallel.zero_stage
+    if stage < 2 or ranks_of_role("replicas", config.parallel) == 1:
+        return StageTime(passes=total)
+    traffic = replica_traffic(config, held_parameters(layers, [range(len(layers))]))
+    assert traffic.gradients is not None
+    gather = 0.0
+    if stage == 3 and traffic.parameters is not None:
+        gather = speed.transfers([replace(traffic.parameters, count=1)])
+    reduce = speed.transfers([replace(traffic.gradients, count=1)])
+    backward = total.input_grad.total + total.weight_grad.total
+    if not config.parallel.overlap_grad_reduce:
+        backward = gather
+    exposed_forward = max(gather - total.forward.total, 0.0)
+    exposed_backward = max(gather + reduce - backward, 0.0)
+    hidden = 2 * gather + reduce - exposed_forward - exposed_backward
+    waiting = Passes(Parts(exposed=exposed_forward), Parts(exposed=exposed_backward), Parts())
+    return StageTime(
+        passes=total + waiting, replicas_hidden=hidden, replicas_exposed=exposed_forward + exposed_backward
+    )
+
+
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A step of the slowest rank, in seconds, by what takes it.
+
+    The parts from `gemm` to `other` add up to `seconds`.
+
+    Attributes:
+        seconds: of the step.
+        gemm, attention, memory: computing on the busiest pipeline rank.
+        tensor: exposed transfers of the layer group.
+        replicas: exposed transfers between replicas.
+        tied: the sum of tied gradients.
+        pipeline: transfers between stages that the schedule does not hide.
+        bubble: waiting for other stages while no transfer is the cause.
+        optimizer: the update.
+        hidden: transfers beside computing, by role.
+        stages: of one microbatch.
+        busiest: the pipeline rank that `gemm` and the others are of.
+    """
+
+    seconds: float
+    gemm: float
+    attention: float
+    memory: float
+    tensor: float
+    replicas: float
+    tied: float
+    pipeline: float
+    bubble: float
+    optimizer: float
+    hidden: dict[str, float]
+    stages: tuple[StageTime, ...]
+    busiest: int
+
+
+def step_time(
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    cluster: Cluster,
+    *,
+    case: Case = "expected",
+    software: Software = MEGACORE,
+    simulated: bool = True,
+) -> StepTime:
+    """The time of a step.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        cluster: that computes it.
+        case: which of the device's assumed values.
+        software: of the trainer.
+        simulated: simulate the pipeline; otherwise estimate it, which is faster.
+    """
+    speed = replace(speed_of(config, cluster, case), software=software)
+    parallel, m = config.parallel, num_microbatches(config)
+    ranges = stage_ranges(layers, parallel)
+    stages = _stage_times(config, layers, ranges, speed)
+    costs = pipeline_costs(config, stages, speed)
+    busy = [
+        sum(stages[number].passes.sum.total for number in range(rank, len(stages), parallel.pp)) * m
+        for rank in range(parallel.pp)
+    ]
+    busiest = max(range(parallel.pp), key=busy.__getitem__)
+    length = pipeline_seconds(config, costs) if simulated else _estimated_seconds(config, costs, busy[busiest])
+    without = length
+    if costs.transfer and simulated:
+        instant = replace(speed, software=replace(software, waits_for_messages=False))
+        without = pipeline_seconds(config, replace(pipeline_costs(config, stages, instant), transfer=0.0))
+    on_rank = range(busiest, len(stages), parallel.pp)
+    parts = functools.reduce(Parts.__add__, (stages[number].passes.sum for number in on_rank)).times(m)
+    waited = sum(stages[number].replicas_exposed for number in on_rank) * m
+    ends = [
+        _step_end(config, layers, ranges[rank :: parallel.pp], stages[rank :: parallel.pp], speed)
+        for rank in range(parallel.pp)
+    ]
+    end = max(ends, key=lambda one: one.exposed + one.optimizer)
+    tied = tied_gradients(config)
+    tied_seconds = 0.0 if tied is None else speed.transfers([tied])
+    messages = speed.transfers([replace(stage_message(config), count=2 * m)]) if parallel.pp > 1 else 0.0
+    return StepTime(
+        seconds=length + end.exposed + end.optimizer + tied_seconds,
+        gemm=parts.gemm,
+        attention=parts.attention,
+        memory=parts.memory,
+        tensor=parts.exposed - waited,
+        replicas=waited + end.exposed,
+        tied=tied_seconds,
+        pipeline=length - without,
+        bubble=without - busy[busiest],
+        optimizer=end.optimizer,
+        hidden={
+            "tensor parallel": parts.hidden,
+            "data parallel": end.hidden + sum(stages[number].replicas_hidden for number in on_rank) * m,
+            "pipeline": max(messages - (length - without), 0.0),
+        },
+        stages=stages,
+        busiest=busiest,
+    )
+
+
+def _stage_times(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], ranges: Sequence[range], speed: Speed
+) -> tuple[StageTime, ...]:
+    """Each stage's time; stages of equal blocks take the same."""
+    known: dict[tuple[int, ...], StageTime] = {}
+    times = []
+    for numbers in ranges:
+        held = [layers[i] for i in numbers]
+        key = tuple(id(layer.block) if layer.block is not None else ~number for number, layer in enumerate(held))
+        edges = tuple(hash(layer.name) for layer in held if layer.block is None)
+        if (*key, *edges) not in known:
+            known[*key, *edges] = stage_time(config, held, speed)
+        times.append(known[*key, *edges])
+    return tuple(times)
+
+
+def speed_of(config: ResolvedConfig, cluster: Cluster, case: Case) -> Speed:
+    """Speeds in the configuration's number format."""
+    given = config.logging.peak_tflops
+    peak = cluster.peak(config.precision.precision) if given is None else given * 1e12
+    assert peak is not None, "the planner refuses a format without a peak"
+    return Speed(cluster=cluster, case=case, peak=peak, element=ELEMENT_BYTES[config.precision.precision])
+
+
+def pipeline_costs(config: ResolvedConfig, stages: Sequence[StageTime], speed: Speed) -> Costs:
+    """What the simulator takes."""
+    transfer = speed.transfers([stage_message(config)]) if config.parallel.pp > 1 else 0.0
+    waiting = transfer if speed.software.waits_for_messages else 0.0
+    return Costs(
+        forward=[stage.passes.forward.total + waiting for stage in stages],
+        input_grad=[stage.passes.input_grad.total + waiting for stage in stages],
+        weight_grad=[stage.passes.weight_grad.total for stage in stages],
+        transfer=transfer,
+    )
+
+
+def schedule_of(config: ResolvedConfig, microbatches: int) -> Schedule:
+    """The schedule of a run, for as many microbatches."""
+    parallel = config.parallel
+    if parallel.schedule_csv is not None:
+        return load_schedule(Path(parallel.schedule_csv))
+    return _schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
+    return build_schedule(name, ranks, microbatches, virtual_stages)
+
+
+def timeline(config: ResolvedConfig, costs: Costs, microbatches: int) -> Timeline:
+    """What each rank computes when."""
+    return simulate(schedule_of(config, microbatches), costs)
+
+
+def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
+    """From the first forward to the last backward.
+
+    From three times as many microbatches as there are ranks on, each further round of them takes as long as the last.
+    """
+    parallel, m = config.parallel, num_microbatches(config)
+    per_microbatch = [sum(parts) for parts in zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)]
+    if parallel.pp == 1:
+        return m * sum(per_microbatch)
+    p = parallel.pp
+    if parallel.schedule_csv is not None or (parallel.schedule == "gpipe" and m <= 64) or m <= 3 * p:
+        return timeline(config, costs, m).end
+    first = 2 * p + m % p
+    ends = [timeline(config, costs, count).end for count in (first, first + p)]
+    return ends[0] + (m - first) / p * (ends[1] - ends[0])
+
+
+def _estimated_seconds(config: ResolvedConfig, costs: Costs, busy: float) -> float:
+    """The busiest rank's computations, and the bubble by the closed form of the schedule (closed_forms.py)."""
+    parallel, m = config.parallel, num_microbatches(config)
+    p, v = parallel.pp, parallel.virtual_stages
+    rounds = max(1.0, p / m)
+    f, b, w = (sum(part) / len(part) for part in (costs.forward, costs.input_grad, costs.weight_grad))
+    idle = f + b - w if parallel.schedule == "zero-bubble" else f + b + w
+    return busy + (p - 1) * (max(idle, 0.0) + 2 * costs.transfer) * rounds + m * v * costs.transfer * (p > 1)
+
+
+class _End(NamedTuple):
+    """What follows the last backward of a rank."""
+
+    exposed: float
+    hidden: float
+    optimizer: float
+
+
+def _step_end(
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    held: Sequence[range],
+    stages: Sequence[StageTime],
+    speed: Speed,
+) -> _End:
+    """Reduction, update and gathering, as far as the last backward and the next forward do not hide them."""
+    parallel = config.parallel
+    parameters = held_parameters(layers, held)
+    replicas = ranks_of_role("replicas", parallel)
+    traffic = replica_traffic(config, parameters)
+    sums = [sent for sent in (traffic.gradients,) if sent is not None and parallel.zero_stage < 2]
+    gathered = [sent for sent in (traffic.parameters,) if sent is not None and parallel.zero_stage < 3]
+    reduce, gather = speed.transfers(sums), speed.transfers(gathered)
+    # A quarter of the buckets, the first layers', is reduced when backward is done; the rest beside it.
+    backward = sum(stage.passes.input_grad.compute + stage.passes.weight_grad.compute for stage in stages)
+    forward = sum(stage.passes.forward.compute for stage in stages)
+    hidden_reduce = min(0.75 * reduce, backward) if parallel.overlap_grad_reduce else 0.0
+    hidden_gather = min(0.75 * gather, forward) if parallel.overlap_param_gather else 0.0
+    shard = parameters / (replicas if parallel.zero_stage else 1)
+    state = config.optimizer_settings.bytes_per_parameter
+    moved = shard * (2 * state + 8 + 2 * 4 + speed.element) + parameters * 4.0  # and gradients set to zero
+    return _End(
+        exposed=reduce + gather - hidden_reduce - hidden_gather,
+        hidden=hidden_reduce + hidden_gather,
+        optimizer=speed.memory(moved),
+    )
+
+
+def per_rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> Iterator[list[Sent]]:
+    """What each rank of a pipeline sends."""
+    return (rank_traffic(config, layers, rank) for rank in range(config.parallel.pp))

@@ -1,0 +1,284 @@
+"""What a rank sends in a training step: every transfer of activations, gradients and parameters, by role of its group.
+
+Counted from the configuration and the layers, in the order of megacore's code: parallel/tensor.py for tensor
+parallelism, pipeline/transport.py for the pipeline, zero/ for the replicas. A test compares the sums with what gloo
+ranks send. Not counted are sums of a few numbers (norms, token counts, statistics of the loss) and the padding of
+ZeRO's buckets: less than 32 elements per parameter and 32 per rank and bucket.
+
+A ring sends `(n - 1) / n` of a tensor that it gathers or scatters over n ranks, and twice as much of one that it
+reduces to all; these are the bytes that each rank sends, and that it receives (Patarasuk and Yuan 2009).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.dimensions import ranks_of_role
+from megacore.pipeline.partition import stage_ranges
+from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
+from megacore.plan.devices import Device
+from megacore.plan.memory import PlannedLayer, held_parameters, num_microbatches
+from megacore.plan.model_size import norm_parameters, vocabulary_rows
+from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
+
+Role = Literal["layer", "pipeline", "replicas"]
+LinkClass = Literal["node", "network"]
+ROLE_NAMES: dict[Role, str] = {"layer": "tensor parallel", "pipeline": "pipeline", "replicas": "data parallel"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Transfers of one kind that a rank takes part in during a step.
+
+    Attributes:
+        role: of the group.
+        pattern: which bytes travel.
+        what: they carry.
+        bytes: of the whole tensor in each of them.
+        count: of them.
+        ranks: of the group.
+        stride: distance of its ranks' numbers.
+    """
+
+    role: Role
+    pattern: Pattern
+    what: str
+    bytes: float
+    count: int
+    ranks: int
+    stride: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that the rank sends in the step."""
+        if self.pattern == "message":
+            return self.bytes * self.count
+        share = (self.ranks - 1) / self.ranks
+        return self.bytes * self.count * share * (2 if self.pattern == "all-reduce" else 1)
+
+    def seconds(self, device: Device, *, case: Literal["slow", "expected", "fast"] = "expected") -> float:
+        """All of them, one after the other and beside nothing."""
+        one = Transfer(
+            name=self.what,
+            phase="forward",
+            number=0,
+            role=self.role,
+            pattern=self.pattern,
+            bytes=self.bytes,
+            ranks=self.ranks,
+            stride=self.stride,
+        )
+        return self.count * transfer_seconds(one, device, case=case)
+
+    def link(self, node_ranks: int) -> LinkClass:
+        """Whether all of a group lies in a node; between nodes a ring is as fast as its slowest part, the network."""
+        return "node" if (self.ranks - 1) * self.stride < node_ranks else "network"
+
+
+class Sums(NamedTuple):
+    """Where a layer meets its group: tensors [b, s, h] that enter split products, and that leave them.
+
+    Without sequence parallelism what leaves is summed in forward, and the gradient of what enters in backward. With it
+    what enters is gathered and what leaves is scattered; backward does the reverse, and gathers what enters again.
+    """
+
+    entering: int
+    leaving: int
+
+
+def layer_sums(layer: PlannedLayer) -> Sums:
+    """Of one microbatch and one forward with its backward."""
+    if layer.block is not None:
+        return Sums(1, 1) if layer.block.parallel_residual else Sums(2, 2)
+    return Sums(0, 1) if layer.name == "embedding" else Sums(1, 0)
+
+
+class LayerTraffic(NamedTuple):
+    """What one layer sends over its group in one microbatch, by pass; `again` is recomputation's."""
+
+    forward: tuple[Sent, ...]
+    backward: tuple[Sent, ...]
+    again: tuple[Sent, ...]
+
+
+def layer_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
+    """Transfers of a layer over the layer group, for one microbatch.
+
+    Args:
+        config: a resolved configuration.
+        layer: one of the model's.
+        again: whether backward computes the layer's forward again, with its transfers.
+    """
+    t = ranks_of_role("layer", config.parallel)
+    if t == 1:
+        return LayerTraffic((), (), ())
+    e = ELEMENT_BYTES[config.precision.precision]
+    whole = float(e * config.training.micro_batch_size * config.data.seq_length * config.model.hidden_size)
+    entering, leaving = layer_sums(layer)
+
+    def sent(pattern: Pattern, count: int) -> tuple[Sent, ...]:
+        one = Sent(role="layer", pattern=pattern, what="activations", bytes=whole, count=count, ranks=t, stride=1)
+        return (one,) if count else ()
+
+    if config.parallel.sequence_parallel:
+        forward = sent("all-gather", entering) + sent("reduce-scatter", leaving)
+        # The head's loss in chunks keeps its gathered input.
+        keeps = config.parallel.may_split_backward or (layer.name == "head" and loss_chunks(config) > 1)
+        gathered = leaving + (0 if keeps else entering)
+        backward = sent("all-gather", gathered) + sent("reduce-scatter", entering)
+    else:
+        forward, backward = sent("all-reduce", leaving), sent("all-reduce", entering)
+    if not again:
+        return LayerTraffic(forward, backward, ())
+    # Recomputation stops before the last sum, which no gradient needs.
+    if config.parallel.sequence_parallel:
+        return LayerTraffic(forward, backward, sent("all-gather", entering) + sent("reduce-scatter", leaving - 1))
+    return LayerTraffic(forward, backward, sent("all-reduce", leaving - 1))
+
+
+def recomputed_whole(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[bool]:
+    """For each layer of a stage whether backward computes all of it again."""
+    first, blocks, again = config.training.recompute_num_layers, 0, []
+    for layer in layers:
+        blocks += layer.block is not None
+        inside = layer.block is not None and (first is None or blocks <= first)
+        again.append(config.training.recompute == "full" and inside)
+    return again
+
+
+def stage_message(config: ResolvedConfig) -> Sent:
+    """An activation, or its gradient, on its way to the next stage."""
+    e = ELEMENT_BYTES[config.precision.precision]
+    split = ranks_of_role("layer", config.parallel) if config.parallel.sequence_parallel else 1
+    size = e * config.training.micro_batch_size * config.data.seq_length * config.model.hidden_size / split
+    stride = config.parallel.ranks // config.parallel.pp
+    return Sent(role="pipeline", pattern="message", what="activations", bytes=size, count=1, ranks=2, stride=stride)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaTraffic:
+    """What a rank and its replicas send in a step.
+
+    Attributes:
+        gradients: per reduction; on stages 2 and 3 there is one in each microbatch.
+        parameters: per gathering; on stage 3 there are two in each microbatch.
+    """
+
+    gradients: Sent | None
+    parameters: Sent | None
+
+
+def replica_traffic(config: ResolvedConfig, parameters: int, *, used_twice: int = 0) -> ReplicaTraffic:
+    """Reductions of gradients and gatherings of parameters in a step.
+
+    Args:
+        config: a resolved configuration.
+        parameters: that the rank holds.
+        used_twice: how many of them two of its layers use; stage 3 gathers them for each.
+    """
+    d, stage = ranks_of_role("replicas", config.parallel), config.parallel.zero_stage
+    if d == 1:
+        return ReplicaTraffic(gradients=None, parameters=None)
+    e, m = ELEMENT_BYTES[config.precision.precision], num_microbatches(config)
+    summed = 8 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
+    stride = ranks_of_role("layer", config.parallel)
+
+    def sent(pattern: Pattern, what: str, size: float, count: int) -> Sent:
+        return Sent(role="replicas", pattern=pattern, what=what, bytes=size, count=count, ranks=d, stride=stride)
+
+    reduction: Pattern = "all-reduce" if stage == 0 else "reduce-scatter"
+    gradients = sent(reduction, "gradients", float(parameters * summed), m if stage >= 2 else 1)
+    gathered = {0: 0, 1: 1, 2: 1, 3: 2 * m}[stage]
+    if not gathered:
+        return ReplicaTraffic(gradients=gradients, parameters=None)
+    whole = parameters + (used_twice if stage == 3 else 0)
+    return ReplicaTraffic(gradients=gradients, parameters=sent("all-gather", "parameters", float(whole * e), gathered))
+
+
+def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: int) -> list[Sent]:
+    """Everything that one rank of a pipeline sends in a step.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        rank: its number in the pipeline.
+    """
+    parallel, m = config.parallel, num_microbatches(config)
+    stages = stage_ranges(layers, parallel)
+    found: list[Sent] = []
+    for number in range(rank, len(stages), parallel.pp):
+        held = [layers[i] for i in stages[number]]
+        for layer, again in zip(held, recomputed_whole(config, held), strict=True):
+            passes = layer_traffic(config, layer, again=again)
+            found += [replace(sent, count=sent.count * m) for group in passes for sent in group]
+        neighbours = (number > 0) + (number < len(stages) - 1)
+        if neighbours and parallel.pp > 1:
+            found.append(replace(stage_message(config), count=neighbours * m))
+    held_here = held_parameters(layers, stages[rank :: parallel.pp])
+    both = rank == 0 and parallel.pp == 1 and bool(layers[-1].tied)  # embedding and head, with one bucket of the former
+    replicas = replica_traffic(config, held_here, used_twice=(layers[0].held or 0) if both else 0)
+    found += [sent for sent in (replicas.gradients, replicas.parameters) if sent is not None]
+    found += _further_sums(config, layers, [i for numbers in stages[rank :: parallel.pp] for i in numbers])
+    return list(_joined(found))
+
+
+def tied_gradients(config: ResolvedConfig) -> Sent | None:
+    """The sum of the gradients of the tied table, on the first and the last pipeline rank; None where none is sent."""
+    model, parallel = config.model, config.parallel
+    if model.untie_embeddings_and_output_weights or parallel.pp == 1:
+        return None
+    t, d = ranks_of_role("layer", parallel), ranks_of_role("replicas", parallel)
+    size = 4.0 * vocabulary_rows(model, t) * model.hidden_size / (d if parallel.zero_stage else 1)
+    stride = (parallel.pp - 1) * parallel.ranks // parallel.pp
+    return Sent(role="pipeline", pattern="message", what="tied gradients", bytes=size, count=1, ranks=2, stride=stride)
+
+
+def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: Sequence[int]) -> list[Sent]:
+    found = []
+    tied = tied_gradients(config)
+    if tied is not None and (0 in held) != (len(layers) - 1 in held):
+        found.append(tied)
+    t, d = ranks_of_role("layer", config.parallel), ranks_of_role("replicas", config.parallel)
+    if t > 1 and config.parallel.sequence_parallel:
+        count = sum(_replicated(config.model, layers[i]) for i in held)
+        size = 4.0 * count / (d if config.parallel.zero_stage else 1)
+        found.append(
+            Sent(
+                role="layer", pattern="all-reduce", what="replicated gradients", bytes=size, count=1, ranks=t, stride=1
+            )
+        )
+    return found
+
+
+def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
+    """Parameters that every rank of the layer group holds whole."""
+    norm = norm_parameters(model)
+    if layer.block is not None:
+        biases = 0 if layer.block.disable_bias_linear else 2 * model.hidden_size
+        return 2 * norm + biases + (2 * norm_parameters(model, model.head_size) if model.qk_layernorm else 0)
+    if layer.name == "head":
+        return norm
+    positions = model.max_position_embeddings * model.hidden_size
+    learned = positions if model.position_embedding_type == "learned" else 0
+    return learned + (norm if model.embedding_layernorm else 0)
+
+
+def _joined(found: Iterable[Sent]) -> Iterator[Sent]:
+    """Transfers that differ only in their number as one."""
+    counts: Counter[Sent] = Counter()
+    for sent in found:
+        counts[replace(sent, count=1)] += sent.count
+    return (replace(sent, count=count) for sent, count in counts.items())
+
+
+def bytes_by_link(found: Iterable[Sent], node_ranks: int) -> dict[tuple[Role, LinkClass], float]:
+    """Bytes that a rank sends in a step, by role and class of links."""
+    total: dict[tuple[Role, LinkClass], float] = {}
+    for sent in found:
+        key = sent.role, sent.link(node_ranks)
+        total[key] = total.get(key, 0.0) + sent.sent_bytes
+    return total

@@ -1,0 +1,113 @@
+"""The planned transfers against what gloo ranks send: every collective and message is counted where it is called.
+
+Sums of a few numbers (norms, token counts, statistics of the loss) are smaller than `FEW` bytes and are left out on
+both sides. All sizes are multiples of what ZeRO's buckets are padded to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from megacore.parallel import direct
+from megacore.parallel.mesh import Group
+from megacore.plan.outline import outline
+from megacore.plan.traffic import rank_traffic
+from tests.distributed import run_distributed
+from tests.parity.runs import make_config, train
+
+FEW = 200
+SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, "num_layers": 4}
+Counts = Counter[int]  # bytes sent by the distance of a group's ranks
+
+
+class Counting:
+    """Counts what this rank sends. A sum to all is counted as a ring's, twice (n - 1) / n of the tensor."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sent: Counts = Counter()
+        reduce, exchange, batch = dist.all_reduce, direct._exchange, dist.batch_isend_irecv
+
+        def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+            ranks = dist.get_process_group_ranks(group)
+            self._add(ranks[1] - ranks[0], 2 * (len(ranks) - 1) * _bytes(tensor) // len(ranks), _bytes(tensor))
+            return reduce(tensor, op=op, group=group, async_op=async_op)
+
+        def exchanged(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> Any:
+            others = [tensor for rank, tensor in enumerate(outgoing) if rank != group.rank]
+            self._add(group.ranks[1] - group.ranks[0], sum(map(_bytes, others)), sum(map(_bytes, others)))
+            return exchange(outgoing, incoming, group)
+
+        def batched(operations: list[Any]) -> Any:
+            for operation in operations:
+                if operation.op is dist.isend:
+                    ranks = dist.get_process_group_ranks(operation.group)
+                    self._add(ranks[1] - ranks[0], _bytes(operation.tensor), _bytes(operation.tensor))
+            return batch(operations)
+
+        patch.setattr(dist, "all_reduce", all_reduce)
+        patch.setattr(direct, "_exchange", exchanged)
+        patch.setattr(dist, "batch_isend_irecv", batched)
+
+    def _add(self, distance: int, sent: int, size: int) -> None:
+        if size >= FEW:
+            self.sent[distance] += sent
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def sent_per_step(rank: int, world_size: int, cases: list[str], directory: str) -> list[Counts]:
+    """Of the second step, by case: two steps less one."""
+    found = []
+    for case in cases:
+        layout, changes = CASES[case]
+        runs = []
+        for steps in (1, 2):
+            with pytest.MonkeyPatch.context() as patch:
+                counting = Counting(patch)
+                train(rank, world_size, layout, directory, {**SIZES, **changes, "train_iters": steps})
+                runs.append(counting.sent)
+        found.append(Counter({key: size - runs[0][key] for key, size in runs[1].items() if size != runs[0][key]}))
+    return found
+
+
+CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "tp 2": ((2, 1, 1), {}),
+    "tp 2, recomputed": ((2, 1, 1), {"recompute": "full"}),
+    "tp 2, sequence parallel": ((2, 1, 1), {"sequence_parallel": True}),
+    "pp 2": ((1, 2, 1), {}),
+    "pp 2, zero-bubble": ((1, 2, 1), {"schedule": "zero-bubble"}),
+    "pp 2, interleaved": ((1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2}),
+    "pp 2, untied": ((1, 2, 1), {"untie_embeddings_and_output_weights": True}),
+    "dp 2": ((1, 1, 2), {}),
+    "dp 2, ZeRO 1": ((1, 1, 2), {"zero_stage": 1}),
+    "dp 2, ZeRO 2": ((1, 1, 2), {"zero_stage": 2}),
+    "dp 2, ZeRO 3": ((1, 1, 2), {"zero_stage": 3}),
+    "tp 2, pp 2": ((2, 2, 1), {}),
+    "pp 2, dp 2, ZeRO 1": ((1, 2, 2), {"zero_stage": 1}),
+    "tp 2, dp 2, ZeRO 3": ((2, 1, 2), {"zero_stage": 3}),
+    "tp 2, sequence parallel, recomputed, dp 2": ((2, 1, 2), {"sequence_parallel": True, "recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_sent(ranks: int, tmp_path: Any) -> None:
+    cases = [name for name, ((tp, pp, dp), _) in CASES.items() if tp * pp * dp == ranks]
+    counted = run_distributed(sent_per_step, ranks, cases, str(tmp_path), timeout=240)
+    for number, case in enumerate(cases):
+        (tp, pp, dp), changes = CASES[case]
+        config = make_config((tp, pp, dp), tmp_path, **SIZES, **changes)
+        layers = outline(config)
+        for rank, found in enumerate(counted):
+            planned: Counts = Counter()
+            for sent in rank_traffic(config, layers, rank // (tp * dp)):
+                distance = tp * dp if sent.role == "pipeline" else sent.stride
+                planned[distance] += round(sent.sent_bytes) if sent.bytes >= FEW else 0
+            expected = Counter({key: size for key, size in planned.items() if size})
+            assert found[number] == expected, f"{case}, rank {rank}"

@@ -1,0 +1,187 @@
+"""Measured runs that others have published, as configurations of this trainer and descriptions of their software.
+
+Sources, each also in docs/planner.md:
+
+- Megatron-LM on A100: megatron_a100.csv, which names its own.
+- BLOOM-176B: the log of its training and Le Scao et al. 2022 (arXiv 2211.05100); Jean Zay's nodes have four 100 Gb/s
+  network cards (Omni-Path) for eight A100-80GB.
+- 1.7B to 530B on A100: Narayanan et al. 2021 (arXiv 2104.04473), table 1; micro-batches and stages per rank, which the
+  table leaves out, are assumed.
+- 22B and 175B with sequence parallelism: Korthikanti et al. 2022 (arXiv 2205.05198), table 5.
+- GPT-3 175B and Nemotron-4 15B on H100: NVIDIA's performance recipes for NeMo 24.12.
+- Turing-NLG 530B: Smith et al. 2022 (arXiv 2201.11990).
+- Llama 3.1 8B: torchtitan's performance page. 1B Llama: nanotron's benchmark table.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megacore.config import Config, ResolvedConfig
+from megacore.config.cli import parse_config
+from megacore.plan.cluster import CLUSTERS, Cluster
+from megacore.plan.devices import Range
+from megacore.plan.planner import Plan, make_plan, step_flops
+from megacore.plan.step_time import Software
+
+# Sums of tensor parallelism wait, and so do messages between stages.
+MEGATRON_2021 = Software(tensor_overlap=Range(0.0, 0.0, 0.0), waits_for_messages=True)
+# Interleaved schedules send beside computing.
+MEGATRON_INTERLEAVED = replace(MEGATRON_2021, waits_for_messages=False)
+# User buffers run beside products, and products add gradients up.
+NEMO = Software(tensor_overlap=Range(0.5, 0.9, 1.0), overlaps_forward=True, fused_accumulation=True)
+EAGER = Software(copies_logits=True)
+
+A100 = CLUSTERS["a100-80g"]
+_NETWORK = replace(A100.device.network, bandwidth=4 * 12.5e9 / 8)
+JEAN_ZAY = replace(A100, device=replace(A100.device, network=_NETWORK), nics_per_node=4)
+SHAPES = {"megatron-3.6B": (3072, 30, 32), "megatron-18.4B": (6144, 40, 48)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A measured run.
+
+    Attributes:
+        model: rows of one model compete.
+        flags: of pretrain_gpt.py.
+        seconds: per step; None: not published.
+        gib: of the fullest device; None: not published.
+    """
+
+    model: str
+    flags: str
+    cluster: Cluster
+    software: Software
+    seconds: float | None = None
+    gib: float | None = None
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The run's configuration."""
+        flags = f"--mock-data --train-iters 10 {self.flags}".split()
+        return parse_config(flags, prog="test", description="", kind=Config, planned=True)
+
+    def plan(self) -> Plan:
+        """What is planned of it."""
+        return make_plan(self.config, self.cluster, software=self.software)
+
+
+def shape(hidden: int, layers: int, heads: int, *, vocabulary: int = 51200, sequence: int = 2048) -> str:
+    """Flags of a model."""
+    return (
+        f"--hidden-size {hidden} --num-layers {layers} --num-attention-heads {heads} --vocab-size {vocabulary} "
+        f"--seq-length {sequence}"
+    )
+
+
+OLD = "--precision fp16 --attention fused-softmax --recompute full --no-overlap-grad-reduce"
+
+
+def megatron_runs() -> Iterator[Run]:
+    """Every layout of two models."""
+    with (Path(__file__).parent / "megatron_a100.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(line for line in file if not line.startswith("#")):
+            flags = (
+                f"{shape(*SHAPES[row['model']])} {OLD} --tp {row['tp']} --pp {row['pp']} --dp {row['dp']} "
+                f"--micro-batch-size {row['micro_batch']} --global-batch-size {row['global_batch']}"
+            )
+            seconds = float(row["seconds"])
+            yield Run(model=row["model"], flags=flags, cluster=A100, software=MEGATRON_2021, seconds=seconds)
+
+
+def _table_2021() -> Iterator[Run]:
+    rows = [
+        ("1.7B", (2304, 24, 24), "--dp 32 --micro-batch-size 16 --global-batch-size 512", 137),
+        ("7.5B", (4096, 36, 32), "--tp 4 --dp 32 --micro-batch-size 4 --global-batch-size 512", 142),
+        ("39.1B", (8192, 48, 64), "--tp 8 --pp 2 --dp 32 --micro-batch-size 4 --global-batch-size 1536", 138),
+        ("145.6B", (12288, 80, 96), "--tp 8 --pp 8 --dp 24 --micro-batch-size 2 --global-batch-size 2304", 148),
+        ("529.6B", (20480, 105, 128), "--tp 8 --pp 35 --dp 9 --micro-batch-size 1 --global-batch-size 2520", 163),
+    ]
+    stages = {"39.1B": 4, "145.6B": 2, "529.6B": 3}
+    for name, sizes, layout, tflops in rows:
+        flags = f"{shape(*sizes)} {OLD} {layout}"
+        if name in stages:
+            flags += f" --schedule interleaved --virtual-stages {stages[name]}"
+        run = Run(model=f"2021-{name}", flags=flags, cluster=A100, software=MEGATRON_INTERLEAVED)
+        config = run.config
+        flops = step_flops(config, attention="full", hardware=True)
+        yield replace(run, seconds=flops / config.parallel.ranks / tflops / 1e12)
+
+
+BLOOM = Run(
+    model="bloom",
+    flags="--preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 2048 --micro-batch-size 2 --zero-stage 1 "
+    "--recompute full --precision bf16 --attention fused-softmax",
+    cluster=JEAN_ZAY,
+    software=MEGATRON_2021,
+    seconds=104.70,
+)
+TURING = Run(
+    model="turing-530B",
+    flags=f"{shape(20480, 105, 128)} {OLD} --tp 8 --pp 35 --dp 8 --micro-batch-size 1 --global-batch-size 1920",
+    cluster=A100,
+    software=MEGATRON_2021,
+    seconds=60.1,
+)
+
+
+def _sequence_parallel() -> Iterator[Run]:
+    flags = "--precision fp16 --attention fused-softmax --recompute selective --sequence-parallel --tp 8"
+    small = f"{shape(6144, 48, 64)} {flags} --micro-batch-size 4 --global-batch-size 4"
+    large = (
+        f"{shape(12288, 96, 96)} {flags} --pp 8 --micro-batch-size 1 --global-batch-size 64 "
+        "--schedule interleaved --virtual-stages 3"
+    )
+    for model, given, seconds in (("2022-22B", small, 1.10), ("2022-175B", large, 13.75)):
+        yield Run(model=model, flags=given, cluster=A100, software=MEGATRON_INTERLEAVED, seconds=seconds)
+
+
+def _nemo() -> Iterator[Run]:
+    for ranks, seconds in ((128, 8.309), (512, 8.42)):
+        yield Run(
+            model="gpt3-175B-h100",
+            flags=f"{shape(12288, 96, 96)} --precision bf16 --grad-reduce-dtype bf16 --sequence-parallel --tp 4 --pp 8 "
+            f"--dp {ranks // 32} --schedule interleaved --virtual-stages 12 --micro-batch-size 1 "
+            f"--global-batch-size {2 * ranks}",
+            cluster=CLUSTERS["h100"],
+            software=NEMO,
+            seconds=seconds,
+        )
+    for ranks, seconds in ((16, 2.812), (256, 2.852), (2048, 2.887)):
+        yield Run(
+            model="nemotron-15B-h100",
+            flags=f"{shape(6144, 32, 48, vocabulary=256000, sequence=4096)} --num-query-groups 8 --activation relu "
+            f"--untie-embeddings-and-output-weights --precision bf16 --sequence-parallel --tp 4 --dp {ranks // 4} "
+            f"--zero-stage 1 --micro-batch-size 4 --global-batch-size {4 * ranks}",
+            cluster=CLUSTERS["h100"],
+            software=NEMO,
+            seconds=seconds,
+        )
+
+
+def timed_runs() -> list[Run]:
+    """All with a time."""
+    return [*megatron_runs(), *_table_2021(), BLOOM, TURING, *_sequence_parallel(), *_nemo()]
+
+
+def memory_runs() -> list[Run]:
+    """All with a memory."""
+    h100 = CLUSTERS["h100"]
+    runs = []
+    for ranks, gib in ((8, 82.4), (128, 67.0)):  # recomputes all that is cheap, and half of the products
+        flags = (
+            f"--preset llama-3-8b --precision bf16 --dp {ranks} --zero-stage 3 --micro-batch-size 2 --recompute light "
+            f"--global-batch-size {2 * ranks} --seq-length 8192"
+        )
+        runs.append(Run(model=f"llama-8B-{ranks}", flags=flags, cluster=h100, software=EAGER, gib=gib))
+    for size, mib in ((1, 15_800), (2, 25_100), (4, 42_900)):
+        flags = (
+            f"--preset llama-3.2-1b --precision bf16 --grad-reduce-dtype bf16 --dp 16 --zero-stage 1 "
+            f"--micro-batch-size {size} --global-batch-size {16 * size} --seq-length 4096"
+        )
+        runs.append(Run(model=f"llama-1B-{size}", flags=flags, cluster=h100, software=EAGER, gib=mib / 1024))
+    return runs

@@ -1,0 +1,57 @@
+"""The planner against measured runs of other trainers: parameters, FLOPs, memory and seconds (see published.py)."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+
+import pytest
+
+from megacore.plan.planner import gib, step_flops
+from tests.plans.published import BLOOM, Run, memory_runs, timed_runs
+
+# Models with one run or two of one layout: their errors are printed in docs/planner.md, and bounded loosely.
+SWEEPS = ("megatron-3.6B", "megatron-18.4B")
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[tuple[Run, float]]]:
+    """Predicted seconds of every run, by model."""
+    found: dict[str, list[tuple[Run, float]]] = defaultdict(list)
+    for run in timed_runs():
+        found[run.model].append((run, run.plan().time.seconds))
+    return found
+
+
+def test_parameters_and_flops_of_bloom_are_exact() -> None:
+    plan = BLOOM.plan()
+    assert plan.parameters == 176_247_271_424
+    hidden, layers, vocabulary, s = 14336, 70, 250_880, 2048
+    by_hand = 96 * 2048 * s * layers * hidden**2 * (1 + s / (6 * hidden) + vocabulary / (16 * layers * hidden))
+    flops = step_flops(BLOOM.config, attention="full", hardware=True)
+    assert flops == pytest.approx(by_hand, rel=1e-12)
+    assert flops / 104.70 / 384 / 1e12 == pytest.approx(149.76, abs=0.005)  # as its log says
+
+
+def median_error(rows: list[tuple[Run, float]]) -> float:
+    return statistics.median(abs(predicted / run.seconds - 1) for run, predicted in rows if run.seconds)
+
+
+@pytest.mark.parametrize("model", SWEEPS)
+def test_every_layout_of_a_model(model: str, errors: dict[str, list[tuple[Run, float]]]) -> None:
+    rows = errors[model]
+    assert median_error(rows) <= 0.08
+    chosen, _ = min(rows, key=lambda row: row[1])
+    best = min(run.seconds for run, _ in rows if run.seconds)
+    assert chosen.seconds is not None and chosen.seconds / best - 1 <= 0.05  # the regret
+
+
+def test_models_that_were_measured_once(errors: dict[str, list[tuple[Run, float]]]) -> None:
+    of_models = [median_error(rows) for model, rows in errors.items() if model not in SWEEPS]
+    assert statistics.median(of_models) <= 0.08
+    assert max(of_models) <= 0.15
+
+
+@pytest.mark.parametrize("run", memory_runs(), ids=lambda run: run.model)
+def test_memory(run: Run) -> None:
+    assert gib(run.plan().fullest.expected) == pytest.approx(run.gib, rel=0.10)

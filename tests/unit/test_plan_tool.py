@@ -1,0 +1,125 @@
+"""tools/plan.py: what it prints, refuses, searches and fits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config.cli import save_toml
+from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
+from tests.parity.runs import make_config
+from tools.plan import main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BLOOM = (
+    "pretrain_gpt.py --preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 2048 --micro-batch-size 2 "
+    "--zero-stage 1 --recompute full --cluster a100-80g"
+)
+
+
+def planned(capsys: pytest.CaptureFixture[str], flags: str) -> dict[str, Any]:
+    assert main([*flags.split(), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, f"{BLOOM} --tokens 366e9")
+    parts = sum(part["value"] for part in plan["step_parts"].values())
+    assert parts == pytest.approx(plan["step_seconds"]["value"], rel=1e-9)
+    assert plan["parameters"]["value"] == 176_247_271_424
+    assert [rank["in_flight"] for rank in plan["memory"]] == list(range(12, 0, -1))
+    rate = plan["throughput"]["tokens/s"]["value"]
+    assert rate == pytest.approx(2048 * 2048 / plan["step_seconds"]["value"])
+    assert plan["training"]["days"]["value"] == pytest.approx(366e9 / rate / 0.9 / 86400)
+    assert plan["training"]["price"]["value"] == pytest.approx(plan["training"]["days"]["value"] * 24 * 384 * 1.8)
+    for figure in (plan["step_seconds"], *plan["throughput"].values()):
+        assert figure["low"] <= figure["value"] <= figure["high"]
+        assert figure["origin"] == "assumed"
+
+
+def test_what_does_not_fit_names_the_stage_the_term_and_ways_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["pretrain_gpt.py", "--preset", "bloom-176b", "--tp", "4", "--pp", "2", "--dp", "4", "--cluster", "h100"])
+        == 0
+    )
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT: pipeline rank 1" in text
+    assert "largest term is optimizer state" in text
+    assert all(f"\n{number}. " in text for number in (1, 2, 3))
+
+
+def test_torch_is_not_loaded() -> None:
+    code = f"import sys; from tools.plan import main; main({BLOOM.split()!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gtp.py --preset gpt2-small --tp 5 --pp 13 --world-size 64 --cluster a100-80gb"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(flags.split()))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert "6 problems" in text
+    for part in ("did you mean a100-80g?", "did you mean pretrain_gpt.py?", "--num-attention-heads 12", "--pp 13"):
+        assert part in text
+
+
+def test_a_cluster_file_is_read_back_and_refused_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(to_toml(CLUSTERS["h100"]), encoding="utf-8")
+    device, expected = load_cluster(path).device, CLUSTERS["h100"].device
+    assert device.memory_bytes == pytest.approx(expected.memory_bytes)
+    assert device.network.bandwidth == pytest.approx(expected.network.bandwidth)
+    assert device.product_efficiency == expected.product_efficiency
+    path.write_text("memory_gb = -3\nnic = 4\n[peak_tflops]\nbf17 = 3\n", encoding="utf-8")
+    assert main(["pretrain_gpt.py", "--preset", "gpt2-small", "--cluster", str(path)]) == 2
+    text = capsys.readouterr().err
+    for part in ("memory_gb = -3 must be", "nics_per_node is missing", "peak_tflops.bf17", "nic is not a field"):
+        assert part in text
+
+
+def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The first layout of a search is the fastest of all that it lists, and planning it gives the same time."""
+    picture = tmp_path / "found.svg"
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 4"
+    found = planned(capsys, f"{flags} --search --top 5 --max-pp 2 --picture {picture}")
+    best = found["layouts"][0]
+    assert [row["step_seconds"] for row in found["layouts"]] == sorted(row["step_seconds"] for row in found["layouts"])
+    assert all(row["pp"] <= 2 and row["tp"] * row["pp"] * row["dp"] == 4 for row in found["layouts"])
+    assert all(row["memory_bytes"] <= found["capacity_bytes"] for row in found["layouts"])
+    plan = planned(capsys, f"{flags} {best['flags']}")
+    assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"])
+    assert picture.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_pictures(tmp_path: Path) -> None:
+    line, memory = tmp_path / "line.svg", tmp_path / "memory.svg"
+    assert main([*BLOOM.split(), "--timeline", str(line), "--memory-timeline", str(memory)]) == 0
+    assert "transfer" in line.read_text(encoding="utf-8")
+    assert memory.read_text(encoding="utf-8").count("peak ") == 12
+
+
+def test_calibration_predicts_the_run_that_it_is_fitted_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config((1, 1, 1), tmp_path)
+    save_toml(config, tmp_path / "config.toml")
+    records = [{"step": step, "perf/step_time_s": seconds} for step, seconds in enumerate((9.0, 0.5, 0.5, 0.5))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    assert main(["--calibrate", str(tmp_path)]) == 0
+    capsys.readouterr()
+    cluster = tmp_path / "cluster.toml"
+    plan = planned(capsys, f"pretrain_gpt.py --config {tmp_path / 'config.toml'} --cluster {cluster}")
+    assert plan["step_seconds"]["value"] == pytest.approx(0.5, rel=1e-3)
+    assert plan["step_seconds"]["origin"] == "fitted"
+
+
+def test_dry_run_plans_in_place_of_training() -> None:
+    flags = "--dry-run --world-size 4 --mock-data --preset gpt2-tiny --tp 2 --train-iters 10 --cluster cpu"
+    command = [sys.executable, "pretrain_gpt.py", *flags.split()]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "# Plan: gpt2-tiny on 4 x cpu" in run.stdout

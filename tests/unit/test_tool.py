@@ -1,0 +1,42 @@
+"""What the command-line tools share: how they end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import patience
+
+TOOL = """
+import sys
+from megacore.commands.tool import ToolParser, run_tool
+
+def action(args):
+    for _ in range({lines}):
+        print("a line of the output")
+
+sys.exit(run_tool(ToolParser(prog="tool"), [], action))
+"""
+
+
+@pytest.mark.parametrize("lines", [1, 10_000])
+def test_a_tool_whose_output_nobody_reads_ends_quietly(lines: int) -> None:
+    """Few lines are written when the interpreter ends, many while the tool runs."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", TOOL.format(lines=lines)],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            timeout=patience(60),
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

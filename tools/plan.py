@@ -1,0 +1,24 @@
+"""Plan a training run before paying for it: memory of every rank, time of a step, bytes sent, days and price.
+
+    python tools/plan.py pretrain_gpt.py --preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 2048 \\
+        --micro-batch-size 2 --recompute full --zero-stage 1 --cluster a100-80g --tokens 366e9
+    python tools/plan.py pretrain_gpt.py --preset llama-3-8b --global-batch-size 256 --cluster h100 --world-size 64 \\
+        --search --picture layouts.svg
+    python tools/plan.py --calibrate output/mock        # fit output/mock/cluster.toml to a run of this machine
+
+Takes the flags of the entry point and validates them as it does. Nothing here loads torch (docs/planner.md).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megacore.commands.plan import plan_tool as main
+
+if __name__ == "__main__":
+    sys.exit(main())
