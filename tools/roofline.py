@@ -22,16 +22,18 @@ from typing import Any
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import megacore
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
+from megacore.config.help import help_topic
 from megacore.config.messages import counted
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError
 from megacore.plan.devices import DEVICES, Device, Range, device_named
 from megacore.plan.flops import flops_per_sequence
-from megacore.plan.memory import num_microbatches, plan_memory
+from megacore.plan.memory import num_microbatches, plan_memory, updated_parameters
 from megacore.plan.outline import outline
 from megacore.plan.roofline import Estimate, Totals, estimate
 
@@ -43,6 +45,9 @@ class _Parser(ToolParser):
     """Leaves the flags that it does not know to pretrain_gpt.py's parser."""
 
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
+        argv = sys.argv[1:] if argv is None else argv
+        if (topic := help_topic(argv)) and topic not in self._option_string_actions:
+            _read_config(["--help", topic])  # prints a page of that parser, and exits
         known, rest = self.parse_known_args(argv, namespace)
         known.flags = rest
         return known
@@ -54,33 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="roofline.py",
         usage="roofline.py --device NAME [--json] [flags of pretrain_gpt.py]",
         description="Estimate the time of a training step on a device, by a roofline over the operators that it "
-        "launches. All other flags are those of pretrain_gpt.py; --precision is bf16 unless given.",
+        "launches. All other flags are those of pretrain_gpt.py, such as --preset, --tp and --micro-batch-size: "
+        "--help all lists them, as pretrain_gpt.py --help all does. --precision is bf16 unless given.",
         allow_abbrev=False,
     )
     names = ", ".join(device.name for device in DEVICES)
     parser.add_argument("--device", required=True, metavar="NAME", help=f"device that computes: {names}")
+    parser.add_argument("--version", action="version", version=f"megacore {megacore.__version__}")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     return run_tool(parser, argv, _run)
 
 
 def _run(args: argparse.Namespace) -> None:
     device = device_named(args.device)
-    config = parse_config(
-        _with_defaults(args.flags),
-        prog="roofline.py",
-        description="Estimate the time of a training step on a device.",
-        kind=Config,
-        shape=shape_from_hf,
-        vocabulary=vocabulary_size,
-        planned=True,
-    ).for_device(on_cpu=False)
+    config = _read_config(_with_defaults(args.flags)).for_device(on_cpu=False)
     peak = _require_known(config, device)
     from megacore.train.step_trace import record_step
 
     microbatches, training, model = num_microbatches(config), config.training, config.model
     sequences = microbatches * training.micro_batch_size / config.parallel.tp
     flops = [sequences * flops_per_sequence(model, config.data.seq_length, attention=a) for a in ("full", "causal")]
-    found = estimate(
+    result = estimate(
         record_step(config),
         device,
         microbatches=microbatches,
@@ -89,7 +88,20 @@ def _run(args: argparse.Namespace) -> None:
         causal_flops=flops[1],
         peak=peak,
     )
-    print(json.dumps(_as_json(found, config), indent=1) if args.json else "\n".join(_report(found, config)))
+    print(json.dumps(_as_json(result, config), indent=1) if args.json else "\n".join(_report(result, config)))
+
+
+def _read_config(flags: Sequence[str]) -> ResolvedConfig:
+    """The configuration of the run, by the parser of pretrain_gpt.py."""
+    return parse_config(
+        flags,
+        prog="roofline.py",
+        description="Estimate the time of a training step on a device.",
+        kind=Config,
+        shape=shape_from_hf,
+        vocabulary=vocabulary_size,
+        planned=True,
+    )
 
 
 def _with_defaults(flags: Sequence[str]) -> list[str]:
@@ -132,10 +144,10 @@ def _require_known(config: ResolvedConfig, device: Device) -> float:
 # ---- what is printed
 
 
-def _report(found: Estimate, config: ResolvedConfig) -> Iterator[str]:
-    parallel, training, timing = config.parallel, config.training, found.timing
+def _report(result: Estimate, config: ResolvedConfig) -> Iterator[str]:
+    parallel, training, timing = config.parallel, config.training, result.timing
     yield (
-        f"Estimate for {config.model.preset or 'the model'} on {parallel.tp * parallel.dp} x {found.device.name}, "
+        f"Estimate for {config.model.preset or 'the model'} on {parallel.tp * parallel.dp} x {result.device.name}, "
         f"{config.precision.precision}: tp {parallel.tp}{', sequence parallel' if parallel.sequence_parallel else ''}, "
         f"dp {parallel.dp}, ZeRO stage {parallel.zero_stage}, "
         f"{counted(num_microbatches(config), 'microbatch', 'microbatches')} of {training.micro_batch_size} x "
@@ -156,20 +168,20 @@ def _report(found: Estimate, config: ResolvedConfig) -> Iterator[str]:
     for phase, (count, totals) in small.items():
         yield _row(phase, f"{counted(count, 'other')}", "", totals, timing.seconds)
     yield ""
-    yield f"Step: {_in_range(found.seconds, 1e3, '.1f')} ms, {found.tokens / timing.seconds:,.0f} tokens/s"
-    yield f"MFU, full attention: {_in_range(found.utilization(found.model_flops), 100, '.1f')} %"
-    yield f"MFU, causal attention: {_in_range(found.utilization(found.causal_flops), 100, '.1f')} %"
-    yield f"FLOPs executed: {timing.work / found.seconds.expected / found.peak:.1%} of the peak"
+    yield f"Step: {_in_range(result.seconds, 1e3, '.1f')} ms, {result.tokens / timing.seconds:,.0f} tokens/s"
+    yield f"MFU, full attention: {_in_range(result.utilization(result.model_flops), 100, '.1f')} %"
+    yield f"MFU, causal attention: {_in_range(result.utilization(result.causal_flops), 100, '.1f')} %"
+    yield f"FLOPs executed: {timing.work / result.seconds.expected / result.peak:.1%} of the peak"
     share = f"{total.seconds * 1e3:.1f} ms ({total.seconds / timing.seconds:.1%} of the step)"
     yield f"Operators: {total.launches:,.0f} launches, {total.bytes / 1e9:,.1f} GB, {share}"
     for role, seconds in timing.exposed.items():
         yield f"Exposed communication, {ROLES.get(role, role)}: {seconds * 1e3:.1f} ms ({seconds / timing.seconds:.1%})"
     yield f"Waiting for the host: {timing.late * 1e3:.1f} ms ({timing.late / timing.seconds:.1%})"
     update = f"{timing.update * 1e3:.1f} ms ({timing.update / timing.seconds:.1%})"
-    yield f"Update: {update}, {_update_bytes(found, config):.1f} bytes per parameter"
+    yield f"Update: {update}, {_update_bytes(result, config):.1f} bytes per parameter that the rank updates"
     needed = plan_memory(config, outline(config), on_cpu=False)[0].expected
-    fits = "fits" if needed <= found.device.memory_bytes else "does not fit"
-    yield f"Memory: {needed / 1e9:.1f} GB expected of {found.device.memory_bytes / 1e9:.0f} GB: {fits}"
+    fits = "fits" if needed <= result.device.memory_bytes else "does not fit"
+    yield f"Memory: {needed / 1e9:.1f} GB expected of {result.device.memory_bytes / 1e9:.0f} GB: {fits}"
 
 
 def _row(phase: str, name: str, kind: str, totals: Totals, step: float) -> str:
@@ -184,28 +196,28 @@ def _in_range(values: Range, factor: float, form: str) -> str:
     return f"{values.expected * factor:{form}} ({low:{form}} to {high:{form}})"
 
 
-def _update_bytes(found: Estimate, config: ResolvedConfig) -> float:
-    """Bytes of the update per parameter that a rank holds."""
-    moved = sum(t.bytes for (phase, kind, _), t in found.timing.rows.items() if (phase, kind) == ("update", "memory"))
-    return moved / plan_memory(config, outline(config), on_cpu=False)[0].parameters
+def _update_bytes(result: Estimate, config: ResolvedConfig) -> float:
+    """Bytes of the update per parameter that the rank updates."""
+    moved = sum(t.bytes for (phase, kind, _), t in result.timing.rows.items() if (phase, kind) == ("update", "memory"))
+    return moved / updated_parameters(plan_memory(config, outline(config), on_cpu=False)[0].parameters, config)
 
 
-def _as_json(found: Estimate, config: ResolvedConfig) -> dict[str, Any]:
-    timing = found.timing
+def _as_json(result: Estimate, config: ResolvedConfig) -> dict[str, Any]:
+    timing = result.timing
     return {
         "estimate": True,
-        "device": found.device.name,
-        "step_seconds": asdict(found.seconds),
-        "tokens_per_second": found.tokens / timing.seconds,
-        "mfu_full_attention": asdict(found.utilization(found.model_flops)),
-        "mfu_causal_attention": asdict(found.utilization(found.causal_flops)),
-        "executed_share_of_peak": timing.work / found.seconds.expected / found.peak,
+        "device": result.device.name,
+        "step_seconds": asdict(result.seconds),
+        "tokens_per_second": result.tokens / timing.seconds,
+        "mfu_full_attention": asdict(result.utilization(result.model_flops)),
+        "mfu_causal_attention": asdict(result.utilization(result.causal_flops)),
+        "executed_share_of_peak": timing.work / result.seconds.expected / result.peak,
         "exposed_seconds": {ROLES.get(role, role): seconds for role, seconds in timing.exposed.items()},
         "waiting_for_host_seconds": timing.late,
         "update_seconds": timing.update,
-        "update_bytes_per_parameter": _update_bytes(found, config),
+        "update_bytes_per_parameter": _update_bytes(result, config),
         "memory_bytes": plan_memory(config, outline(config), on_cpu=False)[0].expected,
-        "device_memory_bytes": found.device.memory_bytes,
+        "device_memory_bytes": result.device.memory_bytes,
         "operators": [
             {"phase": phase, "limited_by": kind, "operator": name, **totals._asdict()}
             for (phase, kind, name), totals in timing.rows.items()

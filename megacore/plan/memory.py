@@ -68,9 +68,12 @@ class RankMemory:
         in_flight: microbatches whose activations the rank keeps, summed over its stages.
         working: what exists beside them at the end of a forward: logits, or a block that is computed again.
         building: what exists when the last layer has been made.
-        late: of the state, what the optimizer makes when the activations of the run's only step are gone.
-        gradients_apart: whether gradients are gone while all activations are there.
-        passing: an estimate of what exists for a moment: buckets under way, gradients of one layer.
+        late: bytes of the state that do not exist while there are activations: the moments of a run of one step, which
+            the optimizer makes after backward. 0 in other runs.
+        gradients_apart: whether all gradients and all activations never exist at the same time: the step has one
+            microbatch, and no buffer of gradients outlives the step.
+        passing: bytes that exist for a moment of backward, as an estimate: gradients of one layer before they are
+            added up, buckets that are being reduced.
         overhead: of the process, certain and expected.
     """
 
@@ -89,18 +92,28 @@ class RankMemory:
 
     @property
     def certain(self) -> float:
-        """Bytes that the rank cannot do without, of the memory in which it computes."""
-        gradients, kept = self.state["grads"], self.activations + self.working
-        moving = max(gradients, kept) if self.gradients_apart else gradients + kept
-        state = sum(self.state.values()) - self.on_host
-        return max(self.building, state, state - self.late - gradients + moving) + self.overhead[0]
+        """Bytes without which the run cannot proceed, of the memory in which the rank computes: a run that does not
+        have them is refused."""
+        return max(self.building, self._computing_state, self._backward) + self.overhead[0]
 
     @property
     def expected_tensors(self) -> float:
-        """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes."""
-        state = sum(self.state.values()) - self.on_host
-        training = state - self.late + self.activations + self.working + self.passing
-        return max(self.building, state, training)
+        """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes: those
+        that are certain, and in backward `passing` as well."""
+        return max(self.building, self._computing_state, self._backward + self.passing)
+
+    @property
+    def _computing_state(self) -> float:
+        """State in the memory in which the rank computes."""
+        return sum(self.state.values()) - self.on_host
+
+    @property
+    def _backward(self) -> float:
+        """State and activations at the peak of forward and backward. Gradients that a step makes anew grow as the
+        activations are freed: of such gradients and activations the larger counts."""
+        gradients, kept = self.state["grads"], self.activations + self.working
+        both = max(gradients, kept) if self.gradients_apart else gradients + kept
+        return self._computing_state - self.late - gradients + both
 
     @property
     def expected(self) -> float:
@@ -121,13 +134,23 @@ def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
     offload = config.parallel.offload_optimizer
     master = 4 if offload or compute != 4 else 0
     stage = config.parallel.zero_stage if ranks > 1 else 0
-    shard = parameters / (ranks if stage >= 1 else 1)
+    shard = updated_parameters(parameters, config)
     return {
         "params": parameters * compute / (ranks if stage >= 3 else 1),
         "grads": parameters * reduce / (ranks if stage >= 2 else 1),
         "optimizer": shard * (config.optimizer_settings.bytes_per_parameter + master),
         "buffers": shard * summed if offload else 0.0,
     }
+
+
+def updated_parameters(parameters: int, config: ResolvedConfig) -> float:
+    """How many of a rank's parameters it updates: with ZeRO its share of them, else all.
+
+    Args:
+        parameters: of a rank's slice of its pipeline stages.
+        config: a resolved configuration.
+    """
+    return parameters / (ranks_of_role("replicas", config.parallel) if config.parallel.zero_stage >= 1 else 1)
 
 
 def plan_memory(

@@ -180,9 +180,9 @@ def transfer_seconds(transfer: Transfer, device: Device, *, case: Case = "expect
     """How long a collective takes by itself. Rings of a node share its network cards.
 
     An all-reduce takes the faster of two algorithms, as NCCL chooses: a ring, with 2 (n - 1) messages one after the
-    other and 2 (n - 1) / n of the bytes over each link (Patarasuk and Yuan 2009, JPDC 69(2)); or a pair of binary trees,
-    with 2 log2 n messages and twice the bytes (Sanders, Speck and Traeff 2009, Parallel Computing 35(12)). The others
-    are rings of one pass; a message goes over one link.
+    other and 2 (n - 1) / n of the bytes over each link (Patarasuk and Yuan 2009, JPDC 69(2)); or a pair of binary
+    trees, with 2 log2 n messages and twice the bytes (Sanders, Speck and Traeff 2009, Parallel Computing 35(12)). The
+    others are rings of one pass; a message goes over one link.
     """
     if transfer.ranks == 1:
         return 0.0

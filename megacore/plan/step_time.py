@@ -3,8 +3,8 @@
 Unlike roofline.py nothing is executed: each layer's operators follow from its configuration. A matrix product takes
 its FLOPs at the share of the peak that large products reach, and its bytes at the memory's bandwidth, one after the
 other: a smooth roofline (Williams et al. 2009), by which narrow and short products are slower without a further
-constant. Transfers are rings (roofline.transfer_seconds). What a stage takes is given to the simulator of the schedule
-(simulator.py), so that uneven stages and every schedule are treated alike.
+constant. Transfers take the time of roofline.transfer_seconds. What a stage takes is given to the simulator of the
+schedule (simulator.py), so that uneven stages and every schedule are treated alike.
 
 Shape legend: tokens b s of a microbatch, e bytes of an element, t tensor-parallel ranks, k n factors of a product.
 """

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import megacore
 from megacore.config import ResolvedConfig
 from megacore.errors import UserError
 from megacore.ops.visibility import Visibility
@@ -365,6 +366,35 @@ def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert seconds["fast"] < seconds["expected"] < seconds["slow"]
     assert found["mfu_full_attention"]["expected"] == pytest.approx(flops / seconds["expected"] / 989.4e12, rel=1e-6)
     assert found["mfu_causal_attention"]["expected"] < found["mfu_full_attention"]["expected"]
+
+
+@pytest.mark.parametrize(("zero_stage", "moved"), [("0", 30 + 4 / 8), ("1", 34 + 8), ("2", 34)])
+def test_bytes_of_the_update_are_those_of_the_parameters_that_a_rank_updates(
+    zero_stage: str, moved: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand: 30 of AdamW and 4 of the norm, which on stage 0 each of 8 ranks takes of its part; on stage 1 the sum
+    over the replicas is copied into the gradients. Groups of weight decay take a byte for 32 elements."""
+    flags = ["--dp", "8", "--zero-stage", zero_stage, "--global-batch-size", "8", "--hidden-size", "512"]
+    assert roofline.main([*TINY, *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["update_bytes_per_parameter"] == pytest.approx(moved, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--help"], "--help all lists them, as pretrain_gpt.py --help all does"),
+        (["--help", "all"], "--micro-batch-size"),
+        (["--device", "h200", "--help", "--tp"], "--tp"),
+        (["--version"], f"megacore {megacore.__version__}\n"),
+    ],
+)
+def test_the_tool_answers_questions(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    assert roofline.main(flags) == 0
+    captured = capsys.readouterr()
+    assert said in captured.out and not captured.err
 
 
 @pytest.mark.parametrize(
