@@ -240,7 +240,7 @@ def test_the_command_line_answers_and_exits(
     assert exit_info.value.code == status
     assert printed.out.startswith(out) and bool(printed.out) == bool(out)
     assert printed.err.startswith(err) and bool(printed.err) == bool(err)
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h"), ("MASTER_PORT", "29500")):
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=str(status)):
         parse(*argv)

@@ -31,7 +31,7 @@ LAYOUTS = [
 def resolved(words: str, monkeypatch: pytest.MonkeyPatch, kind: type[Any] = Config) -> ResolvedConfig:
     given = words.split()
     ranks = math.prod(int(given[given.index(name) + 1]) for name in ("--tp", "--pp", "--dp") if name in given)
-    for name, value in {"RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     config: ResolvedConfig = parse_config(
         [*given, "--mock-data", "--train-iters", "9"], prog="test", description="", kind=kind
