@@ -150,7 +150,7 @@ def test_a_gpt_is_no_bert_and_the_other_way_round(
     gpt = small_run(tmp_path / "gpt", train_iters=1, vocab_size=400)
     assert alone(*gpt, timeout=120).returncode == 0
     assert fill_mask([*words(checkpoint=tmp_path / "gpt"), "a [MASK]"]) == 2
-    assert "holds a GPT, which predicts the next token alone: use tools/generate.py" in capsys.readouterr().err
+    assert "holds a GPT, which only predicts the next token: use tools/generate.py" in capsys.readouterr().err
     loading = run(corpus, tmp_path / "run", load=tmp_path / "gpt")
     refused = alone(*loading, program=BERT_PROGRAM)
     assert refused.returncode == 2

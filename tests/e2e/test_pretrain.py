@@ -29,11 +29,15 @@ VOCABULARY = 1024
 POSITION = {"step", "consumed_samples", "consumed_tokens"}
 TRAIN_KEYS = POSITION | {"train/loss", "train/grad_norm", "train/lr"}
 TRAIN_KEYS |= {"perf/step_time_s", "perf/tokens_per_sec", "perf/tflops_per_rank", "mem/peak_gib"}
-TRAIN_KEYS |= {"perf/bubble_predicted", "perf/bubble_measured", "train/skipped_steps"}
+TRAIN_KEYS |= {"perf/bubble_predicted", "perf/bubble_measured", "train/skipped_steps", "perf/data_wait_fraction"}
 KINDS = ("params", "grads", "optimizer", "buffers")  # docs/memory.md
 STATE_KEYS = {f"mem/{kind}_bytes{what}" for kind in KINDS for what in ("", "_predicted")}
 EVAL_KEYS = POSITION | {"eval/loss"}
-EXEMPT = STATE_KEYS | {"perf/bubble_predicted", "train/skipped_steps"}  # may be zero: the first of them in one process
+EXEMPT = STATE_KEYS | {
+    "perf/bubble_predicted",
+    "train/skipped_steps",
+    "perf/data_wait_fraction",
+}  # may be zero: the first of them in one process
 
 MODEL: dict[str, object] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
 NO_DROPOUT: dict[str, object] = {"hidden_dropout": 0, "attention_dropout": 0}
