@@ -33,11 +33,8 @@ TRAIN_KEYS |= {"perf/bubble_predicted", "perf/bubble_measured", "train/skipped_s
 KINDS = ("params", "grads", "optimizer", "buffers")  # docs/memory.md
 STATE_KEYS = {f"mem/{kind}_bytes{what}" for kind in KINDS for what in ("", "_predicted")}
 EVAL_KEYS = POSITION | {"eval/loss"}
-EXEMPT = STATE_KEYS | {
-    "perf/bubble_predicted",
-    "train/skipped_steps",
-    "perf/data_wait_fraction",
-}  # may be zero: the first of them in one process
+# What may be zero: the bubble in one process, steps that were skipped, the wait for data.
+EXEMPT = STATE_KEYS | {"perf/bubble_predicted", "train/skipped_steps", "perf/data_wait_fraction"}
 
 MODEL: dict[str, object] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
 NO_DROPOUT: dict[str, object] = {"hidden_dropout": 0, "attention_dropout": 0}
