@@ -198,7 +198,7 @@ def input_saved(x: Tensor) -> Tensor:
 
 def save_operands(ctx: Any, x: Tensor, *weights: Tensor | None) -> None:
     """Keep a node's input and weights for its backward."""
-    node = x.grad_fn
+    node = None if torch.compiler.is_compiling() else x.grad_fn  # compiled code decides itself what it saves
     ctx.saved_input = node if getattr(type(node), "_forward_cls", None) is _SavedInput else None
     if ctx.saved_input is None:
         ctx.save_for_backward(x, *weights)
