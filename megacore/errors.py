@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 EXIT_REFUSED = 2
+EXIT_DIVERGED = 3
 
 
 class UserError(ValueError):
@@ -31,6 +32,11 @@ class DataError(UserError):
 class TrainingStopped(Exception):
     """Training must end: it diverges, on all ranks alike, which may still talk to each other; reported
     without a traceback."""
+
+
+class TrainingDiverged(TrainingStopped):
+    """Training must end, and would diverge again if it were resumed from its last checkpoint as it is; exit status
+    3."""
 
 
 class OutputClosed(Exception):
