@@ -25,6 +25,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.flops import CONVENTION
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
+from megacore.train.diagnosis import Source
 from megacore.train.history import History
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, microbatches_of_replica, term_means
@@ -86,6 +87,7 @@ class Trainer:
         if self.loaded is not None:
             self.rollbacks.load(self.loaded.series)
         self._train_data = train_data
+        self.train_steps.source = Source(dataset=train_data, micro_batch_size=config.training.micro_batch_size)
         self.batches = self._batches()
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
@@ -158,6 +160,7 @@ class Trainer:
                 self.saving.advance(some_rank_waits=self.decision.some_rank_waits)
             if self.is_done or self.decision.save or self._is_due(intervals.save_interval or 0):
                 with self.unclocked():
+                    self.train_steps.require_finite()
                     self.saving.save(self.state(), is_last=self.is_done)
 
     @property
@@ -246,6 +249,7 @@ class Trainer:
 
     def save(self) -> None:
         """Publish a checkpoint of the current step, and wait for it."""
+        self.train_steps.require_finite()
         self.saving.save(self.state(), is_last=True)
 
     def request_stop(self, reason: str) -> None:
