@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import OptimizerConfig, ParallelConfig, WatchConfig
-from megacore.errors import ConfigError, SilentCorruption
+from megacore.config import OptimizerConfig, ParallelConfig, ResolvedConfig, WatchConfig
+from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption
 from megacore.models.plain import Layer
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.pipeline.schedule import SCHEDULES, build_schedule, first_backward
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.train.engine import PipelineEngine
+from megacore.train.launch import launch
 from megacore.train.replay import Replay
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -127,6 +128,22 @@ def test_a_rank_that_computes_otherwise_once_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_faults_of_twenty_are_found(tmp_path: Path) -> None:
     examine(tmp_path, list(range(100, 120)))
+
+
+def launched(rank: int, world_size: int, directory: str) -> int:
+    config = make_config((1, 1, 1), directory, train_iters=2, replay_interval=2, hang_timeout_minutes=0.0)
+
+    def body(config: ResolvedConfig, mesh: Mesh) -> None:
+        trainer = make_trainer(config, mesh)
+        Fault(trainer, random.Random(1), rank=0, replay=True, backward=False)
+        trainer.run()
+
+    return launch(config, body)
+
+
+def test_the_process_ends_with_status_3_and_saves_nothing(tmp_path: Path) -> None:
+    assert run_distributed(launched, 1, str(tmp_path), init=False) == [EXIT_CORRUPT] == [3]
+    assert not list(tmp_path.glob("step_*"))
 
 
 LAYERS = [
