@@ -94,14 +94,7 @@ class Trainer:
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
-        check = ReplicaCheck(
-            self.model,
-            self.update.optimizer,
-            mesh,
-            interval=config.watch.check_replicas_interval,
-            loaded=config.checkpoint.load,
-        )
-        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step), ReplicaChecks(check)]
+        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step), *self._replica_checks()]
         self.callbacks = Callbacks(
             self,
             [
@@ -237,6 +230,12 @@ class Trainer:
         manifest = self.train_steps.load(directory)
         self.consumed_samples = manifest.consumed_samples
         return manifest
+
+    def _replica_checks(self) -> Iterator[ReplicaChecks]:
+        interval, loaded = self.config.watch.check_replicas_interval, self.config.checkpoint.load
+        if interval and self.mesh.world.size > 1:
+            optimizer = self.update.optimizer
+            yield ReplicaChecks(ReplicaCheck(self.model, optimizer, self.mesh, interval=interval, loaded=loaded))
 
     def _history(self) -> History:
         return History(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megacore.config import OptimizerConfig, ParallelConfig, ResolvedConfig, WatchConfig
 from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption
+from megacore.layers.block import TransformerBlock
 from megacore.models.plain import Layer
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.pipeline.schedule import SCHEDULES, build_schedule, first_backward
@@ -69,11 +70,9 @@ class Fault:
         if trainer.mesh.world.rank != rank:
             return
         layers = [layer for chunk in trainer.model.chunks for layer in chunk.layers]
-        modules = [
-            m for layer in layers for m in layer.modules() if isinstance(m, nn.LayerNorm) or "Norm" in str(type(m))
-        ]
-        module = draw.choice(modules)
-        microbatches = trainer.config.training.global_batch_size // 2 // trainer.mesh.batch.size
+        module = draw.choice([layer for layer in layers if isinstance(layer, TransformerBlock)])
+        training = trainer.config.training
+        microbatches = training.global_batch_size // training.micro_batch_size // trainer.mesh.batch.size
         # Two steps, of which the second is replayed; the first microbatch's backward is the first.
         self._at = microbatches + (microbatches if replay else 0)
         module.register_forward_hook(self.after)
@@ -88,7 +87,8 @@ class Fault:
 
     def flipped(self, values: Tensor) -> Tensor:
         changed = values.detach().clone()
-        changed.view(-1).view(torch.int32)[self._draw.randrange(values.numel())] ^= 1 << 21
+        token = values.shape[-1]  # of the first: all others may be masked in the loss
+        changed.view(-1).view(torch.int32)[self._draw.randrange(token)] ^= 1 << 21
         return changed
 
 
