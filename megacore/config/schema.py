@@ -155,15 +155,16 @@ class ResolvedConfig(Config):
     training: ResolvedTraining = field()
 
     def for_device(self, *, on_cpu: bool) -> Self:
-        """With the defaults that depend on where the ranks compute.
+        """With the defaults that depend on where the ranks compute. Without tensor parallelism none does, and what is not
+        given stays so: another layout decides it anew.
 
         Args:
             on_cpu: not on accelerators.
         """
         parallel = self.parallel
-        if parallel.sequence_parallel is not None:
+        if parallel.sequence_parallel is not None or parallel.tp == 1:
             return self
-        splits = not on_cpu and parallel.tp > 1 and self.data.seq_length % parallel.tp == 0
+        splits = not on_cpu and self.data.seq_length % parallel.tp == 0
         return dataclasses.replace(self, parallel=dataclasses.replace(parallel, sequence_parallel=splits))
 
 
