@@ -16,6 +16,7 @@ from megacore.config.sections import (
     PrecisionConfig,
     ResolvedOptimizer,
     ResolvedParallel,
+    ResolvedPrecision,
     ResolvedTraining,
     TrainingConfig,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "ResolvedModel",
     "ResolvedOptimizer",
     "ResolvedParallel",
+    "ResolvedPrecision",
     "ResolvedTraining",
     "SGDConfig",
     "TrainingConfig",

@@ -38,7 +38,7 @@ from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_layers, is_split
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import Backend
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, has_fast_bf16, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardSpec
@@ -134,7 +134,7 @@ class PipelineEngine:
             parallel=parallel or ParallelConfig(),
             optimizer=optimizer or OptimizerConfig(),
             settings=optimizer_settings,
-            precision=precision or PrecisionConfig(),
+            precision=precision or PrecisionConfig(precision="fp32"),
             training=training,
             logging=logging or LoggingConfig(),
         )
@@ -142,6 +142,8 @@ class PipelineEngine:
         if reproducible:
             compute_reproducibly()
         self.mesh = mesh or build_mesh(self.config.parallel)
+        chosen = self.config.precision.for_device(bf16=has_fast_bf16(self.mesh.device))
+        self.config = dataclasses.replace(self.config, precision=chosen)
         self.num_microbatches, self.layers, self._count = num_microbatches, list(layers), count
         streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
         described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams, dtype=dtype)

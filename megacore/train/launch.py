@@ -18,7 +18,16 @@ from megacore import ops
 from megacore.config import ResolvedConfig, TrainingConfig
 from megacore.errors import EXIT_REFUSED, ConfigError, OutputClosed, TrainingStopped, UserError, WorkerDied
 from megacore.parallel.compiled import why_not_compile
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave, serves_store, world_size
+from megacore.parallel.mesh import (
+    Mesh,
+    build_mesh,
+    compute_reproducibly,
+    has_fast_bf16,
+    join_job,
+    leave,
+    serves_store,
+    world_size,
+)
 from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.output import output_directory
@@ -56,9 +65,10 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     on_ledger(lambda ledger: ledger.rest_in(Phase.BUILD))
     watch: PeerWatch | None = None
     try:
-        refuse_different_ranks(config, join_job(config.parallel)[1])
+        device, world = join_job(config.parallel)
+        config = config.for_device(on_cpu=device.type == "cpu", bf16=has_fast_bf16(device))
+        refuse_different_ranks(config, world)
         mesh = build_mesh(config.parallel)
-        config = config.for_device(on_cpu=mesh.device.type == "cpu")
         _choose_implementations(config.training, mesh.device)
         watch = PeerWatch(mesh)
         on_ledger(lambda ledger: ledger.set_flag(Flag.GUARDED))

@@ -11,7 +11,7 @@ import torch
 from megacore.config import ParallelConfig
 from megacore.train.engine import PipelineEngine
 from tests.distributed import run_distributed
-from tests.parity.plain_models import MODELS, OPTIMIZER, SEED, Result, plain_torch
+from tests.parity.plain_models import ADAMW, MODELS, OPTIMIZER, SEED, Result, plain_torch
 from tests.parity.runs import gather
 
 STEPS = 4
@@ -58,6 +58,7 @@ def make_engine(case: Case) -> PipelineEngine:
         count=model.count,
         parallel=ParallelConfig(**{"pp": pp, "dp": dp, "device": "cpu", "bucket_size_mb": 1e-3, **parallel}),
         optimizer=OPTIMIZER,
+        optimizer_settings=ADAMW,
         num_microbatches=4 // dp,
         train_iters=STEPS,
         seed=SEED,
