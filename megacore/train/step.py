@@ -24,6 +24,7 @@ from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
 from megacore.train.parallelize import parallelize
+from megacore.train.replay import Replay
 from megacore.train.task import Task
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import phase, section
@@ -113,6 +114,7 @@ class TrainStep:
             shared=self.model.shared,
         )
         self.step = 0
+        self._replay = Replay(self.model, config, mesh) if config.watch.replay_interval else None
         self._weight: BatchWeight | None = None
         self._summed_loss: Tensor | None = None
 
@@ -120,16 +122,22 @@ class TrainStep:
         """Forward and backward of this replica's microbatches.
 
         This must not wait for an accelerator: no `float`, `item` or `tolist` of a tensor on the device, and no copy of
-        a tensor from the host. tests/accelerator/test_synchronizations.py checks it.
+        a tensor from the host. tests/accelerator/test_synchronizations.py checks it. Only a replay waits.
 
         Args:
             microbatches: this data-parallel rank's share of the global batch, on the device.
+
+        Raises:
+            SilentCorruption: a microbatch that was computed again gave other numbers.
         """
         counts = torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0)
         scale, data_parallel = self.update.scaler.scale, self.model.data_parallel
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
         data_parallel.begin_step(scale)
-        self._summed_loss = self.model.runtime.train_step(microbatches, self._weight, data_parallel)
+        if self._replay is not None and self._replay.is_due(self.step + 1):
+            self._summed_loss = self._replay.train_step(microbatches, self._weight, step=self.step + 1)
+        else:
+            self._summed_loss = self.model.runtime.train_step(microbatches, self._weight, data_parallel)
 
     def update_weights(self, *, votes: Sequence[int] = ()) -> StepResult:
         """Update the weights from the gradients, or skip the step on all ranks.

@@ -29,6 +29,7 @@ from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, microbatches_of_replica, term_means
 from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.provenance import first_line, provenance_of
+from megacore.train.replicas import ReplicaCheck
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
 from megacore.train.step import StepResult, TrainStep
@@ -38,7 +39,7 @@ from megacore.train.task import Task
 from megacore.train.tracing import Tracer
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
-from megacore.train.watching import StepMarks, Stragglers
+from megacore.train.watching import ReplicaChecks, StepMarks, Stragglers
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import section
 
@@ -93,7 +94,14 @@ class Trainer:
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
-        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step)]
+        check = ReplicaCheck(
+            self.model,
+            self.update.optimizer,
+            mesh,
+            interval=config.watch.check_replicas_interval,
+            loaded=config.checkpoint.load,
+        )
+        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step), ReplicaChecks(check)]
         self.callbacks = Callbacks(
             self,
             [
@@ -149,7 +157,7 @@ class Trainer:
                 self.saving.advance(some_rank_waits=self.decision.some_rank_waits)
             if self.is_done or self.decision.save or self._is_due(intervals.save_interval or 0):
                 with self.unclocked():
-                    self.saving.save(self.state(), is_last=self.is_done)
+                    self.save(is_last=self.is_done)
 
     @property
     def is_done(self) -> bool:
@@ -198,9 +206,14 @@ class Trainer:
         self.callbacks.on_evaluate({**self._position(), **{f"eval/{name}": mean for name, mean in means.items()}})
         return means["loss"]
 
-    def save(self) -> None:
-        """Publish a checkpoint of the current step, and wait for it."""
-        self.saving.save(self.state(), is_last=True)
+    def save(self, *, is_last: bool = True) -> None:
+        """Publish a checkpoint of the current step.
+
+        Args:
+            is_last: whether to wait for it, with --async-save too.
+        """
+        self.callbacks.before_save()
+        self.saving.save(self.state(), is_last=is_last)
 
     def request_stop(self, reason: str) -> None:
         """End the run after the next step, on all ranks, with a checkpoint; any rank may ask.

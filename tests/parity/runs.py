@@ -29,6 +29,7 @@ from megacore.config import (
     ResolvedConfig,
     SGDConfig,
     TrainingConfig,
+    WatchConfig,
 )
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
@@ -145,6 +146,7 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
         ),
         "checkpoint": CheckpointConfig(),
         "logging": LoggingConfig(),
+        "watch": WatchConfig(),
     }
     for field, value in changes.items():
         (name,) = (n for n, s in sections.items() if field in {f.name for f in dataclasses.fields(s)})
