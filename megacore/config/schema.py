@@ -33,6 +33,7 @@ from megacore.config.sections import (
     ResolvedTraining,
     TrainingConfig,
 )
+from megacore.config.spikes import SpikeConfig
 from megacore.config.watch import WatchConfig
 
 
@@ -51,6 +52,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     presets: ClassVar[Mapping[str, Shape]] = GPT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Fields that only other entry points accept, each with the reason and the way out, which follow the flag in the

@@ -7,9 +7,11 @@ loss is divided by its count (of tokens, for example) over the global batch, whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,6 +45,8 @@ class StepResult:
         lr: learning rate.
         skipped: why the weights were left as they are, or None.
         votes: summed over ranks.
+        spike: which limit of the spike guard the step exceeds, in words, or None.
+        clip_limit: the norm that gradients may have, infinite if it has no limit.
     """
 
     step: int
@@ -53,6 +57,8 @@ class StepResult:
     lr: float
     skipped: str | None
     votes: tuple[int, ...]
+    spike: str | None = None
+    clip_limit: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +162,9 @@ class TrainStep:
         self.step += 1
         lr = self.lr()
         with phase(Phase.OPTIMIZER):
-            outcome = self.update.apply(summed_loss, lr, votes=votes)
-        means = outcome.loss * weight.per_count()
+            per_count = weight.per_count()
+            outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=votes)
+        means = outcome.loss * per_count
         return StepResult(
             step=self.step,
             loss=means.sum(),
@@ -167,6 +174,8 @@ class TrainStep:
             lr=lr,
             skipped=outcome.skipped,
             votes=outcome.votes,
+            spike=outcome.spike,
+            clip_limit=outcome.clip_limit,
         )
 
     def lr(self) -> float:
@@ -189,11 +198,18 @@ class TrainStep:
         values, counts = sums
         return Evaluation(means=torch.where(counts > 0, values / counts, 0.0), counts=counts)
 
-    def state(self, *, consumed_samples: int, buffers: Mapping[str, Tensor] | None = None) -> TrainingState:
+    def state(
+        self,
+        *,
+        consumed_samples: int,
+        series: Mapping[str, list[float]] = MappingProxyType({}),
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> TrainingState:
         """This rank's view of the run, for a checkpoint.
 
         Args:
             consumed_samples: the position in the data.
+            series: further lists of numbers to keep.
             buffers: tensors by global name that are neither weights nor optimizer state.
         """
         return TrainingState(
@@ -202,6 +218,7 @@ class TrainStep:
             data_parallel=self.model.data_parallel,
             optimizer=self.update.optimizer,
             counters=self.update.counters() | {"learning_rate": self.lr()},
+            series={**self.update.series(), **series},
             buffers=dict(buffers or {}),
         )
 
@@ -221,5 +238,5 @@ class TrainStep:
         """
         manifest = load_checkpoint(directory, self.state(consumed_samples=0, buffers=buffers), self.mesh.world)
         self.step = manifest.step
-        self.update.load_counters({"updates": manifest.step, **manifest.counters})
+        self.update.load_counters({"updates": manifest.step, **manifest.counters}, manifest.series)
         return manifest

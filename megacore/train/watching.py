@@ -16,6 +16,7 @@ from megacore.parallel.collectives import all_gather
 from megacore.parallel.mesh import Mesh
 from megacore.train.callbacks import Callback, Run
 from megacore.train.replicas import ReplicaCheck
+from megacore.train.rollback import Rollback
 from megacore.train.sinks import Report
 from megacore.train.step import StepResult
 from megacore.watch.ledger import Flag, Ledger
@@ -78,6 +79,11 @@ class Stragglers(Callback):
         straggler = slowest({rank: own.per(steps) for rank, own in times.items()}, self._stages)
         own = {f"perf/straggler_{name}_s": getattr(straggler.times, name) for name in Times.__dataclass_fields__}
         return {"perf/straggler_rank": straggler.rank, "perf/straggler_ratio": straggler.ratio, **own}
+
+    def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
+        """Begin anew at the step that the run is back at."""
+        if Current.ledger is not None and self._seconds:
+            self._begin(Current.ledger, rollback.to_step)
 
     def on_stop(self, run: Run, reason: str | None) -> None:
         """Count no longer."""

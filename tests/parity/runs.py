@@ -28,6 +28,7 @@ from megacore.config import (
     PrecisionConfig,
     ResolvedConfig,
     SGDConfig,
+    SpikeConfig,
     TrainingConfig,
     WatchConfig,
 )
@@ -147,6 +148,7 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
         "checkpoint": CheckpointConfig(),
         "logging": LoggingConfig(),
         "watch": WatchConfig(),
+        "spikes": SpikeConfig(),
     }
     for field, value in changes.items():
         (name,) = (n for n, s in sections.items() if field in {f.name for f in dataclasses.fields(s)})
