@@ -10,9 +10,10 @@ In the spirit of DeepSpeed's PipelineModule; docs/any-model.md is its manual.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from megacore.config import (
     PrecisionConfig,
     ResolvedConfig,
     TrainingConfig,
+    WatchConfig,
     validate,
 )
 from megacore.config.optimizers import OPTIMIZERS
@@ -51,6 +53,10 @@ from megacore.train.same_run import refuse_different_ranks
 from megacore.train.step import TrainStep
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
+from megacore.train.watching import begin_step
+from megacore.watch.ledger import Ledger, Phase
+from megacore.watch.marks import on_ledger, phase, section
+from megacore.watch.start import begin_watch, end_watch
 
 __all__ = ["Layer", "PipelineEngine"]
 from megacore.train.task import DTYPES
@@ -83,6 +89,8 @@ class PipelineEngine:
             intervals and its trace are GPT's; None: none of them.
         output_dir: directory of metrics.csv, of the profile and of W&B's files.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
+        hang_timeout_minutes: how long the ranks may stand still in a step before the watchdog names the one that holds
+            them up and ends the run (docs/watching.md); 0: no watchdog. One process is not watched.
 
     Attributes:
         lr: learning rate of the last step.
@@ -117,6 +125,7 @@ class PipelineEngine:
         logging: LoggingConfig | None = None,
         output_dir: Path | str = "output",
         memory_check: bool = True,
+        hang_timeout_minutes: float = WatchConfig.hang_timeout_minutes,
     ) -> None:
         training = TrainingConfig(
             memory_check=memory_check,
@@ -137,18 +146,23 @@ class PipelineEngine:
             precision=precision or PrecisionConfig(),
             training=training,
             logging=logging or LoggingConfig(),
+            watch=WatchConfig(hang_timeout_minutes=hang_timeout_minutes),
         )
         check_schedule(self.config)
         if reproducible:
             compute_reproducibly()
-        self.mesh = mesh or build_mesh(self.config.parallel)
+        if world_size() > 1:
+            begin_watch(self.config)
+            on_ledger(lambda ledger: ledger.rest_in(Phase.OUTSIDE))
         self.num_microbatches, self.layers, self._count = num_microbatches, list(layers), count
-        streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
-        described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams, dtype=dtype)
-        refuse_different_ranks(self.config, self.mesh.world, described)
-        check_memory_of_ranks(self.config, self.mesh, described)
-        self.task = PlainTask(described, streams, loss=loss, is_mean=reduction == "mean", dtype=dtype)
-        self.train_steps = TrainStep(self.task, self.config, self.mesh)
+        with phase(Phase.BUILD):
+            self.mesh = mesh or build_mesh(self.config.parallel)
+            streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
+            described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams, dtype=dtype)
+            refuse_different_ranks(self.config, self.mesh.world, described)
+            check_memory_of_ranks(self.config, self.mesh, described)
+            self.task = PlainTask(described, streams, loss=loss, is_mean=reduction == "mean", dtype=dtype)
+            self.train_steps = TrainStep(self.task, self.config, self.mesh)
         self.model, self.update = self.train_steps.model, self.train_steps.update
         self.stages = self.model.stages
         self._shapes = StageShapes(self.model.chunks, self.model.runtime.transport)
@@ -164,6 +178,18 @@ class PipelineEngine:
         return self.train_steps.step
 
     # ---- steps
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """Marks a step for the profiler and the watchdog."""
+        number = self.step + 1
+        self._profiler.begin(number)
+        begin_step(number, self.config, self.mesh)
+        try:
+            yield
+        finally:
+            on_ledger(Ledger.end_step)
+        self._profiler.end(number)
 
     def train_batch(self, microbatches: Sequence[Pair]) -> Tensor:
         """One update of the weights.
@@ -184,10 +210,9 @@ class PipelineEngine:
                 f"train_batch got {len(microbatches)} microbatches, but num_microbatches is {self.num_microbatches}: "
                 "give that many, or announce another number"
             )
-        self._profiler.begin(self.step + 1)
-        self.train_steps.compute_gradients(self._prepare(microbatches))
-        result = self.train_steps.update_weights()
-        self._profiler.end(result.step)
+        with self._step():
+            self.train_steps.compute_gradients(self._prepare(microbatches))
+            result = self.train_steps.update_weights()
         if result.skipped is not None and self.mesh.world.rank == 0:
             warnings.warn(f"step {result.step} is skipped: {result.skipped}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
@@ -251,9 +276,11 @@ class PipelineEngine:
 
     def close(self) -> None:
         """Close the trackers, wait for all ranks and leave the job; the last thing to do."""
-        if self._trackers is not None:
-            self._trackers.finish()
-        leave(self.mesh)
+        with section(Phase.EXIT):
+            if self._trackers is not None:
+                self._trackers.finish()
+            leave(self.mesh)
+        end_watch()
 
     # ---- weights
 
@@ -297,6 +324,7 @@ class PipelineEngine:
 
     # ---- checkpoints
 
+    @section(Phase.SAVE)
     def save(self, directory: Path | str) -> Path:
         """Publish a checkpoint: weights, the optimizer's state, buffers and counters; all ranks call this together.
 
@@ -383,6 +411,7 @@ def _checked_config(
     precision: PrecisionConfig,
     training: TrainingConfig,
     logging: LoggingConfig,
+    watch: WatchConfig,
 ) -> ResolvedConfig:
     """The configuration of the run, resolved; its model and data sections mean nothing here.
 
@@ -419,6 +448,7 @@ def _checked_config(
             precision=precision,
             training=training,
             logging=logging,
+            watch=watch,
         )
         if settings is not None:
             sections: dict[str, Any] = {name: settings for name, kind in OPTIMIZERS.items() if kind is type(settings)}

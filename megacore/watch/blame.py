@@ -38,6 +38,11 @@ class Seen:
     def is_done(self) -> bool:
         return self.record.phase is Phase.DONE
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether it computes what megacore knows nothing of, and may take as long as it likes, or end."""
+        return self.record.phase is Phase.OUTSIDE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -118,6 +123,8 @@ def _doubts(holders: Sequence[int], by_rank: Mapping[int, Seen]) -> Iterable[str
     records = [by_rank[rank].record for rank in holders]
     if len(holders) > 1:
         yield "one of them may wait for another in a way that the ledger does not show"
+    if any(record.phase is Phase.OUTSIDE for record in records):
+        yield "the program's code may itself wait for another rank"
     if any(record.flags & Flag.HIDDEN and record.phase in _COMPUTING for record in records):
         yield "compiled code communicates unseen, so it may itself wait"
     if any(record.flags & Flag.ASYNCHRONOUS for record in records):

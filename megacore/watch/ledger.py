@@ -53,6 +53,7 @@ class Phase(IntEnum):
     SINK = 14
     EXIT = 15
     DONE = 16
+    OUTSIDE = 17
     ALL_REDUCE = 32
     ALL_GATHER = 33
     REDUCE_SCATTER = 34
@@ -313,7 +314,7 @@ class Ledger:
     def begin_step(self, step: int) -> None:
         """Step number `step` begins."""
         self._words[Word.STEP] = step
-        if self.first_step and not self._stack:
+        if self.first_step and not self._stack and self._code != Phase.OUTSIDE:
             self.rest_in(Phase.START)
         self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
         self._done, self.in_step = [], True

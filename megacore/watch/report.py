@@ -33,6 +33,7 @@ _WORDS = {
     Phase.SINK: "log and sinks",
     Phase.EXIT: "exit",
     Phase.DONE: "done",
+    Phase.OUTSIDE: "the program's code, outside of the engine",
     Phase.ALL_REDUCE: "all-reduce",
     Phase.ALL_GATHER: "all-gather",
     Phase.REDUCE_SCATTER: "reduce-scatter",

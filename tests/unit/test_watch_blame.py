@@ -101,6 +101,14 @@ def test_compiled_code_and_devices_leave_doubt() -> None:
     assert not blame(late, 2).is_certain
 
 
+def test_a_rank_outside_of_the_engine_may_wait_for_something_else() -> None:
+    posted = {Channel((0, 1)): 3}
+    waiting = seen(0, 2, phase=Phase.ALL_REDUCE, channel=Channel((0, 1)), awaited=3, posted=posted)
+    verdict = blame([waiting, seen(1, 2, phase=Phase.OUTSIDE, posted={Channel((0, 1)): 2})], 2)
+    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("holds up", (1,), False)
+    assert "the program's code may itself wait" in verdict.why
+
+
 def test_one_process_is_named_for_itself() -> None:
     assert blame([seen(0, 1, phase=Phase.DATA)], 1).ranks == (0,)
 
