@@ -58,7 +58,12 @@ def engine_of(layers: list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> 
         **{"pp": pp, "dp": dp, "device": "cpu", "bucket_size_mb": 1e-4, "pipeline_balance": "uniform"}
         | changes.pop("parallel", {})
     )
-    settings: dict[str, Any] = {"loss": F.mse_loss, "train_iters": 10, "num_microbatches": 4 // dp, "hang_timeout_minutes": 0.0}
+    settings: dict[str, Any] = {
+        "loss": F.mse_loss,
+        "train_iters": 10,
+        "num_microbatches": 4 // dp,
+        "hang_timeout_minutes": 0.0,
+    }
     return PipelineEngine(layers, parallel=parallel, optimizer=OPTIMIZER, **settings | changes)
 
 
