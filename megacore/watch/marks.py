@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from megacore.watch.ledger import AGREED, SECTIONS, Ledger, Phase, code_of
 
@@ -35,14 +35,25 @@ UNMARKED = _Unmarked()
 """Marks nothing."""
 
 
+class Listener(Protocol):
+    """Hears of operations while a step is traced."""
+
+    def around(
+        self, kind: Phase, ranks: tuple[int, ...], nbytes: int, wait: AbstractContextManager[Any]
+    ) -> AbstractContextManager[Any]:
+        """The context to use in place of `wait`, which it enters and leaves."""
+
+
 class Current:
     """The ledger of this process.
 
     Attributes:
         ledger: None if there is none.
+        listener: hears of every operation too; None: nobody does.
     """
 
     ledger: ClassVar[Ledger | None] = None
+    listener: ClassVar[Listener | None] = None
 
 
 def phase(kind: Phase, *, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[Any]:
@@ -66,7 +77,8 @@ def post(kind: Phase, ranks: tuple[int, ...], nbytes: int) -> AbstractContextMan
         ranks: global ranks of the group in its order; for a message its sender and its receiver.
         nbytes: size on this rank.
     """
-    return UNMARKED if Current.ledger is None else Current.ledger.post(kind, ranks, nbytes)
+    wait = UNMARKED if Current.ledger is None else Current.ledger.post(kind, ranks, nbytes)
+    return wait if Current.listener is None else Current.listener.around(kind, ranks, nbytes, wait)
 
 
 def votes_on_operations() -> tuple[int, int]:
