@@ -172,8 +172,10 @@ class ResolvedConfig(Config):
     training: ResolvedTraining = field()
 
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
-        """With the defaults that depend on where the ranks compute. Without tensor parallelism no sequence is split, and
-        `sequence_parallel` stays as it is given: another layout decides it anew.
+        """With the defaults that depend on where the ranks compute.
+
+        Without tensor parallelism no sequence is split, and `sequence_parallel` stays as it is given: another layout
+        decides it anew.
 
         Args:
             on_cpu: not on accelerators.

@@ -21,15 +21,17 @@ from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
+from megacore.errors import TrainingStopped
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
 from megacore.train.parallelize import parallelize
 from megacore.train.replay import Replay
+from megacore.train.same_operations import different_operations
 from megacore.train.task import Task
 from megacore.watch.ledger import Phase
-from megacore.watch.marks import phase, section
+from megacore.watch.marks import operations_differ, phase, section, votes_on_operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,16 +156,20 @@ class TrainStep:
             votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
 
         Raises:
-            TrainingStopped: losses or gradients of many steps in a row were not finite.
+            TrainingStopped: losses or gradients of many steps in a row were not finite; or ranks took part in an
+                operation with different sizes.
         """
         assert self._weight is not None and self._summed_loss is not None, "compute_gradients comes first"
         weight, summed_loss = self._weight, self._summed_loss
         self._weight = self._summed_loss = None
         self.step += 1
         lr = self.lr()
+        ballot = (*votes, *(votes_on_operations() if self.mesh.world.size > 1 else ()))
         with phase(Phase.OPTIMIZER):
             per_count = weight.per_count()
-            outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=votes)
+            outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=ballot)
+        if operations_differ(outcome.votes[len(votes) :], self.mesh.world.size):
+            raise TrainingStopped(different_operations(self.step, self.mesh))
         means = outcome.loss * per_count
         return StepResult(
             step=self.step,
@@ -173,7 +179,7 @@ class TrainStep:
             grad_norm=outcome.norm,
             lr=lr,
             skipped=outcome.skipped,
-            votes=outcome.votes,
+            votes=outcome.votes[: len(votes)],
             spike=outcome.spike,
             clip_limit=outcome.clip_limit,
         )

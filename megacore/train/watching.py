@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megacore.checkpoint.save import Saved
+from megacore.config import ResolvedConfig
 from megacore.config.dimensions import pipeline_dimension
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.mesh import Mesh
@@ -24,19 +25,24 @@ from megacore.watch.marks import Current
 from megacore.watch.stragglers import Noticed, Straggler, Times, slowest, times_between
 
 
+def begin_step(step: int, config: ResolvedConfig, mesh: Mesh) -> None:
+    """Tell this process's ledger, if it has one, that a step begins, and what its reader must know about the run."""
+    if Current.ledger is None:
+        return
+    if Current.ledger.first_step:
+        if mesh.device.type != "cpu":
+            Current.ledger.set_flag(Flag.ASYNCHRONOUS)
+        if config.training.compile and mesh.layer.size > 1:
+            Current.ledger.set_flag(Flag.HIDDEN)
+    Current.ledger.begin_step(step)
+
+
 class StepMarks(Callback):
     """Tells this process's ledger, if it has one, where steps begin and end."""
 
     def on_step_begin(self, run: Run, step: int) -> None:
-        """The step's number, and what a reader of the ledger must know about the run."""
-        if Current.ledger is None:
-            return
-        if Current.ledger.first_step:
-            if run.mesh.device.type != "cpu":
-                Current.ledger.set_flag(Flag.ASYNCHRONOUS)
-            if run.config.training.compile and run.mesh.layer.size > 1:
-                Current.ledger.set_flag(Flag.HIDDEN)
-        Current.ledger.begin_step(step)
+        """The step begins."""
+        begin_step(step, run.config, run.mesh)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """The step is done."""

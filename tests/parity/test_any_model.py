@@ -62,6 +62,7 @@ def make_engine(case: Case) -> PipelineEngine:
         num_microbatches=4 // dp,
         train_iters=STEPS,
         seed=SEED,
+        hang_timeout_minutes=0.0,
         **options,
     )
 
