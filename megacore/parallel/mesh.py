@@ -253,20 +253,30 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
     return _mesh_of(device, world, dimensions, degrees, timeout=_timeout(config))
 
 
-def fake_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
-    """The mesh of rank 0 of a job of which no other rank exists, for a step on fake tensors: what it receives has the
+def fake_mesh(
+    config: ParallelConfig,
+    dimensions: Sequence[Dimension] = DIMENSIONS,
+    *,
+    rank: int = 0,
+    device: torch.device | None = None,
+) -> Mesh:
+    """The mesh of one rank of a job of which no other rank exists, for a step on fake tensors: what it receives has the
     right shape and no values. The process belongs to that job until `leave_fake_mesh`.
 
     Args:
         config: the degrees; without `dp` it is 1.
         dimensions: the table, outermost first.
+        rank: which rank of the job.
+        device: of its tensors; None: the CPU.
     """
     degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
-    device, ranks = torch.device("cpu"), math.prod(degrees.values())
+    device, ranks = device or torch.device("cpu"), math.prod(degrees.values())
     if ranks == 1:
         return Mesh(device=device, dimensions=dimensions, degrees=degrees)
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    world = _group(dist.group.WORLD, 0, tuple(range(ranks)))
+    if device.type not in (known := dist.Backend.backend_capability["fake"]):
+        known.append(device.type)
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    world = _group(dist.group.WORLD, rank, tuple(range(ranks)))
     return _mesh_of(device, world, dimensions, degrees, timeout=_timeout(config))
 
 
