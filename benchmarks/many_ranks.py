@@ -5,7 +5,7 @@
 
 Every rank is a process that runs pretrain_gpt.py, from its flags to its exit. The processes are forked from a server
 that has torch and megacore loaded (tests/distributed.py), so that they share that memory. What a launch costs a rank is
-measured inside: CPU seconds do not depend on how many other ranks wait for the same cores, as the seconds on the clock do.
+measured inside: CPU seconds do not depend on how many other ranks wait for the same cores, as seconds on the clock do.
 Flags that are not listed here go to pretrain_gpt.py. The exit status is 1 where a loss differs.
 """
 

@@ -12,8 +12,10 @@ import itertools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +35,7 @@ from megacore.errors import ConfigError, UserError
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.stage import tensors_of
-from megacore.plan.memory import RankMemory, num_microbatches, plan_memory
+from megacore.plan.memory import RankMemory, in_flight, num_microbatches, plan_memory
 from megacore.plan.outline import outline
 from megacore.train.bert_task import BertTask
 from megacore.train.fake_job import CPU, HOST_READS, NoWeights, absent_accelerator, fake_job
@@ -42,26 +44,28 @@ from megacore.train.step import TrainStep
 from megacore.train.task import Task
 from megacore.zero.memory import measured_bytes
 
-_FEW = 2  # microbatches of a rank that differs from one already run in its shards only
+# By how much counted bytes may differ from a formula: of state, besides padding; numbers that are no part of the state
+# of a parameter; of the peak, what exists for a moment, as a share and in bytes.
+_ROUNDING, _SCALARS, _TRANSIENT, _SMALL = 0.001, 4096, 0.05, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """One rank's step.
+    """One rank's steps.
 
     Attributes:
         rank: its number in the job.
-        microbatches: that it computed.
+        microbatches: that it computed, in each step.
+        planned: what the planner's formulas say of the last step.
         parameters: that it holds, padding included.
-        state: bytes that it holds after the step, by kind; empty where it failed.
+        state: bytes that it holds after the last step, by kind; empty where it failed.
         padding: share of the flat buffers that is padding.
         peak: most bytes of tensors on its device at one time.
-        planned: what the planner's formulas say of this step.
-        problem: why the step failed, and where; None: it did not.
+        problem: why it failed, and where; None: it did not.
     """
 
     rank: int
-    microbatches: int
+    microbatches: Sequence[int]
     planned: RankMemory
     parameters: int = 0
     state: Mapping[str, int] = field(default_factory=dict)
@@ -69,34 +73,69 @@ class RankReport:
     peak: int = 0
     problem: str | None = None
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether the rank had as many microbatches in flight as in the job, so that its peak counts."""
+        return len(self.microbatches) > 1
 
-def run_ranks(config: ResolvedConfig, *, on_cpu: bool) -> Iterator[RankReport]:
-    """A step of one rank of each kind.
+    @property
+    def result(self) -> str:
+        """One word."""
+        return "fails" if self.problem is not None else "differs" if self.differences else "OK"
+
+    @property
+    def differences(self) -> list[str]:
+        """Where what was counted is not what the formulas say."""
+        if self.problem is not None:
+            return []
+        found = []
+        if self.parameters != self.planned.parameters:
+            found.append(f"{self.parameters:,} parameters, {self.planned.parameters:,} by formula")
+        for kind, held in self.state.items():
+            formula = self.planned.state.get(kind, 0.0)
+            if abs(held - formula) > (_ROUNDING + self.padding) * formula + _SCALARS:
+                found.append(f"{held:,} bytes of {kind}, {formula:,.0f} by formula")
+        least, most = self.planned.certain - self.planned.overhead[0], self.planned.expected_tensors
+        if self.is_filled and not (1 - _TRANSIENT) * least <= self.peak <= (1 + _TRANSIENT) * most + _SMALL:
+            found.append(f"peak of {self.peak:,} bytes, {least:,.0f} to {most:,.0f} by formula")
+        return found
+
+
+def run_ranks(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator[RankReport]:
+    """Steps of one rank of each kind, by rank.
 
     Args:
         config: resolved, for any number of ranks.
         on_cpu: whether the job computes on CPUs; otherwise on accelerators, with Triton's kernels unless `--kernels`
             says otherwise.
+        workers: processes that share the ranks; 1: this one.
 
     Raises:
         ConfigError: a setting cannot run on fake tensors.
     """
-    if config.training.compile:
-        raise ConfigError(
-            ["--dry-run=full with --compile: compiled code does not run on fake tensors; leave --compile out, which "
-             "changes no shape, or use --dry-run"]
-        )  # fmt: skip
+    if problems := list(_unfit(config)):
+        raise ConfigError(problems)
     config = config.for_device(on_cpu=on_cpu)
-    for rank in rank_kinds(config):
-        yield run_rank(config, rank, microbatches=_microbatches(config, rank), on_cpu=on_cpu)
+    run, kinds = partial(run_rank, config, on_cpu=on_cpu), rank_kinds(config)
+    if workers == 1:
+        yield from map(run, kinds)
+        return
+    with ProcessPoolExecutor(min(workers, len(kinds)), mp_context=get_context("fork")) as pool:
+        yield from pool.map(run, kinds)
+
+
+def _unfit(config: ResolvedConfig) -> Iterator[str]:
+    if config.training.compile:
+        yield (
+            "--compile: compiled code does not run on fake tensors; leave --compile out, which changes no shape, or "
+            "use --dry-run without full"
+        )
 
 
 def rank_kinds(config: ResolvedConfig) -> list[int]:
     """One rank of each kind, ascending."""
     degrees = config.parallel.degrees
-    ends = [
-        range(degrees[d.name]) if d.divides == "stages" else sorted({0, degrees[d.name] - 1}) for d in DIMENSIONS
-    ]
+    ends = [range(degrees[d.name]) if d.divides == "stages" else sorted({0, degrees[d.name] - 1}) for d in DIMENSIONS]
     numbers = itertools.product(*ends)
     return [_rank_at(dict(zip(degrees, position, strict=True)), degrees) for position in numbers]
 
@@ -108,37 +147,47 @@ def _rank_at(coordinates: Mapping[str, int], degrees: Mapping[str, int]) -> int:
     return rank
 
 
-def _microbatches(config: ResolvedConfig, rank: int) -> int:
-    """How many microbatches a rank computes: the first of a stage as many as fill the pipeline, the others fewer."""
-    parallel, all_of_them = config.parallel, num_microbatches(config)
+def _counts(config: ResolvedConfig, rank: int) -> list[int]:
+    """How many microbatches a rank computes in each of its steps.
+
+    The first rank of a stage takes a second step, with the optimizer's state in memory and as many microbatches as it
+    keeps in flight. The others differ from it in shards and padding only.
+    """
+    parallel, in_a_step = config.parallel, num_microbatches(config)
     if parallel.schedule_csv is not None:  # made for a number of them
-        return all_of_them
+        return [in_a_step]
     coordinates = coordinates_of(rank, parallel.degrees)
+    filling = min(in_a_step, parallel.pp)
+    few = 1
+    if parallel.virtual_stages > 1:  # takes multiples of the stages
+        few = filling
+    elif parallel.pp > 1:
+        filling = max(sum(in_flight(parallel, coordinates[pipeline_dimension()], filling)), min(in_a_step, 2))
     is_first = not any(coordinates[d.name] for d in DIMENSIONS if d.divides != "stages")
-    return min(all_of_them, parallel.pp if is_first or parallel.virtual_stages > 1 else _FEW)
+    return [few, filling] if is_first else [few]
 
 
-def run_rank(config: ResolvedConfig, rank: int, *, microbatches: int, on_cpu: bool) -> RankReport:
-    """Build one rank of the job and take a step.
+def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
+    """Build one rank of the job and take its steps.
 
     Args:
         config: resolved, with the defaults of its device.
         rank: which one.
-        microbatches: of each replica in the step.
         on_cpu: whether the job computes on CPUs.
     """
+    counts = _counts(config, rank)
     training = config.training
-    samples = microbatches * training.micro_batch_size * ranks_of_role("batch", config.parallel)
+    samples = counts[-1] * training.micro_batch_size * ranks_of_role("batch", config.parallel)
     config = replace(config, training=replace(training, global_batch_size=samples))
     pipeline_rank = coordinates_of(rank, config.parallel.degrees)[pipeline_dimension()]
     planned = plan_memory(config, outline(config), on_cpu=on_cpu)[pipeline_rank]
-    report = partial(RankReport, rank=rank, microbatches=microbatches, planned=planned)
+    report = partial(RankReport, rank=rank, microbatches=counts, planned=planned)
     device = CPU if on_cpu else absent_accelerator()
     kernels: ops.Choice = "torch" if on_cpu or training.kernels == "torch" else "triton"
     trail = _Trail()
     with fake_job(config.parallel, rank=rank, device=device, kernels=kernels) as mesh, Meter(device) as meter:
         try:
-            step = _take_step(config, mesh, microbatches, trail)
+            step = _take_steps(config, mesh, counts, trail)
             data_parallel = step.model.data_parallel
             return report(
                 parameters=sum(parameter.numel() for parameter in data_parallel.parameters),
@@ -150,32 +199,31 @@ def run_rank(config: ResolvedConfig, rank: int, *, microbatches: int, on_cpu: bo
             return report(problem=f"{trail}: {_in_words(error)}")
 
 
-def _take_step(config: ResolvedConfig, mesh: Mesh, microbatches: int, trail: _Trail) -> TrainStep:
+def _take_steps(config: ResolvedConfig, mesh: Mesh, counts: Sequence[int], trail: _Trail) -> TrainStep:
     trail.enter("in building the model")
     is_bert = isinstance(config, ResolvedBertConfig)
     task: Task = (BertTask if is_bert else GPTTask)(config, mesh, weights=NoWeights())
     task.layers = [trail.followed(layer) for layer in task.layers]
     step = TrainStep(task, config, mesh)
-    trail.enter("in the step")
-    step.compute_gradients([_microbatch(task.batch_type, config, mesh, index) for index in range(microbatches)])
-    trail.enter("in the update of the weights")
-    step.update_weights()
+    for count in counts:
+        trail.enter("in a train step")
+        step.compute_gradients([_microbatch(task.batch_type, config, mesh, index) for index in range(count)])
+        trail.enter("in the update of the weights")
+        step.update_weights()
     return step
 
 
 def _microbatch(kind: type[Batch], config: ResolvedConfig, mesh: Mesh, index: int) -> Batch:
     """A microbatch whose tensors have no values."""
     b, s = config.training.micro_batch_size, config.data.seq_length
-    shapes = {"sentence_labels": (b,)}
-    dtypes = {"loss_mask": torch.float32}
-    tensors = {
-        field.name: torch.zeros(
-            shapes.get(field.name, (b, s)), dtype=dtypes.get(field.name, torch.int64), device=mesh.device
-        )
-        for field in fields(kind)
-        if field.name != "index"
-    }
-    return kind(index=index, **tensors)  # type: ignore[call-arg]
+
+    def tensor(name: str) -> Tensor:
+        shape = (b,) if name == "sentence_labels" else (b, s)
+        dtype = torch.float32 if name == "loss_mask" else torch.int64
+        return torch.zeros(shape, dtype=dtype, device=mesh.device)
+
+    tensors: dict[str, Any] = {f.name: tensor(f.name) for f in fields(kind) if f.name != "index"}
+    return kind(index=index, **tensors)
 
 
 # ---- what a rank was doing
