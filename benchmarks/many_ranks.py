@@ -65,6 +65,7 @@ class RankCosts:
 
 def train(rank: int, world_size: int, argv: Sequence[str]) -> RankCosts:
     """Run pretrain_gpt.py on this rank, and measure it."""
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)  # which the harness sets: a run decides by itself
     costs, start, cpu = RankCosts(), time.perf_counter(), time.process_time()
 
     @contextmanager

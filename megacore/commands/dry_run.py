@@ -71,7 +71,7 @@ def _row(report: RankReport) -> tuple[str, ...]:
         return ("",) * (len(_COLUMNS) - 3) + (report.result,)
     planned = report.planned
     peak = (_gib(report.peak), _gib(planned.expected_tensors)) if report.is_filled else ("", "")
-    state = _gib(sum(report.state.values())), _gib(sum(planned.state.values()))
+    state = _gib(sum(report.state.values())), _gib(sum(report.planned_state.values()))
     return f"{report.parameters:,}", *state, *peak, str(report.microbatches[-1]), report.result
 
 
@@ -94,6 +94,6 @@ def _figures(config: ResolvedConfig, report: RankReport) -> dict[str, Any]:
         "differences": report.differences,
         "microbatches": list(report.microbatches),
         "parameters": {"counted": report.parameters, "formula": planned.parameters},
-        "state_bytes": {"counted": dict(report.state), "formula": dict(planned.state)},
+        "state_bytes": {"counted": dict(report.state), "formula": dict(report.planned_state)},
         "peak_bytes": {"counted": report.peak, "formula": planned.expected_tensors} if report.is_filled else None,
     }

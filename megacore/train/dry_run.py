@@ -57,6 +57,7 @@ class RankReport:
         rank: its number in the job.
         microbatches: that it computed, in each step.
         planned: what the planner's formulas say of the last step.
+        planned_state: bytes by kind that it holds after it by formula.
         parameters: that it holds, padding included.
         state: bytes that it holds after the last step, by kind; empty where it failed.
         padding: share of the flat buffers that is padding.
@@ -67,6 +68,7 @@ class RankReport:
     rank: int
     microbatches: Sequence[int]
     planned: RankMemory
+    planned_state: Mapping[str, float]
     parameters: int = 0
     state: Mapping[str, int] = field(default_factory=dict)
     padding: float = 0.0
@@ -92,7 +94,7 @@ class RankReport:
         if self.parameters != self.planned.parameters:
             found.append(f"{self.parameters:,} parameters, {self.planned.parameters:,} by formula")
         for kind, held in self.state.items():
-            formula = self.planned.state.get(kind, 0.0)
+            formula = self.planned_state[kind]
             if abs(held - formula) > (_ROUNDING + self.padding) * formula + _SCALARS:
                 found.append(f"{held:,} bytes of {kind}, {formula:,.0f} by formula")
         least, most = self.planned.certain - self.planned.overhead[0], self.planned.expected_tensors
@@ -181,7 +183,10 @@ def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
     config = replace(config, training=replace(training, global_batch_size=samples))
     pipeline_rank = coordinates_of(rank, config.parallel.degrees)[pipeline_dimension()]
     planned = plan_memory(config, outline(config), on_cpu=on_cpu)[pipeline_rank]
-    report = partial(RankReport, rank=rank, microbatches=counts, planned=planned)
+    state = dict(planned.state)
+    if training.reproducible:  # sums of 8 bytes become gradients of 4 when the step is over
+        state["grads"] /= 2
+    report = partial(RankReport, rank=rank, microbatches=counts, planned=planned, planned_state=state)
     device = CPU if on_cpu else absent_accelerator()
     kernels: ops.Choice = "torch" if on_cpu or training.kernels == "torch" else "triton"
     trail = _Trail()
