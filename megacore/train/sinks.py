@@ -118,7 +118,7 @@ class Report(Callback):
             _keep_until(self._path, rollback.to_step)
             self._file = self._path.open("ab", buffering=0)
         if self._bar is not None:
-            self._bar.update(self._task, completed=rollback.to_step)
+            self._bar.reach(rollback.to_step)
         self._first = None
 
     def on_stop(self, run: Run, reason: str | None) -> None:
