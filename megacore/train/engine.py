@@ -10,9 +10,10 @@ In the spirit of DeepSpeed's PipelineModule; docs/any-model.md is its manual.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_call, describe_layers, is_split
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import Backend
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
+from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, has_fast_bf16, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardSpec
@@ -53,6 +54,10 @@ from megacore.train.same_run import refuse_different_ranks
 from megacore.train.step import TrainStep
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
+from megacore.train.watching import begin_step
+from megacore.watch.ledger import Ledger, Phase
+from megacore.watch.marks import on_ledger, phase, section
+from megacore.watch.start import begin_watch, end_watch
 
 __all__ = ["Layer", "PipelineEngine"]
 from megacore.train.task import DTYPES
@@ -85,8 +90,9 @@ class PipelineEngine:
             intervals and its trace are GPT's; None: none of them.
         output_dir: directory of metrics.csv, of the profile and of W&B's files.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
-        watch: how often replicas are compared (docs/watching.md); its watchdog belongs to the command. None: the
-            defaults.
+        watch: how often replicas are compared, and how long the ranks may stand still in a step before the watchdog
+            names the one that holds them up and ends the run (docs/watching.md); None: the defaults. One process is
+            not watched.
 
     Attributes:
         lr: learning rate of the last step.
@@ -139,7 +145,7 @@ class PipelineEngine:
             parallel=parallel or ParallelConfig(),
             optimizer=optimizer or OptimizerConfig(),
             settings=optimizer_settings,
-            precision=precision or PrecisionConfig(),
+            precision=precision or PrecisionConfig(precision="fp32"),
             training=training,
             logging=logging or LoggingConfig(),
             watch=watch or WatchConfig(),
@@ -147,16 +153,22 @@ class PipelineEngine:
         check_schedule(self.config)
         if reproducible:
             compute_reproducibly()
-        self.mesh = mesh or build_mesh(self.config.parallel)
+        if world_size() > 1:
+            begin_watch(self.config)
+            on_ledger(lambda ledger: ledger.rest_in(Phase.OUTSIDE))
         self.num_microbatches, self.layers, self._count = num_microbatches, list(layers), count
-        streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
-        described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams, dtype=dtype)
-        further = {f"module of layer {layer.name!r}": layer.description for layer in layers}
-        further |= {"loss": describe_call(loss), "reduction": reduction, "count": describe_call(count)}
-        refuse_different_ranks(self.config, self.mesh.world, described, further)
-        check_memory_of_ranks(self.config, self.mesh, described)
-        self.task = PlainTask(described, streams, loss=loss, is_mean=reduction == "mean", dtype=dtype)
-        self.train_steps = TrainStep(self.task, self.config, self.mesh)
+        with phase(Phase.BUILD):
+            self.mesh = mesh or build_mesh(self.config.parallel)
+            chosen = self.config.precision.for_device(bf16=has_fast_bf16(self.mesh.device))
+            self.config = dataclasses.replace(self.config, precision=chosen)
+            streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
+            described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams, dtype=dtype)
+            further = {f"module of layer {layer.name!r}": layer.description for layer in layers}
+            further |= {"loss": describe_call(loss), "reduction": reduction, "count": describe_call(count)}
+            refuse_different_ranks(self.config, self.mesh.world, described, further)
+            check_memory_of_ranks(self.config, self.mesh, described)
+            self.task = PlainTask(described, streams, loss=loss, is_mean=reduction == "mean", dtype=dtype)
+            self.train_steps = TrainStep(self.task, self.config, self.mesh)
         self.model, self.update = self.train_steps.model, self.train_steps.update
         self.stages = self.model.stages
         self._replicas = ReplicaCheck(
@@ -175,6 +187,18 @@ class PipelineEngine:
         return self.train_steps.step
 
     # ---- steps
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """Marks a step for the profiler and the watchdog."""
+        number = self.step + 1
+        self._profiler.begin(number)
+        begin_step(number, self.config, self.mesh)
+        try:
+            yield
+        finally:
+            on_ledger(Ledger.end_step)
+        self._profiler.end(number)
 
     def train_batch(self, microbatches: Sequence[Pair]) -> Tensor:
         """One update of the weights.
@@ -196,11 +220,10 @@ class PipelineEngine:
                 f"train_batch got {len(microbatches)} microbatches, but num_microbatches is {self.num_microbatches}: "
                 "give that many, or announce another number"
             )
-        self._profiler.begin(self.step + 1)
-        self.train_steps.compute_gradients(self._prepare(microbatches))
-        result = self.train_steps.update_weights()
-        self._profiler.end(result.step)
-        self._replicas.after_step(result.step)
+        with self._step():
+            self.train_steps.compute_gradients(self._prepare(microbatches))
+            result = self.train_steps.update_weights()
+            self._replicas.after_step(result.step)
         if result.skipped is not None and self.mesh.world.rank == 0:
             warnings.warn(f"step {result.step} is skipped: {result.skipped}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
@@ -264,9 +287,11 @@ class PipelineEngine:
 
     def close(self) -> None:
         """Close the trackers, wait for all ranks and leave the job; the last thing to do."""
-        if self._trackers is not None:
-            self._trackers.finish()
-        leave(self.mesh)
+        with section(Phase.EXIT):
+            if self._trackers is not None:
+                self._trackers.finish()
+            leave(self.mesh)
+        end_watch()
 
     # ---- weights
 
@@ -310,6 +335,7 @@ class PipelineEngine:
 
     # ---- checkpoints
 
+    @section(Phase.SAVE)
     def save(self, directory: Path | str) -> Path:
         """Publish a checkpoint: weights, the optimizer's state, buffers and counters; all ranks call this together.
 

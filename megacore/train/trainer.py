@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.check import changed_settings
-from megacore.checkpoint.manifest import Manifest
+from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
+from megacore.errors import TrainingStopped
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.flops import CONVENTION
@@ -30,6 +31,7 @@ from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, microbatch
 from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.provenance import first_line, provenance_of
 from megacore.train.replicas import ReplicaCheck
+from megacore.train.rollback import Rollbacks
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
 from megacore.train.step import StepResult, TrainStep
@@ -79,10 +81,13 @@ class Trainer:
         self.train_steps = TrainStep(task, config, mesh)
         self.model, self.update = self.train_steps.model, self.train_steps.update
         self.parameters = self.model.parameters
-        self.consumed_samples = 0
+        self.consumed_samples, self.rollbacks = 0, Rollbacks(config)
         load = None if config.checkpoint.load is None else Path(config.checkpoint.load)
         self.loaded = None if load is None else self._resume(load)
-        self.batches = DeviceLoader(self._loader(train_data, self.consumed_samples), mesh.device)
+        if self.loaded is not None:
+            self.rollbacks.load(self.loaded.series)
+        self._train_data = train_data
+        self.batches = self._batches()
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
         self.clock = StepClock(mesh.device, self.step)
@@ -139,6 +144,10 @@ class Trainer:
             with self.clock.fetching():
                 microbatches = next(self.batches)
             result = self.train_step(microbatches)
+            if result.spike is not None and self._can_roll_back:
+                with self.unclocked():
+                    self.roll_back(result.spike)
+                continue
             if self._is_due(self.config.logging.log_interval):
                 times = StepTimes(self.clock.per_step(self.step), self.clock.data_share)
                 with self.unclocked():
@@ -176,6 +185,43 @@ class Trainer:
         self.callbacks.on_step_end(result)
         return result
 
+    @property
+    def _can_roll_back(self) -> bool:
+        return self.config.spikes.on_spike == "rollback" and (self.saving.newest is not None or self.saving.is_busy)
+
+    def roll_back(self, spike: str) -> None:
+        """Return to the newest checkpoint and skip the samples that were seen since then; all ranks call this together.
+
+        Args:
+            spike: what is wrong with the last step.
+
+        Raises:
+            TrainingDiverged: the run must stop instead.
+            TrainingStopped: there are not enough samples left.
+        """
+        self.saving.finish()
+        assert self.saving.newest is not None
+        target, training, samples = read_manifest(self.saving.newest), self.config.training, len(self._train_data)
+        rollback = self.rollbacks.add(
+            spike,
+            from_step=self.step,
+            to_step=target.step,
+            first_sample=target.consumed_samples,
+            stop_sample=self.consumed_samples,
+        )
+        if samples - rollback.stop_sample < (training.train_iters - target.step) * training.global_batch_size:
+            raise TrainingStopped(
+                f"step {self.step}: {spike}: the training data have {samples:,} samples, too few for a rollback "
+                f"({rollback})"
+            )
+        self._resume(self.saving.newest)
+        self.consumed_samples = rollback.stop_sample
+        self.batches = self._batches()
+        self.clock.restart(self.step)
+        self.callbacks.on_rollback(rollback, spike)
+        self.callbacks.before_save()
+        self.saving.save_again(self.state())
+
     @section(Phase.SINK)
     def log(self, result: StepResult, times: StepTimes) -> None:
         """Report a step; all ranks call this together.
@@ -185,7 +231,8 @@ class Trainer:
             times: how long a step took, on average since the last log.
         """
         figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
-        self.callbacks.on_log({**self._position(), **figures, **self.callbacks.figures()})
+        further = {**self.rollbacks.figures(), **self.callbacks.figures()}
+        self.callbacks.on_log({**self._position(), **figures, **further})
 
     def evaluate(self) -> float | None:
         """Mean loss over eval_iters global batches of the validation data, the same every time, without terms that only
@@ -222,7 +269,7 @@ class Trainer:
 
     def state(self) -> TrainingState:
         """This rank's view of the run, for a checkpoint."""
-        return self.train_steps.state(consumed_samples=self.consumed_samples)
+        return self.train_steps.state(consumed_samples=self.consumed_samples, series=self.rollbacks.series())
 
     # ---- its parts
 
@@ -236,6 +283,10 @@ class Trainer:
         if interval and self.mesh.world.size > 1:
             optimizer = self.update.optimizer
             yield ReplicaChecks(ReplicaCheck(self.model, optimizer, self.mesh, interval=interval, loaded=loaded))
+
+    def _batches(self) -> DeviceLoader[Any]:
+        """The training data from the run's position on."""
+        return DeviceLoader(self._loader(self._train_data, self.consumed_samples), self.mesh.device)
 
     def _history(self) -> History:
         return History(

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from megacore.checkpoint.save import Saved
+from megacore.config import ResolvedConfig
 from megacore.config.dimensions import pipeline_dimension
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.mesh import Mesh
 from megacore.train.callbacks import Callback, Run
 from megacore.train.replicas import ReplicaCheck
+from megacore.train.rollback import Rollback
 from megacore.train.sinks import Report
 from megacore.train.step import StepResult
 from megacore.watch.ledger import Flag, Ledger
@@ -23,19 +25,24 @@ from megacore.watch.marks import Current
 from megacore.watch.stragglers import Noticed, Straggler, Times, slowest, times_between
 
 
+def begin_step(step: int, config: ResolvedConfig, mesh: Mesh) -> None:
+    """Tell this process's ledger, if it has one, that a step begins, and what its reader must know about the run."""
+    if Current.ledger is None:
+        return
+    if Current.ledger.first_step:
+        if mesh.device.type != "cpu":
+            Current.ledger.set_flag(Flag.ASYNCHRONOUS)
+        if config.training.compile and mesh.layer.size > 1:
+            Current.ledger.set_flag(Flag.HIDDEN)
+    Current.ledger.begin_step(step)
+
+
 class StepMarks(Callback):
     """Tells this process's ledger, if it has one, where steps begin and end."""
 
     def on_step_begin(self, run: Run, step: int) -> None:
-        """The step's number, and what a reader of the ledger must know about the run."""
-        if Current.ledger is None:
-            return
-        if Current.ledger.first_step:
-            if run.mesh.device.type != "cpu":
-                Current.ledger.set_flag(Flag.ASYNCHRONOUS)
-            if run.config.training.compile and run.mesh.layer.size > 1:
-                Current.ledger.set_flag(Flag.HIDDEN)
-        Current.ledger.begin_step(step)
+        """The step begins."""
+        begin_step(step, run.config, run.mesh)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """The step is done."""
@@ -78,6 +85,11 @@ class Stragglers(Callback):
         straggler = slowest({rank: own.per(steps) for rank, own in times.items()}, self._stages)
         own = {f"perf/straggler_{name}_s": getattr(straggler.times, name) for name in Times.__dataclass_fields__}
         return {"perf/straggler_rank": straggler.rank, "perf/straggler_ratio": straggler.ratio, **own}
+
+    def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
+        """Begin anew at the step that the run is back at."""
+        if Current.ledger is not None and self._seconds:
+            self._begin(Current.ledger, rollback.to_step)
 
     def on_stop(self, run: Run, reason: str | None) -> None:
         """Count no longer."""

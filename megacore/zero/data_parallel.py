@@ -415,6 +415,10 @@ class DataParallel:
         """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite."""
         return torch.stack([bucket.overflow for bucket in self.buckets]).sum() if self.buckets else 0.0
 
+    def weight_check(self) -> Tensor | float:
+        """A scalar: 0 if the parameters that this rank updates are finite, otherwise NaN."""
+        return torch.stack([bucket.weight_check() for bucket in self.buckets]).sum() if self.buckets else 0.0
+
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)
         if parameter.gradient_sum is not None and parameter.grad is None:
