@@ -180,7 +180,7 @@ def test_one_process_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_random_hangs_are_blamed_on_the_right_rank_and_never_surely_on_another() -> None:
-    """Ten of the trials of `python -m benchmarks.hangs`, at the rate that it demands of fifty: 48, and so all of ten."""
+    """Ten of the trials of benchmarks/hangs.py, which demands 96%: all of ten, where fifty may have two misses."""
     assert trials(10, seed=15, minutes=0.05, large=0.1) == 0
 
 
