@@ -98,7 +98,8 @@ class Node:
                         self._open(rank, file.identity.pid)
                     else:
                         gone.append((rank, file, path.stat().st_mtime))
-        run_began = min((started(file.identity.born) for file in self.files.values()), default=math.inf)
+        births = [file.identity.born for file in self.files.values() if file.identity.born]
+        run_began = min(map(started, births), default=math.inf)
         self.files |= {rank: file for rank, file, written in gone if written > run_began}
         return [
             Seen(record=file.record(), state=state_of(file.identity.pid, file.identity.born))
