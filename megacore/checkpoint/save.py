@@ -249,6 +249,7 @@ class CheckpointSaver:
             step=state.step,
             consumed_samples=state.consumed_samples,
             counters=state.counters,
+            series=state.series,
             topology=dict(self._mesh.degrees),
             config=dataclasses.asdict(self._config),
         )

@@ -15,6 +15,7 @@ from megacore.watch.ledger import Phase, Record
 TIMES: Mapping[Phase, float] = {
     Phase.STEP: 1.0,
     Phase.EVALUATE: 2.0,
+    Phase.CHECK: 2.0,
     Phase.START: 6.0,
     Phase.LOAD: 6.0,
     Phase.SAVE: 6.0,

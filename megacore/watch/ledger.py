@@ -56,7 +56,8 @@ class Phase(IntEnum):
     SINK = 14
     EXIT = 15
     DONE = 16
-    OUTSIDE = 17
+    CHECK = 17
+    OUTSIDE = 18
     ALL_REDUCE = 32
     ALL_GATHER = 33
     REDUCE_SCATTER = 34
@@ -83,7 +84,7 @@ class Phase(IntEnum):
 SECTIONS = frozenset(
     {
         *(Phase.START, Phase.INDEX, Phase.LOAD, Phase.FIRST_STEP, Phase.STEP),
-        *(Phase.EVALUATE, Phase.SAVE, Phase.SINK, Phase.EXIT, Phase.DONE),
+        *(Phase.EVALUATE, Phase.CHECK, Phase.SAVE, Phase.SINK, Phase.EXIT, Phase.DONE),
     }
 )
 """Phases that contain others, and decide how long one of these may take."""

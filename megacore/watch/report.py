@@ -30,6 +30,7 @@ _WORDS = {
     Phase.BACKWARD: "backward",
     Phase.OPTIMIZER: "optimizer",
     Phase.EVALUATE: "evaluation",
+    Phase.CHECK: "check of replicas",
     Phase.SAVE: "save",
     Phase.SINK: "log and sinks",
     Phase.EXIT: "exit",

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from megacore.config import OptimizerConfig, ParallelConfig
+from megacore.config import OptimizerConfig, ParallelConfig, WatchConfig
 from megacore.errors import ConfigError, UserError
 from megacore.train.engine import Layer, PipelineEngine
 from tests.distributed import run_distributed
 
 BUILT: list[str] = []
-UNWATCHED = {"hang_timeout_minutes": 0.0}  # spares a process per engine
+UNWATCHED = {"watch": WatchConfig(hang_timeout_minutes=0.0)}  # spares a process per engine
 
 
 def recorded(name: str, size: int) -> nn.Module:

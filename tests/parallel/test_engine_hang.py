@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megacore.config import ParallelConfig
+from megacore.config import ParallelConfig, WatchConfig
 from megacore.train.engine import Layer, PipelineEngine
 from tests.distributed import RankFailed, run_distributed
 from tests.patience import until
@@ -41,7 +41,7 @@ def train(rank: int, world_size: int, output_dir: str) -> None:
         train_iters=10,
         parallel=ParallelConfig(pp=2, dp=2, device="cpu"),
         output_dir=output_dir,
-        hang_timeout_minutes=MINUTES,
+        watch=WatchConfig(hang_timeout_minutes=MINUTES),
     )
     time.sleep(2.0 * 60.0 * MINUTES)  # in its own code a program takes as long as it likes
     while True:
