@@ -12,7 +12,7 @@ which the last row shows by itself.
 
 The second table has blocks as a GPU runs them, weight gradients added to their sums, beside the same block in plain
 torch.nn, and divides the time by the number of operators launched. The two differ in operators: torch.nn has separate
-ones for what a kernel of megacore does in one launch.
+ones for what a kernel of megacore does in one launch. `calls` counts the functions that Python calls.
 
 The sides alternate within one run. The figures are the lowest of the rounds, in process time: other work on the
 machine can only add to it.
@@ -239,9 +239,28 @@ def block_microseconds(block: nn.Module, x: Tensor, times: int) -> float:
     return (time.process_time() - started) / times * 1e6
 
 
-def lowest(*calls: Callable[[], float], rounds: int) -> list[float]:
-    """Of each call, over rounds in which all take turns."""
-    return [min(times) for times in zip(*([call() for call in calls] for _ in range(rounds)), strict=True)]
+def calls(block: nn.Module, x: Tensor) -> int:
+    """Functions called in a forward and a backward, of Python and of C, which other work on the machine cannot change."""
+    number = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal number
+        number += event in ("call", "c_call")
+
+    block(x).backward(torch.ones_like(x))
+    y, grad = block(x), torch.ones_like(x)
+    sys.setprofile(count)
+    try:
+        y = block(x)
+        y.backward(grad)
+    finally:
+        sys.setprofile(None)
+    return number
+
+
+def lowest(*timed: Callable[[], float], rounds: int) -> list[float]:
+    """Of each, over rounds in which all take turns."""
+    return [min(times) for times in zip(*([time() for time in timed] for _ in range(rounds)), strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -262,8 +281,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, ours, torchs, x in operators():
             timed = (partial(custom, ours, x), *(partial(microseconds, c, x, arguments.times) for c in (ours, torchs)))
             print(f"| {name} | " + " | ".join(f"{t:.0f}" for t in lowest(*timed, rounds=arguments.rounds)) + " |")
-        print("\n| block | launched | us | us each | torch.nn: launched | us | us each | ratio of us |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("\n| block | launched | calls | us | us each | torch.nn: launched | calls | us | us each | ratio of us |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
         for shape in SHAPES:
             config = model_of(shape, 1, hidden_size=WIDTH, num_attention_heads=4, **GROUPS.get(shape, {}))
             blocks = our_block(config), PlainBlock(config)
@@ -271,7 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             counts = [launches(block, x) for block in blocks]
             timed_blocks = [partial(block_microseconds, block, x, arguments.times // 4) for block in blocks]
             times = lowest(*timed_blocks, rounds=arguments.rounds)
-            columns = " | ".join(f"{n} | {t:.0f} | {t / n:.1f}" for n, t in zip(counts, times, strict=True))
+            called = [calls(block, x) for block in blocks]
+            rows = zip(counts, called, times, strict=True)
+            columns = " | ".join(f"{n} | {c} | {t:.0f} | {t / n:.1f}" for n, c, t in rows)
             print(f"| {shape} | {columns} | {times[0] / times[1]:.2f} |", flush=True)
     return 0
 
