@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,6 +49,7 @@ from megacore.ops import dispatch
 from megacore.ops.dispatch import Operator
 from megacore.parallel.products import TorchProducts
 from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardedParameter
 
 ROWS, WIDTH = 4, 64
 GROUPS = {"Llama": {"num_query_groups": 2}}
@@ -83,6 +84,10 @@ class _Compiled(SimpleNamespace):
         """Where the driver would take over."""
 
 
+def _nothing(*_: Any) -> None:
+    """Speaks against Triton on a CPU."""
+
+
 def _compiled(kernel: Any, key: str, *_: Any) -> _Compiled:
     return kernel.device_caches[0][0].setdefault(key, _Compiled())
 
@@ -93,7 +98,7 @@ def without_driver() -> Iterator[None]:
     triton.runtime.driver.set_active(_Driver())
     with (
         mock.patch.object(JITFunction, "_do_compile", _compiled),
-        mock.patch.object(dispatch, "why_not", lambda choice, device: None),
+        mock.patch.object(dispatch, "why_not", _nothing),
         ops.kernels_chosen("triton"),
     ):
         yield
@@ -160,11 +165,13 @@ class PlainBlock(nn.Module):
         self.up = nn.Linear(h, config.inner_size, bias=bias)
         self.gate = nn.Linear(h, config.inner_size, bias=bias) if self.gated else None
         self.down = nn.Linear(config.inner_size, h, bias=bias)
-        self.register_buffer("angles", torch.ones(2, ROWS, 1, d // 2))
+        self.angles = torch.ones(2, ROWS, 1, d // 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
-        heads = (part.unflatten(2, (-1, self.head_size)) for part in self.qkv(self.attention_norm(x)).split(self.sizes, 2))
+        heads = (
+            part.unflatten(2, (-1, self.head_size)) for part in self.qkv(self.attention_norm(x)).split(self.sizes, 2)
+        )
         query, key, value = heads
         if self.rope:
             query, key = self._turned(query), self._turned(key)
@@ -215,7 +222,7 @@ def our_block(config: ResolvedModel) -> nn.Module:
     for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
         parameter.data = part.view(parameter.shape)
         if parameter.dim() > 1:
-            parameter.gradient_sum = _Sum(parameter)
+            cast(ShardedParameter, parameter).gradient_sum = _Sum(parameter)
     return layer
 
 
@@ -240,7 +247,7 @@ def block_microseconds(block: nn.Module, x: Tensor, times: int) -> float:
 
 
 def calls(block: nn.Module, x: Tensor) -> int:
-    """Functions called in a forward and a backward, of Python and of C, which other work on the machine cannot change."""
+    """Functions of Python and C called in a forward and a backward: no other work on the machine changes that."""
     number = 0
 
     def count(_: Any, event: str, __: Any) -> None:

@@ -155,8 +155,8 @@ class ResolvedConfig(Config):
     training: ResolvedTraining = field()
 
     def for_device(self, *, on_cpu: bool) -> Self:
-        """With the defaults that depend on where the ranks compute. Without tensor parallelism none does, and what is not
-        given stays so: another layout decides it anew.
+        """With the defaults that depend on where the ranks compute. Without tensor parallelism none does, and what is
+        not given stays so: another layout decides it anew.
 
         Args:
             on_cpu: not on accelerators.

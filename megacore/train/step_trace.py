@@ -74,8 +74,8 @@ def record_step(config: ResolvedConfig) -> StepEvents:
 
 @contextmanager
 def fake_step(config: ResolvedConfig) -> Iterator[TrainStep]:
-    """Rank 0's model and optimizer on fake tensors, with the operators and defaults of a GPU; inside, all new tensors are
-    fake."""
+    """Rank 0's model and optimizer on fake tensors, with the operators and defaults of a GPU; inside, all new tensors
+    are fake."""
     config = config.for_device(on_cpu=False)
     mesh = fake_mesh(config.parallel)
     kernels: ops.Choice = "torch" if config.training.kernels == "torch" else "triton"
