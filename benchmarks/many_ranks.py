@@ -232,10 +232,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--microbatches", type=int, default=2, help="of each replica and step")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a job, on a quiet machine")
-    options, options.flags = parser.parse_known_args(argv)
+    options, flags = parser.parse_known_args(argv)
     if not len(options.tp) == len(options.pp) == len(options.dp) > 0:
         parser.error("every layout needs --tp, --pp and --dp")
-    options.layouts = list(zip(options.tp, options.pp, options.dp, strict=True))
+    options.layouts, options.flags = list(zip(options.tp, options.pp, options.dp, strict=True)), flags
     return options
 
 
