@@ -12,6 +12,7 @@ Flags that are not listed here go to pretrain_gpt.py. The exit status is 1 where
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -31,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
 
-import pretrain_gpt
 from megacore.train import launch, step, trainer
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -103,7 +103,7 @@ def train(rank: int, world_size: int, argv: Sequence[str]) -> RankCosts:
         patches.enter_context(mock.patch.object(sys, "stdout", nowhere))
         for part, (module, name) in parts.items():
             patches.enter_context(mock.patch.object(module, name, measured(part, getattr(module, name))))
-        if status := pretrain_gpt.main(list(argv)):
+        if status := importlib.import_module("pretrain_gpt").main(list(argv)):
             raise RuntimeError(f"rank {rank} ended with status {status}")
     return costs
 

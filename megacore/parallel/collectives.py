@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megacore.errors import PeerFailed
 from megacore.parallel import direct
-from megacore.parallel.mesh import Group, Holders
+from megacore.parallel.mesh import Group, Holders, Mesh
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import UNMARKED, post
 
@@ -63,6 +63,16 @@ def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     if group.size > 1:
         with post(Phase.ALL_REDUCE, group.ranks, tensor.nbytes):
             dist.all_reduce(tensor, op=_OPS[op], group=group.handle)
+    return tensor
+
+
+def all_reduce_job_(tensor: Tensor, mesh: Mesh, op: Reduction = "sum") -> Tensor:
+    """Reduce `tensor` in place over all ranks of the job; every rank gets the same bits.
+
+    The groups that divide the ranks reduce it one after the other: a ring over all n ranks takes 2 (n - 1) steps.
+    """
+    for group in mesh.sum_groups:
+        all_reduce_(tensor, group, op)
     return tensor
 
 
