@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from megacore.checkpoint.check import check_load, samples_of_run
+from megacore.checkpoint.check import check_load, samples_of_run, settings_to_continue
 from megacore.commands.plan import dry_run, is_dry_run
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import parse_config
@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
         description="Pretrain a BERT, classic or modern, with tensor x pipeline x data parallelism. "
         "--dry-run plans the run instead.",
         kind=BertConfig,
+        continued=settings_to_continue,
         vocabulary=vocabulary_size,
         checks=[check_bert_inputs, check_load, check_schedule, check_memory],
     )

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore.checkpoint.check import check_load, samples_of_run
+from megacore.checkpoint.check import check_load, samples_of_run, settings_to_continue
 from megacore.commands.plan import dry_run, is_dry_run
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
         description="Pretrain a GPT with tensor x pipeline x data parallelism. --dry-run plans the run instead.",
         kind=Config,
         shape=shape_from_hf,
+        continued=settings_to_continue,
         vocabulary=vocabulary_size,
         checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
     )

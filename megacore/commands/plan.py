@@ -218,7 +218,7 @@ def _read(args: argparse.Namespace) -> _Request:
     if args.world_size is not None and args.world_size > MOST_RANKS:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
     config = parse_config(
-        _with_defaults(args, cluster),
+        _with_defaults(args),
         prog=entry if entry in ENTRIES else ENTRIES[0],
         description="Plan a run.",
         kind=BertConfig if entry == "pretrain_bert.py" else Config,
@@ -230,7 +230,7 @@ def _read(args: argparse.Namespace) -> _Request:
         problems=problems,
     )
     assert cluster is not None
-    return _Request(config, cluster)
+    return _Request(_on_cluster(config, cluster), cluster)
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
@@ -248,28 +248,31 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     return cluster
 
 
-def _with_defaults(args: argparse.Namespace, cluster: Cluster | None) -> list[str]:
-    """The flags of the run, with mock data and the cluster's usual precision where tools/plan.py is given neither."""
+def _with_defaults(args: argparse.Namespace) -> list[str]:
+    """The flags of the run, with mock data and a number of steps where tools/plan.py is not given them."""
     flags = list(args.flags)
     given = {flag.split("=")[0] for flag in flags}
     if args.is_dry_run or "--config" in given:
         return flags
     defaults = [] if given & _DATA_FLAGS else ["--mock-data"]
-    defaults += [] if "--precision" in given or (cluster and cluster.on_cpu) else ["--precision", "bf16"]
     defaults += [] if "--train-iters" in given else ["--train-iters", "1000"]
     return [*defaults, *flags]
+
+
+def _on_cluster(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
+    """With the number format that --precision auto has there."""
+    bf16 = not cluster.on_cpu and cluster.peak("bf16") is not None
+    return replace(config, precision=config.precision.for_device(bf16=bf16))
 
 
 def _require_peak(config: ResolvedConfig, cluster: Cluster | None) -> None:
     if cluster is None or config.logging.peak_tflops is not None:
         return
-    if cluster.peak(config.precision.precision) is None:
+    precision = _on_cluster(config, cluster).precision.precision
+    if cluster.peak(precision) is None:
         known = one_of([form for form in ("bf16", "fp16", "fp32") if cluster.peak(form) is not None])
         raise ConfigError(
-            [
-                f"--precision {config.precision.precision}: the peak of {cluster.name} in it is not known: "
-                f"use {known}, or --peak-tflops"
-            ]
+            [f"--precision {precision}: the peak of {cluster.name} in it is not known: use {known}, or --peak-tflops"]
         )
 
 

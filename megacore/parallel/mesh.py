@@ -183,6 +183,19 @@ def select_device(wanted: str) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies matrices faster in bf16 than in fp32, so that `--precision auto` chooses bf16.
+
+    A CPU may have such instructions too, but most do not; NVIDIA's devices have them from compute capability 8.0.
+    """
+    if device.type == "cpu":
+        return False
+    if device.type == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    supports = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    return supports is not None and bool(supports())
+
+
 def compute_reproducibly() -> None:
     """Make every operator give the same bits for the same input; to be called before the accelerator is first used.
 
