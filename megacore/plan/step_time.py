@@ -106,6 +106,8 @@ class Software:
         fused_accumulation: whether a product adds the gradient of a weight to the sum of the step.
         waits_for_messages: whether a pipeline rank computes nothing while it sends or receives.
         copies_logits: whether the loss makes an fp32 copy of all logits.
+        block_seconds: of the host's program for one pass through a block, forward or backward, where that is more than
+            its operators' `Device.host_seconds`.
     """
 
     tensor_overlap: Range = field(default=Range(0.0, 0.5, 0.8))
@@ -113,6 +115,7 @@ class Software:
     fused_accumulation: bool = False
     waits_for_messages: bool = False
     copies_logits: bool = False
+    block_seconds: Range = field(default=Range(0.0, 0.0, 0.0))
 
 
 MEGACORE = Software()
@@ -185,9 +188,10 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
 
 
 def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
-    """No faster than the host issues operators."""
+    """No faster than the host issues operators, which it does while the device computes and waits for transfers."""
     least = operators * speed.cluster.device.host_seconds.of(speed.case)
-    return parts._replace(memory=parts.memory + max(least - parts.compute, 0.0))
+    least = max(least, speed.software.block_seconds.of(speed.case))
+    return parts._replace(memory=parts.memory + max(least - parts.total, 0.0))
 
 
 def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, again: bool) -> Passes:
