@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import megacore
+from megacore.config.dimensions import degree_fields
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.flags import Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import help_text, help_topic
@@ -175,8 +176,8 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
     if help_topic(argv) is not None or "--version" in argv:
         return alone
     parallel = _read(argv, alone, kind, shape).config.parallel
-    degrees = (degree for degree in (parallel.tp, parallel.pp, parallel.dp) if isinstance(degree, int) and degree > 0)
-    return _Process(0, 0, math.prod(degrees))
+    given = (getattr(parallel, name) for name in degree_fields())
+    return _Process(0, 0, math.prod(degree for degree in given if isinstance(degree, int) and degree > 0))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,15 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.config import ParallelConfig
-from megacore.config.dimensions import DIMENSIONS, ROLES, Dimension, coordinates_of, degrees_of, describe_rank
+from megacore.config.dimensions import (
+    DIMENSIONS,
+    ROLES,
+    Dimension,
+    coordinates_of,
+    degrees_of,
+    describe_rank,
+    fill_degrees,
+)
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import ConfigError
 from megacore.watch.ledger import Phase
@@ -231,16 +239,14 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
     """Join the job and make the groups of this rank.
 
     Args:
-        config: the degrees. Without `dp` it follows from the number of processes.
+        config: the degrees. One that is None follows from the number of processes.
         dimensions: the table, outermost first.
 
     Raises:
         ConfigError: the product of the degrees is not the number of processes; or the device that is asked for is not
             here, another rank has it too, or one of another kind.
     """
-    degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
-    if config.dp is None:
-        degrees["dp"] = max(1, world_size() // math.prod(degrees.values()))
+    degrees = {name: max(1, degree) for name, degree in fill_degrees(config, world_size(), dimensions).items()}
     if (needed := math.prod(degrees.values())) != world_size():
         raise ConfigError(
             [
@@ -258,7 +264,7 @@ def fake_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIO
     right shape and no values. The process belongs to that job until `leave_fake_mesh`.
 
     Args:
-        config: the degrees; without `dp` it is 1.
+        config: the degrees; one that is None is 1.
         dimensions: the table, outermost first.
     """
     degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
