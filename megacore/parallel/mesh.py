@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -87,8 +86,8 @@ class Holders:
 ALONE = Group()
 _STORE_PATIENCE = timedelta(seconds=2)
 
-ReplicaRole = Literal["replicas"]
-"""The roles of groups that hold copies of a parameter and sum its gradients."""
+ReplicaRole = str
+"""The role of a group that holds copies of a parameter and sums its gradients: the name of a group of `Mesh`."""
 
 
 @dataclass(frozen=True, kw_only=True)

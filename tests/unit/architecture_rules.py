@@ -278,7 +278,7 @@ def replicas_by_name(sources: Iterable[Source]) -> list[str]:
     return [
         f"{source.path}:{node.lineno} reads .dp: use ranks_of_role, or microbatches of the configuration"
         for source in sources
-        if source.is_ours and source.path not in DEGREES_BY_NAME
+        if source.path.startswith("megacore/") and source.path not in DEGREES_BY_NAME
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Attribute) and node.attr == "dp"
     ]
