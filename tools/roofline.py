@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage="roofline.py --device NAME [--json] [flags of pretrain_gpt.py]",
         description="Estimate the time of a training step on a device, by a roofline over the operators that it "
         "launches. All other flags are those of pretrain_gpt.py, such as --preset, --tp and --micro-batch-size: "
-        "--help all lists them, as pretrain_gpt.py --help all does. --precision is bf16 unless given.",
+        "--help all lists them, as pretrain_gpt.py --help all does. --precision auto is bf16.",
         allow_abbrev=False,
     )
     names = ", ".join(device.name for device in DEVICES)
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     device = device_named(args.device)
-    config = _read_config(_with_defaults(args.flags)).for_device(on_cpu=False)
+    config = _read_config(_with_defaults(args.flags)).for_device(on_cpu=False, bf16=True)
     peak = _require_known(config, device)
     from megacore.train.step_trace import record_step
 
@@ -109,7 +109,6 @@ def _with_defaults(flags: Sequence[str]) -> list[str]:
     if "--config" in given:
         return list(flags)
     defaults = [] if given & {"--mock-data", "--data-path"} else ["--mock-data"]
-    defaults += [] if "--precision" in given else ["--precision", "bf16"]
     defaults += [] if "--train-iters" in given else ["--train-iters", "2"]
     return [*defaults, *flags]
 

@@ -1,7 +1,7 @@
 """The configuration of a run: sections, validation, presets, the command line, TOML files.
 
-schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizers.py, watch.py and bert.py its
-sections, validation.py what must hold between them. cli.py turns a command line into a configuration.
+schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizers.py, watch.py, spikes.py and
+bert.py its sections, validation.py what must hold between them. cli.py turns a command line into a configuration.
 """
 
 from megacore.config.model import ModelConfig, ResolvedModel
@@ -16,9 +16,11 @@ from megacore.config.sections import (
     PrecisionConfig,
     ResolvedOptimizer,
     ResolvedParallel,
+    ResolvedPrecision,
     ResolvedTraining,
     TrainingConfig,
 )
+from megacore.config.spikes import SpikeConfig
 from megacore.config.validation import validate
 from megacore.config.watch import WatchConfig
 
@@ -38,8 +40,10 @@ __all__ = [
     "ResolvedModel",
     "ResolvedOptimizer",
     "ResolvedParallel",
+    "ResolvedPrecision",
     "ResolvedTraining",
     "SGDConfig",
+    "SpikeConfig",
     "TrainingConfig",
     "WatchConfig",
     "sections_of",

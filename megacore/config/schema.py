@@ -30,9 +30,11 @@ from megacore.config.sections import (
     PrecisionConfig,
     ResolvedOptimizer,
     ResolvedParallel,
+    ResolvedPrecision,
     ResolvedTraining,
     TrainingConfig,
 )
+from megacore.config.spikes import SpikeConfig
 from megacore.config.watch import WatchConfig
 
 
@@ -51,6 +53,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     presets: ClassVar[Mapping[str, Shape]] = GPT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Fields that only other entry points accept, each with the reason and the way out, which follow the flag in the
@@ -94,6 +97,15 @@ class Config:
         """The step at which the learning rate's decay ends."""
         return self.optimizer.lr_decay_iters or self.training.train_iters
 
+    @property
+    def eval_iters(self) -> int:
+        """Global batches per evaluation. Forward is a third of a step, so the default adds about 3% to a run."""
+        training = self.training
+        if training.eval_iters is not None:
+            return training.eval_iters
+        steps = min(training.eval_interval or training.train_iters, training.train_iters)
+        return min(max(steps // 10, 1), 100)
+
     def resolve(self, world_size: int, *, vocab_size: int | None = None) -> ResolvedConfig:
         """Fills in the fields that follow from others.
 
@@ -118,9 +130,13 @@ class Config:
         return sections | {
             "model": self.model.resolve(seq_length=self.data.seq_length, vocab_size=vocab_size),
             "parallel": parallel.resolved_as(ResolvedParallel, **filled),
-            "precision": self.precision.with_initial_scale(microbatches),
-            "optimizer": self.optimizer.resolved_as(ResolvedOptimizer, lr_decay_iters=self.lr_decay_iters),
-            "training": training.resolved_as(ResolvedTraining, global_batch_size=global_batch_size),
+            "precision": self.precision.resolve(microbatches),
+            "optimizer": self.optimizer.resolved_as(
+                ResolvedOptimizer, min_lr=self.optimizer.end_lr, lr_decay_iters=self.lr_decay_iters
+            ),
+            "training": training.resolved_as(
+                ResolvedTraining, global_batch_size=global_batch_size, eval_iters=self.eval_iters
+            ),
         }
 
     def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
@@ -154,6 +170,7 @@ class ResolvedConfig(Config):
 
     model: ResolvedModel = field()
     parallel: ResolvedParallel = field()
+    precision: ResolvedPrecision = field()
     optimizer: ResolvedOptimizer = field()
     training: ResolvedTraining = field()
 
@@ -167,17 +184,23 @@ class ResolvedConfig(Config):
         """Microbatches of a step on each replica."""
         return self.training.global_batch_size // self.replica_batch_size
 
-    def for_device(self, *, on_cpu: bool) -> Self:
+    def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.
+
+        Without tensor parallelism no sequence is split, and `sequence_parallel` stays as it is given: another layout
+        decides it anew.
 
         Args:
             on_cpu: not on accelerators.
+            bf16: whether matrix products in bf16 are fast there; None: not known, and --precision auto stays undecided.
         """
-        parallel = self.parallel
-        if parallel.sequence_parallel is not None:
-            return self
-        splits = not on_cpu and parallel.tp > 1 and self.data.seq_length % parallel.tp == 0
-        return dataclasses.replace(self, parallel=dataclasses.replace(parallel, sequence_parallel=splits))
+        parallel, precision = self.parallel, self.precision
+        if parallel.sequence_parallel is None and parallel.tp > 1:
+            splits = not on_cpu and self.data.seq_length % parallel.tp == 0
+            parallel = dataclasses.replace(parallel, sequence_parallel=splits)
+        if bf16 is not None:
+            precision = precision.for_device(bf16=bf16)
+        return dataclasses.replace(self, parallel=parallel, precision=precision)
 
 
 def sections_of(kind: type[Config]) -> dict[str, type[Section]]:

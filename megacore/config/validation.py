@@ -107,6 +107,15 @@ def _ffn(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("on_spike", "save_interval")
+def _rollback(config: Config, world_size: int) -> Iterator[str]:
+    if config.spikes.on_spike == "rollback" and config.checkpoint.save_interval is None:
+        yield (
+            "--on-spike rollback needs checkpoints to return to: use --save-interval, for example with 100, or "
+            "--on-spike skip"
+        )
+
+
 @_about("reproducible", "grad_reduce_dtype")
 def _reproducible(config: Config, world_size: int) -> Iterator[str]:
     if config.training.reproducible and config.precision.grad_reduce_dtype != "fp32":

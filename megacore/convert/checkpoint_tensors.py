@@ -28,6 +28,7 @@ from megacore.config import Config, ResolvedModel
 from megacore.config.bert import ResolvedBert
 from megacore.config.dimensions import DIMENSIONS
 from megacore.errors import CheckpointError
+from megacore.progress import Progress
 
 TensorTypes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
 
@@ -138,12 +139,14 @@ def write_shards(
     """
     files = shards(types_of, most_bytes)
     file_of: dict[str, str] = {}
-    for number, entries in enumerate(files, start=1):
-        name = f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        with TensorWriter(directory / name, entries) as writer:
-            for _ in entries:
-                writer.write(*next(tensors))
-        file_of |= dict.fromkeys(entries, name)
+    with Progress("converting", len(types_of), unit="tensors") as progress:
+        for number, entries in enumerate(files, start=1):
+            name = f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+            with TensorWriter(directory / name, entries) as writer:
+                for _ in entries:
+                    writer.write(*next(tensors))
+                    progress.advance(1)
+            file_of |= dict.fromkeys(entries, name)
     return file_of
 
 

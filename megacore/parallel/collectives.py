@@ -206,6 +206,10 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
         return [value]
     values: list[Any] = [None] * group.size
     with post(Phase.GATHER_OBJECTS, group.ranks, 0):
+        if dist.get_backend(group.handle) == "gloo":
+            gathered = [direct.gather_objects(value, group)]
+            dist.broadcast_object_list(gathered, group.ranks[0], group=group.handle)
+            return gathered[0]
         dist.all_gather_object(values, value, group=group.handle)
     return values
 

@@ -140,6 +140,17 @@ def result(action: Action) -> Key:
 _RESULTS = {Op.FORWARD: "output", Op.BACKWARD: "gradient", Op.INPUT_GRAD: "gradient", Op.WEIGHT_GRAD: "done"}
 
 
+def first_backward(schedule: Schedule) -> int | None:
+    """The microbatch whose weight gradients every stage computes before those of others; None: stages differ."""
+    first: dict[int, int] = {}  # by stage
+    for rank in range(schedule.ranks):
+        for action in schedule.computations(rank):
+            if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD):
+                first.setdefault(action.stage, action.microbatch)
+    numbers = set(first.values())
+    return numbers.pop() if len(numbers) == 1 else None
+
+
 def transfers_of(action: Action, stages: int) -> tuple[Action, Action] | None:
     """The send and the receive that follow a computation; None if no other stage needs its result."""
     stage, i = action.stage, action.microbatch

@@ -164,6 +164,7 @@ def plan_memory(
         on_cpu: whether the ranks compute in host memory.
         torch_is_loaded: whether what torch takes of host memory is taken already, and does not count again.
     """
+    config = config.for_device(on_cpu=on_cpu)
     stages = stage_ranges(layers, config.parallel)
     count = ranks_of_role("pipeline", config.parallel)
     ranks = [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in range(count)]

@@ -75,6 +75,8 @@ class Layout:
             parts.append(f"--zero-stage {parallel.zero_stage}")
         if parallel.sequence_parallel:
             parts.append("--sequence-parallel")
+        elif parallel.tp > 1:  # which is not the default everywhere
+            parts.append("--no-sequence-parallel")
         parts.append(f"--recompute {training.recompute}")
         return " ".join(parts)
 

@@ -98,6 +98,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
         config: a resolved configuration that does not fit.
         limits: what there is.
     """
+    config = config.for_device(on_cpu=limits.on_cpu)
     start = Change(config)
     ways: dict[tuple[str, ...], str] = {}
 

@@ -108,6 +108,10 @@ class StepMetrics:
             **{f"mem/{kind}_bytes_predicted": round(size) for kind, size in self.predicted_memory.items()},
             "train/skipped_steps": update.skipped_steps,
         }
+        if config.spikes.on_spike != "none":
+            record["train/spikes"] = update.guard.total
+        if config.optimizer.clip_grad_adaptive:
+            record["train/clip_limit"] = result.clip_limit
         if config.precision.precision == "fp16":
             record["train/loss_scale"] = update.scaler.scale
         if self._peak_tflops is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megacore.config import PrecisionConfig, ResolvedConfig
+from megacore.config import ResolvedConfig, ResolvedPrecision
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.model import ResolvedModel
@@ -70,7 +70,7 @@ def narrow(config: ResolvedConfig) -> Narrowed:
             bucket_size_mb=bucket,
             pipeline_layout=_layout_text(config, blocks),
         ),
-        "precision": PrecisionConfig(),
+        "precision": ResolvedPrecision(precision="fp32"),
         "data": replace(
             config.data,
             data_path=(),

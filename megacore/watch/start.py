@@ -37,7 +37,7 @@ class _Kept:
 
 
 def begin_watch(config: ResolvedConfig) -> None:
-    """Watch this rank from now on, unless `--hang-timeout-minutes` is 0 or this process is watched already.
+    """Watch this process from now on, unless `--hang-timeout-minutes` is 0 or it is watched already.
 
     A node without a place for ledgers is not watched, and says so; the run does not depend on it.
     """
@@ -59,6 +59,7 @@ def begin_watch(config: ResolvedConfig) -> None:
 def end_watch() -> None:
     """The run is over on this rank."""
     on_ledger(Ledger.finish)
+    Current.ledger = None
 
 
 def hang_is_reported() -> bool:

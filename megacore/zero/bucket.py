@@ -284,6 +284,10 @@ class Bucket:
         """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
         return self._view(name).view(self._by_name[name].shape), name in self._written
 
+    def new_sum_of(self, name: str) -> Tensor:
+        """Memory like that of `sum_of`, apart from the bucket's; not initialised."""
+        return torch.empty(self._by_name[name].shape, dtype=self.options.sum_dtype, device=self._device)
+
     def added(self, name: str) -> bool:
         """A gradient was added to the sum; True if it was the last of this backward."""
         self._written.add(name)
@@ -353,6 +357,10 @@ class Bucket:
         if self._checks is None or not self.options.exact_terms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return self._checks.sum()
+
+    def weight_check(self) -> Tensor:
+        """A scalar: 0 if this rank's shard of the parameters is finite, otherwise NaN. Costs one sum over the shard."""
+        return 0.0 * self._shard_params.sum(dtype=torch.float32)
 
     def contiguous_segments(self, kind: Callable[[Segment], bool]) -> list[list[Segment]]:
         """The shard's segments, grouped: a group is of one kind and contiguous, without padding inside. An elementwise

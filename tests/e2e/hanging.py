@@ -1,7 +1,7 @@
 """pretrain_gpt.py in which one rank hangs: `HANG='{"rank": 2, "at": "step", "call": 7, "fault": "stop"}'`.
 
-Run as a script in place of pretrain_gpt.py. `at` is one of POINTS, `call` counts that point's calls on the rank from 1,
-and `fault` is one of FAULTS, which happens before the call, or in place of it.
+Run as a script in place of pretrain_gpt.py. `at` is one of POINTS or "import", `call` counts the calls of that point on
+the rank from 1, and `fault` is one of FAULTS, which happens before the call, or in place of it.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def plant(rank: int, at: str, call: int, fault: str) -> None:
     """Put a fault into this process, if it is that rank."""
     if int(os.environ["RANK"]) != rank:
         return
+    if at == "import":  # the first phase of all
+        FAULTS[fault]()
     module, name = POINTS[at]
     holder: Any = importlib.import_module(module)
     *path, last = name.split(".")

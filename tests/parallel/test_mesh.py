@@ -216,8 +216,6 @@ class MeshWithExperts(Mesh):
     experts: Group = ALONE
 
 
-
-
 class Mixture(nn.Module):
     """A dense matrix, and one whose rows pairs of ranks split."""
 

@@ -63,6 +63,8 @@ class Run:
     def config(self) -> ResolvedConfig:
         """The run's configuration."""
         flags = f"--mock-data --train-iters 10 {self.flags}".split()
+        if "--sequence-parallel" not in flags:  # those trainers' default
+            flags.append("--no-sequence-parallel")
         return parse_config(flags, prog="test", description="", kind=Config, planned=True)
 
     def plan(self) -> Plan:

@@ -37,6 +37,8 @@ GPT = ModelConfig(
     num_attention_heads=HEADS,
     max_position_embeddings=POSITIONS,
     vocab_size=VOCAB,
+    hidden_dropout=0.1,  # Megatron-LM's defaults
+    attention_dropout=0.1,
 ).resolve(seq_length=POSITIONS)
 
 
@@ -181,6 +183,8 @@ def test_a_llama_of_megatron_core(tmp_path: Path) -> None:
         ffn_hidden_size=24,
         max_position_embeddings=POSITIONS,
         vocab_size=VOCAB,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
         normalization="RMSNorm",
         activation="swiglu",
         position_embedding_type="rope",

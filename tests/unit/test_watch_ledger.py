@@ -194,6 +194,12 @@ def test_a_run_stands_still_as_long_as_its_last_rank_and_not_while_all_are_stopp
 # ---- words
 
 
+def test_the_programs_code_outside_of_the_engine_takes_as_long_as_it_likes() -> None:
+    outside = seen(0, 2, phase=Phase.OUTSIDE, section=Phase.START, age=1e6)
+    assert still_seconds([outside, seen(1, 2, phase=Phase.OUTSIDE, state="gone", age=1e6)]) == 0.0
+    assert still_seconds([outside, seen(1, 2, phase=Phase.ALL_REDUCE, age=70.0)]) == 70.0
+
+
 def test_phases_in_words() -> None:
     degrees = {"degrees": {"pp": 1, "dp": 2, "tp": 2}}
     message = Channel((3, 1), is_message=True)
