@@ -350,7 +350,8 @@ def _kept_although_derived(kind: type[Config], flags: Given, file: Given, path: 
         if name not in file.values or name in flags.values:
             continue
         kept, others = file.values[name], {k: v for k, v in file.values.items() if k != name}
-        there, here = (_build(kind, _with_defaults(kind, values)) for values in (others, {**others, **flags.values}))
+        with_flags = {**others, **flags.values, name: None}  # given, so that no preset sets it
+        there, here = (_build(kind, _with_defaults(kind, values)) for values in (others, with_flags))
         if not there.model.problems() and kept == derived(there) != derived(here):
             notes.append(
                 f"--config {path} sets {flag_and_value(name, kept)}: {flag_and_value(name, None)} derives it from the "

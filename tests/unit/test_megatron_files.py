@@ -237,7 +237,7 @@ def test_a_llama_of_megatron_core(tmp_path: Path) -> None:
 
 # ---- activations -----------------------------------------------------------------------------------------------------
 
-ARGS = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "max_position_embeddings": 8}
+SMALL = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "max_position_embeddings": 8}
 
 
 @pytest.mark.parametrize(
@@ -251,24 +251,24 @@ ARGS = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "max_posit
     ],
 )
 def test_an_activation_is_the_one_that_the_flags_choose(flags: dict[str, Any], activation: str) -> None:
-    assert model_of({**ARGS, **flags}, 64, 60, "here").activation == activation
+    assert model_of({**SMALL, **flags}, 64, 60, "here").activation == activation
 
 
 @pytest.mark.parametrize("name", ["squared_relu", "quick_geglu", "leaky_relu", "swish"])
 def test_an_activation_that_is_not_known_is_refused_and_never_guessed(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name} is 'True', which megacore does not have"):
-        model_of({**ARGS, name: True}, 64, 60, "here")
+        model_of({**SMALL, name: True}, 64, 60, "here")
 
 
 def test_an_activation_is_known_by_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What docs/extending.md asks for makes a checkpoint's flag the new activation; without it nothing is converted."""
     monkeypatch.setitem(megatron_config._ACTIVATIONS, "squared_relu", "relu")
-    assert model_of({**ARGS, "squared_relu": True}, 64, 60, "here").activation == "relu"
+    assert model_of({**SMALL, "squared_relu": True}, 64, 60, "here").activation == "relu"
     with pytest.raises(CheckpointError, match="squared_relu and swiglu are both set"):
-        model_of({**ARGS, "squared_relu": True, "swiglu": True}, 64, 60, "here")
+        model_of({**SMALL, "squared_relu": True, "swiglu": True}, 64, 60, "here")
     monkeypatch.delitem(megatron_config._ACTIVATIONS, "squared_relu")
     with pytest.raises(CheckpointError, match="squared_relu is 'True'"):
-        model_of({**ARGS, "squared_relu": True}, 64, 60, "here")
+        model_of({**SMALL, "squared_relu": True}, 64, 60, "here")
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
