@@ -35,6 +35,7 @@ from megacore.config import (
     WatchConfig,
     validate,
 )
+from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_call, describe_layers, is_split
@@ -414,7 +415,7 @@ class PipelineEngine:
 
 
 def _replicas(parallel: ParallelConfig) -> int:
-    return parallel.dp or max(1, world_size() // (parallel.tp * parallel.pp))
+    return max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
 
 
 def _checked_config(

@@ -27,7 +27,7 @@ from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
 from megacore.train.history import History
 from megacore.train.memory_check import check_memory_of_ranks
-from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, microbatches_of_replica, term_means
+from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
 from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.provenance import first_line, provenance_of
 from megacore.train.replicas import ReplicaCheck
@@ -306,7 +306,7 @@ class Trainer:
 
     def _tracers(self) -> Iterator[Tracer]:
         if self.config.logging.trace:
-            count = microbatches_of_replica(self.config, self.mesh)
+            count = self.config.microbatches
             runtime = self.model.runtime
             yield Tracer(self.config, self.mesh, runtime, self.report, first_step=self.step, microbatches=count)
 
