@@ -25,6 +25,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.flops import CONVENTION
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
+from megacore.train.diagnosis import Source
 from megacore.train.history import History
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
@@ -87,6 +88,7 @@ class Trainer:
         if self.loaded is not None:
             self.rollbacks.load(self.loaded.series)
         self._train_data = train_data
+        self.train_steps.source = Source(dataset=train_data, micro_batch_size=config.training.micro_batch_size)
         self.batches = self._batches()
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
@@ -253,6 +255,7 @@ class Trainer:
             is_last: whether to wait for it, with --async-save too.
         """
         self.callbacks.before_save()
+        self.train_steps.require_finite()
         self.saving.save(self.state(), is_last=is_last)
 
     def request_stop(self, reason: str) -> None:
