@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megacore.checkpoint.check import check_load, samples_of_run
-from megacore.commands.plan import dry_run
+from megacore.checkpoint.check import check_load, samples_of_run, settings_to_continue
+from megacore.commands.plan import dry_run, is_dry_run
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from megacore.convert.start import WeightsFromHF, check_init_from_hf, shape_from_hf
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Train as the flags say, or with --dry-run plan the run; returns the exit status."""
-    if "--dry-run" in argv:
+    if is_dry_run(argv):
         return dry_run(argv, "pretrain_gpt.py")
     config = parse_config(
         argv,
@@ -40,6 +40,7 @@ def main(argv: list[str]) -> int:
         description="Pretrain a GPT with tensor x pipeline x data parallelism. --dry-run plans the run instead.",
         kind=Config,
         shape=shape_from_hf,
+        continued=settings_to_continue,
         vocabulary=vocabulary_size,
         checks=[check_inputs, check_load, check_init_from_hf, check_schedule, check_memory],
     )

@@ -33,7 +33,7 @@ from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError
 from megacore.plan.devices import DEVICES, Device, Range, device_named
 from megacore.plan.flops import flops_per_sequence
-from megacore.plan.memory import num_microbatches, plan_memory, updated_parameters
+from megacore.plan.memory import plan_memory, updated_parameters
 from megacore.plan.outline import outline
 from megacore.plan.roofline import Estimate, Totals, estimate
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         usage="roofline.py --device NAME [--json] [flags of pretrain_gpt.py]",
         description="Estimate the time of a training step on a device, by a roofline over the operators that it "
         "launches. All other flags are those of pretrain_gpt.py, such as --preset, --tp and --micro-batch-size: "
-        "--help all lists them, as pretrain_gpt.py --help all does. --precision is bf16 unless given.",
+        "--help all lists them, as pretrain_gpt.py --help all does. --precision auto is bf16.",
         allow_abbrev=False,
     )
     names = ", ".join(device.name for device in DEVICES)
@@ -72,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     device = device_named(args.device)
-    config = _read_config(_with_defaults(args.flags)).for_device(on_cpu=False)
+    config = _read_config(_with_defaults(args.flags)).for_device(on_cpu=False, bf16=True)
     peak = _require_known(config, device)
     from megacore.train.step_trace import record_step
 
-    microbatches, training, model = num_microbatches(config), config.training, config.model
+    microbatches, training, model = config.microbatches, config.training, config.model
     sequences = microbatches * training.micro_batch_size / config.parallel.tp
     flops = [sequences * flops_per_sequence(model, config.data.seq_length, attention=a) for a in ("full", "causal")]
     result = estimate(
@@ -109,7 +109,6 @@ def _with_defaults(flags: Sequence[str]) -> list[str]:
     if "--config" in given:
         return list(flags)
     defaults = [] if given & {"--mock-data", "--data-path"} else ["--mock-data"]
-    defaults += [] if "--precision" in given else ["--precision", "bf16"]
     defaults += [] if "--train-iters" in given else ["--train-iters", "2"]
     return [*defaults, *flags]
 
@@ -150,7 +149,7 @@ def _report(result: Estimate, config: ResolvedConfig) -> Iterator[str]:
         f"Estimate for {config.model.preset or 'the model'} on {parallel.tp * parallel.dp} x {result.device.name}, "
         f"{config.precision.precision}: tp {parallel.tp}{', sequence parallel' if parallel.sequence_parallel else ''}, "
         f"dp {parallel.dp}, ZeRO stage {parallel.zero_stage}, "
-        f"{counted(num_microbatches(config), 'microbatch', 'microbatches')} of {training.micro_batch_size} x "
+        f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} x "
         f"{config.data.seq_length} tokens, recompute {training.recompute}"
     )
     yield "Operators, bytes and FLOPs are counted for rank 0; times are estimated, not measured.\n"

@@ -4,6 +4,7 @@ within a second, once, instead of by every rank after the model is built.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import verified_tokenizer, verify
 from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoint, read_manifest
-from megacore.config import ModelConfig, ResolvedConfig
+from megacore.config import SECTIONS, ModelConfig, ResolvedConfig, TrainingConfig
 from megacore.config.fields import Section, field_infos, flag
 from megacore.config.model import differing
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
@@ -27,6 +28,11 @@ S = TypeVar("S", bound=Section)
 _READ_BYTES = 1 << 30
 # The settings whose change is no news: where results go, what is reported, when the run saves and ends.
 _UNREPORTED = frozenset(("checkpoint", "logging", "watch", "spikes"))
+# Settings of the training itself that a run without their flags takes from its version, preset, device or length.
+_CONTINUED = (
+    *("hidden_dropout", "attention_dropout", "precision"),
+    *("adam_beta2", "weight_decay", "min_lr", "eval_iters"),
+)
 _ARCHITECTURE_OF_BERT = ("bert_style", "sentence_task", "global_attention_interval", "local_rotary_base")
 
 
@@ -60,6 +66,42 @@ def check_load(config: ResolvedConfig) -> None:
             continue
         check_settings(config, directory, manifest)
         return
+
+
+def settings_to_continue(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the run that `--load` continues, for the fields whose default may be another than when it started:
+    the same command continues the same training, whatever the version.
+
+    Args:
+        given: values of the configuration's fields, from flags and file.
+
+    Returns:
+        Values by field; none without a checkpoint of a trained model, whose problems `check_load` reports.
+    """
+    load = given.get("load")
+    run = given.get("output_dir", field_infos(TrainingConfig)["output_dir"].default) if load == AUTO else load
+    if not isinstance(run, str):
+        return {}
+    try:
+        manifest = _newest(Path(run))
+    except CheckpointError:
+        return {}
+    if manifest is None or manifest.counters.get("updates", manifest.step) == 0:  # converted, not trained here
+        return {}
+    infos = {name: info for section in SECTIONS.values() for name, info in field_infos(section).items()}
+    there = {name: manifest.settings.get(name) for name in _CONTINUED}
+    kept = {name: value for name, value in there.items() if type(value) is infos[name].kind}
+    if "min_lr" in kept and "lr" in given and given["lr"] != manifest.settings.get("lr"):
+        del kept["min_lr"]  # it belongs to the other learning rate
+    return kept
+
+
+def _newest(run: Path) -> Manifest | None:
+    """The manifest of a checkpoint, or of the newest that can be read in a run's output directory."""
+    for directory in [run] if (run / MANIFEST_NAME).is_file() else checkpoints_of(run):
+        with contextlib.suppress(CheckpointError):
+            return read_manifest(directory)
+    return None
 
 
 def check_settings(config: ResolvedConfig, directory: Path, manifest: Manifest) -> None:

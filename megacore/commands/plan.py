@@ -6,6 +6,7 @@ The flags of the run are read and validated as the trainer does it. Nothing here
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -18,7 +19,9 @@ from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
+from megacore.config.dimensions import degree_fields
 from megacore.config.messages import did_you_mean, one_of
+from megacore.config.sections import AUTO
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError
@@ -32,6 +35,7 @@ from megacore.plan.planner import Plan, make_plan
 from megacore.plan.search import Constraints, Found, search, search_json, search_table
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
+_DRY_RUN = "--dry-run"
 _DATA_FLAGS = {"--mock-data", "--data-path"}
 MOST_RANKS = 1 << 20
 
@@ -56,12 +60,59 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
     return run_tool(parser, given, _plan)
 
 
+def is_dry_run(argv: Sequence[str]) -> bool:
+    """Whether `--dry-run`, in either form, is among the flags of an entry point."""
+    return any(word.split("=")[0] == _DRY_RUN for word in argv)
+
+
 def dry_run(argv: Sequence[str], entry: str) -> int:
-    """`--dry-run` of an entry point: plan the run in place of it."""
-    parser = _parser(f"{entry} --dry-run", f"{entry} --dry-run [--world-size N] [--cluster NAME] [flags of a run]")
-    parser.add_argument("--dry-run", action="store_true", help="plan the run in place of training")
+    """`--dry-run` of an entry point: plan the run in place of it; `--dry-run=full`: take a step of it without devices.
+
+    Returns:
+        The exit status: 0 done, 2 refused, or a rank failed.
+    """
+    if f"{_DRY_RUN}=full" in argv or any(pair == (_DRY_RUN, "full") for pair in itertools.pairwise(argv)):
+        parser = _full_parser(entry)
+        action = _run_fully
+    else:
+        parser = _parser(f"{entry} --dry-run", f"{entry} --dry-run [--world-size N] [--cluster NAME] [flags of a run]")
+        action = _plan
+    _add_dry_run(parser)
     parser.set_defaults(entry=entry, calibrate=None, is_dry_run=True)
-    return run_tool(parser, argv, _plan)
+    return run_tool(parser, argv, action)
+
+
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        _DRY_RUN,
+        nargs="?",
+        const="plan",
+        choices=("plan", "full"),
+        help="plan: print the plan in place of training; full: build every kind of rank and take a step on tensors "
+        "without values, to find errors in shapes, types and devices. Default: plan",
+    )
+
+
+def _full_parser(entry: str) -> _Parser:
+    parser = _Parser(
+        prog=f"{entry} --dry-run=full",
+        usage=f"{entry} --dry-run=full [--world-size N] [--cluster NAME] [flags of a run]",
+        description="Build every kind of rank of a job and take a train step of it, on tensors that have shapes, types "
+        "and devices but no values: no other rank, no device and no memory are needed. All other flags are those of "
+        "the entry point. See docs/planner.md.",
+        allow_abbrev=False,
+    )
+    _add_common_flags(parser)
+    # What only the plan has.
+    parser.set_defaults(search=False, timeline=None, memory_timeline=None, picture=None, price_per_hour=None)
+    return parser
+
+
+def _add_common_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--cluster", metavar="NAME", help=f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
+    add("--world-size", type=positive, metavar="N", help="number of ranks. Default: --tp x --pp x --dp")
+    add("--json", action="store_true", help="print all figures as JSON")
 
 
 def _parser(prog: str, usage: str) -> _Parser:
@@ -72,9 +123,8 @@ def _parser(prog: str, usage: str) -> _Parser:
         "and price. All other flags are those of the entry point. See docs/planner.md.",
         allow_abbrev=False,
     )
+    _add_common_flags(parser)
     add = parser.add_argument
-    add("--cluster", metavar="NAME", help=f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
-    add("--world-size", type=positive, metavar="N", help="number of ranks. Default: --tp x --pp x --dp")
     add("--tokens", type=_tokens, metavar="N", help="tokens of the whole training, as in 300e9: prints days and price")
     add(
         "--goodput",
@@ -84,20 +134,19 @@ def _parser(prog: str, usage: str) -> _Parser:
         help="share of the time that makes progress. Default: 0.9",
     )
     add("--price-per-hour", type=_price, metavar="USD", help="price of a device and hour. Default: the cluster's")
-    add("--json", action="store_true", help="print all figures as JSON")
     add("--timeline", type=Path, metavar="FILE", help="draw the predicted time line of the pipeline (.svg or .png)")
     add("--memory-timeline", type=Path, metavar="FILE", help="draw every rank's memory over a step (.svg or .png)")
     add("--search", action="store_true", help="rank all layouts of --world-size ranks instead of planning one")
     add("--top", type=positive, default=10, metavar="N", help="layouts that --search prints. Default: 10")
     add("--picture", type=Path, metavar="FILE", help="draw the time and memory of what --search found (.svg or .png)")
-    for name in ("tp", "pp", "dp", "micro-batch-size", "zero-stage", "virtual-stages"):
+    for name in (*degree_fields(), "micro-batch-size", "zero-stage", "virtual-stages"):
         add(
             f"--max-{name}",
             type=positive if name != "zero-stage" else _stage,
             metavar="N",
             help=f"--search: largest --{name}",
         )
-        if name in ("tp", "pp", "dp"):
+        if name in degree_fields():
             add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
     add("--max-memory-gb", type=_price, metavar="GB", help="--search: most memory of a device. Default: the cluster's")
     parser.set_defaults(is_dry_run=False)
@@ -126,6 +175,16 @@ def _plan(args: argparse.Namespace) -> None:
     else:
         print(markdown(plan, tokens=args.tokens, goodput=args.goodput))
     _draw(args, plan)
+
+
+def _run_fully(args: argparse.Namespace) -> None:
+    from megacore.commands.dry_run import report_ranks
+
+    request = _read(args)
+    config, device = request.config, request.config.parallel.device
+    # The job is one for accelerators, unless it is said to run elsewhere.
+    on_cpu = device == "cpu" or (device == AUTO and args.cluster is not None and request.cluster.on_cpu)
+    report_ranks(config, on_cpu=on_cpu, as_json=args.json)
 
 
 def _draw(args: argparse.Namespace, plan: Plan) -> None:
@@ -160,7 +219,7 @@ def _read(args: argparse.Namespace) -> _Request:
     if args.world_size is not None and args.world_size > MOST_RANKS:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
     config = parse_config(
-        _with_defaults(args, cluster),
+        _with_defaults(args),
         prog=entry if entry in ENTRIES else ENTRIES[0],
         description="Plan a run.",
         kind=BertConfig if entry == "pretrain_bert.py" else Config,
@@ -172,7 +231,7 @@ def _read(args: argparse.Namespace) -> _Request:
         problems=problems,
     )
     assert cluster is not None
-    return _Request(config, cluster)
+    return _Request(_on_cluster(config, cluster), cluster)
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
@@ -190,28 +249,31 @@ def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     return cluster
 
 
-def _with_defaults(args: argparse.Namespace, cluster: Cluster | None) -> list[str]:
-    """The flags of the run, with mock data and the cluster's usual precision where tools/plan.py is given neither."""
+def _with_defaults(args: argparse.Namespace) -> list[str]:
+    """The flags of the run, with mock data and a number of steps where tools/plan.py is not given them."""
     flags = list(args.flags)
     given = {flag.split("=")[0] for flag in flags}
     if args.is_dry_run or "--config" in given:
         return flags
     defaults = [] if given & _DATA_FLAGS else ["--mock-data"]
-    defaults += [] if "--precision" in given or (cluster and cluster.on_cpu) else ["--precision", "bf16"]
     defaults += [] if "--train-iters" in given else ["--train-iters", "1000"]
     return [*defaults, *flags]
+
+
+def _on_cluster(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
+    """With the number format that --precision auto has there."""
+    bf16 = not cluster.on_cpu and cluster.peak("bf16") is not None
+    return replace(config, precision=config.precision.for_device(bf16=bf16))
 
 
 def _require_peak(config: ResolvedConfig, cluster: Cluster | None) -> None:
     if cluster is None or config.logging.peak_tflops is not None:
         return
-    if cluster.peak(config.precision.precision) is None:
+    precision = _on_cluster(config, cluster).precision.precision
+    if cluster.peak(precision) is None:
         known = one_of([form for form in ("bf16", "fp16", "fp32") if cluster.peak(form) is not None])
         raise ConfigError(
-            [
-                f"--precision {config.precision.precision}: the peak of {cluster.name} in it is not known: "
-                f"use {known}, or --peak-tflops"
-            ]
+            [f"--precision {precision}: the peak of {cluster.name} in it is not known: use {known}, or --peak-tflops"]
         )
 
 
@@ -223,10 +285,10 @@ def _search(args: argparse.Namespace, request: _Request) -> None:
         world_size=args.world_size,
         most={
             name: value
-            for name in ("tp", "pp", "dp", "micro_batch_size", "zero_stage", "virtual_stages")
+            for name in (*degree_fields(), "micro_batch_size", "zero_stage", "virtual_stages")
             if (value := getattr(args, f"max_{name}")) is not None
         },
-        least={name: value for name in ("tp", "pp", "dp") if (value := getattr(args, f"min_{name}")) is not None},
+        least={name: value for name in degree_fields() if (value := getattr(args, f"min_{name}")) is not None},
         memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
     )
     found = search(request.config, request.cluster, constraints)

@@ -16,6 +16,7 @@ from megacore.config.sections import (
     PrecisionConfig,
     ResolvedOptimizer,
     ResolvedParallel,
+    ResolvedPrecision,
     ResolvedTraining,
     TrainingConfig,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "ResolvedModel",
     "ResolvedOptimizer",
     "ResolvedParallel",
+    "ResolvedPrecision",
     "ResolvedTraining",
     "SGDConfig",
     "SpikeConfig",

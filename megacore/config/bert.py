@@ -16,18 +16,24 @@ from megacore.config.schema import Config, ResolvedConfig
 
 _MASK_PROB = {"classic": 0.15, "modern": 0.30}
 _SENTENCE_TASK: dict[str, Literal["nsp", "none"]] = {"classic": "nsp", "modern": "none"}
-# Defaults of [model] by style, instead of GPT-2's.
-_LAYERS: dict[str, dict[str, Any]] = {
-    "classic": {"activation": "gelu-exact", "norm_epsilon": 1e-12},
+# Defaults by style, instead of those of decoder models. The optimizer's are BERT's (arXiv 1810.04805, section A.2).
+_OPTIMIZER = {"adam_beta2": 0.999, "weight_decay": 0.01, "min_lr": 0.0}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "classic": {
+        **_OPTIMIZER,
+        "activation": "gelu-exact",
+        "norm_epsilon": 1e-12,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
     "modern": {
+        **_OPTIMIZER,
         "activation": "geglu-exact",
         "norm_bias": False,
         "disable_bias_linear": True,
         "position_embedding_type": "rope",
         "rotary_base": 160_000.0,
         "window_size": 128,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
     },
 }
 
@@ -126,6 +132,7 @@ class BertConfig(Config):
             "replaces the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size. A "
             "configuration file and flags override it. Default: no preset."
         ),
+        "min_lr": "Learning rate at the end of the decay. At most --lr. Default: 0.",
         "position_embedding_type": (
             "How the model encodes positions. learned: a table that is added to the embedding, with --bert-style "
             "classic. rope: rotated queries and keys, with --bert-style modern. A style accepts no other value."
@@ -164,11 +171,11 @@ class BertConfig(Config):
     @classmethod
     def defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults of the given style, or of the classic one."""
-        return dict(_LAYERS.get(given.get("bert_style", "classic"), {}))
+        return dict(_DEFAULTS.get(given.get("bert_style", "classic"), {}))
 
     @classmethod
     def all_defaults(cls) -> dict[str, dict[str, Any]]:
-        return {f"--bert-style {style}": dict(layers) for style, layers in _LAYERS.items()}
+        return {f"--bert-style {style}": dict(values) for style, values in _DEFAULTS.items()}
 
     def resolve(self, world_size: int, *, vocab_size: int | None = None) -> ResolvedBertConfig:
         return ResolvedBertConfig(**self.resolved_sections(world_size, vocab_size))

@@ -14,20 +14,25 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import megacore
+from megacore.config import megatron_flags
+from megacore.config.dimensions import degree_fields
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.flags import Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import help_text, help_topic
-from megacore.config.messages import counted
+from megacore.config.megatron_values import FOREIGN
+from megacore.config.messages import counted, number
 from megacore.config.missing_files import missing_files
 from megacore.config.model import ModelConfig
 from megacore.config.numbers import parse_int
+from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of
+from megacore.config.sections import OptimizerConfig
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
@@ -62,6 +67,7 @@ def parse_config(
     description: str,
     kind: type[ConfigKind[R]],
     shape: Shape | None = None,
+    continued: Shape | None = None,
     vocabulary: Callable[[Config], int] | None = None,
     checks: Sequence[Callable[[R], object]] = (),
     planned: bool = False,
@@ -95,7 +101,7 @@ def parse_config(
     if planned and world_size is not None:
         process = replace(process, world_size=world_size)
     _answer_question(argv, prog, description, config_class, process)
-    reading = _read(argv, process, config_class, shape)
+    reading = _read(argv, process, config_class, shape, continued)
     reading.local_problems.extend(problems)
     if reading.problems or reading.local_problems:
         _refuse(prog, process, reading)
@@ -175,8 +181,8 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
     if help_topic(argv) is not None or "--version" in argv:
         return alone
     parallel = _read(argv, alone, kind, shape).config.parallel
-    degrees = (degree for degree in (parallel.tp, parallel.pp, parallel.dp) if isinstance(degree, int) and degree > 0)
-    return _Process(0, 0, math.prod(degrees))
+    given = (getattr(parallel, name) for name in degree_fields())
+    return _Process(0, 0, math.prod(degree for degree in given if isinstance(degree, int) and degree > 0))
 
 
 @dataclass(frozen=True)
@@ -198,17 +204,29 @@ class _Reading(Generic[C]):
     source: str | None
 
 
-def _read(argv: Sequence[str], process: _Process, kind: type[C], shape: Shape | None = None) -> _Reading[C]:
+def _read(
+    argv: Sequence[str],
+    process: _Process,
+    kind: type[C],
+    shape: Shape | None = None,
+    continued: Shape | None = None,
+) -> _Reading[C]:
     flags = read_flags(argv, kind)
     path = flags.values.pop("config", None)
     file = Given() if path is None else read_toml(path, kind)
     given = {**file.values, **flags.values}
     shape_values, shape_problems = _shape_values(shape, given)
-    config = _build(kind, _with_defaults(kind, {**shape_values, **given}))
+    megatron = _megatron_defaults(flags, given)
+    former = {} if continued is None else {k: v for k, v in continued(given).items() if k not in shape_values}
+
+    def build(given: Mapping[str, Any]) -> C:
+        return _build(kind, _with_defaults(kind, {**shape_values, **given}, megatron=megatron, continued=former))
+
+    config = build(given)
     if flags.foreign:
         translate_foreign(flags, given, config)
         given = {**file.values, **flags.values}
-        config = _build(kind, _with_defaults(kind, {**shape_values, **given}))
+        config = build(given)
     file_unread = set(all_fields(kind)) if "config" in flags.unread else file.unread
     unread = frozenset((file_unread - flags.values.keys()) | flags.unread)
     problems = [*flags.problems, *_idle_flags(flags, config)]
@@ -221,6 +239,9 @@ def _read(argv: Sequence[str], process: _Process, kind: type[C], shape: Shape | 
     notes = _overridden_preset(kind, flags, file, path)
     if not problems and not local_problems:
         notes += _kept_although_derived(kind, flags, file, path)
+        usual = _build(kind, _with_defaults(kind, {**shape_values, **given}))
+        notes += _defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
+        notes += _kept_from_checkpoint(former, config, usual)
     return _Reading(config, problems, local_problems, notes, path)
 
 
@@ -232,18 +253,43 @@ def _shape_values(shape: Shape | None, given: Mapping[str, Any]) -> tuple[Mappin
         return {}, [str(error)]
 
 
-def _with_defaults(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given values over the preset over the entry point's defaults.
+def _megatron_defaults(flags: Given, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The defaults of Megatron-LM, where the command line is one of its scripts."""
+    is_script = flags.values.keys() >= megatron_flags.REQUIRED and _megatron_names(flags)
+    return megatron_flags.DEFAULTS if is_script and not given.keys() & {"preset", "init_from_hf"} else {}
+
+
+def _megatron_names(flags: Given) -> list[str]:
+    return [name for name in flags.names if name in megatron_flags.NAMES or name in FOREIGN]
+
+
+def _with_defaults(
+    kind: type[Config],
+    given: Mapping[str, Any],
+    *,
+    megatron: Mapping[str, Any] | None = None,
+    continued: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The given values over those of a checkpoint that is continued, the preset, and the entry point's defaults.
 
     A preset or default that has no effect beside the given values is left out, because `Section.without_effect` would
     take it for a given one.
+
+    Args:
+        kind: the entry point's kind of configuration.
+        given: values by field, from flags and file.
+        megatron: the defaults of Megatron-LM for one of its scripts.
+        continued: settings of the run that is continued.
     """
     preset: dict[str, Any] = dict(kind.presets.get(given.get("preset") or "", {}))
     if given.get("tokenizer") is not None:
         preset.pop("vocab_size", None)
-    defaults = {**kind.defaults({**preset, **given}), **preset}
-    model = {k: v for k, v in {**defaults, **given}.items() if k in field_infos(ModelConfig)}
-    idle = ModelConfig(**model).idle_fields
+    defaults = {**(megatron or {}), **kind.defaults({**preset, **given}), **preset, **(continued or {})}
+    values = {**defaults, **given}
+    idle = set(ModelConfig(**{k: v for k, v in values.items() if k in field_infos(ModelConfig)}).idle_fields)
+    chosen = values.get("optimizer", field_infos(OptimizerConfig)["optimizer"].default)
+    for name, settings in OPTIMIZERS.items():
+        idle.update(field_infos(settings) if name != chosen else ())
     return {**{k: v for k, v in defaults.items() if k not in idle}, **given}
 
 
@@ -292,6 +338,7 @@ _DERIVED: Mapping[str, Callable[[Config], Any]] = {
     "kv_channels": lambda config: config.model.head_size,
     "ffn_hidden_size": lambda config: config.model.inner_size,
     "max_position_embeddings": lambda config: config.model.max_position_embeddings or config.data.seq_length,
+    "min_lr": lambda config: config.optimizer.end_lr,
     "lr_decay_iters": lambda config: config.lr_decay_iters,
 }
 
@@ -303,13 +350,60 @@ def _kept_although_derived(kind: type[Config], flags: Given, file: Given, path: 
         if name not in file.values or name in flags.values:
             continue
         kept, others = file.values[name], {k: v for k, v in file.values.items() if k != name}
-        there, here = (_build(kind, _with_defaults(kind, values)) for values in (others, {**others, **flags.values}))
+        with_flags = {**others, **flags.values, name: None}  # given, so that no preset sets it
+        there, here = (_build(kind, _with_defaults(kind, values)) for values in (others, with_flags))
         if not there.model.problems() and kept == derived(there) != derived(here):
             notes.append(
                 f"--config {path} sets {flag_and_value(name, kept)}: {flag_and_value(name, None)} derives it from the "
                 f"other flags, which gives {derived(here)}"
             )
     return notes
+
+
+def _defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, usual: Config) -> list[str]:
+    """A note with the flags whose default is Megatron-LM's.
+
+    Args:
+        flags: the command line.
+        names: fields that have a default of Megatron-LM.
+        config: the configuration.
+        usual: what it would be with the defaults of megacore.
+    """
+    changed = _changes(sorted(names), config, usual)
+    if not changed:
+        return []
+    return [
+        f"these are the flags of a Megatron-LM script ({_megatron_names(flags)[0]}); what it leaves out is as there: "
+        f"{_in_words(changed)} (docs/coming-from-megatron.md)"
+    ]
+
+
+def _kept_from_checkpoint(former: Mapping[str, Any], config: Config, usual: Config) -> list[str]:
+    """A note with the settings that a continued run keeps, where the defaults are others by now."""
+    changed = _changes(former, config, usual)
+    return [f"--load keeps settings of the run that it continues: {_in_words(changed)}"] if changed else []
+
+
+def _changes(names: Iterable[str], config: Config, usual: Config) -> dict[str, tuple[Any, Any]]:
+    """Values by field in two configurations, where they differ once both are resolved. A precision is not among them:
+    it depends on the device, and the launch summary shows it."""
+    values = {name: (_resolved_value(name, config), _resolved_value(name, usual)) for name in names}
+    return {name: both for name, both in values.items() if both[0] != both[1] and name != "precision"}
+
+
+def _resolved_value(name: str, config: Config) -> Any:
+    if name == "eval_iters":
+        return config.eval_iters
+    if name in _DERIVED:
+        return _DERIVED[name](config)
+    sections = (getattr(config, section) for section in sections_of(type(config)))
+    return next(getattr(section, name) for section in sections if hasattr(section, name))
+
+
+def _in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(
+        f"{flag_and_value(name, here)} instead of {number(usual)}" for name, (here, usual) in changes.items()
+    )
 
 
 def _build(kind: type[C], values: Mapping[str, Any]) -> C:

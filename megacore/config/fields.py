@@ -177,6 +177,8 @@ class Section:
 
     earlier_table: ClassVar[str | None] = None
     """The table that had these fields in files of an earlier version; they are read from there too."""
+    former_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Defaults of an earlier version, whose config.toml has them written out, by field."""
 
     def wrong_fields(self) -> dict[str, str]:
         """The fields whose value is invalid whatever the other fields are, each with its message."""
@@ -194,8 +196,8 @@ class Section:
     def without_effect(self, names: tuple[str, ...], wrong: frozenset[str], given: str, needs: str) -> Iterator[str]:
         """Yields a message for each of the fields that is set although it has no effect.
 
-        A field counts as set if its value is not the default. Presets and styles therefore set no field that has no
-        effect.
+        A field counts as set if its value is neither the default nor that of an earlier version. Presets and styles
+        therefore set no field that has no effect.
 
         Args:
             names: the fields.
@@ -206,7 +208,10 @@ class Section:
         infos = field_infos(type(self))
         for name in names:
             value = getattr(self, name)
-            if name not in wrong and value != infos[name].default:
+            if name not in wrong and value not in (
+                default := infos[name].default,
+                self.former_defaults.get(name, default),
+            ):
                 yield f"{flag_and_value(name, value)} has no effect with {given}: leave it out, or use {needs}"
 
     def problems(self) -> list[str]:
@@ -236,10 +241,11 @@ def _value_problem(info: FieldInfo, value: Any) -> str | None:
 def _text_problem(info: FieldInfo, texts: tuple[str, ...]) -> str | None:
     if not all(text.strip() for text in texts):
         return f"{info.flag} is empty: give it a value, or leave the flag out"
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:
-        return f"{info.flag} {texts!a} is not valid UTF-8 and cannot be saved: use another name"
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return f"{info.flag} {text!a} is not valid UTF-8 and cannot be saved: use another name"
     return None
 
 

@@ -32,12 +32,14 @@ class Given:
         problems: what is wrong with the source.
         unread: fields that the source sets to a value which could not be read.
         foreign: flags of Megatron-LM with their values, which `translate_foreign` makes fields of.
+        names: flags of the command line as they are spelled there.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unread: set[str] = field(default_factory=set)
     foreign: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -76,6 +78,7 @@ def read_flags(argv: Sequence[str], kind: type[Config] = Config) -> Given:
     words: dict[str, _Word] = {}
     for word in _words(argv, given):
         info = flags.get(word.flag)
+        given.names.append(word.flag)
         if word.flag in FOREIGN:
             if (foreign := (word.flag, tuple(word.values))) not in given.foreign:
                 given.foreign.append(foreign)

@@ -7,6 +7,9 @@ they are names and aliases of fields. megatron_values.py translates those with t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 REPLACED = {
     "--accumulate-allreduce-grads-in-fp32": "leave it out: gradients are accumulated and reduced in fp32",
     "--apply-query-key-layer-scaling": "leave it out: attention's softmax is computed in fp32",
@@ -95,6 +98,27 @@ _NOT_YET = """
 """
 NOT_YET = frozenset(_NOT_YET.split())
 """Flags of features that megacore does not have yet."""
+
+
+NAMES = frozenset({
+    "--exit-duration-in-mins", "--layernorm-epsilon", "--pipeline-model-parallel-size", "--save",
+    "--tensor-model-parallel-size", "--tokenizer-model", "--wandb-exp-name",
+})  # fmt: skip
+"""Aliases that are Megatron-LM's names."""
+REQUIRED = frozenset({
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "micro_batch_size",
+})  # fmt: skip
+"""Fields that Megatron-LM does not start without. With one of its names they make a command line a script of its."""
+DEFAULTS: Mapping[str, Any] = {
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "adam_beta2": 0.999,
+    "weight_decay": 0.01,
+    "min_lr": 0.0,
+    "precision": "fp32",
+    "eval_iters": 100,
+}
+"""What Megatron-LM does where a script leaves these out, by megacore's field; megacore's own defaults differ."""
 
 
 def advice(flag: str) -> str | None:

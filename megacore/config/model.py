@@ -26,8 +26,9 @@ class ModelConfig(Section):
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
     """Uses the shape of a named model, such as gpt2-small. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
     llama-3.2-1b, llama-3-8b, qwen3-0.6b, mistral-7b, pythia-160m, bloom-176b; gpt2-tiny for tests. A preset replaces
-    the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size. A configuration file and flags
-    override it. Default: no preset."""
+    the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set its
+    paper's dropout, --adam-beta2, --weight-decay and --min-lr. A configuration file and flags override it. Default: no
+    preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Number of transformer blocks in the whole model. It need not be a multiple of --pp."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
@@ -94,9 +95,9 @@ class ModelConfig(Section):
     init_method_std: Annotated[float, Range(above=0)] = 0.02
     """Standard deviation of the normal distribution of the initial weights. Layers that write to the residual stream
     divide it by sqrt(2 x --num-layers)."""
-    hidden_dropout: Annotated[float, Range(0, below=1)] = 0.1
+    hidden_dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Dropout probability after the embedding and after each layer that writes to the residual stream. 0: off."""
-    attention_dropout: Annotated[float, Range(0, below=1)] = 0.1
+    attention_dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Dropout probability of the attention weights. 0: off."""
     untie_embeddings_and_output_weights: bool = False
     """Gives the output layer its own weights. Otherwise it shares those of the token embedding."""

@@ -7,8 +7,9 @@ megacore/optim/optimizers.py lists by these settings.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from megacore.config.fields import Range, Section
 
@@ -83,9 +84,11 @@ class OptimizerSettings(Section):
 class AdamWConfig(OptimizerSettings):
     """Settings of --optimizer adamw."""
 
+    former_defaults: ClassVar[Mapping[str, Any]] = {"adam_beta2": 0.999}
+
     adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
     """Decay rate of AdamW's running mean of the gradients."""
-    adam_beta2: Annotated[float, Range(0, below=1)] = 0.999
+    adam_beta2: Annotated[float, Range(0, below=1)] = 0.95
     """Decay rate of AdamW's running mean of the squared gradients."""
     adam_eps: Annotated[float, Range(above=0)] = 1e-8
     """Epsilon: the term added to AdamW's denominator."""

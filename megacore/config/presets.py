@@ -1,10 +1,12 @@
-"""Named model shapes, as plain data: small differences from the defaults of ModelConfig and, for BERT, of --bert-style.
+"""Named models, as plain data: small differences from the defaults of the sections and, for BERT, of --bert-style.
 
 `--preset NAME` sets the fields below; a configuration file and flags override it. `vocab_size` applies only without a
 tokenizer. Sizes are those of the released weights. Where these accept longer contexts than they were mostly trained
 on, `seq_length` is the shorter one.
 
-The GPT-2 family follows Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2; BLOOM Le
+The GPT-2 family follows Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2, and
+trains as its predecessor did (Radford et al. 2018, section 4.1): dropout, Adam with a small weight decay, a learning
+rate that decays to 0. BLOOM follows Le
 Scao et al. 2022 (arXiv 2211.05100), Pythia Biderman et al. 2023 (arXiv 2304.01373), Mistral Jiang et al. 2023 (arXiv
 2310.06825), Llama 3 its team's report of 2024 (arXiv 2407.21783), Qwen3 its team's of 2025 (arXiv 2505.09388).
 bert-base and bert-large follow Devlin et al. (arXiv 1810.04805, section 3) with the released uncased vocabulary,
@@ -19,9 +21,18 @@ from megacore.config.messages import did_you_mean, one_of
 
 Shape = dict[str, int | float | bool | str]
 
+_AS_IN_2018: Shape = {
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "adam_beta2": 0.999,
+    "weight_decay": 0.01,
+    "min_lr": 0.0,
+}
+
 
 def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int) -> Shape:
     return {
+        **_AS_IN_2018,
         "num_layers": num_layers,
         "hidden_size": hidden_size,
         "num_attention_heads": num_attention_heads,
@@ -31,9 +42,7 @@ def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int) -> Shape:
     }
 
 
-_NO_DROPOUT: Shape = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 _ROTARY: Shape = {
-    **_NO_DROPOUT,
     "normalization": "RMSNorm",
     "activation": "swiglu",
     "disable_bias_linear": True,
@@ -98,7 +107,6 @@ GPT_PRESETS: dict[str, Shape] = {
         "untie_embeddings_and_output_weights": True,
     },
     "pythia-160m": {  # 162M
-        **_NO_DROPOUT,
         "num_layers": 12,
         "hidden_size": 768,
         "num_attention_heads": 12,
@@ -112,7 +120,6 @@ GPT_PRESETS: dict[str, Shape] = {
         "untie_embeddings_and_output_weights": True,
     },
     "bloom-176b": {  # 176B
-        **_NO_DROPOUT,
         "num_layers": 70,
         "hidden_size": 14_336,
         "num_attention_heads": 112,

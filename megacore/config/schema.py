@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, get_type_hints
 
+from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
@@ -29,6 +30,7 @@ from megacore.config.sections import (
     PrecisionConfig,
     ResolvedOptimizer,
     ResolvedParallel,
+    ResolvedPrecision,
     ResolvedTraining,
     TrainingConfig,
 )
@@ -95,6 +97,15 @@ class Config:
         """The step at which the learning rate's decay ends."""
         return self.optimizer.lr_decay_iters or self.training.train_iters
 
+    @property
+    def eval_iters(self) -> int:
+        """Global batches per evaluation. Forward is a third of a step, so the default adds about 3% to a run."""
+        training = self.training
+        if training.eval_iters is not None:
+            return training.eval_iters
+        steps = min(training.eval_interval or training.train_iters, training.train_iters)
+        return min(max(steps // 10, 1), 100)
+
     def resolve(self, world_size: int, *, vocab_size: int | None = None) -> ResolvedConfig:
         """Fills in the fields that follow from others.
 
@@ -110,16 +121,22 @@ class Config:
     def resolved_sections(self, world_size: int, vocab_size: int | None) -> dict[str, Any]:
         """The sections of the resolved configuration by name: the arguments of its constructor."""
         parallel, training = self.parallel, self.training
-        dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
-        global_batch_size = training.global_batch_size or training.micro_batch_size * dp
+        degrees = fill_degrees(parallel, world_size)
+        filled = {d.degree: degrees[d.name] for d in DIMENSIONS if isinstance(d.degree, str)}
+        replicas = size_of_role("batch", degrees)
+        global_batch_size = training.global_batch_size or training.micro_batch_size * replicas
         microbatches = global_batch_size // training.micro_batch_size
         sections = {name: getattr(self, name) for name in sections_of(type(self))}
         return sections | {
             "model": self.model.resolve(seq_length=self.data.seq_length, vocab_size=vocab_size),
-            "parallel": parallel.resolved_as(ResolvedParallel, dp=dp),
-            "precision": self.precision.with_initial_scale(microbatches),
-            "optimizer": self.optimizer.resolved_as(ResolvedOptimizer, lr_decay_iters=self.lr_decay_iters),
-            "training": training.resolved_as(ResolvedTraining, global_batch_size=global_batch_size),
+            "parallel": parallel.resolved_as(ResolvedParallel, **filled),
+            "precision": self.precision.resolve(microbatches),
+            "optimizer": self.optimizer.resolved_as(
+                ResolvedOptimizer, min_lr=self.optimizer.end_lr, lr_decay_iters=self.lr_decay_iters
+            ),
+            "training": training.resolved_as(
+                ResolvedTraining, global_batch_size=global_batch_size, eval_iters=self.eval_iters
+            ),
         }
 
     def wrong_fields(self, wrong: frozenset[str]) -> dict[str, str]:
@@ -153,20 +170,37 @@ class ResolvedConfig(Config):
 
     model: ResolvedModel = field()
     parallel: ResolvedParallel = field()
+    precision: ResolvedPrecision = field()
     optimizer: ResolvedOptimizer = field()
     training: ResolvedTraining = field()
 
-    def for_device(self, *, on_cpu: bool) -> Self:
+    @property
+    def replica_batch_size(self) -> int:
+        """Samples of one microbatch on all replicas together."""
+        return self.training.micro_batch_size * ranks_of_role("batch", self.parallel)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each replica."""
+        return self.training.global_batch_size // self.replica_batch_size
+
+    def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.
+
+        Without tensor parallelism no sequence is split, and `sequence_parallel` stays as it is given: another layout
+        decides it anew.
 
         Args:
             on_cpu: not on accelerators.
+            bf16: whether matrix products in bf16 are fast there; None: not known, and --precision auto stays undecided.
         """
-        parallel = self.parallel
-        if parallel.sequence_parallel is not None:
-            return self
-        splits = not on_cpu and parallel.tp > 1 and self.data.seq_length % parallel.tp == 0
-        return dataclasses.replace(self, parallel=dataclasses.replace(parallel, sequence_parallel=splits))
+        parallel, precision = self.parallel, self.precision
+        if parallel.sequence_parallel is None and parallel.tp > 1:
+            splits = not on_cpu and self.data.seq_length % parallel.tp == 0
+            parallel = dataclasses.replace(parallel, sequence_parallel=splits)
+        if bf16 is not None:
+            precision = precision.for_device(bf16=bf16)
+        return dataclasses.replace(self, parallel=parallel, precision=precision)
 
 
 def sections_of(kind: type[Config]) -> dict[str, type[Section]]:

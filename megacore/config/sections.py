@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
@@ -135,9 +135,9 @@ class ResolvedParallel(ParallelConfig):
 class PrecisionConfig(Section):
     """Number formats, and the loss scale of fp16."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Number format of parameters and activations. Master weights and optimizer moments are always fp32. Gradients are
-    accumulated in --grad-reduce-dtype."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Number format of parameters and activations. auto: bf16 on accelerators with fast bf16 products, else fp32.
+    Master weights and optimizer moments are always fp32. Gradients are accumulated in --grad-reduce-dtype."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which gradients are accumulated and reduced. bf16 halves their memory and traffic, and rounds
     each sum over microbatches and ranks to 8 bits."""
@@ -175,8 +175,9 @@ class PrecisionConfig(Section):
         """The field of the first loss scale, unless it is the former default, which every config.toml of 0.1.0 has."""
         return () if self.initial_loss_scale == _FORMER_INITIAL_SCALE else ("initial_loss_scale",)
 
-    def with_initial_scale(self, microbatches: int) -> PrecisionConfig:
-        """This section with the first value of a dynamic loss scale; other loss scales have none.
+    def resolve(self, microbatches: int) -> ResolvedPrecision:
+        """This section with the number format, and with the first value of a dynamic loss scale; other loss scales have
+        none.
 
         The loss is the mean over the global batch. The gradients of one microbatch are therefore smaller than those of
         its mean loss by the number of microbatches. The usual 2^16 is meant for the mean of one microbatch.
@@ -184,10 +185,36 @@ class PrecisionConfig(Section):
         Args:
             microbatches: the number of microbatches in a global batch, over all replicas.
         """
+        if self.precision == "auto":
+            return self.resolved_as(UndecidedPrecision, precision="fp32")
         if self.precision != "fp16" or self.loss_scale is not None or self.initial_loss_scale is not None:
-            return self
+            return self.resolved_as(ResolvedPrecision)
         scale = 65536.0 * (1 << (microbatches - 1).bit_length())
-        return replace(self, initial_loss_scale=max(scale, self.min_loss_scale))
+        return self.resolved_as(ResolvedPrecision, initial_loss_scale=max(scale, self.min_loss_scale))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ResolvedPrecision(PrecisionConfig):
+    """The precision section of a run whose number format is known. Two are equal if their settings are."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = field()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ResolvedPrecision) and astuple(self) == astuple(other)
+
+    __hash__ = PrecisionConfig.__hash__
+
+    def for_device(self, *, bf16: bool) -> ResolvedPrecision:
+        """This section on a device that computes bf16 fast, or not: an explicit --precision stays as it is."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UndecidedPrecision(ResolvedPrecision):
+    """The section of a run with --precision auto before its device is known. Until then it is fp32."""
+
+    def for_device(self, *, bf16: bool) -> ResolvedPrecision:
+        return self.resolved_as(ResolvedPrecision, precision="bf16" if bf16 else "fp32")
 
 
 class SplitShares(NamedTuple):
@@ -287,8 +314,8 @@ class OptimizerConfig(Section):
     descent with --sgd-momentum."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
-    min_lr: Annotated[float, Range(0)] = 0.0
-    """Learning rate at the end of the decay. At most --lr."""
+    min_lr: Annotated[float | None, Range(0)] = None
+    """Learning rate at the end of the decay. At most --lr. Default: a tenth of --lr."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     """Shape of the learning rate's decay from --lr to --min-lr. WSD: constant, then a decay over the last
     --lr-wsd-decay-iters steps."""
@@ -300,7 +327,7 @@ class OptimizerConfig(Section):
     """Number of steps of the final decay of --lr-decay-style WSD. Default: none; WSD requires it."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of the final decay of --lr-decay-style WSD."""
-    weight_decay: Annotated[float, Range(0)] = 0.01
+    weight_decay: Annotated[float, Range(0)] = 0.1
     """Weight decay of matrices. Biases and norm weights are not decayed. 0: off."""
     clip_grad: Annotated[float, Range(0)] = 1.0
     """Gradient clipping: gradients are scaled down so that their global 2-norm is at most this. 0: no clipping."""
@@ -314,12 +341,18 @@ class OptimizerConfig(Section):
     clip_grad_warmup_iters: Annotated[int, Range(2, 1_000_000)] = 25
     """Number of steps that give --clip-grad-adaptive its first mean and variance. In these only --clip-grad clips."""
 
+    @property
+    def end_lr(self) -> float:
+        """Learning rate at the end of the decay."""
+        # Rounded as people write it: 3e-4 / 10 is 2.9999999999999997e-05.
+        return float(f"{self.lr / 10:.12g}") if self.min_lr is None else self.min_lr
+
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if not self.clip_grad_adaptive and "clip_grad_adaptive" not in wrong:
             names = ("clip_grad_z_threshold", "clip_grad_decay", "clip_grad_warmup_iters")
             yield from self.without_effect(names, wrong, "--no-clip-grad-adaptive", "--clip-grad-adaptive")
-        lr, min_lr = number(self.lr), number(self.min_lr)
-        if not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
+        if self.min_lr is not None and not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
+            lr, min_lr = number(self.lr), number(self.min_lr)
             yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"
         if wrong & {"lr_decay_style", "lr_wsd_decay_iters"}:
             return
@@ -339,6 +372,7 @@ class OptimizerConfig(Section):
 class ResolvedOptimizer(OptimizerConfig):
     """The optimizer section of a run whose length is known."""
 
+    min_lr: float = field()
     lr_decay_iters: int = field()
 
 
@@ -361,8 +395,9 @@ class TrainingConfig(Section):
     --micro-batch-size and --tp. Slower; a gradient takes 8 bytes while it is summed."""
     eval_interval: Annotated[int, Range(0)] = 1000
     """Number of steps between evaluations on the validation split. 0: no evaluation."""
-    eval_iters: Annotated[int, Range(1)] = 100
-    """Number of global batches per evaluation. --eval-interval 0 turns evaluation off."""
+    eval_iters: Annotated[int | None, Range(1)] = None
+    """Number of global batches per evaluation. --eval-interval 0 turns evaluation off. Default: a tenth of the steps
+    between two evaluations, from 1 to 100."""
     output_dir: Annotated[str, Flag(("--save",), metavar="DIR")] = "output"
     """Output directory for checkpoints, metrics.jsonl and the resolved config.toml. Created if it does not exist."""
     max_bad_steps: Annotated[int, Range(1)] = 10
@@ -418,6 +453,7 @@ class ResolvedTraining(TrainingConfig):
     """The training section of a run whose number of processes is known."""
 
     global_batch_size: int = field()
+    eval_iters: int = field()
 
 
 @dataclass(frozen=True, kw_only=True)

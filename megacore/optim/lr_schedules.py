@@ -10,7 +10,7 @@ from megacore.config import OptimizerConfig
 def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> float:
     """The rate of update `step`, counted from 1.
 
-    The rate rises linearly to `lr` over the warm-up, whose last update uses `lr` itself, and reaches `min_lr` at update
+    The rate rises linearly to `lr` over the warm-up, whose last update uses `lr` itself, and reaches `end_lr` at update
     `lr_decay_iters`, after which it stays there. WSD (Hu et al. 2024, arXiv 2404.06395) holds `lr` until the last
     `lr_wsd_decay_iters` updates.
 
@@ -25,18 +25,18 @@ def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> fl
     if config.lr_decay_style == "constant":
         return config.lr
     if config.lr_decay_style == "inverse-square-root":
-        return max(config.min_lr, config.lr * math.sqrt(max(warmup, 1) / step))
+        return max(config.end_lr, config.lr * math.sqrt(max(warmup, 1) / step))
     if step >= end:
-        return config.min_lr
+        return config.end_lr
     if config.lr_decay_style == "WSD":
         assert config.lr_wsd_decay_iters is not None, "validate() asks for it"
         begin = max(warmup, end - config.lr_wsd_decay_iters)
-        return config.min_lr + (config.lr - config.min_lr) * _remaining(config.lr_wsd_decay_style, step, begin, end)
-    return config.min_lr + (config.lr - config.min_lr) * _remaining(config.lr_decay_style, step, warmup, end)
+        return config.end_lr + (config.lr - config.end_lr) * _remaining(config.lr_wsd_decay_style, step, begin, end)
+    return config.end_lr + (config.lr - config.end_lr) * _remaining(config.lr_decay_style, step, warmup, end)
 
 
 def _remaining(style: str, step: int, begin: int, end: int) -> float:
-    """Share of the way from lr to min_lr that is left: 1 at `begin`, 0 at `end`."""
+    """Share of the way from lr to end_lr that is left: 1 at `begin`, 0 at `end`."""
     progress = min(max(step - begin, 0) / max(end - begin, 1), 1.0)
     if style == "linear":
         return 1.0 - progress

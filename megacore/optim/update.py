@@ -27,7 +27,7 @@ from megacore.optim.nonfinite import NonFinite, non_finite_state
 from megacore.optim.offload import host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
 from megacore.optim.spikes import SpikeGuard
-from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_tied_
+from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_job_, all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
 from megacore.zero.data_parallel import DataParallel, LocalSegment, NonFiniteGradient
 from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
@@ -451,11 +451,11 @@ def totals(
             ballot[number].fill_(vote)
     if exact:
         units = torch.stack([square_sum_units(gradient) for gradient in (*gradients, sums.new_zeros(0))]).sum(0)
-        _sum_over_all(units, mesh)
+        all_reduce_job_(units, mesh)
     else:
         for gradient in gradients:
             squares += square_sum(gradient)
-    _sum_over_all(sums, mesh)
+    all_reduce_job_(sums, mesh)
     square = square_sum_from_units(units) if exact else squares[0]
     poison = 0.0 * sums[1 : 3 + shares.numel()].sum()  # of a loss, a weight or an overflow that is not finite: NaN
     total = losses.view_as(shares)
@@ -477,11 +477,6 @@ def part_of_rank(flat: Tensor, rank: int, ranks: int) -> Tensor:
     """`flat.tensor_split(ranks)[rank]`, at a cost that does not grow with the number of ranks."""
     size, longer = divmod(flat.numel(), ranks)  # the first `longer` parts have one element more
     return flat.narrow(0, rank * size + min(rank, longer), size + (rank < longer))
-
-
-def _sum_over_all(sums: Tensor, mesh: Mesh) -> None:
-    for group in mesh.sum_groups:
-        all_reduce_(sums, group)
 
 
 def square_sum(tensor: Tensor) -> Tensor:

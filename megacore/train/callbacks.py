@@ -10,9 +10,9 @@
     Trainer(config, mesh, task, train_data, valid_data, callbacks=[Losses()]).run()
 
 Every rank calls its callbacks: first those of the trainer (the report on rank 0, the tracer), then the others in order.
-A step calls `on_step_begin`, computes, and calls `on_step_end`; then `figures`, `on_log`, `on_evaluate` and `on_save`
-if they are due. Where a spike takes the run back (--on-spike rollback), `on_rollback` follows instead. A run ends with
-`on_stop` or with `on_error`.
+A step calls `on_step_begin`, computes, and calls `on_step_end`; then `figures`, `on_log`, `on_evaluate`, `before_save`
+and `on_save` if they are due. Where a spike takes the run back (--on-spike rollback), `on_rollback` follows instead. A
+run ends with `on_stop` or with `on_error`.
 
 An exception in a callback ends the run like one in the trainer: this rank reports it, and all ranks end. A callback
 that communicates must do so on every rank. Reading the value of a tensor on an accelerator (`float(result.loss)`) waits
@@ -80,6 +80,9 @@ class Callback:
     def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
         """An evaluation is done (--eval-interval); `record` is the line of metrics.jsonl, the same on every rank."""
 
+    def before_save(self, run: Run) -> None:
+        """A checkpoint of this step is about to be written; an exception prevents it."""
+
     def on_save(self, run: Run, saved: Saved) -> None:
         """A checkpoint is published; with --async-save some steps after the one that it holds."""
 
@@ -128,6 +131,11 @@ class Callbacks:
         """An evaluation is done."""
         for member in self.members:
             member.on_evaluate(self._run, record)
+
+    def before_save(self) -> None:
+        """A checkpoint is about to be written."""
+        for member in self.members:
+            member.before_save(self._run)
 
     def on_save(self, saved: Saved) -> None:
         """A checkpoint is published."""

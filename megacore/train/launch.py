@@ -1,7 +1,7 @@
 """From an accepted configuration to an exit status: join the job, run, and leave in order, whatever happens.
 
-Exit statuses: 0 done, 2 refused configuration or input, 3 diverged, 1 any other failure, 124 ended as hung, 128 + n
-ended by signal n.
+Exit statuses: 0 done, 2 refused configuration or input, 3 silent corruption, 4 diverged, 1 any other failure, 124 ended
+as hung, 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -17,17 +17,28 @@ import torch
 from megacore import ops
 from megacore.config import ResolvedConfig, TrainingConfig
 from megacore.errors import (
+    EXIT_CORRUPT,
     EXIT_DIVERGED,
     EXIT_REFUSED,
     ConfigError,
     OutputClosed,
+    SilentCorruption,
     TrainingDiverged,
     TrainingStopped,
     UserError,
     WorkerDied,
 )
 from megacore.parallel.compiled import why_not_compile
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, join_job, leave, serves_store, world_size
+from megacore.parallel.mesh import (
+    Mesh,
+    build_mesh,
+    compute_reproducibly,
+    has_fast_bf16,
+    join_job,
+    leave,
+    serves_store,
+    world_size,
+)
 from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
 from megacore.train.output import output_directory
@@ -65,9 +76,10 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     on_ledger(lambda ledger: ledger.rest_in(Phase.BUILD))
     watch: PeerWatch | None = None
     try:
-        refuse_different_ranks(config, join_job(config.parallel)[1])
+        device, world = join_job(config.parallel)
+        config = config.for_device(on_cpu=device.type == "cpu", bf16=has_fast_bf16(device))
+        refuse_different_ranks(config, world)
         mesh = build_mesh(config.parallel)
-        config = config.for_device(on_cpu=mesh.device.type == "cpu")
         _choose_implementations(config.training, mesh.device)
         watch = PeerWatch(mesh)
         on_ledger(lambda ledger: ledger.set_flag(Flag.GUARDED))
@@ -81,6 +93,8 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     except UserError as error:
         problems = "\n".join(f"  - {problem}" for problem in getattr(error, "problems", (str(error),)))
         return _end(f"refused on {_this_rank(watch)}:\n{problems}", EXIT_REFUSED, watch)
+    except SilentCorruption as error:
+        return _end(f"stopped: {error}", EXIT_CORRUPT, watch)
     except TrainingDiverged as error:
         return _end(f"stopped: {error}", EXIT_DIVERGED, watch)
     except (TrainingStopped, OutputClosed) as error:

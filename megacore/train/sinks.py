@@ -13,12 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from megacore.checkpoint.save import Saved
 from megacore.errors import OutputClosed, StorageError, UserError
 from megacore.files import read_bounded, replace_bytes, write_all
+from megacore.progress import Bars, Progress
 from megacore.train.callbacks import Callback, Run
 from megacore.train.diagnosis import IMPLAUSIBLE_LOSS
 from megacore.train.metrics import evaluation_line, log_line, state_memory_line
@@ -72,17 +70,15 @@ class Report(Callback):
             _keep_until(self._path, first_step)
         self._file = self._path.open("ab", buffering=0)
         if sys.stderr.isatty():
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("training", total=train_iters, completed=first_step)
-            self._bar.start()
+            self._bar = Progress("training", train_iters, unit="steps", done=first_step)
+            self._bar.__enter__()
 
     # ---- events of the run
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Advance the bar; say why a step is skipped."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=result.step)
+            self._bar.reach(result.step)
         if result.skipped is not None:
             cause = [] if result.diagnosis is None else [summary_line("cause", str(result.diagnosis))]
             self.say("\n".join([f"step {result.step}/{self._train_iters} | skipped: {result.skipped}", *cause]))
@@ -133,7 +129,7 @@ class Report(Callback):
             _keep_until(self._path, rollback.to_step)
             self._file = self._path.open("ab", buffering=0)
         if self._bar is not None:
-            self._bar.update(self._task, completed=rollback.to_step)
+            self._bar.reach(rollback.to_step)
         self._first = None
 
     def on_stop(self, run: Run, reason: str | None) -> None:
@@ -145,8 +141,8 @@ class Report(Callback):
     # ---- output
 
     def say(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        if Bars.display is not None:
+            Bars.display.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._file is not None:
             say(text, may_fail=self._may_drop)
 
@@ -173,7 +169,7 @@ class Report(Callback):
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.__exit__()
         if self._file is not None:
             self._written(partial(os.fsync, self._file.fileno()))
             if self._dropped:

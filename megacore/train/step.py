@@ -29,9 +29,11 @@ from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
 from megacore.train.diagnosis import Diagnosis, Source, diagnose
 from megacore.train.parallelize import parallelize
+from megacore.train.replay import Replay
+from megacore.train.same_operations import different_operations
 from megacore.train.task import Task
 from megacore.watch.ledger import Phase
-from megacore.watch.marks import phase, section
+from megacore.watch.marks import operations_differ, phase, section, votes_on_operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,7 @@ class TrainStep:
             shared=self.model.shared,
         )
         self.step = 0
+        self._replay = Replay(self.model, config, mesh) if config.watch.replay_interval else None
         self.source: Source | None = None
         self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
@@ -134,17 +137,23 @@ class TrainStep:
         """Forward and backward of this replica's microbatches.
 
         This must not wait for an accelerator: no `float`, `item` or `tolist` of a tensor on the device, and no copy of
-        a tensor from the host. tests/accelerator/test_synchronizations.py checks it.
+        a tensor from the host. tests/accelerator/test_synchronizations.py checks it. Only a replay waits.
 
         Args:
             microbatches: this data-parallel rank's share of the global batch, on the device.
+
+        Raises:
+            SilentCorruption: a microbatch that was computed again gave other numbers.
         """
         self._microbatches = microbatches
         counts = torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0)
         scale, data_parallel = self.update.scaler.scale, self.model.data_parallel
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
         data_parallel.begin_step(scale)
-        self._summed_loss = self.model.runtime.train_step(microbatches, self._weight, data_parallel)
+        if self._replay is not None and self._replay.is_due(self.step + 1):
+            self._summed_loss = self._replay.train_step(microbatches, self._weight, step=self.step + 1)
+        else:
+            self._summed_loss = self.model.runtime.train_step(microbatches, self._weight, data_parallel)
 
     def update_weights(self, *, votes: Sequence[int] = ()) -> StepResult:
         """Update the weights from the gradients, or skip the step on all ranks.
@@ -156,16 +165,20 @@ class TrainStep:
 
         Raises:
             TrainingDiverged: a weight or a moment is not finite, or too many steps in a row were spikes.
-            TrainingStopped: losses or gradients of many steps in a row were not finite.
+            TrainingStopped: losses or gradients of many steps in a row were not finite; or ranks took part in an
+                operation with different sizes.
         """
         assert self._weight is not None and self._summed_loss is not None, "compute_gradients comes first"
         weight, summed_loss, microbatches = self._weight, self._summed_loss, self._microbatches
         self._weight, self._summed_loss, self._microbatches = None, None, ()
         self.step += 1
         lr = self.lr()
+        ballot = (*votes, *(votes_on_operations() if self.mesh.world.size > 1 else ()))
         with phase(Phase.OPTIMIZER):
             per_count = weight.per_count()
-            outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=votes)
+            outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=ballot)
+        if operations_differ(outcome.votes[len(votes) :], self.mesh.world.size):
+            raise TrainingStopped(different_operations(self.step, self.mesh))
         means = outcome.loss * per_count
         diagnosis = None
         if outcome.is_unexpected:
@@ -181,7 +194,7 @@ class TrainStep:
             lr=lr,
             skipped=outcome.skipped,
             diagnosis=diagnosis,
-            votes=outcome.votes,
+            votes=outcome.votes[: len(votes)],
             spike=outcome.spike,
             clip_limit=outcome.clip_limit,
         )

@@ -28,9 +28,10 @@ from megacore.train.clock import StepClock
 from megacore.train.diagnosis import Source
 from megacore.train.history import History
 from megacore.train.memory_check import check_memory_of_ranks
-from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, microbatches_of_replica, term_means
+from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
 from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.provenance import first_line, provenance_of
+from megacore.train.replicas import ReplicaCheck
 from megacore.train.rollback import Rollbacks
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
@@ -41,7 +42,7 @@ from megacore.train.task import Task
 from megacore.train.tracing import Tracer
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
-from megacore.train.watching import StepMarks, Stragglers
+from megacore.train.watching import ReplicaChecks, StepMarks, Stragglers
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import section
 
@@ -100,7 +101,7 @@ class Trainer:
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
-        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step)]
+        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step), *self._replica_checks()]
         self.callbacks = Callbacks(
             self,
             [
@@ -160,8 +161,7 @@ class Trainer:
                 self.saving.advance(some_rank_waits=self.decision.some_rank_waits)
             if self.is_done or self.decision.save or self._is_due(intervals.save_interval or 0):
                 with self.unclocked():
-                    self.train_steps.require_finite()
-                    self.saving.save(self.state(), is_last=self.is_done)
+                    self.save(is_last=self.is_done)
 
     @property
     def is_done(self) -> bool:
@@ -222,6 +222,7 @@ class Trainer:
         self.batches = self._batches()
         self.clock.restart(self.step)
         self.callbacks.on_rollback(rollback, spike)
+        self.callbacks.before_save()
         self.saving.save_again(self.state())
 
     @section(Phase.SINK)
@@ -248,10 +249,15 @@ class Trainer:
         self.callbacks.on_evaluate({**self._position(), **{f"eval/{name}": mean for name, mean in means.items()}})
         return means["loss"]
 
-    def save(self) -> None:
-        """Publish a checkpoint of the current step, and wait for it."""
+    def save(self, *, is_last: bool = True) -> None:
+        """Publish a checkpoint of the current step.
+
+        Args:
+            is_last: whether to wait for it, with --async-save too.
+        """
+        self.callbacks.before_save()
         self.train_steps.require_finite()
-        self.saving.save(self.state(), is_last=True)
+        self.saving.save(self.state(), is_last=is_last)
 
     def request_stop(self, reason: str) -> None:
         """End the run after the next step, on all ranks, with a checkpoint; any rank may ask.
@@ -276,6 +282,12 @@ class Trainer:
         self.consumed_samples = manifest.consumed_samples
         return manifest
 
+    def _replica_checks(self) -> Iterator[ReplicaChecks]:
+        interval, loaded = self.config.watch.check_replicas_interval, self.config.checkpoint.load
+        if interval and self.mesh.world.size > 1:
+            optimizer = self.update.optimizer
+            yield ReplicaChecks(ReplicaCheck(self.model, optimizer, self.mesh, interval=interval, loaded=loaded))
+
     def _batches(self) -> DeviceLoader[Any]:
         """The training data from the run's position on."""
         return DeviceLoader(self._loader(self._train_data, self.consumed_samples), self.mesh.device)
@@ -298,7 +310,7 @@ class Trainer:
 
     def _tracers(self) -> Iterator[Tracer]:
         if self.config.logging.trace:
-            count = microbatches_of_replica(self.config, self.mesh)
+            count = self.config.microbatches
             runtime = self.model.runtime
             yield Tracer(self.config, self.mesh, runtime, self.report, first_step=self.step, microbatches=count)
 

@@ -284,6 +284,10 @@ class Bucket:
         """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
         return self._view(name).view(self._by_name[name].shape), name in self._written
 
+    def new_sum_of(self, name: str) -> Tensor:
+        """Memory like that of `sum_of`, apart from the bucket's; not initialised."""
+        return torch.empty(self._by_name[name].shape, dtype=self.options.sum_dtype, device=self._device)
+
     def added(self, name: str) -> bool:
         """A gradient was added to the sum; True if it was the last of this backward."""
         self._written.add(name)

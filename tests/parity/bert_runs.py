@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from megacore.config import ModelConfig
 from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
+from megacore.config.fields import field_infos
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
 from megacore.train.bert_task import BertTask
 from megacore.train.trainer import Trainer
@@ -61,6 +63,7 @@ def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> 
     section = BertSection(**{name: value for name, value in changes.items() if name in own})
     others = {name: value for name, value in changes.items() if name not in own}
     style = BertConfig.defaults({"bert_style": section.bert_style})
+    style = {name: value for name, value in style.items() if name in field_infos(ModelConfig)}
     gpt = make_config(layout, output_dir, **{**style, "hidden_dropout": 0.0, "attention_dropout": 0.0, **others})
     sections = {field.name: getattr(gpt, field.name) for field in dataclasses.fields(gpt)}
     return BertConfig(**sections, bert=section).resolve(layout[0] * layout[1] * layout[2])

@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import OptimizerConfig
+from megacore.config import AdamWConfig, OptimizerConfig
 from megacore.models.plain import Layer
 
 SEED = 7
 OPTIMIZER = OptimizerConfig(
     lr=1e-2, min_lr=1e-3, lr_decay_style="linear", lr_warmup_iters=2, clip_grad=0.5, weight_decay=0.1
 )
+ADAMW = AdamWConfig(adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8)  # the defaults of torch.optim.AdamW
 Pair = tuple[Any, Any]
 
 
@@ -195,7 +196,7 @@ def plain_torch(model: Model, steps: int) -> Result:
 def linear_decay(step: int, steps: int) -> float:
     """The learning rate of a step from the end of the warm-up on, written out again."""
     progress = (step - 2) / (steps - 2)
-    return OPTIMIZER.lr + (OPTIMIZER.min_lr - OPTIMIZER.lr) * progress
+    return OPTIMIZER.lr + (OPTIMIZER.end_lr - OPTIMIZER.lr) * progress
 
 
 def _count(model: Model, inputs: Any, targets: Any) -> float:

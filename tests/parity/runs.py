@@ -30,6 +30,7 @@ from megacore.config import (
     SGDConfig,
     SpikeConfig,
     TrainingConfig,
+    WatchConfig,
 )
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
@@ -63,8 +64,8 @@ Size = Callable[[Layout], dict[str, Any]]
 
 
 def small(layout: Layout) -> dict[str, Any]:
-    """Eight steps of a model that this layout just divides: one block more than stages, which no pp above 1 divides."""
-    return {"num_layers": layout[1] + 1, "train_iters": 8}
+    """Five steps, one more than the warmup, of a model with one block more than stages, which no pp above 1 divides."""
+    return {"num_layers": layout[1] + 1, "train_iters": 5}
 
 
 def whole(layout: Layout) -> dict[str, Any]:
@@ -132,11 +133,11 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
             make_vocab_size_divisible_by=8,
         ),
         "parallel": ParallelConfig(tp=tp, pp=pp, dp=dp, bucket_size_mb=0.02, device="cpu"),
-        "precision": PrecisionConfig(),
+        "precision": PrecisionConfig(precision="fp32"),
         "data": DataConfig(seq_length=SEQUENCE, mock_data=True),
-        "adamw": AdamWConfig(),
+        "adamw": AdamWConfig(adam_beta2=0.999),
         "sgd": SGDConfig(),
-        "optimizer": OptimizerConfig(lr=1e-3, lr_warmup_iters=4, clip_grad=0.5, weight_decay=0.1),
+        "optimizer": OptimizerConfig(lr=1e-3, min_lr=0.0, lr_warmup_iters=4, clip_grad=0.5, weight_decay=0.1),
         "training": TrainingConfig(
             micro_batch_size=2 if dp < 4 else 1,
             global_batch_size=BATCH,
@@ -146,6 +147,7 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
         ),
         "checkpoint": CheckpointConfig(),
         "logging": LoggingConfig(),
+        "watch": WatchConfig(),
         "spikes": SpikeConfig(),
     }
     for field, value in changes.items():

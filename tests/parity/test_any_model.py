@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import ParallelConfig
+from megacore.config import ParallelConfig, WatchConfig
 from megacore.train.engine import PipelineEngine
 from tests.distributed import run_distributed
-from tests.parity.plain_models import MODELS, OPTIMIZER, SEED, Result, plain_torch
+from tests.parity.plain_models import ADAMW, MODELS, OPTIMIZER, SEED, Result, plain_torch
 from tests.parity.runs import gather
 
 STEPS = 4
@@ -58,9 +58,11 @@ def make_engine(case: Case) -> PipelineEngine:
         count=model.count,
         parallel=ParallelConfig(**{"pp": pp, "dp": dp, "device": "cpu", "bucket_size_mb": 1e-3, **parallel}),
         optimizer=OPTIMIZER,
+        optimizer_settings=ADAMW,
         num_microbatches=4 // dp,
         train_iters=STEPS,
         seed=SEED,
+        watch=WatchConfig(hang_timeout_minutes=0.0),
         **options,
     )
 

@@ -103,7 +103,8 @@ def test_a_bert_holds_what_is_said(style: str) -> None:
 
 
 def bert_config(style: str) -> ResolvedBertConfig:
-    layers: dict[str, Any] = BertConfig.defaults({"bert_style": style})
+    defaults = BertConfig.defaults({"bert_style": style})
+    layers: dict[str, Any] = {name: value for name, value in defaults.items() if name in field_infos(ModelConfig)}
     model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=301, **layers)
     training = TrainingConfig(train_iters=1)
     section = BertSection(bert_style=style)  # type: ignore[arg-type]

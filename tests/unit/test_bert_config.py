@@ -10,6 +10,7 @@ import pytest
 from megacore.config import Config, DataConfig, ModelConfig, TrainingConfig, validate
 from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.config.cli import flag_names, load_toml, parse_config, save_toml
+from megacore.config.fields import field_infos
 from megacore.config.flags import all_fields
 from megacore.config.presets import BERT_PRESETS
 from tests.unit import refusals
@@ -35,8 +36,9 @@ def parse_bert(*argv: str) -> ResolvedBertConfig:
 
 def found(*, data: dict[str, Any] | None = None, **bert: Any) -> list[str]:
     """What is wrong with a configuration."""
+    layers = {name: value for name, value in BertConfig.defaults(bert).items() if name in field_infos(ModelConfig)}
     config = BertConfig(
-        model=ModelConfig(**BertConfig.defaults(bert)),
+        model=ModelConfig(**layers),
         data=DataConfig(**{"mock_data": True, **(data or {})}),
         training=TrainingConfig(train_iters=2),
         bert=BertSection(**bert),

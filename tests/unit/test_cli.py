@@ -118,7 +118,8 @@ def test_a_preset_in_the_file_counts_too(tmp_path: Path) -> None:
         (["--hidden-size", "1536"], ["--ffn-hidden-size 3072", "gives 6144", "--kv-channels 64", "gives 128"]),
         (["--num-attention-heads", "24"], ["--num-query-groups 12", "gives 24", "--kv-channels 64", "gives 32"]),
         (["--train-iters", "20", "--lr-decay-iters", "None"], []),
-        (["--train-iters", "10", "--lr", "1e-4"], []),
+        (["--train-iters", "10", "--lr", "1e-4"], ["--min-lr 3e-05", "gives 1e-05"]),
+        (["--train-iters", "10", "--lr", "1e-4", "--min-lr", "0"], []),
         (["--seq-length", "512"], ["--max-position-embeddings 1024", "gives 512"]),
     ],
 )

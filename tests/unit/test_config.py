@@ -64,10 +64,10 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
     ({"clip_grad": math.inf}, 1, ("--clip-grad inf", "finite", "1 (the default)")),
     ({"clip_grad": -1.0}, 1, ("--clip-grad -1", "0 or more")),
     ({"min_lr": 1.0}, 1, ("--min-lr 1 ", "--lr 0.0003", "0.0003 or less")),
-    ({"hidden_dropout": 1.0}, 1, ("--hidden-dropout 1 ", "below 1", "0.1")),
+    ({"hidden_dropout": 1.0}, 1, ("--hidden-dropout 1 ", "below 1", "use, for example, 0 (")),
     ({"attention_dropout": -0.1}, 1, ("--attention-dropout -0.1", "0 or more")),
     ({"adam_beta1": 1.0}, 1, ("--adam-beta1 1 ", "below 1", "0.9")),
-    ({"adam_beta2": 1.5}, 1, ("--adam-beta2 1.5", "below 1", "0.999")),
+    ({"adam_beta2": 1.5}, 1, ("--adam-beta2 1.5", "below 1", "0.95")),
     ({"adam_eps": 0.0}, 1, ("--adam-eps 0 ", "above 0", "1e-08")),
     ({"weight_decay": -0.01}, 1, ("--weight-decay -0.01", "0 or more")),
     ({"sgd_momentum": 1.0}, 1, ("--sgd-momentum 1 ", "below 1")),
@@ -150,7 +150,7 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("--pipeline-balance flops has no effect", "--pipeline-layout E,12*t,H", "leave it out"),
     ),
     ({"output_dir": ""}, 1, ("--output-dir is empty",)),
-    ({"output_dir": "\udcff"}, 1, ("--output-dir", "not valid UTF-8")),
+    ({"output_dir": "\udcff"}, 1, (r"--output-dir '\udcff' is not valid UTF-8",)),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megacore.config import ModelConfig, ResolvedModel
+from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
 from megacore.errors import CheckpointError
 from megacore.models.hf.families import FAMILIES, describe_model, family_of
@@ -152,7 +153,7 @@ def test_there_and_back(model_type: str) -> None:
 
 @pytest.mark.parametrize("preset", list(GPT_PRESETS))
 def test_every_preset_can_be_exported(preset: str) -> None:
-    shape = {name: value for name, value in GPT_PRESETS[preset].items() if name != "seq_length"}
+    shape = {name: value for name, value in GPT_PRESETS[preset].items() if name in field_infos(ModelConfig)}
     config = ModelConfig(**shape)  # type: ignore[arg-type]
     family, values = describe_model(config.resolve(seq_length=1024), None)
     assert values["model_type"] == family.model_type

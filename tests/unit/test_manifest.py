@@ -16,7 +16,7 @@ import pytest
 from megacore.checkpoint.check import changed_settings
 from megacore.checkpoint.load import never_kept
 from megacore.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, read_manifest, sealed
-from megacore.config import Config, ModelConfig, TrainingConfig
+from megacore.config import AdamWConfig, Config, ModelConfig, TrainingConfig
 from megacore.errors import CheckpointError
 
 WRITTEN = Manifest(
@@ -46,7 +46,9 @@ def test_settings_of_optimizers_are_read_wherever_they_stand(settings: dict[str,
     kept: dict[str, dict[str, Any]] = {"optimizer": {"optimizer": "sgd"}, "sgd": {"sgd_momentum": 0.9}}
     assert never_kept(dataclasses.replace(WRITTEN, config=kept)) == set()
     assert never_kept(WRITTEN) == set()
-    config = Config(model=ModelConfig(vocab_size=8), training=TrainingConfig(train_iters=1)).resolve(1)
+    config = Config(
+        model=ModelConfig(vocab_size=8), adamw=AdamWConfig(adam_beta2=0.999), training=TrainingConfig(train_iters=1)
+    ).resolve(1)
     assert "--adam-beta2 0.95 -> 0.999" in changed_settings(config, manifest)
 
 

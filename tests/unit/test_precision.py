@@ -77,7 +77,7 @@ def test_no_growth_leads_out_of_fp32() -> None:
 def test_the_first_scale_makes_up_for_the_number_of_microbatches(
     given: dict[str, Any], microbatches: int, expected: float | None
 ) -> None:
-    config = PrecisionConfig(**{"precision": "fp16", **given}).with_initial_scale(microbatches)
+    config = PrecisionConfig(**{"precision": "fp16", **given}).resolve(microbatches)
     assert config.initial_loss_scale == expected
 
 
