@@ -90,7 +90,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return state
 
 
-GUARD: dict[str, Any] = {"spike_window": 4, "spike_threshold": 8.0}
+GUARD: dict[str, Any] = {"spike_window": 4, "spike_threshold": 6.0}
 
 
 def rolls_back(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
@@ -119,20 +119,18 @@ def rolls_back(rank: int, world_size: int, layout: Layout, directory: str, chang
     if rank == 0:
         _look_at_files(Path(directory, "run"))
     if world_size == 4:
-        resumed_elsewhere(layout, Path(directory), expected)
+        _resume_elsewhere(layout, Path(directory), expected, changes)
 
 
-def resumed_elsewhere(layout: Layout, directory: Path, expected: Losses) -> None:
-    """What a run does that is started again after the rollback, on another layout, before it has saved again."""
+def _resume_elsewhere(layout: Layout, directory: Path, expected: Losses, changes: dict[str, Any]) -> None:
+    """A run that is started again after the rollback, on another layout, before it has saved again."""
     tp, pp, dp = layout
     again, newest = Losses(), directory / "run" / f"step_{LAST_SAVED:08d}.2"
-    guard = SpikeConfig(on_spike="rollback", **GUARD)
-    run = trainer_on(
-        None, (pp, tp, dp), directory / "again", Text(POISON), again, guard, load=str(newest), zero_stage=1
-    )
+    guard, options = SpikeConfig(on_spike="rollback", **GUARD), {**changes, "zero_stage": 1, "load": str(newest)}
+    run = trainer_on(None, (pp, tp, dp), directory / "again", Text(POISON), again, guard, **options)
     run.run()
     assert again.skipped == []
-    assert again.by_step == pytest.approx(expected.by_step, rel=1e-2 if run.model.data_parallel.segments else 0.0)
+    assert again.by_step == pytest.approx(expected.by_step, rel=1e-5 if "precision" not in changes else 1e-2)
     assert len(run.rollbacks.done) == 1
 
 
@@ -201,15 +199,19 @@ def test_a_warning_changes_no_number(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [event["step"] for event in events if event["event"] == "spike"][:2] == [10, 11]
 
 
+FP16: dict[str, Any] = {"precision": "fp16", "initial_loss_scale": 256.0}  # nothing overflows
+
+
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize("mode", ["skip", "rollback"])  # before its first checkpoint, a rollback skips
 def test_a_skipped_spike_leaves_the_state_as_it_is(tmp_path: Path, mode: str, one_pass: bool) -> None:
-    run, losses = outcome(tmp_path, mode, one_pass=one_pass, save_interval=100, precision="fp16")
+    run, losses = outcome(tmp_path, mode, one_pass=one_pass, save_interval=100, **FP16)
     for number in range(1, STEPS + 1):
         before, updates, scaler = state_of(run) if number > 1 else {}, run.update.updates, run.update.scaler.state()
         result = run.train_step(next(run.batches))
         assert run.consumed_samples == number * BATCH
         if number in (10, 11):
+            assert result.skipped is not None
             assert result.skipped == result.spike
             after = state_of(run)
             assert not [name for name in before if not torch.equal(before[name], after[name])]
