@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacore.watch.budget import TIMES
+from megacore.watch.budget import STEPS, TIMES
 from megacore.watch.ledger import Phase
 from tests.e2e.hanging import HANG, MARK
 from tests.e2e.launching import small_run, under_torchrun
@@ -61,7 +61,8 @@ class Outcome:
     Attributes:
         said: first line of the message; empty if there was none in time.
         named: the ranks in it.
-        delay: seconds between the fault and the message, beyond what its phase is allowed.
+        delay: seconds between the fault and the message, beyond what its phase is allowed: its multiple of the timeout
+            or, where that is longer, ten median steps.
         end: seconds until the last process was gone.
     """
 
@@ -189,6 +190,10 @@ def run(layout: dict[str, int], ranks: int, plan: dict[str, object], *, minutes:
                 time.sleep(0.05)
             end = time.time() - said_at
         happened = float(mark.read_text()) if mark.exists() else said_at
+        for report in (Path(folder) / "out").glob("hang-*.json"):
+            content = json.loads(report.read_text())
+            if content["verdict"]["kind"] not in ("stopped", "gone"):
+                allowed = max(allowed, STEPS * max(rank["median_step"] for rank in content["ranks"]))
     message = next((line for line in said.splitlines() if line.startswith("megacore:")), said.strip()[:100])
     cause = message.partition("probably because of")[2] or message.partition("); ")[2]  # of sizes that differ
     head = (cause or message).partition("(")[0]
