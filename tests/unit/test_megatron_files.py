@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from megacore.config import ModelConfig, ResolvedModel
+from megacore.convert import megatron_config
 from megacore.convert.checkpoint_tensors import CheckpointTensors
+from megacore.convert.megatron_config import model_of
 from megacore.convert.plan import model_shapes
+from megacore.errors import CheckpointError
 from tests.e2e.launching import words
 from tools.convert_checkpoint import main as convert
 
@@ -232,6 +235,42 @@ def test_a_llama_of_megatron_core(tmp_path: Path) -> None:
     assert convert_megatron(tmp_path / "megatron", tmp_path / "out") == 0
     require_tensors(tmp_path / "out", values)
     assert CheckpointTensors(tmp_path / "out").config == config
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+SMALL = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize(
+    ("flags", "activation"),
+    [
+        ({}, "gelu"),
+        ({"bias_gelu_fusion": False}, "gelu-exact"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu"),
+        ({"add_bias_linear": False}, "gelu-exact"),
+        ({"swiglu": True, "squared_relu": False}, "swiglu"),
+    ],
+)
+def test_an_activation_is_the_one_that_the_flags_choose(flags: dict[str, Any], activation: str) -> None:
+    assert model_of({**SMALL, **flags}, 64, 60, "here").activation == activation
+
+
+@pytest.mark.parametrize("name", ["squared_relu", "quick_geglu", "leaky_relu", "swish"])
+def test_an_activation_that_is_not_known_is_refused_and_never_guessed(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} is 'True', which megacore does not have"):
+        model_of({**SMALL, name: True}, 64, 60, "here")
+
+
+def test_an_activation_is_known_by_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/extending.md asks for makes a checkpoint's flag the new activation; without it nothing is converted."""
+    monkeypatch.setitem(megatron_config._ACTIVATIONS, "squared_relu", "relu")
+    assert model_of({**SMALL, "squared_relu": True}, 64, 60, "here").activation == "relu"
+    with pytest.raises(CheckpointError, match="squared_relu and swiglu are both set"):
+        model_of({**SMALL, "squared_relu": True, "swiglu": True}, 64, 60, "here")
+    monkeypatch.delitem(megatron_config._ACTIVATIONS, "squared_relu")
+    with pytest.raises(CheckpointError, match="squared_relu is 'True'"):
+        model_of({**SMALL, "squared_relu": True}, 64, 60, "here")
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
