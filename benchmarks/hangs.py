@@ -189,16 +189,24 @@ def run(layout: dict[str, int], ranks: int, plan: dict[str, object], *, minutes:
             while job.pids() and time.monotonic() < deadline:
                 time.sleep(0.05)
             end = time.time() - said_at
+            if "megacore:" not in said:  # a rank died at start, and torchrun has ended the others at once
+                said = root_cause((job.logs / "torchrun.err").read_text())
         happened = float(mark.read_text()) if mark.exists() else said_at
         for report in (Path(folder) / "out").glob("hang-*.json"):
             content = json.loads(report.read_text())
             if content["verdict"]["kind"] not in ("stopped", "gone"):
                 allowed = max(allowed, STEPS * max(rank["median_step"] for rank in content["ranks"]))
-    message = next((line for line in said.splitlines() if line.startswith("megacore:")), said.strip()[:100])
+    message = next((line for line in said.splitlines() if line.startswith(("megacore:", "torchrun:"))), "")
     cause = message.partition("probably because of")[2] or message.partition("); ")[2]  # of sizes that differ
     head = (cause or message).partition("(")[0]
     named = tuple(int(number) for number in re.findall(r"\brank (\d+)", head))
     return Outcome(said=message, named=named, delay=said_at - happened - allowed, end=end)
+
+
+def root_cause(text: str) -> str:
+    """The rank that torchrun's summary names, in words; empty if there is none."""
+    found = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", text, re.DOTALL)
+    return f"torchrun: rank {found[1]} (exitcode {found[2]})" if found else ""
 
 
 if __name__ == "__main__":
