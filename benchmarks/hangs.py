@@ -64,12 +64,14 @@ class Outcome:
         delay: seconds between the fault and the message, beyond what its phase is allowed: its multiple of the timeout
             or, where that is longer, ten median steps.
         end: seconds until the last process was gone.
+        is_reached: whether the run came to the fault in time.
     """
 
     said: str
     named: tuple[int, ...]
     delay: float
     end: float
+    is_reached: bool = True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,7 +124,7 @@ def trials(count: int, *, seed: int, minutes: float, large: float) -> int:
         print(
             f"reports at most {max(delays):.1f} s late; every process gone at most {max(ends):.1f} s after its report"
         )
-    return int(results["innocent"] > 0 or results["right"] < 0.96 * count)
+    return int(results["innocent"] > 0 or results["right"] < 0.96 * (count - results["not reached"]))
 
 
 def healthy(steps: int, *, minutes: float) -> int:
@@ -159,7 +161,10 @@ def healthy(steps: int, *, minutes: float) -> int:
 
 
 def judge(outcome: Outcome, victim: int) -> str:
-    """right, unsure (nobody, or the wrong one without certainty), or innocent (the wrong one, as if it were sure)."""
+    """right, unsure (nobody, or the wrong one without certainty), innocent (the wrong one, as if it were sure), or not
+    reached: the machine was too slow for the run to come to its fault."""
+    if not outcome.is_reached and not outcome.said:
+        return "not reached"
     if outcome.named == (victim,):
         return "right"
     is_open = not outcome.said or any(word in outcome.said for word in ("probably", "cycle", "undetermined"))
@@ -191,7 +196,8 @@ def run(layout: dict[str, int], ranks: int, plan: dict[str, object], *, minutes:
             end = time.time() - said_at
             if "megacore:" not in said:  # a rank died at start, and torchrun has ended the others at once
                 said = root_cause((job.logs / "torchrun.err").read_text())
-        happened = float(mark.read_text()) if mark.exists() else said_at
+        is_reached = mark.exists()
+        happened = float(mark.read_text()) if is_reached else said_at
         for report in (Path(folder) / "out").glob("hang-*.json"):
             content = json.loads(report.read_text())
             if content["verdict"]["kind"] not in ("stopped", "gone"):
@@ -200,7 +206,7 @@ def run(layout: dict[str, int], ranks: int, plan: dict[str, object], *, minutes:
     cause = message.partition("probably because of")[2] or message.partition("); ")[2]  # of sizes that differ
     head = (cause or message).partition("(")[0]
     named = tuple(int(number) for number in re.findall(r"\brank (\d+)", head))
-    return Outcome(said=message, named=named, delay=said_at - happened - allowed, end=end)
+    return Outcome(said=message, named=named, delay=said_at - happened - allowed, end=end, is_reached=is_reached)
 
 
 def root_cause(text: str) -> str:

@@ -47,7 +47,7 @@ from megacore.train.same_run import refuse_different_ranks
 from megacore.watch.ledger import Flag, Phase
 from megacore.watch.marks import on_ledger, section
 from megacore.watch.report import EXIT_HUNG
-from megacore.watch.start import begin_watch, end_watch, hang_is_reported, left_its_order
+from megacore.watch.start import begin_watch, died_without_a_word, end_watch, hang_is_reported, left_its_order
 
 __all__ = ["exit_with", "launch"]
 
@@ -106,6 +106,8 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
             return _end(f"{_this_rank(watch)} failed: {cause}", EXIT_FAILED, watch)
         if watch is not None and (gone := watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
             watch.give_up(gone)  # the exception is only the echo of a death
+        if watch is None and (deaths := died_without_a_word(_SECONDS_FOR_A_PEER_TO_DIE)):
+            return _end(f"{deaths}; stopping the others", EXIT_FAILED, watch)
         return _end(f"{_this_rank(watch)} failed{left_its_order()}:\n{traceback.format_exc()}", EXIT_FAILED, watch)
 
 
