@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_a_rank_that_dies_in_its_imports_is_named_and_ends_the_others(tmp_path: 
 
 
 def test_a_rank_that_dies_while_the_ranks_meet_is_named_and_not_the_one_that_notices(tmp_path: Path) -> None:
-    fault = {HANG: json.dumps({"rank": 0, "at": "start", "call": 1, "fault": "kill"})}
+    fault: dict[str, Any] = {HANG: json.dumps({"rank": 0, "at": "start", "call": 1, "fault": "kill"})}
     port = free_port()
     ranks = [rank_of(tmp_path, rank, port, minutes=5.0, **fault) for rank in range(2)]
     with ranks[0] as one, ranks[1] as other:
