@@ -63,9 +63,10 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_in_its_imports_is_named_and_ends_the_others(tmp_path: Path) -> None:
-    fault = {HANG: json.dumps({"rank": 1, "at": "import", "call": 1, "fault": "kill"})}
+    fault: dict[str, Any] = {HANG: json.dumps({"rank": 1, "at": "import", "call": 1, "fault": "kill"})}
     port = free_port()
-    with rank_of(tmp_path, 0, port, **fault) as one, rank_of(tmp_path, 1, port, **fault) as other:
+    ranks = [rank_of(tmp_path, rank, port, minutes=5.0, **fault) for rank in range(2)]
+    with ranks[0] as one, ranks[1] as other:
         assert other.wait(patience(START)) == -signal.SIGKILL
         assert one.wait(patience(START)) == -signal.SIGTERM
     said = (tmp_path / "0.err").read_text() + (tmp_path / "1.err").read_text()
