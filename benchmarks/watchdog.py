@@ -100,7 +100,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, directory: 
 
 
 def everything(rank: int, world_size: int, options: argparse.Namespace, directory: str) -> list[tuple[float, float]]:
-    """On one rank: wall-clock seconds and CPU seconds of the main thread of each step, with everything off and on in turn."""
+    """On one rank: wall-clock and main thread CPU seconds of each step, with everything off and on in turn."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(tp=options.tp, pp=options.pp, dp=options.dp, device="cpu")
     config = configuration(options, directory, parallel=parallel, micro_batch=options.micro_batch)
