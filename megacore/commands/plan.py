@@ -28,7 +28,7 @@ from megacore.plan.canvas import require_writable, save
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
-from megacore.plan.planner import Plan, make_plan
+from megacore.plan.planner import Plan, make_plan, scheduled
 from megacore.plan.search import Constraints, Found, search, search_json, search_table
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
@@ -120,7 +120,7 @@ def _plan(args: argparse.Namespace) -> None:
     if args.search:
         _search(args, request)
         return
-    plan = make_plan(request.config, request.cluster)
+    plan = make_plan(scheduled(request.config, request.cluster), request.cluster)
     if args.json:
         print(json.dumps(as_json(plan, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:
