@@ -2,6 +2,7 @@
 # make quickstart   train a small GPT on 8 processes, from text to generated text
 # make test         lint, types, tests          (ARGS="-k name" goes to pytest, WORKERS=4 runs four files at a time)
 # make test-slow    the tests that take minutes (PIECE=parity runs one folder of them, docs/design.md)
+# make peers        install DeepSpeed and Megatron-Core into .venv-peers, for benchmarks/compare.py
 # make gpu-check    measure everything that only a GPU can show, in 9 minutes (docs/measured.md); uses PYTHON as it is
 # make gpu-wheels   fill WHEELS=DIR with what `make gpu-check` may lack on a machine without a network
 # make lint | format | docs-check | build | clean | distclean
@@ -31,7 +32,7 @@ ifeq ($(origin PYTHON)$(filter gpu-check,$(MAKECMDGOALS)),command line)
 $(shell [ "$$($(PYTHON) -c '$(VERSION)')" = "$$($(VENV)/bin/python -c '$(VERSION)' 2>/dev/null)" ] || rm -f $(STAMP))
 endif
 
-.PHONY: setup quickstart test pytest test-slow gpu-check gpu-wheels lint format docs-check build clean distclean
+.PHONY: setup quickstart test pytest test-slow peers gpu-check gpu-wheels lint format docs-check build clean distclean
 .DEFAULT_GOAL := setup
 
 setup: $(STAMP)
@@ -61,6 +62,10 @@ pytest: setup
 test-slow: setup
 	$(RUN) -m pytest -m slow tests/$(PIECE) $(ARGS)
 
+# With the torch of .venv; a framework that does not install is named, and the others are.
+peers: setup
+	@$(RUN) -m benchmarks.comparison.install $(ARGS)
+
 # The caller's interpreter and packages, which have the torch that fits the GPU: no .venv, no network.
 gpu-check: export PYTHONPATH := $(PYTHONPATH)
 gpu-check:
@@ -87,7 +92,7 @@ build: setup
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) quickstart
+	rm -rf $(VENV) .venv-peers quickstart

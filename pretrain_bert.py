@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megacore.checkpoint.check import check_load, samples_of_run, settings_to_continue
-from megacore.commands.plan import dry_run
+from megacore.commands.plan import dry_run, is_dry_run
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.cli import parse_config
 from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Train as the flags say, or with --dry-run plan the run; returns the exit status."""
-    if "--dry-run" in argv:
+    if is_dry_run(argv):
         return dry_run(argv, "pretrain_bert.py")
     config = parse_config(
         argv,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.checkpoint.check import check_load, samples_of_run, settings_to_continue
-from megacore.commands.plan import dry_run
+from megacore.commands.plan import dry_run, is_dry_run
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
 from megacore.convert.start import WeightsFromHF, check_init_from_hf, shape_from_hf
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Train as the flags say, or with --dry-run plan the run; returns the exit status."""
-    if "--dry-run" in argv:
+    if is_dry_run(argv):
         return dry_run(argv, "pretrain_gpt.py")
     config = parse_config(
         argv,

@@ -1,87 +1,141 @@
-"""What the host does for one operator, forward and backward, in microseconds; without a GPU.
+"""What the host does for an operator and for a block, forward and backward, in microseconds; without a GPU.
 
     python benchmarks/host_time.py
 
-Launches of Triton kernels are replaced by allocations of their results on the CPU: checks, autograd and torch's
-dispatch remain: what a step of small kernels waits for. `custom_op` is the operator as fake tensors and torch.compile
-see it, `eager` as training without --compile calls it. The two alternate within one run; the figures are medians.
+On a GPU small operators take less time than the host needs to launch them. That time is measured here: checks of
+arguments, autograd, torch's dispatch and Triton's launcher up to the driver, which is replaced, so that no kernel is
+compiled or runs. Torch's own operators compute on the CPU, with tensors so small that computing hardly counts.
+
+The first table has operators of megacore, as training calls them (`eager`) and as fake tensors and torch.compile see
+them (`custom_op`), beside the function of torch that is nearest. Each figure includes the call of autograd's engine,
+which the last row shows by itself.
+
+The second table has blocks as a GPU runs them, weight gradients added to their sums, beside the same block in plain
+torch.nn, and divides the time by the number of operators launched. The two differ in operators: torch.nn has separate
+ones for what a kernel of megacore does in one launch. `calls` counts the functions that Python calls.
+
+The sides alternate within one run. The figures are the lowest of the rounds, in process time: other work on the
+machine can only add to it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
-import torch
-from torch import Tensor
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore import kernels, ops
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor, nn
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from benchmarks.operators import SHAPES, Launches, model_of
+from megacore import ops
+from megacore.config import ResolvedModel
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers
+from megacore.ops import dispatch
 from megacore.ops.dispatch import Operator
+from megacore.parallel.products import TorchProducts
+from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardedParameter
 
 ROWS, WIDTH = 4, 64
+GROUPS = {"Llama": {"num_query_groups": 2}}
+CPU = torch.device("cpu")
+Call = Callable[[Tensor], Any]
+
+# ---- without a GPU
 
 
-def _norm_forward(x: Tensor, residual: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    numbers = x.new_empty(len(x))
-    return torch.empty_like(x), torch.empty_like(x), numbers, torch.empty_like(numbers)
+class _Driver:
+    """What Triton's launcher asks of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
-def _norm_backward(dy: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(dy), dy.new_empty(1, dy.shape[1])
+class _Compiled(SimpleNamespace):
+    """A kernel that is compiled, as far as its launcher knows."""
+
+    function, packed_metadata = 0, ()
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, *_: Any) -> None:
+        """Where the driver would take over."""
 
 
-def _split(packed: Tensor, *_: Any, groups: int) -> tuple[Tensor, ...]:
-    b, s, heads, d = packed.shape
-    key = packed.new_empty(b, s, groups, d)
-    return packed.new_empty(b, s, heads - 2 * groups, d), key, torch.empty_like(key)
+def _nothing(*_: Any) -> None:
+    """Speaks against Triton on a CPU."""
 
 
-def _join(query: Tensor, key: Tensor, *_: Any) -> Tensor:
-    b, s, heads, d = query.shape
-    return query.new_empty(b, s, heads + 2 * key.shape[2], d)
+def _compiled(kernel: Any, key: str, *_: Any) -> _Compiled:
+    return kernel.device_caches[0][0].setdefault(key, _Compiled())
 
 
-def _like_first(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(x)
+@contextmanager
+def without_driver() -> Iterator[None]:
+    """Inside, operators on CPU tensors launch Triton kernels that do nothing."""
+    triton.runtime.driver.set_active(_Driver())
+    with (
+        mock.patch.object(JITFunction, "_do_compile", _compiled),
+        mock.patch.object(dispatch, "why_not", _nothing),
+        ops.kernels_chosen("triton"),
+    ):
+        yield
 
 
-def _like_second(_: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+@contextmanager
+def as_custom_op() -> Iterator[None]:
+    """Inside, every operator is called as torch.compile sees it."""
+    with mock.patch.object(Operator, "__call__", lambda self, *arguments: self.custom_op(*arguments)):
+        yield
 
 
-LAUNCHERS = {
-    "norm": SimpleNamespace(forward=_norm_forward, backward=_norm_backward),
-    "swiglu": SimpleNamespace(forward=_like_first, backward_of_halves=_like_second),
-    "gelu": SimpleNamespace(forward=_like_first, backward=_like_first),
-    "rotary": SimpleNamespace(split=_split, join=_join),
-    "dropout": SimpleNamespace(forward=_like_first, backward=_like_first),
-}
+# ---- operators
 
 
-def operators() -> Iterator[tuple[str, Callable[[Tensor], Any], Tensor]]:
-    """The operators of a block, by name, with what each reads."""
+def operators() -> Iterator[tuple[str, Call, Call, Tensor]]:
+    """The operators of a block, by name: ours, torch's nearest, and what both read."""
     x, weight = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, requires_grad=True)
-    angles = torch.ones(ROWS, 8)
-    yield "rms_norm", partial(ops.rms_norm, weight=weight), x
-    yield "add_rms_norm", partial(ops.add_rms_norm, residual=torch.ones_like(x), weight=weight), x
-    yield "rms_norm_with_input", partial(ops.rms_norm_with_input, weight=weight), x
-    yield "split_rotary", partial(ops.split_rotary, cos=angles, sin=angles, groups=1), torch.ones(1, ROWS, 4, 16)
-    yield "swiglu_of_halves", ops.swiglu_of_halves, x
-    yield "gelu", ops.gelu, x
-    dropout = partial(ops.bias_dropout_add, bias=None, residual=torch.ones_like(x), probability=0.1, seed=1)
-    yield "bias_dropout_add", dropout, x
+    other, angles = torch.ones_like(x), torch.ones(ROWS, 8)
+    layer_norm = partial(F.layer_norm, normalized_shape=(WIDTH,), weight=weight)
+    yield "rms_norm", partial(ops.rms_norm, weight=weight), layer_norm, x
+    yield "add_rms_norm", partial(ops.add_rms_norm, residual=other, weight=weight), lambda x: layer_norm(x + other), x
+    yield "rms_norm_with_input", partial(ops.rms_norm_with_input, weight=weight), lambda x: (layer_norm(x), x * 1.0), x
+    split = partial(ops.split_rotary, cos=angles, sin=angles, groups=1)
+    yield "split_rotary", split, lambda x: tuple(part.contiguous() for part in x.split([2, 1, 1], 2)), _packed()
+    yield "swiglu_of_halves", ops.swiglu_of_halves, lambda x: F.silu(x[:, :32]) * x[:, 32:], x
+    yield "gelu", ops.gelu, partial(F.gelu, approximate="tanh"), x
+    dropout = partial(ops.dropout_add, residual=other, probability=0.1, seed=1)
+    yield "dropout_add", dropout, lambda x: F.dropout(x, 0.1) + other, x
+    yield "(autograd's engine)", lambda x: x.view_as(x), lambda x: x.view_as(x), x
 
 
-def microseconds(call: Callable[[Tensor], Any], x: Tensor, times: int) -> float:
+def _packed() -> Tensor:
+    return torch.ones(1, ROWS, 4, 16)
+
+
+def microseconds(call: Call, x: Tensor, times: int) -> float:
     """Of a forward and a backward."""
     x = x.clone().requires_grad_()
     y = call(x)
@@ -93,30 +147,160 @@ def microseconds(call: Callable[[Tensor], Any], x: Tensor, times: int) -> float:
     return (time.process_time() - started) / times * 1e6
 
 
-@contextmanager
-def as_custom_op() -> Iterator[None]:
-    """Inside, every operator is called as torch.compile sees it."""
-    with mock.patch.object(Operator, "__call__", lambda self, *arguments: self.custom_op(*arguments)):
-        yield
+# ---- blocks
+
+
+class PlainBlock(nn.Module):
+    """A block in torch.nn, of the shape of `config`."""
+
+    def __init__(self, config: ResolvedModel) -> None:
+        super().__init__()
+        h, d, bias = config.hidden_size, config.head_size, not config.disable_bias_linear
+        norm = partial(nn.RMSNorm, h) if config.normalization == "RMSNorm" else partial(nn.LayerNorm, h)
+        self.sizes = [config.num_attention_heads * d, config.query_groups * d, config.query_groups * d]
+        self.head_size, self.gated, self.rope = d, config.gated, config.position_embedding_type == "rope"
+        self.dropout = config.hidden_dropout
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.qkv, self.output = nn.Linear(h, sum(self.sizes), bias=bias), nn.Linear(h, h, bias=bias)
+        self.up = nn.Linear(h, config.inner_size, bias=bias)
+        self.gate = nn.Linear(h, config.inner_size, bias=bias) if self.gated else None
+        self.down = nn.Linear(config.inner_size, h, bias=bias)
+        self.angles = torch.ones(2, ROWS, 1, d // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, h]"""
+        heads = (
+            part.unflatten(2, (-1, self.head_size)) for part in self.qkv(self.attention_norm(x)).split(self.sizes, 2)
+        )
+        query, key, value = heads
+        if self.rope:
+            query, key = self._turned(query), self._turned(key)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        x = x + self._dropped(self.output(mixed.transpose(1, 2).flatten(2)))
+        normed = self.mlp_norm(x)
+        up = self.up(normed)
+        inner = F.gelu(up, approximate="tanh") if self.gate is None else F.silu(self.gate(normed)) * up
+        return x + self._dropped(self.down(inner))
+
+    def _turned(self, x: Tensor) -> Tensor:
+        cos, sin = self.angles
+        first, second = x.chunk(2, 3)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], 3)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.dropout else x
+
+
+class _Sum:
+    """The sum of a weight's gradients, which has terms."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._total = torch.zeros_like(weight)
+
+    def buffer(self) -> tuple[Tensor, bool]:
+        return self._total, True
+
+    def added(self) -> None:
+        """Nobody waits for it."""
+
+
+class _Adding(TorchProducts):
+    """Adds products to sums by one operator, as a GPU does where weights are in 16 bits."""
+
+    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
+        torch.addmm(total, grad.t(), x, beta=int(has_terms), out=total)
+
+
+def our_block(config: ResolvedModel) -> nn.Module:
+    """megacore's block, its parameters in one buffer and with sums for the gradients of its matrices."""
+    context = BuildContext(device=CPU, streams=RandomStreams(0, CPU), products=_Adding())
+    layer = gpt_layers(config, context)[1].build()
+    parameters = list(layer.parameters())[::-1]
+    buffer = torch.zeros(sum(p.numel() for p in parameters))
+    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        parameter.data = part.view(parameter.shape)
+        if parameter.dim() > 1:
+            cast(ShardedParameter, parameter).gradient_sum = _Sum(parameter)
+    return layer
+
+
+def launches(block: nn.Module, x: Tensor) -> int:
+    """Operators of a forward and a backward."""
+    y = block(x)
+    with Launches() as counted:
+        y = block(x)
+        y.backward(torch.ones_like(y))
+    return counted.names.total() - counted.names["aten::ones_like"]
+
+
+def block_microseconds(block: nn.Module, x: Tensor, times: int) -> float:
+    """Of a forward and a backward."""
+    grad, parameters = torch.ones_like(x), list(block.parameters())
+    started = time.process_time()
+    for _ in range(times):
+        for parameter in parameters:
+            parameter.grad = None
+        block(x).backward(grad)
+    return (time.process_time() - started) / times * 1e6
+
+
+def calls(block: nn.Module, x: Tensor) -> int:
+    """Functions of Python and C called in a forward and a backward: no other work on the machine changes that."""
+    number = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal number
+        number += event in ("call", "c_call")
+
+    block(x).backward(torch.ones_like(x))
+    y, grad = block(x), torch.ones_like(x)
+    sys.setprofile(count)
+    try:
+        y = block(x)
+        y.backward(grad)
+    finally:
+        sys.setprofile(None)
+    return number
+
+
+def lowest(*timed: Callable[[], float], rounds: int) -> list[float]:
+    """Of each, over rounds in which all take turns."""
+    return [min(times) for times in zip(*([time() for time in timed] for _ in range(rounds)), strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="how often both sides are timed")
-    parser.add_argument("--times", type=int, default=300, help="calls of a round")
+    parser.add_argument("--rounds", type=int, default=9, help="how often every side is timed")
+    parser.add_argument("--times", type=int, default=200, help="calls of a round")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    os.environ["TRITON_INTERPRET"] = "1"  # or the kernels are refused on a CPU
-    print("| operator | custom_op | eager |\n|---|---|---|")
-    with mock.patch.dict(vars(kernels), LAUNCHERS), ops.kernels_chosen("triton"):
-        for name, call, x in operators():
-            before, now = [], []
-            for _ in range(arguments.rounds):
-                with as_custom_op():
-                    before.append(microseconds(call, x, arguments.times))
-                now.append(microseconds(call, x, arguments.times))
-            print(f"| {name} | {statistics.median(before):.0f} | {statistics.median(now):.0f} |", flush=True)
+    torch.set_flush_denormal(True)  # nothing is computed with what unwritten memory holds
+
+    def custom(call: Call, x: Tensor) -> float:
+        with as_custom_op():
+            return microseconds(call, x, arguments.times)
+
+    with without_driver():
+        print("| operator | custom_op | eager | torch |\n|---|---|---|---|")
+        for name, ours, torchs, x in operators():
+            timed = (partial(custom, ours, x), *(partial(microseconds, c, x, arguments.times) for c in (ours, torchs)))
+            print(f"| {name} | " + " | ".join(f"{t:.0f}" for t in lowest(*timed, rounds=arguments.rounds)) + " |")
+        print("\n| block | launched | calls | us | us each | torch.nn: launched | calls | us | us each | ratio of us |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
+        for shape in SHAPES:
+            config = model_of(shape, 1, hidden_size=WIDTH, num_attention_heads=4, **GROUPS.get(shape, {}))
+            blocks = our_block(config), PlainBlock(config)
+            x = torch.zeros(1, ROWS, config.hidden_size, requires_grad=True)
+            counts = [launches(block, x) for block in blocks]
+            timed_blocks = [partial(block_microseconds, block, x, arguments.times // 4) for block in blocks]
+            times = lowest(*timed_blocks, rounds=arguments.rounds)
+            called = [calls(block, x) for block in blocks]
+            rows = zip(counts, called, times, strict=True)
+            columns = " | ".join(f"{n} | {c} | {t:.0f} | {t / n:.1f}" for n, c, t in rows)
+            print(f"| {shape} | {columns} | {times[0] / times[1]:.2f} |", flush=True)
     return 0
 
 

@@ -255,10 +255,10 @@ class Workloads:
     def _dropout(self, rows: int, width: int) -> Workload:
         tensor = rows * width * 2
         return Workload(
-            name=f"bias_dropout_add {rows} x {width}",
-            inputs=lambda: (self._random(rows, width), self._random(width), self._random(rows, width)),
-            ours=lambda x, bias, residual: ops.bias_dropout_add(x, bias, residual, probability=0.1, seed=1),
-            plain=lambda x, bias, residual: residual + F.dropout(x + bias, 0.1),
+            name=f"dropout_add {rows} x {width}",
+            inputs=lambda: (self._random(rows, width), self._random(rows, width)),
+            ours=lambda x, residual: ops.dropout_add(x, residual, probability=0.1, seed=1),
+            plain=lambda x, residual: residual + F.dropout(x, 0.1),
             forward_bytes=3 * tensor,
             backward_bytes=2 * tensor,
         )

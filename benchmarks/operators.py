@@ -83,12 +83,11 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def model_of(shape: str, tp: int) -> ResolvedModel:
-    """A model of two blocks in the named shape."""
+def model_of(shape: str, tp: int, **sizes: int) -> ResolvedModel:
+    """A model of two blocks in the named shape, with other sizes than usual where they are given."""
+    usual = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 16, "vocab_size": VOCABULARY}
     config = Config(
-        model=ModelConfig(
-            num_layers=2, hidden_size=256, num_attention_heads=16, vocab_size=VOCABULARY, **SHAPES[shape]
-        ),
+        model=ModelConfig(**{**usual, **SHAPES[shape], **sizes}),
         parallel=ParallelConfig(tp=tp),
         data=DataConfig(seq_length=POSITIONS, mock_data=True),
         training=TrainingConfig(train_iters=1, micro_batch_size=MICRO_BATCH),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import on_its_device
+from megacore.kernels.launch import blocks_of, on_its_device
 
 # A thread updates four elements: 32 registers, so that all 64 warps of a processor are resident.
 _BLOCK, _WARPS = 1024, 8
@@ -68,7 +68,7 @@ def step_(
     """
     count = parameter.numel()
     if count:
-        _step[(triton.cdiv(count, _BLOCK),)](
+        _step[(blocks_of(count, _BLOCK),)](
             parameter, gradient, mean, square, copy, decays, factor, count,
             # 1 - beta is taken here, in double precision: in single it would be off by 6e-5 for 0.999.
             keep, rate, 1.0 - betas[0], betas[1], 1.0 - betas[1], epsilon, root_correction2,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, interpreting, on_its_device
+from megacore.kernels.launch import block_of, blocks_of, interpreting, on_its_device
 
 _LOWEST = tl.constexpr(-1e30)  # below every score, and finite: differences of two are numbers
 
@@ -254,7 +254,7 @@ def forward(
     if query.numel():
         options = _options(query, key, documents, slopes, causal=causal, reach=reach)
         blocks = _blocks(query, _forward)
-        _forward[(triton.cdiv(rows, blocks["M"]), b * n)](
+        _forward[(blocks_of(rows, blocks["M"]), b * n)](
             query, key, value, out, logarithm, _or(documents, query), _or(slopes, query),
             *_strides(query, key, value, out),
             rows, key.shape[2], offset, reach or 0, n, d, d**-0.5, **options, **blocks,
@@ -292,12 +292,12 @@ def backward(
     masks = logarithm, delta, _or(documents, query), _or(slopes, query)
     sizes = rows, keys, offset, reach or 0
     blocks = _blocks(query, _backward_queries)
-    _backward_queries[(triton.cdiv(rows, blocks["M"]), b * n)](
+    _backward_queries[(blocks_of(rows, blocks["M"]), b * n)](
         query, key, value, d_out, d_query, *masks, *_strides(query, key, value, d_out, d_query),
         *sizes, n, d, d**-0.5, **options, **blocks,
     )  # fmt: skip
     blocks = _blocks(query, _backward_keys)
-    _backward_keys[(triton.cdiv(keys, blocks["N"]), b * groups)](
+    _backward_keys[(blocks_of(keys, blocks["N"]), b * groups)](
         query, key, value, d_out, d_key, d_value, *masks, *_strides(query, key, value, d_out, d_key),
         *sizes, groups, d, d**-0.5, **options, **blocks,
     )  # fmt: skip

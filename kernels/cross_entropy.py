@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, on_its_device, warps_of
+from megacore.kernels.launch import block_of, blocks_of, on_its_device, warps_of
 
 _CHUNK = 8192
 _TOKENS = 256  # of a program that merges statistics
@@ -158,7 +158,7 @@ def merged(parts: Tensor, targets: Tensor, *, bounds: tuple[int, ...], weights: 
     tokens = targets.shape[0]
     found = torch.empty((3, tokens), dtype=torch.float32, device=parts.device)
     if tokens:
-        _merge[(triton.cdiv(tokens, _TOKENS),)](
+        _merge[(blocks_of(tokens, _TOKENS),)](
             parts, targets, found, tokens, *weights, BOUNDS=bounds, PARTS=len(bounds) // 2, BLOCK=_TOKENS,
             num_warps=warps_of(_TOKENS, 64),
         )  # fmt: skip
@@ -184,7 +184,7 @@ def losses(
     tokens = targets.shape[0]
     loss, log_z = (torch.empty(tokens, dtype=torch.float32, device=targets.device) for _ in range(2))
     if tokens:
-        _loss[(triton.cdiv(tokens, _TOKENS),)](
+        _loss[(blocks_of(tokens, _TOKENS),)](
             statistics, targets, loss, log_z, tokens, vocab_size, ignore_index, z_loss, BLOCK=_TOKENS,
             num_warps=warps_of(_TOKENS, 64),
         )  # fmt: skip
@@ -212,7 +212,7 @@ def gradient_(
     tokens, width = logits.shape
     if tokens and width:
         block = min(_CHUNK, block_of(width))
-        _backward[(tokens, triton.cdiv(width, block))](
+        _backward[(tokens, blocks_of(width, block))](
             logits, targets, peak, softmax_weight, loss_weight, width, columns, start, ignore_index, *weights,
             BLOCK=block, num_warps=warps_of(block, 512),
         )  # fmt: skip

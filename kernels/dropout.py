@@ -1,4 +1,4 @@
-"""residual + dropout(x + bias): the mask is a function of (seed, row, column), and is never stored.
+"""residual + dropout(x): the mask is a function of (seed, row, column), and is never stored.
 
 An element is kept if its random 32 bits are at least p 2^32. The bits are Philox 4x32-10 (Salmon et al. 2011) of the
 key `seed` and the counter (column / 4, row, 0, 0), one output word for each of four neighbouring columns; backward and
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, on_its_device
+from megacore.kernels.launch import block_of, blocks_of, on_its_device, rows_and_width
 
 _BLOCK = 2048
 
@@ -29,15 +29,13 @@ def _kept(seed, threshold, row, first, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed", "threshold"])
 def _forward(
-    x_ptr, bias_ptr, residual_ptr, y_ptr, width, seed, threshold, scale, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, residual_ptr, y_ptr, width, seed, threshold, scale, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     at = row.to(tl.int64) * width + column
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     kept = _kept(seed, threshold, row, tl.program_id(1) * BLOCK, BLOCK)
     y = tl.where(kept, x * scale, 0.0) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -56,13 +54,12 @@ def _backward(dy_ptr, dx_ptr, width, seed, threshold, scale, BLOCK: tl.constexpr
 
 
 @on_its_device
-def forward(x: Tensor, bias: Tensor | None, residual: Tensor, *, seed: int, threshold: int, scale: float) -> Tensor:
-    """residual + mask * (x + bias) * scale.
+def forward(x: Tensor, residual: Tensor, *, seed: int, threshold: int, scale: float) -> Tensor:
+    """residual + mask * x * scale.
 
     Args:
-        x: [rows, h] contiguous.
-        bias: [h] or None.
-        residual: [rows, h] contiguous.
+        x: [..., h] contiguous.
+        residual: [..., h] contiguous.
         seed: 0 to 2^63 - 1.
         threshold: elements whose 32 random bits are below it are dropped.
         scale: what kept elements are multiplied by.
@@ -70,22 +67,22 @@ def forward(x: Tensor, bias: Tensor | None, residual: Tensor, *, seed: int, thre
     Returns:
         Like x.
     """
-    rows, width = x.shape
+    rows, width = rows_and_width(x)
     y = torch.empty_like(x)
     if x.numel():
         block = min(_BLOCK, block_of(width))
-        _forward[(rows, triton.cdiv(width, block))](
-            x, bias, residual, y, width, seed, threshold, scale, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4
+        _forward[(rows, blocks_of(width, block))](
+            x, residual, y, width, seed, threshold, scale, BLOCK=block, num_warps=4
         )
     return y
 
 
 @on_its_device
 def backward(dy: Tensor, *, seed: int, threshold: int, scale: float) -> Tensor:
-    """The gradient of x, which summed over rows is that of the bias; dy [rows, h] contiguous."""
-    rows, width = dy.shape
+    """The gradient of x; dy [..., h] contiguous."""
+    rows, width = rows_and_width(dy)
     dx = torch.empty_like(dy)
     if dy.numel():
         block = min(_BLOCK, block_of(width))
-        _backward[(rows, triton.cdiv(width, block))](dy, dx, width, seed, threshold, scale, BLOCK=block, num_warps=4)
+        _backward[(rows, blocks_of(width, block))](dy, dx, width, seed, threshold, scale, BLOCK=block, num_warps=4)
     return dx

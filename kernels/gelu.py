@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, on_its_device
+from megacore.kernels.launch import block_of, blocks_of, on_its_device, rows_and_width
 
 _BLOCK = 2048
 
@@ -43,12 +43,12 @@ def _backward(dy_ptr, x_ptr, bias_ptr, dx_ptr, width, HAS_BIAS: tl.constexpr, BL
 
 @on_its_device
 def forward(x: Tensor, bias: Tensor | None) -> Tensor:
-    """gelu(x + bias): x [rows, f] contiguous, bias [f] or None; like x."""
-    rows, width = x.shape
+    """gelu(x + bias): x [..., f] contiguous, bias [f] or None; like x."""
+    rows, width = rows_and_width(x)
     y = torch.empty_like(x)
     if x.numel():
         block = min(_BLOCK, block_of(width))
-        _forward[(rows, triton.cdiv(width, block))](
+        _forward[(rows, blocks_of(width, block))](
             x, bias, y, width, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4
         )
     return y
@@ -56,12 +56,12 @@ def forward(x: Tensor, bias: Tensor | None) -> Tensor:
 
 @on_its_device
 def backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The gradient of x, which summed over rows is that of the bias; dy [rows, f] contiguous."""
-    rows, width = x.shape
+    """The gradient of x, which summed over rows is that of the bias; dy [..., f] contiguous."""
+    rows, width = rows_and_width(x)
     dx = torch.empty_like(x)
     if x.numel():
         block = min(_BLOCK, block_of(width))
-        _backward[(rows, triton.cdiv(width, block))](
+        _backward[(rows, blocks_of(width, block))](
             dy, x, bias, dx, width, HAS_BIAS=bias is not None, BLOCK=block, num_warps=4
         )
     return dx

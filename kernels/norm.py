@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import aligned, block_of, on_its_device, processors, warps_of
+from megacore.kernels.launch import aligned, block_of, blocks_of, on_its_device, processors, rows_and_width, warps_of
 
 # Columns that the registers of a program hold: of rows that begin at multiples of 16 elements, and of others, whose
 # elements are addressed one by one. Beyond, ptxas spills (tools/kernel_report.py).
@@ -287,18 +287,18 @@ def forward(
     """Normalise each row.
 
     Args:
-        x: [rows, h] contiguous.
-        residual: [rows, h], added to x first; None for none.
+        x: [..., h] contiguous, of any number of rows.
+        residual: [..., h], added to x first; None for none.
         weight: [h].
         bias: [h] or None.
         epsilon: added to the variance or mean square.
         rms: RMSNorm, else LayerNorm.
 
     Returns:
-        y [rows, h]; x + residual as it was normalised (empty without residual); mean [rows] fp32 (empty for RMSNorm);
+        y [..., h]; x + residual as it was normalised (empty without residual); mean [rows] fp32 (empty for RMSNorm);
         reciprocal deviation [rows] fp32.
     """
-    rows, width = x.shape
+    rows, width = rows_and_width(x)
     y = torch.empty_like(x)
     summed = x.new_empty(0) if residual is None else torch.empty_like(x)
     mean = x.new_empty(0 if rms else rows, dtype=torch.float32)
@@ -321,9 +321,9 @@ def backward(
     """Gradients of `forward`.
 
     Args:
-        dy: [rows, h] contiguous.
-        dsum: [rows, h], the gradient that reaches x + residual by another way; None for none.
-        x: [rows, h], what was normalised.
+        dy: [..., h] contiguous.
+        dsum: [..., h], the gradient that reaches x + residual by another way; None for none.
+        x: [..., h], what was normalised.
         weight: [h].
         mean: [rows]; not read for RMSNorm.
         rstd: [rows].
@@ -331,9 +331,9 @@ def backward(
         has_bias: whether dbias is wanted.
 
     Returns:
-        dx [rows, h]; dweight and, where there is a bias, dbias, [1 or 2, h] fp32.
+        dx [..., h]; dweight and, where there is a bias, dbias, [1 or 2, h] fp32.
     """
-    rows, width = x.shape
+    rows, width = rows_and_width(x)
     dx = torch.empty_like(x)
     flags = {"RMS": rms, "HAS_DSUM": dsum is not None}
     persistent = width <= PERSISTENT[aligned(width)]
@@ -346,7 +346,7 @@ def backward(
     # Every program writes its share; without rows there is none to write it.
     new = torch.empty if rows else torch.zeros
     parameters = new((1 + has_bias, shares, width), dtype=torch.float32, device=x.device)
-    dweight, dbias = parameters[0], parameters[-1]
+    dweight, dbias = parameters.unbind() if has_bias else (parameters, parameters)
     if rows and persistent:
         _backward[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
@@ -354,7 +354,7 @@ def backward(
         )  # fmt: skip
     elif rows and chunked:
         # Two stages spill in LayerNorm; four chunks of two stages exceed the shared memory of an A100.
-        chunks = triton.cdiv(width, _BACKWARD_CHUNK)
+        chunks = blocks_of(width, _BACKWARD_CHUNK)
         _backward_chunked[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
             **flags, HAS_BIAS=has_bias, CHUNKS=chunks, STAGES=2 if rms and chunks <= 3 else 1, BLOCK=_BACKWARD_CHUNK,
@@ -364,7 +364,7 @@ def backward(
         _backward_wide[(rows,)](
             dy, dsum, x, weight, mean, rstd, dx, width, **flags, BLOCK=_CHUNK, num_warps=16
         )  # fmt: skip
-        _backward_columns[(triton.cdiv(width, _TILE_COLUMNS), shares)](
+        _backward_columns[(blocks_of(width, _TILE_COLUMNS), shares)](
             dy, x, mean, rstd, dweight, dbias, rows, width, -(-rows // shares),
             RMS=rms, HAS_BIAS=has_bias, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, num_warps=4,
         )  # fmt: skip

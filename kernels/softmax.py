@@ -1,7 +1,7 @@
 """Softmax of attention scores with the scale and the masks folded in: one read and one write of the scores.
 
-A key is seen by a query if it is not later (causal, with any offset between the two), within the window, and not
-padding. What is not seen is not read: the load's mask is rounded to 16 columns, which keeps loads of 128 bits, and
+A key is seen by a query if it is not later (causal, with any offset between the two) and within the window. What is not
+seen is not read: the load's mask is rounded to 16 columns, which keeps loads of 128 bits, and
 the exact condition is applied to what was loaded. Masked weights are exactly 0, and so is a row that sees nothing.
 Rows up to `ONE_BLOCK` stay in registers; longer ones are read twice, with a running maximum and sum (Milakov
 and Gimelshein 2018, arXiv 1805.02867).
@@ -45,33 +45,25 @@ def _touched(columns, sk, first, last, CAUSAL: tl.constexpr, WINDOW: tl.constexp
 
 
 @triton.jit
-def _scores(
-    x_ptr, keys_ptr, columns, touched, first, last, scale,
-    MASKED: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
+def _scores(x_ptr, columns, touched, first, last, scale, MASKED: tl.constexpr):
     """Scaled scores, -inf where a key is not seen."""
     x = tl.load(x_ptr + columns, mask=touched, other=float("-inf")).to(tl.float32) * scale
     if MASKED:
         x = tl.where((columns >= first) & (columns < last), x, float("-inf"))
-    if PADDED:
-        seen = tl.load(keys_ptr + columns, mask=touched, other=0)
-        x = tl.where(seen != 0, x, float("-inf"))
     return x
 
 
 @triton.jit
 def _forward(
-    x_ptr, keys_ptr, y_ptr, sq, sk, rows_a_batch, offset, window, scale,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, y_ptr, sq, sk, offset, window, scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     first, last = _bounds(row % sq, sk, offset, window, CAUSAL, WINDOW)
     touched = _touched(columns, sk, first, last, CAUSAL, WINDOW)
     at = row.to(tl.int64) * sk
-    if PADDED:
-        keys_ptr += (row // rows_a_batch).to(tl.int64) * sk
-    x = _scores(x_ptr + at, keys_ptr, columns, touched, first, last, scale, CAUSAL or WINDOW, PADDED)
+    x = _scores(x_ptr + at, columns, touched, first, last, scale, CAUSAL or WINDOW)
     # Where columns >= sk, x is -inf too: the load gave it. scale > 0 keeps it so.
     peak = tl.max(x, 0)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
@@ -83,22 +75,20 @@ def _forward(
 
 @triton.jit
 def _forward_long(
-    x_ptr, keys_ptr, y_ptr, sq, sk, rows_a_batch, offset, window, scale,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, y_ptr, sq, sk, offset, window, scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     first, last = _bounds(row % sq, sk, offset, window, CAUSAL, WINDOW)
     at = row.to(tl.int64) * sk
-    if PADDED:
-        keys_ptr += (row // rows_a_batch).to(tl.int64) * sk
     begin = first // BLOCK * BLOCK
     peak = float("-inf")
     total = 0.0
     for start in range(begin, last, BLOCK):
         columns = start + lanes
         touched = _touched(columns, sk, first, last, CAUSAL, WINDOW)
-        x = _scores(x_ptr + at, keys_ptr, columns, touched, first, last, scale, CAUSAL or WINDOW, PADDED)
+        x = _scores(x_ptr + at, columns, touched, first, last, scale, CAUSAL or WINDOW)
         higher = tl.maximum(peak, tl.max(x, 0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(peak - safe) + tl.sum(tl.exp(x - safe), 0)
@@ -108,7 +98,7 @@ def _forward_long(
     for start in range(0, sk, BLOCK):
         columns = start + lanes
         touched = _touched(columns, sk, first, last, CAUSAL, WINDOW)
-        x = _scores(x_ptr + at, keys_ptr, columns, touched, first, last, scale, CAUSAL or WINDOW, PADDED)
+        x = _scores(x_ptr + at, columns, touched, first, last, scale, CAUSAL or WINDOW)
         y = tl.exp(x - peak) / total
         tl.store(y_ptr + at + columns, y.to(y_ptr.dtype.element_ty), mask=columns < sk)
 
@@ -156,14 +146,11 @@ def _backward_long(
 
 
 @on_its_device
-def forward(
-    x: Tensor, key_mask: Tensor | None, *, scale: float, causal: bool, offset: int, window: int | None
-) -> Tensor:
+def forward(x: Tensor, *, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     """Attention weights of scores.
 
     Args:
         x: [b, heads, sq, sk] contiguous.
-        key_mask: [b, sk] bool contiguous, True where a key is seen; None: all are.
         scale: positive, multiplies the scores.
         causal: query i sees keys up to i + offset.
         offset: see causal.
@@ -178,9 +165,8 @@ def forward(
         long = sk > ONE_BLOCK[aligned(sk)]
         block = _CHUNK if long else block_of(sk)
         (_forward_long if long else _forward)[(x.numel() // sk,)](
-            x, None if key_mask is None else key_mask.view(torch.uint8), y, sq, sk, x.shape[1] * sq, offset,
-            0 if window is None else window, scale, CAUSAL=causal, WINDOW=window is not None,
-            PADDED=key_mask is not None, BLOCK=block, num_warps=warps_of(block, 512, most=32),
+            x, y, sq, sk, offset, 0 if window is None else window, scale,
+            CAUSAL=causal, WINDOW=window is not None, BLOCK=block, num_warps=warps_of(block, 512, most=32),
         )  # fmt: skip
     return y
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, on_its_device
+from megacore.kernels.launch import block_of, blocks_of, on_its_device, rows_and_width
 
 _BLOCK = 2048
 
@@ -45,25 +45,25 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up.
 
     Args:
-        gate: [rows, f]; rows may lie apart, as those of one half of a wider tensor do.
-        up: [rows, f]; likewise.
+        gate: [..., f]; rows may lie apart, as those of one half of a wider tensor do, all equally far.
+        up: [..., f]; likewise.
 
     Returns:
-        [rows, f] contiguous.
+        [..., f] contiguous.
     """
-    rows, width = gate.shape
-    y = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
+    rows, width = rows_and_width(gate)
+    y = gate.new_empty(gate.shape)
     if y.numel():
         block = min(_BLOCK, block_of(width))
-        _forward[(rows, triton.cdiv(width, block))](
-            gate, up, y, width, gate.stride(0), up.stride(0), BLOCK=block, num_warps=4
+        _forward[(rows, blocks_of(width, block))](
+            gate, up, y, width, _row_stride(gate), _row_stride(up), BLOCK=block, num_warps=4
         )
     return y
 
 
 @on_its_device
 def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, [rows, f] contiguous; dy is contiguous too."""
+    """Gradients of gate and up, [..., f] contiguous; dy is contiguous too."""
     dgate, dup = torch.empty_like(dy), torch.empty_like(dy)
     _write_gradients(dy, gate, up, dgate, dup)
     return dgate, dup
@@ -71,17 +71,31 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 @on_its_device
 def backward_of_halves(dy: Tensor, both: Tensor) -> Tensor:
-    """Gradients of up and gate, the halves of [rows, 2 f], in a tensor like it; dy is contiguous."""
+    """Gradients of up and gate, the halves of [..., 2 f], in a tensor like it; dy is contiguous."""
     grad = torch.empty_like(both)
-    (up, gate), (dup, dgate) = both.chunk(2, dim=1), grad.chunk(2, dim=1)
+    (up, gate), (dup, dgate) = both.chunk(2, dim=-1), grad.chunk(2, dim=-1)
     _write_gradients(dy, gate, up, dgate, dup)
     return grad
 
 
 def _write_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    rows, width = gate.shape
+    rows, width = rows_and_width(gate)
     if dy.numel():
         block = min(_BLOCK, block_of(width))
-        _backward[(rows, triton.cdiv(width, block))](
-            dy, gate, up, dgate, dup, width, gate.stride(0), up.stride(0), dgate.stride(0), BLOCK=block, num_warps=4
+        _backward[(rows, blocks_of(width, block))](
+            dy,
+            gate,
+            up,
+            dgate,
+            dup,
+            width,
+            _row_stride(gate),
+            _row_stride(up),
+            _row_stride(dgate),
+            BLOCK=block,
+            num_warps=4,
         )
+
+
+def _row_stride(x: Tensor) -> int:
+    return x.stride(-2) if x.dim() > 1 else x.shape[-1]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 EXIT_REFUSED = 2
+EXIT_CORRUPT = 3
+EXIT_DIVERGED = 4
 
 
 class UserError(ValueError):
@@ -31,6 +33,16 @@ class DataError(UserError):
 class TrainingStopped(Exception):
     """Training must end: it diverges, on all ranks alike, which may still talk to each other; reported
     without a traceback."""
+
+
+class SilentCorruption(TrainingStopped):
+    """Numbers that must be equal are not: hardware or software computes wrongly, which nothing else shows. All ranks
+    find it together; the process ends with status 3."""
+
+
+class TrainingDiverged(TrainingStopped):
+    """Training must end, and would diverge again if it were resumed from its last checkpoint as it is; exit status
+    4."""
 
 
 class OutputClosed(Exception):

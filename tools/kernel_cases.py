@@ -136,19 +136,14 @@ def _norm(width: int, dtype: torch.dtype, rms: bool, *, residual: bool) -> None:
 
 
 def _softmaxes() -> Iterator[Case]:
-    # A query's row is found from its number, and its keys' padding from that; nothing else is read by number.
     for sk in (1024, 2048, 4096, 16384, 131072):
         for name in DTYPES if sk == 1024 else ("bf16", "fp32") if sk == 4096 else ("bf16",):
             for causal in (True, False) if sk == 4096 else (True,):
                 yield _softmax_case(sk, name, causal=causal)
-    for sk, name, window, padded in (
-        (4096, "bf16", 1024, True), (4096, "fp32", 1024, True), (4096, "bf16", 1024, False), (1024, "bf16", None, True),
-        (1024, "fp16", None, True), (16384, "fp32", 1024, True), (131072, "fp32", 1024, True),
-    ):  # fmt: skip
-        masks = ", ".join(["causal"] + ["window 1024"] * (window is not None) + ["padding"] * padded)
+    for sk, name in ((4096, "bf16"), (4096, "fp32"), (16384, "fp32"), (131072, "fp32")):
         yield Case(
-            name=f"fused_softmax {masks} {sk} {name}",
-            launch=partial(_softmax, sk, DTYPES[name], causal=True, window=window, padded=padded),
+            name=f"fused_softmax causal, window 1024 {sk} {name}",
+            launch=partial(_softmax, sk, DTYPES[name], causal=True, window=1024),
         )
     # Either side of where a row is no longer kept in registers.
     for sk, name in ((sk, name) for sk in (16384, 16400, 8191, 8193) for name in ("bf16", "fp32")):
@@ -160,7 +155,7 @@ def _softmax_case(sk: int, name: str, *, causal: bool) -> Case:
     scores = 2 * 64 * sk * DTYPES[name].itemsize
     return Case(
         name=f"fused_softmax {'causal' if causal else 'plain'} {sk} {name}",
-        launch=partial(_softmax, sk, DTYPES[name], causal=causal, window=None, padded=False),
+        launch=partial(_softmax, sk, DTYPES[name], causal=causal, window=None),
         aligned=sk % 16 == 0,
         minimum={
             "forward": 2 * scores, "forward_long": 2 * scores, "backward": 3 * scores, "backward_long": 3 * scores
@@ -168,11 +163,10 @@ def _softmax_case(sk: int, name: str, *, causal: bool) -> Case:
     )  # fmt: skip
 
 
-def _softmax(sk: int, dtype: torch.dtype, *, causal: bool, window: int | None, padded: bool) -> None:
+def _softmax(sk: int, dtype: torch.dtype, *, causal: bool, window: int | None) -> None:
     x = _meta(1, 2, 64, sk, dtype=dtype)
-    keys = _meta(1, sk, dtype=torch.bool) if padded else None
     mask: dict[str, Any] = {"scale": 0.125, "causal": causal, "offset": sk - 64, "window": window}
-    softmax.forward(x, keys, **mask)
+    softmax.forward(x, **mask)
     softmax.backward(x, x, **mask)
 
 
@@ -277,7 +271,7 @@ def _swiglu_case(width: int, name: str) -> Case:
 def _dropout_case(width: int, name: str) -> Case:
     row = 4096 * width * DTYPES[name].itemsize
     return Case(
-        name=f"bias_dropout_add {width} {name}",
+        name=f"dropout_add {width} {name}",
         launch=partial(_dropout, width, DTYPES[name]),
         minimum={"forward": 3 * row, "backward": 2 * row},
     )
@@ -307,9 +301,9 @@ def _gelu(width: int, dtype: torch.dtype, *, biased: bool) -> None:
 
 
 def _dropout(width: int, dtype: torch.dtype) -> None:
-    x, bias = _meta(4096, width, dtype=dtype), _meta(width, dtype=dtype)
+    x = _meta(4096, width, dtype=dtype)
     mask: dict[str, Any] = {"seed": 2**62, "threshold": 2**29, "scale": 1.125}
-    dropout.forward(x, bias, x, **mask)
+    dropout.forward(x, x, **mask)
     dropout.backward(x, **mask)
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.commands.progress import ByteProgress
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.indexed.writer import merge
+from megacore.progress import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _merge(args: Namespace) -> None:
     total = sum(path.stat().st_size for prefix in args.input if (path := Path(f"{prefix}.bin")).is_file())
-    with ByteProgress("merging", total) as progress:
+    with Progress("merging", total) as progress:
         sidecar = merge(args.input, args.output_prefix, on_copied=progress.advance)
     merged = IndexedDataset(args.output_prefix)
     print(

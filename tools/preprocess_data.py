@@ -19,13 +19,13 @@ from typing import get_args
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.commands.progress import Progress, figures
 from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
 from megacore.data.indexed.corpus import TextUnit, check_files
 from megacore.data.indexed.preprocess import Job, Report, preprocess
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.parallel.processors import available_cores
+from megacore.progress import Progress
 
 _SHOWN = 20  # bad lines that are shown; all are counted
 
@@ -114,9 +114,22 @@ def _preprocess(args: Namespace) -> None:
         tokenizer=args.tokenizer,
     )
     tokenizer = load_tokenizer(args.tokenizer)
-    with Progress(file_bytes) as progress:
-        report = preprocess(job, tokenizer, progress.update)
+    with Progress("preprocessing", file_bytes) as progress:
+        report = preprocess(
+            job,
+            tokenizer,
+            lambda so_far: progress.reach(so_far.file_bytes, f"{so_far.documents:,} documents, {figures(so_far)}"),
+        )
     _summarize(job, report)
+
+
+def figures(report: Report) -> str:
+    """Documents, megabytes of text and tokens per second."""
+    seconds = max(report.seconds, 1e-9)
+    return (
+        f"{report.documents / seconds:,.0f} documents/s, {report.text_bytes / seconds / 1e6:.2f} MB/s, "
+        f"{report.tokens / seconds:,.0f} tokens/s"
+    )
 
 
 def _summarize(job: Job, report: Report) -> None:

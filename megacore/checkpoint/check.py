@@ -27,7 +27,7 @@ S = TypeVar("S", bound=Section)
 # The content of files is compared with the manifest at the start up to this many bytes; the rest as it is read.
 _READ_BYTES = 1 << 30
 # The settings whose change is no news: where results go, what is reported, when the run saves and ends.
-_UNREPORTED = frozenset(("checkpoint", "logging", "watch"))
+_UNREPORTED = frozenset(("checkpoint", "logging", "watch", "spikes"))
 # Settings of the training itself that a run without their flags takes from its version, preset, device or length.
 _CONTINUED = (
     *("hidden_dropout", "attention_dropout", "precision"),
@@ -179,12 +179,22 @@ def refuse_other_tokenizer(stored: Path | None, tokenizer: Tokenizer, path: str,
 
 
 def samples_of_run(config: ResolvedConfig) -> int:
-    """Training samples from the first to the last that a run reads, those before its checkpoint included."""
+    """Training samples from the first to the last that a run reads, those before its checkpoint included, and those
+    that rollbacks may skip."""
     batch, training, load = config.training.global_batch_size, config.training, config.checkpoint.load
+    spare = _skipped_at_most(config)
     if load is None:
-        return training.train_iters * batch
+        return training.train_iters * batch + spare
     manifest = read_manifest(find_checkpoint(Path(load)))
-    return manifest.consumed_samples + (training.train_iters - manifest.step) * batch
+    return manifest.consumed_samples + (training.train_iters - manifest.step) * batch + spare
+
+
+def _skipped_at_most(config: ResolvedConfig) -> int:
+    """Training samples that the rollbacks of a run may skip: each those since a checkpoint, and some more."""
+    spikes, interval = config.spikes, config.checkpoint.save_interval
+    if spikes.on_spike != "rollback" or interval is None:
+        return 0
+    return spikes.max_rollbacks * (interval + spikes.spike_skip_batches) * config.training.global_batch_size
 
 
 def _differences(manifest: Manifest, config: ResolvedConfig) -> Iterator[str]:

@@ -6,7 +6,6 @@ refused on the way is told.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,16 +89,13 @@ def _candidates(run: Path, world: Group) -> tuple[list[str], tuple[str, ...]]:
     return names, missed
 
 
-def whole(
-    directory: Path, world: Group, *, archived: bool = False, on_read: Callable[[int], None] = lambda count: None
-) -> str | None:
+def whole(directory: Path, world: Group, *, archived: bool = False) -> str | None:
     """What is wrong with a checkpoint, the same on every rank; None where its manifest and all of its files verify.
 
     Args:
         directory: of the checkpoint.
         world: the ranks that call this together.
         archived: whether SHA-256 is taken as well.
-        on_read: called from several threads with the number of bytes of each part that is read.
     """
     manifest, problem = None, None
     try:
@@ -111,4 +107,4 @@ def whole(
     if problems or manifest is None:
         rank, text = problems[0]
         return text if len(problems) == world.size else f"on rank {rank}: {text}"
-    return verified_together(directory, manifest, world, archived=archived, on_read=on_read)
+    return verified_together(directory, manifest, world, archived=archived)

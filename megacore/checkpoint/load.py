@@ -3,7 +3,7 @@ checked: each by one of the ranks, so that together they read the checkpoint onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from megacore.errors import CheckpointError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.sharding import ShardedParameter, Slices
+from megacore.progress import Progress
 
 _HEADER_BYTES = 1 << 10  # that a tensor takes in the head of a file, with room for a long name
 _LARGEST_HEADER = 1 << 26  # of a file whose header has been checked
@@ -106,7 +107,6 @@ def verified_together(
     *,
     kinds: Iterable[str] | None = None,
     archived: bool = False,
-    on_read: Callable[[int], None] = lambda count: None,
 ) -> str | None:
     """Check a checkpoint's files against its manifest, each on one of the ranks.
 
@@ -116,24 +116,24 @@ def verified_together(
         world: the ranks that call this together.
         kinds: of tensors whose files are checked; None: every file.
         archived: whether SHA-256 is taken as well.
-        on_read: called from several threads with the number of bytes of each part that is read.
 
     Returns:
         What is wrong, the same on every rank; None where all is well.
     """
-
-    def check(name: str) -> None:
-        verify(directory / name, manifest.files[name], archived=archived, on_read=on_read)
 
     kinds = None if kinds is None else tuple(kinds)
     tables = manifest.tensors.values() if kinds is None else [manifest.tensors.get(kind, {}) for kind in kinds]
     used = {piece.file for table in tables for entry in table.values() for piece in entry.pieces}
     names = manifest.files if kinds is None else used
     by_size = sorted(names, key=lambda name: (-manifest.files[name].bytes, name))
-    problem = None
+    share, problem = by_size[world.rank :: world.size], None
+    progress = Progress(f"verifying {directory.name}", sum(manifest.files[name].bytes for name in share))
+
+    def check(name: str) -> None:
+        verify(directory / name, manifest.files[name], archived=archived, on_read=progress.advance)
+
     try:
-        with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
-            share = by_size[world.rank :: world.size]
+        with progress, ThreadPoolExecutor(_THREADS) as threads:  # hashing lets go of the interpreter's lock
             list(threads.map(check, share))
         for name in sorted(used)[world.rank :: world.size]:
             check_header(directory / name, manifest)

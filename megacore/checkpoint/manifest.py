@@ -93,6 +93,7 @@ class Manifest:
         step: updates done.
         consumed_samples: position in the data, all of it: every other property of the order is in `config`.
         counters: further numbers of the trainer: updates done, loss scale, learning rate of the last step.
+        series: lists of numbers of the trainer by name: what the spike guard and adaptive clipping know, rollbacks.
         topology: ranks along each dimension of the mesh that wrote it, by name; a reader's may differ.
         random: what there is to say of random numbers.
         tokenizer: fingerprint of the tokenizer, whose files are under `tokenizer/`; None where the run had none.
@@ -107,6 +108,7 @@ class Manifest:
     step: int
     consumed_samples: int
     counters: dict[str, float] = field(default_factory=dict)
+    series: dict[str, list[float]] = field(default_factory=dict)
     topology: dict[str, int]
     random: str = RANDOM
     tokenizer: str | None = None
@@ -201,6 +203,7 @@ def read_manifest(directory: Path) -> Manifest:
             step=_count(raw, "step"),
             consumed_samples=_count(raw, "consumed_samples"),
             counters={name: _counter(raw["counters"], name) for name in _take(raw, "counters", dict)},
+            series={name: _numbers(raw["series"], name) for name in _take({"series": {}} | raw, "series", dict)},
             topology={name: _count(raw["topology"], name, "topology.") for name in _take(raw, "topology", dict)},
             config={name: _take(raw["config"], name, dict, "config.") for name in _take(raw, "config", dict)},
             files={_own_name(name): _file_entry(raw["files"], name) for name in _take(raw, "files", dict)},
@@ -295,6 +298,14 @@ def _counter(raw: Mapping[str, Any], name: str) -> float:
         kind = "a number" if name in _RANGES_OF_FLOATS else "a whole number"
         raise ValueError(f"counters.{name} is {value:g}, not {kind} from {low:g} to {high:g}")
     return float(value)
+
+
+def _numbers(series: Any, name: str) -> list[float]:
+    """A list of numbers of the trainer."""
+    values: list[Any] = _take(series, name, list, "series.")
+    if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+        raise ValueError(f"series.{name} is not a list of numbers")
+    return [float(value) for value in values]
 
 
 def _file_entry(files: Any, name: str) -> FileEntry:

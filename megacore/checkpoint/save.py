@@ -46,6 +46,7 @@ from megacore.errors import StorageError
 from megacore.files import sync
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, ReplicaRole
+from megacore.progress import Progress
 
 _Shards = dict[str, dict[str, Tensor]]  # file -> tensors by name
 _Tables = dict[str, dict[str, TensorEntry]]  # kind -> entries by name
@@ -248,6 +249,7 @@ class CheckpointSaver:
             step=state.step,
             consumed_samples=state.consumed_samples,
             counters=state.counters,
+            series=state.series,
             topology=dict(self._mesh.degrees),
             config=dataclasses.asdict(self._config),
         )
@@ -292,7 +294,10 @@ class CheckpointSaver:
 
 
 def _write(temporary: Path, shards: _Shards, tables: _Tables) -> tuple[dict[str, FileEntry], _Tables]:
-    return {file: write_tensors(temporary / file, tensors) for file, tensors in shards.items()}, tables
+    total = sum(tensor.nbytes for tensors in shards.values() for tensor in tensors.values())
+    with Progress("saving", total) as progress:
+        files = {file: write_tensors(temporary / file, tensors, progress.advance) for file, tensors in shards.items()}
+    return files, tables
 
 
 def _merged(contributions: list[tuple[dict[str, FileEntry], _Tables]]) -> tuple[dict[str, FileEntry], _Tables]:

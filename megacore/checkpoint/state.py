@@ -54,6 +54,7 @@ class TrainingState:
         data_parallel: holds the weights.
         optimizer: holds the state of what this rank updates.
         counters: further numbers, the same on every rank (updates done, loss scale).
+        series: lists of numbers, likewise.
         buffers: by global name; replicas may have different ones, and one replica's are kept.
     """
 
@@ -62,6 +63,7 @@ class TrainingState:
     data_parallel: DataParallel
     optimizer: Optimizer[Any]
     counters: dict[str, float] = field(default_factory=dict)
+    series: dict[str, list[float]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def entries(self) -> Iterator[Entry]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,12 +47,15 @@ def passing(point: str) -> None:
     """A save gets to one of POINTS. Nothing happens here; tests replace it."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], on_written: Callable[[int], None] = lambda count: None
+) -> FileEntry:
     """Write one safetensors file and make it durable.
 
     Args:
         path: of the new file.
         tensors: in host memory.
+        on_written: called with the number of bytes of each part of a tensor that is written.
 
     Raises:
         OSError: it cannot be written.
@@ -65,6 +68,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
             digested = digester.submit(digests.update, chunk)
             write_all(file.fileno(), chunk)
             digested.result()
+            if number > 0:
+                on_written(len(chunk))
             if number < 2:
                 passing(("shard opened", "shard half written")[number])
         passing("shard written")

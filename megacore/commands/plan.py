@@ -6,6 +6,7 @@ The flags of the run are read and validated as the trainer does it. Nothing here
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -18,7 +19,9 @@ from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
+from megacore.config.dimensions import degree_fields
 from megacore.config.messages import did_you_mean, one_of
+from megacore.config.sections import AUTO
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError
@@ -26,12 +29,14 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.calibration import calibrate
 from megacore.plan.canvas import require_writable, save
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
+from megacore.plan.fastest_schedule import typical_cluster
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
 from megacore.plan.search import Constraints, Found, search, search_json, search_table
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
+_DRY_RUN = "--dry-run"
 _DATA_FLAGS = {"--mock-data", "--data-path"}
 MOST_RANKS = 1 << 20
 
@@ -56,12 +61,59 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
     return run_tool(parser, given, _plan)
 
 
+def is_dry_run(argv: Sequence[str]) -> bool:
+    """Whether `--dry-run`, in either form, is among the flags of an entry point."""
+    return any(word.split("=")[0] == _DRY_RUN for word in argv)
+
+
 def dry_run(argv: Sequence[str], entry: str) -> int:
-    """`--dry-run` of an entry point: plan the run in place of it."""
-    parser = _parser(f"{entry} --dry-run", f"{entry} --dry-run [--world-size N] [--cluster NAME] [flags of a run]")
-    parser.add_argument("--dry-run", action="store_true", help="plan the run in place of training")
+    """`--dry-run` of an entry point: plan the run in place of it; `--dry-run=full`: take a step of it without devices.
+
+    Returns:
+        The exit status: 0 done, 2 refused, or a rank failed.
+    """
+    if f"{_DRY_RUN}=full" in argv or any(pair == (_DRY_RUN, "full") for pair in itertools.pairwise(argv)):
+        parser = _full_parser(entry)
+        action = _run_fully
+    else:
+        parser = _parser(f"{entry} --dry-run", f"{entry} --dry-run [--world-size N] [--cluster NAME] [flags of a run]")
+        action = _plan
+    _add_dry_run(parser)
     parser.set_defaults(entry=entry, calibrate=None, is_dry_run=True)
-    return run_tool(parser, argv, _plan)
+    return run_tool(parser, argv, action)
+
+
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        _DRY_RUN,
+        nargs="?",
+        const="plan",
+        choices=("plan", "full"),
+        help="plan: print the plan in place of training; full: build every kind of rank and take a step on tensors "
+        "without values, to find errors in shapes, types and devices. Default: plan",
+    )
+
+
+def _full_parser(entry: str) -> _Parser:
+    parser = _Parser(
+        prog=f"{entry} --dry-run=full",
+        usage=f"{entry} --dry-run=full [--world-size N] [--cluster NAME] [flags of a run]",
+        description="Build every kind of rank of a job and take a train step of it, on tensors that have shapes, types "
+        "and devices but no values: no other rank, no device and no memory are needed. All other flags are those of "
+        "the entry point. See docs/planner.md.",
+        allow_abbrev=False,
+    )
+    _add_common_flags(parser)
+    # What only the plan has.
+    parser.set_defaults(search=False, timeline=None, memory_timeline=None, picture=None, price_per_hour=None)
+    return parser
+
+
+def _add_common_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--cluster", metavar="NAME", help=f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
+    add("--world-size", type=positive, metavar="N", help="number of ranks. Default: --tp x --pp x --dp")
+    add("--json", action="store_true", help="print all figures as JSON")
 
 
 def _parser(prog: str, usage: str) -> _Parser:
@@ -72,9 +124,8 @@ def _parser(prog: str, usage: str) -> _Parser:
         "and price. All other flags are those of the entry point. See docs/planner.md.",
         allow_abbrev=False,
     )
+    _add_common_flags(parser)
     add = parser.add_argument
-    add("--cluster", metavar="NAME", help=f"cluster to plan for: {', '.join(CLUSTERS)}, or a FILE.toml")
-    add("--world-size", type=positive, metavar="N", help="number of ranks. Default: --tp x --pp x --dp")
     add("--tokens", type=_tokens, metavar="N", help="tokens of the whole training, as in 300e9: prints days and price")
     add(
         "--goodput",
@@ -84,20 +135,19 @@ def _parser(prog: str, usage: str) -> _Parser:
         help="share of the time that makes progress. Default: 0.9",
     )
     add("--price-per-hour", type=_price, metavar="USD", help="price of a device and hour. Default: the cluster's")
-    add("--json", action="store_true", help="print all figures as JSON")
     add("--timeline", type=Path, metavar="FILE", help="draw the predicted time line of the pipeline (.svg or .png)")
     add("--memory-timeline", type=Path, metavar="FILE", help="draw every rank's memory over a step (.svg or .png)")
     add("--search", action="store_true", help="rank all layouts of --world-size ranks instead of planning one")
     add("--top", type=positive, default=10, metavar="N", help="layouts that --search prints. Default: 10")
     add("--picture", type=Path, metavar="FILE", help="draw the time and memory of what --search found (.svg or .png)")
-    for name in ("tp", "pp", "dp", "micro-batch-size", "zero-stage", "virtual-stages"):
+    for name in (*degree_fields(), "micro-batch-size", "zero-stage", "virtual-stages"):
         add(
             f"--max-{name}",
             type=positive if name != "zero-stage" else _stage,
             metavar="N",
             help=f"--search: largest --{name}",
         )
-        if name in ("tp", "pp", "dp"):
+        if name in degree_fields():
             add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
     add("--max-memory-gb", type=_price, metavar="GB", help="--search: most memory of a device. Default: the cluster's")
     parser.set_defaults(is_dry_run=False)
@@ -117,6 +167,7 @@ def _plan(args: argparse.Namespace) -> None:
         _calibrate(args)
         return
     request = _read(args)
+    request = replace(request, config=_on_cluster(request.config, request.cluster))
     if args.search:
         _search(args, request)
         return
@@ -126,6 +177,17 @@ def _plan(args: argparse.Namespace) -> None:
     else:
         print(markdown(plan, tokens=args.tokens, goodput=args.goodput))
     _draw(args, plan)
+
+
+def _run_fully(args: argparse.Namespace) -> None:
+    from megacore.commands.dry_run import report_ranks
+
+    request = _read(args)
+    config, device = request.config, request.config.parallel.device
+    # The job is one for accelerators, unless it is said to run elsewhere.
+    on_cpu = device == "cpu" or (device == AUTO and args.cluster is not None and request.cluster.on_cpu)
+    cluster = typical_cluster(on_cpu=on_cpu) if args.cluster is None else request.cluster
+    report_ranks(scheduled(_on_cluster(config, cluster), cluster), on_cpu=on_cpu, as_json=args.json)
 
 
 def _draw(args: argparse.Namespace, plan: Plan) -> None:
@@ -172,7 +234,7 @@ def _read(args: argparse.Namespace) -> _Request:
         problems=problems,
     )
     assert cluster is not None
-    return _Request(_on_cluster(config, cluster), cluster)
+    return _Request(config, cluster)
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
@@ -226,10 +288,10 @@ def _search(args: argparse.Namespace, request: _Request) -> None:
         world_size=args.world_size,
         most={
             name: value
-            for name in ("tp", "pp", "dp", "micro_batch_size", "zero_stage", "virtual_stages")
+            for name in (*degree_fields(), "micro_batch_size", "zero_stage", "virtual_stages")
             if (value := getattr(args, f"max_{name}")) is not None
         },
-        least={name: value for name in ("tp", "pp", "dp") if (value := getattr(args, f"min_{name}")) is not None},
+        least={name: value for name in degree_fields() if (value := getattr(args, f"min_{name}")) is not None},
         memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
     )
     found = search(request.config, request.cluster, constraints)

@@ -1,7 +1,7 @@
 """The configuration of a run: sections, validation, presets, the command line, TOML files.
 
-schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizers.py, watch.py and bert.py its
-sections, validation.py what must hold between them. cli.py turns a command line into a configuration.
+schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, optimizers.py, watch.py, spikes.py and
+bert.py its sections, validation.py what must hold between them. cli.py turns a command line into a configuration.
 """
 
 from megacore.config.model import ModelConfig, ResolvedModel
@@ -20,6 +20,7 @@ from megacore.config.sections import (
     ResolvedTraining,
     TrainingConfig,
 )
+from megacore.config.spikes import SpikeConfig
 from megacore.config.validation import validate
 from megacore.config.watch import WatchConfig
 
@@ -42,6 +43,7 @@ __all__ = [
     "ResolvedPrecision",
     "ResolvedTraining",
     "SGDConfig",
+    "SpikeConfig",
     "TrainingConfig",
     "WatchConfig",
     "sections_of",

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, get_type_hints
 
+from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
@@ -33,6 +34,7 @@ from megacore.config.sections import (
     ResolvedTraining,
     TrainingConfig,
 )
+from megacore.config.spikes import SpikeConfig
 from megacore.config.watch import WatchConfig
 
 
@@ -51,6 +53,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     watch: WatchConfig = field(default_factory=WatchConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     presets: ClassVar[Mapping[str, Shape]] = GPT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {}
     """Fields that only other entry points accept, each with the reason and the way out, which follow the flag in the
@@ -118,13 +121,15 @@ class Config:
     def resolved_sections(self, world_size: int, vocab_size: int | None) -> dict[str, Any]:
         """The sections of the resolved configuration by name: the arguments of its constructor."""
         parallel, training = self.parallel, self.training
-        dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
-        global_batch_size = training.global_batch_size or training.micro_batch_size * dp
+        degrees = fill_degrees(parallel, world_size)
+        filled = {d.degree: degrees[d.name] for d in DIMENSIONS if isinstance(d.degree, str)}
+        replicas = size_of_role("batch", degrees)
+        global_batch_size = training.global_batch_size or training.micro_batch_size * replicas
         microbatches = global_batch_size // training.micro_batch_size
         sections = {name: getattr(self, name) for name in sections_of(type(self))}
         return sections | {
             "model": self.model.resolve(seq_length=self.data.seq_length, vocab_size=vocab_size),
-            "parallel": parallel.resolved_as(ResolvedParallel, dp=dp),
+            "parallel": parallel.resolved_as(ResolvedParallel, **filled),
             "precision": self.precision.resolve(microbatches),
             "optimizer": self.optimizer.resolved_as(
                 ResolvedOptimizer, min_lr=self.optimizer.end_lr, lr_decay_iters=self.lr_decay_iters
@@ -169,18 +174,33 @@ class ResolvedConfig(Config):
     optimizer: ResolvedOptimizer = field()
     training: ResolvedTraining = field()
 
-    def for_device(self, *, on_cpu: bool, bf16: bool) -> Self:
+    @property
+    def replica_batch_size(self) -> int:
+        """Samples of one microbatch on all replicas together."""
+        return self.training.micro_batch_size * ranks_of_role("batch", self.parallel)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each replica."""
+        return self.training.global_batch_size // self.replica_batch_size
+
+    def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.
+
+        Without tensor parallelism no sequence is split, and `sequence_parallel` stays as it is given: another layout
+        decides it anew.
 
         Args:
             on_cpu: not on accelerators.
-            bf16: whether matrix products in bf16 are fast there.
+            bf16: whether matrix products in bf16 are fast there; None: not known, and --precision auto stays undecided.
         """
-        parallel = self.parallel
-        if parallel.sequence_parallel is None:
-            splits = not on_cpu and parallel.tp > 1 and self.data.seq_length % parallel.tp == 0
+        parallel, precision = self.parallel, self.precision
+        if parallel.sequence_parallel is None and parallel.tp > 1:
+            splits = not on_cpu and self.data.seq_length % parallel.tp == 0
             parallel = dataclasses.replace(parallel, sequence_parallel=splits)
-        return dataclasses.replace(self, parallel=parallel, precision=self.precision.for_device(bf16=bf16))
+        if bf16 is not None:
+            precision = precision.for_device(bf16=bf16)
+        return dataclasses.replace(self, parallel=parallel, precision=precision)
 
 
 def sections_of(kind: type[Config]) -> dict[str, type[Section]]:

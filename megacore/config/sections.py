@@ -352,6 +352,15 @@ class OptimizerConfig(Section):
     """Weight decay of matrices. Biases and norm weights are not decayed. 0: off."""
     clip_grad: Annotated[float, Range(0)] = 1.0
     """Gradient clipping: gradients are scaled down so that their global 2-norm is at most this. 0: no clipping."""
+    clip_grad_adaptive: bool = False
+    """Also clips gradients whose norm is far above its moving mean (ZClip, docs/spikes.md): where its z-score z exceeds
+    --clip-grad-z-threshold T, to mean + T^2 x deviation / z."""
+    clip_grad_z_threshold: Annotated[float, Range(above=0)] = 2.5
+    """Z-score of the gradient norm above which --clip-grad-adaptive clips."""
+    clip_grad_decay: Annotated[float, Range(0, below=1)] = 0.97
+    """Decay rate of the moving mean and variance of --clip-grad-adaptive."""
+    clip_grad_warmup_iters: Annotated[int, Range(2, 1_000_000)] = 25
+    """Number of steps that give --clip-grad-adaptive its first mean and variance. In these only --clip-grad clips."""
 
     @property
     def end_lr(self) -> float:
@@ -360,6 +369,9 @@ class OptimizerConfig(Section):
         return float(f"{self.lr / 10:.12g}") if self.min_lr is None else self.min_lr
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if not self.clip_grad_adaptive and "clip_grad_adaptive" not in wrong:
+            names = ("clip_grad_z_threshold", "clip_grad_decay", "clip_grad_warmup_iters")
+            yield from self.without_effect(names, wrong, "--no-clip-grad-adaptive", "--clip-grad-adaptive")
         if self.min_lr is not None and not wrong & {"lr", "min_lr"} and self.min_lr > self.lr:
             lr, min_lr = number(self.lr), number(self.min_lr)
             yield f"--min-lr {min_lr} must be at most --lr {lr}: use --min-lr {lr} or less, or a larger --lr"

@@ -54,6 +54,11 @@ class Layer:
         copy.ties = to if isinstance(to, str) else dict(to)
         return copy
 
+    @property
+    def description(self) -> str:
+        """What makes the module, and with what: `Linear(4, 5, bias=False)`; the same text in every process."""
+        return describe_call(self._make)
+
     def build(self, seed: int) -> nn.Module:
         """The module on the CPU, with values that depend on the seed and the layer's name only.
 
@@ -87,6 +92,22 @@ class Layer:
         if not isinstance(made, nn.Module):
             raise UserError(f"layer {self.name!r} makes a {type(made).__name__}: it must make a torch.nn.Module")
         return made
+
+
+def describe_call(made: Any) -> str:
+    """A function, a class or a `partial` of one with its arguments, in words that name no memory address."""
+    if isinstance(made, partial):
+        arguments = [*map(_describe, made.args), *(f"{k}={_describe(v)}" for k, v in made.keywords.items())]
+        return f"{describe_call(made.func)}({', '.join(arguments)})"
+    return str(getattr(made, "__qualname__", None) or type(made).__qualname__)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_describe, value))})"
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.Size):
+        return repr(value)
+    return describe_call(value)
 
 
 def describe_layers(

@@ -31,7 +31,7 @@ from megacore.ops.dispatch import (
     uses_triton,
     why_not,
 )
-from megacore.ops.dropout import bias_dropout_add, dropout_mask
+from megacore.ops.dropout import dropout_add, dropout_mask
 from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy
 from megacore.ops.norm import (
     add_layer_norm,
@@ -57,10 +57,10 @@ __all__ = [
     "alibi_slopes",
     "attention",
     "attention_backend",
-    "bias_dropout_add",
     "bias_gelu",
     "choose_kernels",
     "cross_entropy",
+    "dropout_add",
     "dropout_mask",
     "fused_softmax",
     "geglu",

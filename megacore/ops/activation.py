@@ -16,7 +16,7 @@ from megacore.ops.dispatch import (
     is_fused,
     operator,
     require,
-    require_contiguous,
+    require_alike,
     require_floats,
     require_rows,
     require_same_device,
@@ -67,7 +67,7 @@ def _keep_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_gelu(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     x, bias = ctx.saved_tensors
     dx = _gelu_backward(dy.contiguous(), x, bias)
-    return dx, None if bias is None else dx.sum(0)
+    return dx, None if bias is None else dx.view(-1, dx.shape[-1]).sum(0)
 
 
 _gelu_forward.register_autograd(_differentiate_gelu, setup_context=_keep_gelu)
@@ -87,11 +87,11 @@ def gelu(x: Tensor, *, exact: bool = False) -> Tensor:
         ValueError: x's dtype or strides do not fit.
     """
     require_rows(x=x)
-    require_floats(x=x)
-    require_contiguous(x=x)
+    require_alike(x=x)
     if exact or not uses_triton(x):
         return F.gelu(x, approximate="none" if exact else "tanh")
-    return _gelu_forward(x.view(-1, x.shape[-1]), None).view(x.shape)
+    y: Tensor = _gelu_forward(x, None)
+    return y
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -108,11 +108,10 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     require_rows(x=x)
-    require_same_device(x=x, bias=bias)
-    require_floats(x=x, bias=bias)
     require_shape(x.shape[-1:], "x's last dimension", bias=bias)
-    require_contiguous(x=x, bias=bias)
-    return _gelu_forward(x.view(-1, x.shape[-1]), bias).view(x.shape)
+    require_alike(x=x, bias=bias)
+    y: Tensor = _gelu_forward(x, bias)
+    return y
 
 
 @operator("megacore::swiglu_forward")
@@ -190,7 +189,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @operator("megacore::swiglu_of_halves")
 def _halves_forward(both: Tensor) -> Tensor:
-    up, gate = both.chunk(2, dim=1)
+    up, gate = both.chunk(2, dim=-1)
     if runs_triton(both=both):
         from megacore.kernels import swiglu as kernel
 
@@ -200,7 +199,7 @@ def _halves_forward(both: Tensor) -> Tensor:
 
 @_halves_forward.register_fake
 def _(both: Tensor) -> Tensor:
-    return both.new_empty(both.shape[0], both.shape[1] // 2)
+    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
 
 
 @operator("megacore::swiglu_of_halves_backward")
@@ -209,9 +208,9 @@ def _halves_backward(dy: Tensor, both: Tensor) -> Tensor:
         from megacore.kernels import swiglu as kernel
 
         return kernel.backward_of_halves(dy, both)
-    up, gate = both.chunk(2, dim=1)
+    up, gate = both.chunk(2, dim=-1)
     dgate, dup = _swiglu_gradients(dy, gate, up)
-    return torch.cat([dup, dgate], dim=1)
+    return torch.cat([dup, dgate], dim=-1)
 
 
 @_halves_backward.register_fake
@@ -243,11 +242,10 @@ def swiglu_of_halves(both: Tensor) -> Tensor:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     require_rows(both=both)
-    require_floats(both=both)
-    require_contiguous(both=both)
-    width = both.shape[-1]
-    require(width % 2 == 0, f"both has a last dimension of {width}: it must be even, for two halves")
-    return _halves_forward(both.view(-1, width)).view(*both.shape[:-1], width // 2)
+    require_alike(both=both)
+    require(both.shape[-1] % 2 == 0, f"both has a last dimension of {both.shape[-1]}: it must be even, for two halves")
+    y: Tensor = _halves_forward(both)
+    return y
 
 
 def geglu(gate: Tensor, up: Tensor, *, exact: bool = False) -> Tensor:

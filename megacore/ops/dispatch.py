@@ -9,7 +9,7 @@ otherwise: it is optional, and takes a second to load.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -141,15 +141,24 @@ class Operator:
         self.custom_op.register_fake(function)
         return function
 
-    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """The gradient, as for `torch.library.custom_op`."""
+    def register_autograd(
+        self, backward: Callable[..., Any], *, setup_context: Callable[..., None], results: int | None = None
+    ) -> None:
+        """The gradient, as for `torch.library.custom_op`.
+
+        Args:
+            backward: from the context and the gradients of the results.
+            setup_context: keeps what backward needs.
+            results: how many of the results the autograd node gives its callers; `setup_context` gets the others too.
+                None: all. Without gradients callers get all.
+        """
         self.custom_op.register_autograd(backward, setup_context=setup_context)
         function = self._function
 
         def forward(ctx: Any, *arguments: Any) -> Any:  # with a `setup_context` torch inspects signatures in every call
             output = function(*arguments)
             setup_context(ctx, arguments, output)
-            return output
+            return output if results is None else output[:results]
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         node: Any = type(self._name, (torch.autograd.Function,), members)
@@ -158,7 +167,7 @@ class Operator:
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
             return self.custom_op(*arguments)
-        return self._eager(*arguments)
+        return self._eager(*arguments) if torch.is_grad_enabled() else self._function(*arguments)
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
@@ -171,6 +180,26 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
 
 
 # ---- checks of arguments: every refusal names the argument, what it is, and what is expected
+
+
+def require_alike(**tensors: Tensor) -> None:
+    """Contiguous, of one of the three float types, and all on one device.
+
+    Raises:
+        ValueError: as the three checks below say it.
+    """
+    kind: torch.dtype | None = None
+    for tensor in tensors.values():  # what nearly every call is: one pass
+        if kind is None:
+            kind, device = tensor.dtype, tensor.device
+        if tensor.dtype is not kind or tensor.device != device or not tensor.is_contiguous():
+            break
+    else:
+        if kind in FLOATS:
+            return
+    require_same_device(**tensors)
+    require_floats(**tensors)
+    require_contiguous(**tensors)
 
 
 def require_floats(**tensors: Tensor) -> None:
@@ -199,14 +228,14 @@ def require_same_device(**tensors: Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}: it must be on {first.device}, like {first_name}")
 
 
-def require_shape(shape: Sequence[int], why: str, **tensors: Tensor) -> None:
+def require_shape(shape: tuple[int, ...], why: str, **tensors: Tensor) -> None:
     """All of one shape.
 
     Raises:
         ValueError: one has another shape.
     """
     for name, tensor in tensors.items():
-        if tuple(tensor.shape) != tuple(shape):
+        if tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: it must be {tuple(shape)}, {why}")
 
 

@@ -1,4 +1,4 @@
-"""residual + dropout(x + bias) with a mask that is a function of a seed and the position, never stored.
+"""residual + dropout(x) with a mask that is a function of a seed and the position, never stored.
 
 The random bits are Philox 4x32-10 (Salmon et al. 2011) of the key `seed` and the counter (column / 4, row, 0, 0), a
 word for each of four neighbouring columns. The plain form computes the same bits, so that both implementations,
@@ -17,10 +17,8 @@ from torch import Tensor
 from megacore.ops.dispatch import (
     operator,
     require,
-    require_contiguous,
-    require_floats,
+    require_alike,
     require_rows,
-    require_same_device,
     require_shape,
     require_whole,
     runs_triton,
@@ -66,18 +64,16 @@ def kept(seed: int, threshold: int, shape: tuple[int, int], device: torch.device
 
 
 @operator("megacore::dropout_add")
-def _dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
+def _dropout_add(x: Tensor, residual: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
     if runs_triton(x=x):
         from megacore.kernels import dropout
 
-        return dropout.forward(x, bias, residual, seed=seed, threshold=threshold, scale=scale)
-    mask = kept(seed, threshold, (x.shape[0], x.shape[1]), x.device)
-    wide = x.float() if bias is None else x.float() + bias.float()
-    return (torch.where(mask, wide * scale, 0.0) + residual.float()).to(x.dtype)
+        return dropout.forward(x, residual, seed=seed, threshold=threshold, scale=scale)
+    return (torch.where(_kept_of(x, seed, threshold), x.float() * scale, 0.0) + residual.float()).to(x.dtype)
 
 
 @_dropout_add.register_fake
-def _(x: Tensor, bias: Tensor | None, residual: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
+def _(x: Tensor, residual: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -87,9 +83,7 @@ def _dropout_backward(dy: Tensor, seed: int, threshold: int, scale: float) -> Te
         from megacore.kernels import dropout
 
         return dropout.backward(dy, seed=seed, threshold=threshold, scale=scale)
-    return torch.where(kept(seed, threshold, (dy.shape[0], dy.shape[1]), dy.device), dy.float() * scale, 0.0).to(
-        dy.dtype
-    )
+    return torch.where(_kept_of(dy, seed, threshold), dy.float() * scale, 0.0).to(dy.dtype)
 
 
 @_dropout_backward.register_fake
@@ -97,26 +91,26 @@ def _(dy: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
     return torch.empty_like(dy)
 
 
+def _kept_of(x: Tensor, seed: int, threshold: int) -> Tensor:
+    return kept(seed, threshold, (math.prod(x.shape[:-1]), x.shape[-1]), x.device).view(x.shape)
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, bias, _, *ctx.mask = inputs
-    ctx.has_bias = bias is not None
+    _, _, *ctx.mask = inputs
 
 
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None, None, None]:
-    dx = _dropout_backward(dy.contiguous(), *ctx.mask)
-    dbias = dx.sum(0) if ctx.has_bias else None
-    return dx, dbias, dy, None, None, None
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    return _dropout_backward(dy.contiguous(), *ctx.mask), dy, None, None, None
 
 
 _dropout_add.register_autograd(_differentiate, setup_context=_keep)
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, *, probability: float, seed: int) -> Tensor:
-    """residual + dropout(x + bias), what is kept divided by 1 - probability (Srivastava et al. 2014).
+def dropout_add(x: Tensor, residual: Tensor, *, probability: float, seed: int) -> Tensor:
+    """residual + dropout(x), what is kept divided by 1 - probability (Srivastava et al. 2014).
 
     Args:
         x: [..., h] contiguous; fp32, fp16 or bf16.
-        bias: [h], of x's dtype, or None.
         residual: like x.
         probability: share of elements dropped, in [0, 1).
         seed: 0 to 2^63 - 1; the mask is a function of it, and of row and column.
@@ -129,20 +123,14 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, *, probab
     """
     require_rows(x=x, residual=residual)
     _check_mask(probability, seed)
-    tensors = {"x": x, "residual": residual} | ({} if bias is None else {"bias": bias})
-    require_same_device(**tensors)
-    require_floats(**tensors)
     require_shape(x.shape, "like x", residual=residual)
-    if bias is not None:
-        require_shape(x.shape[-1:], "x's last dimension", bias=bias)
-    require_contiguous(**tensors)
-    rows, others = x.view(-1, x.shape[-1]), residual.view(-1, x.shape[-1])
-    scale = 1.0 / (1.0 - probability)
-    return _dropout_add(rows, bias, others, seed, _threshold(probability), scale).view(x.shape)
+    require_alike(x=x, residual=residual)
+    result: Tensor = _dropout_add(x, residual, seed, _threshold(probability), 1.0 / (1.0 - probability))
+    return result
 
 
 def dropout_mask(shape: Sequence[int], *, probability: float, seed: int, device: torch.device) -> Tensor:
-    """What `bias_dropout_add` keeps, as a bool tensor.
+    """What `dropout_add` keeps, as a bool tensor.
 
     Args:
         shape: [..., h].

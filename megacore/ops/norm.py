@@ -15,10 +15,8 @@ from torch import Tensor
 from megacore.ops.dispatch import (
     operator,
     require,
-    require_contiguous,
-    require_floats,
+    require_alike,
     require_rows,
-    require_same_device,
     require_shape,
     runs_triton,
     uses_triton,
@@ -40,7 +38,7 @@ def _norm_forward(
 def _(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = x.shape[0]
+    rows = x.numel() // x.shape[-1]
     return (
         torch.empty_like(x),
         x.new_empty(0) if residual is None else torch.empty_like(x),
@@ -64,7 +62,7 @@ def _norm_backward(
 def _(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(1 + has_bias, x.shape[1], dtype=torch.float32)
+    return torch.empty_like(x), x.new_empty(1 + has_bias, x.shape[-1], dtype=torch.float32)
 
 
 def norm_forward_reference(
@@ -76,24 +74,25 @@ def norm_forward_reference(
     mean = x.new_empty(0, dtype=torch.float32)
     if not rms:
         mean = wide.mean(-1)
-        wide = wide - mean[:, None]
+        wide = wide - mean.unsqueeze(-1)
     rstd = torch.rsqrt(wide.square().mean(-1) + epsilon)
-    y = wide * rstd[:, None] * weight.float()
-    return (y if bias is None else y + bias.float()).to(x.dtype), summed, mean, rstd
+    y = wide * rstd.unsqueeze(-1) * weight.float()
+    return (y if bias is None else y + bias.float()).to(x.dtype), summed, mean.flatten(), rstd.flatten()
 
 
 def norm_backward_reference(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
     """What the kernel computes, in plain torch; arguments and results as `megacore.kernels.norm.backward`."""
-    wide = x.float() if rms else x.float() - mean[:, None]
-    normal, grad = wide * rstd[:, None], dy.float()
-    parameters = [(grad * normal).sum(0), *([grad.sum(0)] if has_bias else [])]
+    of_row = (*x.shape[:-1], 1)
+    wide = x.float() if rms else x.float() - mean.view(of_row)
+    normal, grad = wide * rstd.view(of_row), dy.float()
+    parameters = [term.view(-1, x.shape[-1]).sum(0) for term in (grad * normal, *([grad] if has_bias else []))]
     inner = grad * weight.float()
     dx = inner - normal * (inner * normal).mean(-1, keepdim=True)
     if not rms:
         dx -= inner.mean(-1, keepdim=True)
-    dx *= rstd[:, None]
+    dx *= rstd.view(of_row)
     return (dx if dsum is None else dx + dsum.float()).to(x.dtype), torch.stack(parameters)
 
 
@@ -123,7 +122,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor
     return dx, dweight, dbias[0] if dbias else None
 
 
-_norm_forward.register_autograd(_differentiate, setup_context=_keep)
+_norm_forward.register_autograd(_differentiate, setup_context=_keep, results=2)
 
 
 class _WithInput(torch.autograd.Function):
@@ -162,7 +161,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 
     _check(x, epsilon, weight=weight, **({} if bias is None else {"bias": bias}))
     if not uses_triton(x):
         return F.layer_norm(x, weight.shape, weight, bias, epsilon)
-    return _norm_forward(_rows(x), None, weight, bias, epsilon, False)[0].view(x.shape)
+    y: Tensor = _norm_forward(x, None, weight, bias, epsilon, False)[0]
+    return y
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> Tensor:
@@ -182,7 +182,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> Tensor:
     _check(x, epsilon, weight=weight)
     if not uses_triton(x):
         return F.rms_norm(x, weight.shape, weight, epsilon)
-    return _norm_forward(_rows(x), None, weight, None, epsilon, True)[0].view(x.shape)
+    y: Tensor = _norm_forward(x, None, weight, None, epsilon, True)[0]
+    return y
 
 
 def add_layer_norm(
@@ -208,8 +209,8 @@ def add_layer_norm(
     if not uses_triton(x):
         summed = x + residual
         return F.layer_norm(summed, weight.shape, weight, bias, epsilon), summed
-    y, summed, *_ = _norm_forward(_rows(x), _rows(residual), weight, bias, epsilon, False)
-    return y.view(x.shape), summed.view(x.shape)
+    y, summed, *_ = _norm_forward(x, residual, weight, bias, epsilon, False)
+    return y, summed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tuple[Tensor, Tensor]:
@@ -232,8 +233,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1
     if not uses_triton(x):
         summed = x + residual
         return F.rms_norm(summed, weight.shape, weight, epsilon), summed
-    y, summed, *_ = _norm_forward(_rows(x), _rows(residual), weight, None, epsilon, True)
-    return y.view(x.shape), summed.view(x.shape)
+    y, summed, *_ = _norm_forward(x, residual, weight, None, epsilon, True)
+    return y, summed
 
 
 def layer_norm_with_input(
@@ -256,8 +257,8 @@ def layer_norm_with_input(
     if not uses_triton(x) or torch.compiler.is_compiling():
         return layer_norm(x, weight, bias, epsilon), x
     _check(x, epsilon, weight=weight, **({} if bias is None else {"bias": bias}))
-    y, same = _WithInput.apply(_rows(x), weight, bias, epsilon, False)
-    return y.view(x.shape), same.view(x.shape)
+    both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, bias, epsilon, False)
+    return both
 
 
 def rms_norm_with_input(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tuple[Tensor, Tensor]:
@@ -277,25 +278,17 @@ def rms_norm_with_input(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tup
     if not uses_triton(x) or torch.compiler.is_compiling():
         return rms_norm(x, weight, epsilon), x
     _check(x, epsilon, weight=weight)
-    y, same = _WithInput.apply(_rows(x), weight, None, epsilon, True)
-    return y.view(x.shape), same.view(x.shape)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.view(-1, x.shape[-1])
+    both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, None, epsilon, True)
+    return both
 
 
 def _check(x: Tensor, epsilon: float, **parameters: Tensor) -> None:
     require_rows(x=x)
     require(epsilon > 0, f"epsilon is {epsilon}: it must be positive")
-    require_same_device(x=x, **parameters)
-    require_floats(x=x, **parameters)
     require_shape(x.shape[-1:], "x's last dimension", **parameters)
-    require_contiguous(x=x, **parameters)
+    require_alike(x=x, **parameters)
 
 
 def _check_residual(x: Tensor, residual: Tensor) -> None:
-    require_same_device(x=x, residual=residual)
-    require_floats(x=x, residual=residual)
     require_shape(x.shape, "like x", residual=residual)
-    require_contiguous(residual=residual)
+    require_alike(x=x, residual=residual)

@@ -15,28 +15,23 @@ from torch import Tensor
 from megacore.ops.dispatch import (
     operator,
     require,
-    require_contiguous,
-    require_floats,
-    require_same_device,
-    require_shape,
+    require_alike,
     require_whole,
     runs_triton,
 )
 
 
 @operator("megacore::softmax_forward")
-def _softmax_forward(
-    x: Tensor, key_mask: Tensor | None, scale: float, causal: bool, offset: int, window: int | None
-) -> Tensor:
+def _softmax_forward(x: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     if runs_triton(x=x):
         from megacore.kernels import softmax
 
-        return softmax.forward(x, key_mask, scale=scale, causal=causal, offset=offset, window=window)
-    return softmax_reference(x, key_mask, scale=scale, causal=causal, offset=offset, window=window)
+        return softmax.forward(x, scale=scale, causal=causal, offset=offset, window=window)
+    return softmax_reference(x, scale=scale, causal=causal, offset=offset, window=window)
 
 
 @_softmax_forward.register_fake
-def _(x: Tensor, key_mask: Tensor | None, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
+def _(x: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -56,21 +51,19 @@ def _(dy: Tensor, y: Tensor, scale: float, causal: bool, offset: int, window: in
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, *ctx.options = inputs
+    _, *ctx.options = inputs
     ctx.save_for_backward(output)
 
 
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
     (y,) = ctx.saved_tensors
-    return _softmax_backward(dy.contiguous(), y, *ctx.options), None, None, None, None, None
+    return _softmax_backward(dy.contiguous(), y, *ctx.options), None, None, None, None
 
 
 _softmax_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def hidden_keys(
-    shape: tuple[int, ...], key_mask: Tensor | None, *, causal: bool, offset: int, window: int | None, device: Any
-) -> Tensor | None:
+def hidden_keys(shape: tuple[int, ...], *, causal: bool, offset: int, window: int | None, device: Any) -> Tensor | None:
     """Where a key is not seen by a query, as a mask that broadcasts to [b, heads, sq, sk]; None: all are seen."""
     query = torch.arange(shape[-2], device=device)[:, None] + offset
     key = torch.arange(shape[-1], device=device)
@@ -80,17 +73,12 @@ def hidden_keys(
     if window is not None:
         before = key <= query - window
         hidden = before if hidden is None else hidden | before
-    if key_mask is not None:
-        padding = ~key_mask[:, None, None, :]
-        hidden = padding if hidden is None else hidden | padding
     return hidden
 
 
-def softmax_reference(
-    x: Tensor, key_mask: Tensor | None, *, scale: float, causal: bool, offset: int, window: int | None
-) -> Tensor:
+def softmax_reference(x: Tensor, *, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     """What the kernel computes, in plain torch; arguments and result as `megacore.kernels.softmax.forward`."""
-    hidden = hidden_keys(tuple(x.shape), key_mask, causal=causal, offset=offset, window=window, device=x.device)
+    hidden = hidden_keys(tuple(x.shape), causal=causal, offset=offset, window=window, device=x.device)
     wide = x.float() * scale
     if hidden is not None:
         wide.masked_fill_(hidden, -math.inf)
@@ -107,7 +95,6 @@ def fused_softmax(
     causal: bool = False,
     offset: int | None = None,
     window: int | None = None,
-    key_mask: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * x) over the keys that each query sees, summed in fp32.
 
@@ -117,7 +104,6 @@ def fused_softmax(
         causal: query i sees keys up to i + offset.
         offset: position of the first query among the keys. None: sk - sq, the queries being the last of the sequence.
         window: query i sees only keys after i + offset - window (with causal: the last `window` keys).
-        key_mask: [b, sk] bool contiguous, True where a key is seen, False where it is padding.
 
     Returns:
         Like x. Weights of what is not seen are exactly 0, also those of a query that sees nothing, or nothing but
@@ -127,15 +113,9 @@ def fused_softmax(
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
     require(x.dim() == 4, f"x has shape {tuple(x.shape)}: it must be [b, heads, sq, sk]")
-    require_floats(x=x)
-    require_contiguous(x=x)
+    require_alike(x=x)
     require(0 < scale < math.inf, f"scale is {scale}: it must be positive and finite")
     require_whole(window=window, offset=offset)
     require(window is None or window > 0, f"window is {window}: it must be positive, or None for no limit")
-    if key_mask is not None:
-        require_same_device(x=x, key_mask=key_mask)
-        require(key_mask.dtype == torch.bool, f"key_mask is {key_mask.dtype}: it must be torch.bool")
-        require_shape((x.shape[0], x.shape[3]), "[b, sk] of x", key_mask=key_mask)
-        require_contiguous(key_mask=key_mask)
     offset = x.shape[3] - x.shape[2] if offset is None else offset
-    return _softmax_forward(x, key_mask, scale, causal, offset, window)
+    return _softmax_forward(x, scale, causal, offset, window)

@@ -8,23 +8,28 @@ elements more than once. Each is counted once: a parameter knows whether this ra
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megacore.config import PrecisionConfig, ResolvedConfig
-from megacore.errors import TrainingStopped
+from megacore.errors import TrainingDiverged, TrainingStopped
+from megacore.optim.adaptive_clip import AdaptiveClip
+from megacore.optim.nonfinite import NonFinite, non_finite_state
 from megacore.optim.offload import host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
-from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_tied_
+from megacore.optim.spikes import SpikeGuard
+from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_job_, all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
-from megacore.zero.data_parallel import DataParallel, LocalSegment
+from megacore.zero.data_parallel import DataParallel, LocalSegment, NonFiniteGradient
 from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
 
 _ROW = 4096
@@ -41,12 +46,20 @@ class Outcome:
         norm: global gradient norm before clipping, without the loss scale; an fp64 scalar in host memory.
         votes: summed over ranks.
         skipped: why the weights were left as they are, or None.
+        is_unexpected: whether something was not finite, and it is no overflow that a smaller loss scale cures.
+        stop: why training must end, or None.
+        spike: which limit of the spike guard the step exceeds, in words, or None.
+        clip_limit: the norm that gradients may have, infinite if it has no limit.
     """
 
     loss: Tensor
     norm: Tensor
     votes: tuple[int, ...] = ()
     skipped: str | None = None
+    is_unexpected: bool = False
+    stop: str | None = None
+    spike: str | None = None
+    clip_limit: float = math.inf
 
 
 class _Source(NamedTuple):
@@ -55,6 +68,17 @@ class _Source(NamedTuple):
     stage: int
     position: int
     name: str
+
+
+class Culprit(NamedTuple):
+    """The parameter and the rank of a gradient that is not finite, and all ranks that have one."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} on rank {self.rank}"
 
 
 class _LargestEntry(NamedTuple):
@@ -94,10 +118,13 @@ class WeightUpdate:
         self.scaler = LossScaler(config.precision)
         self.updates = 0
         self.skipped_steps = 0
+        self.last_loss = 0.0  # mean loss of the last finite step
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
         self._fp16 = config.precision.precision == "fp16"
         self._sequence_parallel = bool(config.parallel.sequence_parallel)
         self._clip = config.optimizer.clip_grad
+        self._adaptive_clip = AdaptiveClip(config.optimizer) if config.optimizer.clip_grad_adaptive else None
+        self.guard = SpikeGuard(config.spikes, warmup_steps=config.optimizer.lr_warmup_iters)
         self._host_cores = host_cores(mesh.world) if data_parallel.options.offload else 1
         self._shared = dict(sorted(shared.items()))
         self._counted = counted_segments(data_parallel.segments, mesh)
@@ -106,7 +133,7 @@ class WeightUpdate:
         self._summed_further = {*shared, *(replicated if self._sequence_parallel else ())}
 
     @torch.no_grad()
-    def apply(self, loss: Tensor, lr: float, *, votes: Sequence[int] = ()) -> Outcome:
+    def apply(self, loss: Tensor, lr: float, *, step: int, per_count: Tensor, votes: Sequence[int] = ()) -> Outcome:
         """Update the weights from the step's gradients and publish them, or skip the step on all ranks.
 
         Only for this decision must the program wait for an accelerator, and where there is a step in one pass, the
@@ -116,10 +143,13 @@ class WeightUpdate:
         Args:
             loss: this rank's share of the summed loss.
             lr: the learning rate.
+            step: number of the step, from 1.
+            per_count: 1 / the global batch's count of each sum of the loss.
             votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
 
         Raises:
-            TrainingStopped: too many steps in a row were not finite, or the fp16 loss scale is at its minimum.
+            TrainingDiverged: too many steps in a row were spikes, which are skipped.
+            TrainingStopped: the fp16 loss scale is at its minimum.
         """
         data_parallel = self.data_parallel
         data_parallel.finish()
@@ -136,18 +166,34 @@ class WeightUpdate:
             self.mesh,
             loss=loss,
             overflow=data_parallel.overflow(),
+            weights=data_parallel.weight_check(step),
+            per_count=per_count,
             votes=votes,
             exact=exact,
         )
+        limits = self.guard.limits(step)
         queue_more = None
         if data_parallel.options.offload:
             queue_more = data_parallel.begin_download
         elif data_parallel.options.one_pass:
-            queue_more = partial(self._step_in_one_pass, self._factor(total.norm / scale, scale).float(), lr)
+            factor = self._factor(total.norm / scale, scale)
+            if self.guard.prevents_update:
+                is_spike = (total.mean > limits.loss.value) | (total.norm / scale > limits.norm.value)
+                factor = factor.masked_fill(is_spike, torch.nan)
+            queue_more = partial(self._step_in_one_pass, factor.float(), lr)
         on_host = total.to_host(queue_more)
         norm, summed_votes = on_host.norm / scale, tuple(map(int, on_host.votes.tolist()))
         if not torch.isfinite(norm):
-            return Outcome(loss=total.loss, norm=norm, votes=summed_votes, skipped=self._skip(on_host.loss))
+            return dataclasses.replace(self._skip(on_host), loss=total.loss, norm=norm, votes=summed_votes)
+        self.last_loss = float(on_host.mean)
+        spike = limits.exceeded(self.last_loss, float(norm))
+        if spike is not None:
+            self._reject(spike)
+            if self.guard.prevents_update:
+                return Outcome(loss=total.loss, norm=norm, votes=summed_votes, skipped=spike, spike=spike)
+        else:
+            self.guard.accept(self.last_loss, float(norm))
+        clip_limit = float(self._clip_limit(norm))
         if data_parallel.options.offload:
             factor = self._factor(norm, scale)
             step_on_host(data_parallel, self.optimizer, factor=factor, lr=lr, cores=self._host_cores)
@@ -155,11 +201,35 @@ class WeightUpdate:
             self._step_in_place(self._factor(norm, scale), lr)
         self.scaler.good_step()
         self.updates, self._bad_steps = self.updates + 1, 0
-        return Outcome(loss=total.loss, norm=norm, votes=summed_votes)
+        if self._adaptive_clip is not None:
+            self._adaptive_clip.observe(norm)
+        return Outcome(loss=total.loss, norm=norm, votes=summed_votes, spike=spike, clip_limit=clip_limit)
+
+    def _reject(self, spike: str) -> None:
+        """Count a spike.
+
+        Raises:
+            TrainingDiverged: too many in a row left the weights as they are: the next would be no better.
+        """
+        self.guard.reject()
+        if not self.guard.prevents_update:
+            return
+        self.skipped_steps += 1
+        if self.guard.in_a_row >= self._max_bad_steps:
+            raise TrainingDiverged(
+                f"{spike}, a spike for {self.guard.in_a_row} step(s) in a row (--max-bad-steps {self._max_bad_steps}), "
+                "which left the weights unchanged: resume from an earlier checkpoint with a smaller --lr or "
+                "--clip-grad-adaptive, or use a larger --spike-threshold"
+            )
 
     def _factor(self, norm: Tensor, scale: float) -> Tensor:
         """What gradients are multiplied by: the clipping and the loss scale; NaN for a norm that is not finite."""
-        return clip_factor(norm, self._clip).where(norm.isfinite(), torch.nan) / scale
+        return clip_factor(norm, self._clip_limit(norm)).where(norm.isfinite(), torch.nan) / scale
+
+    def _clip_limit(self, norm: Tensor) -> Tensor | float:
+        """The norm that the gradients may have; infinite if it has no limit."""
+        fixed = self._clip or math.inf
+        return fixed if self._adaptive_clip is None else self._adaptive_clip.limit(norm).clamp(max=fixed)
 
     def _step_in_one_pass(self, factor: Tensor, lr: float) -> None:
         """Queue the step before the host knows whether it is skipped: the device computes while the host waits for that
@@ -180,10 +250,19 @@ class WeightUpdate:
     def counters(self) -> dict[str, float]:
         """The state of a resumed run that is not in tensors."""
         counters = {"updates": self.updates, "skipped_steps": self.skipped_steps, "bad_steps": self._bad_steps}
-        return {**counters, **self.scaler.state()}
+        return {**counters, **self.guard.counters(), **self.scaler.state()}
 
-    def load_counters(self, counters: dict[str, float]) -> None:
-        """Continue from the counters of a checkpoint."""
+    def series(self) -> dict[str, list[float]]:
+        """Lists of numbers that belong to the state of a resumed run."""
+        return self.guard.series() | ({} if self._adaptive_clip is None else self._adaptive_clip.series())
+
+    def load_counters(
+        self, counters: dict[str, float], series: Mapping[str, Sequence[float]] = MappingProxyType({})
+    ) -> None:
+        """Continue from the counters and series of a checkpoint."""
+        self.guard.load(counters, series)
+        if self._adaptive_clip is not None:
+            self._adaptive_clip.load(series.get("clip_moments", ()), series.get("clip_warmup_norms", ()))
         self.updates = int(counters.get("updates", 0))
         self.skipped_steps = int(counters.get("skipped_steps", 0))
         self._bad_steps = int(counters.get("bad_steps", 0))
@@ -204,50 +283,61 @@ class WeightUpdate:
             assert gradient is not None
             all_reduce_tied_(gradient, holders)
 
-    def _skip(self, loss: Tensor) -> str:
-        """Count a step that is not finite, and lower a dynamic loss scale; returns why the step is skipped.
+    def _skip(self, total: Totals) -> Outcome:
+        """Count a step that is not finite, and lower a dynamic loss scale.
 
-        A lower loss scale helps where gradients overflow, but not where the loss itself is not finite.
+        A lower loss scale helps where gradients overflow, but not where the loss or a weight is not finite.
 
         Args:
-            loss: of all ranks, in host memory.
+            total: in host memory.
         """
         self.skipped_steps += 1
-        loss_is_finite = bool(loss.isfinite().all())
+        loss_is_finite = bool(total.loss.isfinite().all())
         where = self._source(loss_is_finite)
-        if self.scaler.dynamic and loss_is_finite:
+        if self.scaler.dynamic and loss_is_finite and total.weights.isfinite():
             before = self.scaler.scale
             self.scaler.overflow(where)
-            return f"{where} overflowed; loss scale {before:g} -> {self.scaler.scale:g}"
+            skipped = f"{where} overflowed; loss scale {before:g} -> {self.scaler.scale:g}"
+            return Outcome(loss=total.loss, norm=total.norm, skipped=skipped)
         self._bad_steps += 1
+        stop = None
         if self._bad_steps >= self._max_bad_steps:
             scaled = loss_is_finite and self.scaler.scale != 1.0
             scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if scaled else ""
             wider = " --precision bf16," if self._fp16 else ""
-            raise TrainingStopped(
+            stop = (
                 f"{where} was not finite for {self._bad_steps} step(s) in a row "
                 f"(--max-bad-steps {self._max_bad_steps}): look at the data of these steps, "
                 f"or use{scale}{wider} a smaller --lr, a longer warm-up or --clip-grad"
             )
-        return f"{where} is not finite"
+        skipped = f"{where} is not finite"
+        return Outcome(loss=total.loss, norm=total.norm, skipped=skipped, is_unexpected=True, stop=stop)
+
+    def non_finite_state(self) -> list[NonFinite]:
+        """Weights and moments that are not finite, of all ranks, which call this together."""
+        return non_finite_state(self.data_parallel, self.optimizer, self.mesh)
+
+    def non_finite_gradient(self) -> Culprit | None:
+        """The gradient that was not finite first in the backward that has just been computed; of all ranks, which call
+        this together."""
+        self.data_parallel.finish()
+        self.data_parallel.record_norms(self._summed_further)
+        source = _source_of(self.data_parallel.non_finite_gradient(), self.mesh)
+        return _first_of(all_gather_objects(source, self.mesh.world))
 
     def _source(self, loss_is_finite: bool) -> str:
         """Names the first value of the backward, over all ranks, that is not finite."""
-        options, pipeline = self.data_parallel.options, self.mesh.pipeline
-        first = None
-        if (local := self.data_parallel.non_finite_gradient()) is not None:
-            first = _Source(local.chunk * pipeline.size + pipeline.rank, local.position, local.name)
+        options, first = self.data_parallel.options, _source_of(self.data_parallel.non_finite_gradient(), self.mesh)
         reports = all_gather_objects(_RankReport(first, self._largest()), self.mesh.world)
         value, name = max(report.largest for report in reports)
         if loss_is_finite and not options.exact_terms and math.isfinite(value):  # only their squares overflow
             scaled = " with the loss scale" if self.scaler.scale != 1.0 else ""
             return f"the sum of squared gradients in fp32 (largest entry{scaled} {value:.3g}, of {name})"
-        sources = [(report.first, -rank) for rank, report in enumerate(reports) if report.first is not None]
-        if not sources:
+        source = _first_of([report.first for report in reports])
+        if source is None:
             return f"the gradient of {name}, summed over ranks," if loss_is_finite else "the loss"
-        source, negative_rank = max(sources, key=lambda pair: (pair[0][:2], pair[1]))
         limit = f" (--reproducible takes entries up to {options.largest_exact:.3g})" if options.exact_terms else ""
-        gradient = f"the gradient of {source.name} on rank {-negative_rank}{limit}"
+        gradient = f"the gradient of {source}{limit}"
         return gradient if loss_is_finite else f"the loss (and {gradient})"
 
     def _largest(self) -> _LargestEntry:
@@ -262,6 +352,21 @@ class WeightUpdate:
         return max([_LargestEntry(0.0, ""), *map(_LargestEntry, finite_or_inf, names)])
 
 
+def _source_of(local: NonFiniteGradient | None, mesh: Mesh) -> _Source | None:
+    if local is None:
+        return None
+    return _Source(local.chunk * mesh.pipeline.size + mesh.pipeline.rank, local.position, local.name)
+
+
+def _first_of(sources: Sequence[_Source | None]) -> Culprit | None:
+    """Of the ranks' sources the one that the forward uses last, because backward computes it first."""
+    found = [(source, -rank) for rank, source in enumerate(sources) if source is not None]
+    if not found:
+        return None
+    source, negative_rank = max(found, key=lambda pair: (pair[0][:2], pair[1]))
+    return Culprit(source.name, -negative_rank, tuple(-rank for _, rank in found))
+
+
 # ---- sums over all ranks: the gradient norm, the loss and the votes of a step
 
 
@@ -272,11 +377,15 @@ class Totals:
     Attributes:
         norm: the 2-norm of the whole model's gradient; not finite if any gradient, or the loss, is not.
         loss: the loss summed over the global batch.
+        mean: the mean loss, a scalar.
+        weights: a scalar: 0 if the weights are finite on all ranks, otherwise not finite.
         votes: of all ranks, [votes].
     """
 
     norm: Tensor
     loss: Tensor
+    mean: Tensor
+    weights: Tensor
     votes: Tensor
 
     def to_host(self, queue_more: Callable[[], None] | None = None) -> Totals:
@@ -285,7 +394,8 @@ class Totals:
         Args:
             queue_more: queues work on the accelerator after the copy; called before the wait.
         """
-        numbers, copied = torch.cat([self.norm.view(1), self.loss.reshape(-1), self.votes]), None
+        scalars = (self.norm, self.mean, self.weights)
+        numbers, copied = torch.cat([*(x.view(1) for x in scalars), self.loss.reshape(-1), self.votes]), None
         if numbers.device.type != "cpu":
             source, numbers = numbers, torch.empty_like(numbers, device="cpu", pin_memory=True)
             numbers.copy_(source, non_blocking=True)
@@ -295,8 +405,8 @@ class Totals:
             queue_more()
         if copied is not None:
             copied.synchronize()
-        norm, loss, votes = numbers.split([1, self.loss.numel(), self.votes.numel()])
-        return Totals(norm=norm[0], loss=loss.view_as(self.loss), votes=votes)
+        (norm, mean, weights), loss, votes = numbers.split([len(scalars), self.loss.numel(), self.votes.numel()])
+        return Totals(norm=norm, mean=mean, weights=weights, loss=loss.view_as(self.loss), votes=votes)
 
 
 def counted_segments(segments: Iterable[LocalSegment], mesh: Mesh) -> list[LocalSegment]:
@@ -311,6 +421,8 @@ def totals(
     *,
     loss: Tensor | float = 0.0,
     overflow: Tensor | float = 0.0,
+    weights: Tensor | float = 0.0,
+    per_count: Tensor | float = 1.0,
     votes: Sequence[int] = (),
     exact: bool = False,
 ) -> Totals:
@@ -321,14 +433,17 @@ def totals(
         mesh: this rank's groups.
         loss: this rank's share of the summed loss, or of several sums, the same on the ranks of its layer group.
         overflow: not finite if a gradient on this rank was not.
+        weights: not finite if a weight on this rank is not.
+        per_count: what each sum of the loss is multiplied by for the mean loss.
         votes: this rank's terms of further sums; the same number of them on every rank.
         exact: sum so that the bits depend neither on the order nor on the layout.
     """
     gradients = _counted_gradients(counted)
     shares = torch.as_tensor(loss, dtype=torch.float64, device=mesh.device)
-    sums = torch.zeros(2 + shares.numel() + len(votes), dtype=torch.float64, device=mesh.device)
-    squares, overflows, losses, ballot = sums.split([1, 1, shares.numel(), len(votes)])
+    sums = torch.zeros(3 + shares.numel() + len(votes), dtype=torch.float64, device=mesh.device)
+    squares, overflows, checked, losses, ballot = sums.split([1, 1, 1, shares.numel(), len(votes)])
     overflows += overflow  # 0, or not finite
+    checked += weights  # likewise
     if mesh.layer.is_first and mesh.copies.is_first:
         losses.copy_(shares.flatten())
     for number, vote in enumerate(votes):
@@ -336,14 +451,17 @@ def totals(
             ballot[number].fill_(vote)
     if exact:
         units = torch.stack([square_sum_units(gradient) for gradient in (*gradients, sums.new_zeros(0))]).sum(0)
-        _sum_over_all(units, mesh)
+        all_reduce_job_(units, mesh)
     else:
         for gradient in gradients:
             squares += square_sum(gradient)
-    _sum_over_all(sums, mesh)
+    all_reduce_job_(sums, mesh)
     square = square_sum_from_units(units) if exact else squares[0]
-    poison = 0.0 * sums[1 : 2 + shares.numel()].sum()  # of a loss or an overflow that is not finite: NaN
-    return Totals(norm=square.sqrt() + poison, loss=losses.view_as(shares), votes=ballot)
+    poison = 0.0 * sums[1 : 3 + shares.numel()].sum()  # of a loss, a weight or an overflow that is not finite: NaN
+    total = losses.view_as(shares)
+    return Totals(
+        norm=square.sqrt() + poison, loss=total, mean=(total * per_count).sum(), weights=checked[0], votes=ballot
+    )
 
 
 def _counted_gradients(counted: Iterable[LocalSegment]) -> Iterator[Tensor]:
@@ -361,11 +479,6 @@ def part_of_rank(flat: Tensor, rank: int, ranks: int) -> Tensor:
     return flat.narrow(0, rank * size + min(rank, longer), size + (rank < longer))
 
 
-def _sum_over_all(sums: Tensor, mesh: Mesh) -> None:
-    for group in mesh.sum_groups:
-        all_reduce_(sums, group)
-
-
 def square_sum(tensor: Tensor) -> Tensor:
     """Sum of squares as an fp64 scalar, at the speed of fp32: short rows in fp32, their sum in fp64.
 
@@ -379,14 +492,16 @@ def square_sum(tensor: Tensor) -> Tensor:
     return total if full == flat.numel() else total + flat[full:].double().square().sum()
 
 
-def clip_factor(norm: Tensor, limit: float) -> Tensor:
+def clip_factor(norm: Tensor, limit: Tensor | float) -> Tensor:
     """The factor that clips gradients to a norm of at most `limit` (Pascanu et al. 2013, arXiv 1211.5063).
 
     Args:
         norm: the global norm.
-        limit: largest norm; 0 does not clip.
+        limit: largest norm; 0 or infinity does not clip.
     """
-    return torch.ones_like(norm) if limit == 0.0 else (limit / (norm + 1e-6)).clamp(max=1.0)
+    if isinstance(limit, float) and limit in (0.0, math.inf):
+        return torch.ones_like(norm)
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 # ---- the fp16 loss scale

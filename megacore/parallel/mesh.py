@@ -16,14 +16,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.config import ParallelConfig
-from megacore.config.dimensions import DIMENSIONS, ROLES, Dimension, coordinates_of, degrees_of, describe_rank
+from megacore.config.dimensions import (
+    DIMENSIONS,
+    ROLES,
+    Dimension,
+    coordinates_of,
+    degrees_of,
+    describe_rank,
+    fill_degrees,
+)
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import ConfigError
 from megacore.watch.ledger import Phase
@@ -79,8 +86,8 @@ class Holders:
 ALONE = Group()
 _STORE_PATIENCE = timedelta(seconds=2)
 
-ReplicaRole = Literal["replicas"]
-"""The roles of groups that hold copies of a parameter and sum its gradients."""
+ReplicaRole = str
+"""The role of a group that holds copies of a parameter and sums its gradients: the name of a group of `Mesh`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +230,8 @@ def join_job(config: ParallelConfig) -> tuple[torch.device, Group]:
         device = select_device(config.device)
     else:
         timeout, rank = _timeout(config), int(os.environ["RANK"])
+        # gloo connects two ranks when they first communicate, not every rank with every other one.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         with phase(Phase.CONNECT):
             store = _job_store(timeout)
         with post(Phase.MEET, tuple(range(world_size())), 0):
@@ -244,16 +253,14 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
     """Join the job and make the groups of this rank.
 
     Args:
-        config: the degrees. Without `dp` it follows from the number of processes.
+        config: the degrees. One that is None follows from the number of processes.
         dimensions: the table, outermost first.
 
     Raises:
         ConfigError: the product of the degrees is not the number of processes; or the device that is asked for is not
             here, another rank has it too, or one of another kind.
     """
-    degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
-    if config.dp is None:
-        degrees["dp"] = max(1, world_size() // math.prod(degrees.values()))
+    degrees = {name: max(1, degree) for name, degree in fill_degrees(config, world_size(), dimensions).items()}
     if (needed := math.prod(degrees.values())) != world_size():
         raise ConfigError(
             [
@@ -266,20 +273,30 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
     return _mesh_of(device, world, dimensions, degrees, timeout=_timeout(config))
 
 
-def fake_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSIONS) -> Mesh:
-    """The mesh of rank 0 of a job of which no other rank exists, for a step on fake tensors: what it receives has the
+def fake_mesh(
+    config: ParallelConfig,
+    dimensions: Sequence[Dimension] = DIMENSIONS,
+    *,
+    rank: int = 0,
+    device: torch.device | None = None,
+) -> Mesh:
+    """The mesh of one rank of a job of which no other rank exists, for a step on fake tensors: what it receives has the
     right shape and no values. The process belongs to that job until `leave_fake_mesh`.
 
     Args:
-        config: the degrees; without `dp` it is 1.
+        config: the degrees; one that is None is 1.
         dimensions: the table, outermost first.
+        rank: which rank of the job.
+        device: of its tensors; None: the CPU.
     """
     degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
-    device, ranks = torch.device("cpu"), math.prod(degrees.values())
+    device, ranks = device or torch.device("cpu"), math.prod(degrees.values())
     if ranks == 1:
         return Mesh(device=device, dimensions=dimensions, degrees=degrees)
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    world = _group(dist.group.WORLD, 0, tuple(range(ranks)))
+    if device.type not in (known := dist.Backend.backend_capability["fake"]):
+        known.append(device.type)
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    world = _group(dist.group.WORLD, rank, tuple(range(ranks)))
     return _mesh_of(device, world, dimensions, degrees, timeout=_timeout(config))
 
 
@@ -331,15 +348,14 @@ def _timeout(config: ParallelConfig) -> timedelta:
 
 
 def _join(groups: Sequence[tuple[int, ...]], world: Group, device: torch.device, timeout: timedelta) -> Group:
-    """Make all these groups, on every rank in the same order, and return this rank's."""
+    """Make all these groups together, every rank its own, and return this rank's."""
     ranks = next(group for group in groups if world.rank in group)
     if len(ranks) in (1, world.size):
         return _group(world.handle, world.rank, ranks)
-    split = [list(group) for group in groups]
-    if _splits(device):  # a single call for all of them
-        handle = dist.split_group(split_ranks=split, timeout=timeout)
-    else:
-        handle, _ = dist.new_subgroups_by_enumeration(split, timeout=timeout)
+    if _splits(device):
+        handle = dist.split_group(split_ranks=[list(group) for group in groups], timeout=timeout)
+    else:  # only its members call: what a rank does is independent of how many groups there are
+        handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     return _group(handle, world.rank, ranks)
 
 
@@ -380,8 +396,10 @@ def agree_on_devices(store: dist.Store, rank: int, world_size: int, select: Call
         problem = "; ".join(error.problems)
     local = _Device(None, None, problem) if device is None else _Device(device.type, _identity(device))
     store.set(f"device/{rank}", json.dumps(asdict(local)))
-    values = store.multi_get([f"device/{other}" for other in range(world_size)])
-    if problems := list(_unfit([_Device(**json.loads(value)) for value in values])):
+    if rank == 0:  # one reads what all have written: the store's traffic grows with the ranks, not with their square
+        values = store.multi_get([f"device/{other}" for other in range(world_size)])
+        store.set("device/problems", json.dumps(list(_unfit([_Device(**json.loads(value)) for value in values]))))
+    if problems := json.loads(store.get("device/problems")):
         raise ConfigError(problems)
     assert device is not None
     return device

@@ -228,9 +228,11 @@ class LinearLayers:
 
     def __init__(self, products: Products, parameters: Parameters, *, joined: bool = False) -> None:
         self.products, self.joined = products, joined
-        self._sums = [gradient_sum(weight) for weight, _ in _pairs(parameters)]
-        self._has_bias = [bias is not None for bias in parameters[1::2]]
-        self._rows = [weight.shape[0] for weight, _ in _pairs(parameters)]
+        self._sums, self._has_bias, self._rows = list[GradientSum | None](), list[bool](), list[int]()
+        for weight, bias in _pairs(parameters):
+            self._sums.append(gradient_sum(weight))
+            self._has_bias.append(bias is not None)
+            self._rows.append(weight.shape[0])
 
     def pairs(self, parameters: Parameters) -> list[tuple[Tensor, Tensor | None]]:
         """The weight and bias of each product."""

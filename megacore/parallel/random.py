@@ -153,7 +153,7 @@ class Dropout(nn.Module):
             return residual + x
         if ops.uses_triton(x) and not torch.compiler.is_compiling():
             seed = self.streams.seed(self.site, self.shard)
-            return ops.bias_dropout_add(x, None, residual, probability=self.probability, seed=seed)
+            return ops.dropout_add(x, residual, probability=self.probability, seed=seed)
         dropped: Tensor = self(x)
         return residual + dropped
 

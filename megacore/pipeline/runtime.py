@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from megacore.plan.trace import Kind, Timed
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import phase
 
+OnLoss = Callable[[int, Tensor], None]  # number of a microbatch in the step, and its summed loss
 StageMicrobatch = tuple[int, int]  # number of a stage, number of a microbatch in the step
 
 
@@ -103,6 +104,7 @@ class PipelineRuntime:
 
     Attributes:
         timer: when each computation of a step ran.
+        losses: of the last training step's microbatches by their number, summed, on the device; on the last stage.
     """
 
     def __init__(
@@ -117,16 +119,25 @@ class PipelineRuntime:
         self.chunks, self.group, self.transport, self.task = list(chunks), group, transport, task
         self.last_stage = len(chunks) * group.size - 1
         self.timer = ActionTimer(transport.device)
+        self.losses: dict[int, Tensor] = {}
         self._parallel = parallel
         self._plans: dict[tuple[bool, int], _Plan] = {}  # by whether it trains, and its microbatches
 
-    def train_step(self, microbatches: Sequence[Any], loss_weight: LossWeight, gradients: GradientSink) -> Tensor:
+    def train_step(
+        self,
+        microbatches: Sequence[Any],
+        loss_weight: LossWeight,
+        gradients: GradientSink,
+        *,
+        on_loss: OnLoss | None = None,
+    ) -> Tensor:
         """Forward and backward of all microbatches; gradients accumulate in the parameters.
 
         Args:
             microbatches: this data-parallel rank's share of the global batch; each has a global `index`.
             loss_weight: factor of the summed loss, or of each of its sums, before backward.
             gradients: receives the gradients.
+            on_loss: is given each loss, on the last stage.
 
         Returns:
             The summed loss of the microbatches, without its weight, on the last stage; 0 elsewhere.
@@ -138,8 +149,32 @@ class PipelineRuntime:
         for chunk in self.chunks:
             chunk.train()
         plan = self._plan(len(microbatches), trains=True)
+        run = _Run(self, plan, microbatches, loss_weight, gradients, on_loss)
         with self.timer.measure_step():
-            return _Run(self, plan, microbatches, loss_weight, gradients).execute()
+            total = run.execute()
+        self.losses = run.losses
+        return total
+
+    def replay(
+        self,
+        microbatches: Sequence[Any],
+        number: int,
+        loss_weight: LossWeight,
+        gradients: GradientSink,
+        *,
+        on_loss: OnLoss,
+    ) -> None:
+        """Forward and backward of one microbatch, by the actions that a step's schedule has for it; untimed.
+
+        Args:
+            microbatches: of the step.
+            number: of the one to compute.
+            loss_weight: as in the step.
+            gradients: receives the gradients.
+            on_loss: is given the loss, on the last stage.
+        """
+        plan = self._plan(len(microbatches), trains=True).only(number)
+        _Run(self, plan, microbatches, loss_weight, gradients, on_loss).execute()
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
@@ -180,9 +215,22 @@ class _Plan:
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int) -> _Plan:
-        computations = schedule.computations(rank)
-        backwards = Counter(a.stage for a in computations if a.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
-        return cls(schedule, list(schedule.batches(rank)), backwards)
+        return cls._of_batches(schedule, list(schedule.batches(rank)))
+
+    def only(self, microbatch: int) -> _Plan:
+        """The part of the plan that computes one microbatch. What it waits for comes from the same microbatch, so that
+        it runs by itself."""
+        parts = [
+            (is_transfer, [action for action in batch if action.microbatch == microbatch])
+            for is_transfer, batch in self.batches
+        ]
+        return self._of_batches(self.schedule, [(is_transfer, batch) for is_transfer, batch in parts if batch])
+
+    @classmethod
+    def _of_batches(cls, schedule: Schedule, batches: list[tuple[bool, list[Action]]]) -> _Plan:
+        actions = (action for _, batch in batches for action in batch)
+        backwards = Counter(a.stage for a in actions if a.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
+        return cls(schedule, batches, backwards)
 
 
 class _Run:
@@ -195,9 +243,10 @@ class _Run:
         microbatches: Sequence[Any],
         loss_weight: LossWeight | None = None,
         sink: GradientSink | None = None,
+        on_loss: OnLoss | None = None,
     ) -> None:
         self.runtime, self.plan, self.microbatches = runtime, plan, microbatches
-        self.loss_weight, self.sink = loss_weight, sink
+        self.loss_weight, self.sink, self.on_loss = loss_weight, sink, on_loss
         self.arrivals: dict[tuple[Op, int, int], Arrival] = {}
         self.inputs: dict[StageMicrobatch, tuple[Tensor, ...]] = {}  # leaves, whose gradients go to the stage before
         self.outputs: dict[
@@ -207,6 +256,7 @@ class _Run:
         self.halves: dict[StageMicrobatch, WeightHalf] = {}
         self.to_send: dict[tuple[Op, int, int], tuple[Tensor, ...]] = {}
         self.weight_gradients_left = plan.backwards.copy()
+        self.losses: dict[int, Tensor] = {}  # on the last stage, of each microbatch
         shape = runtime.task.evaluation_shape if loss_weight is None else runtime.task.loss_shape
         self.total_loss = torch.zeros(shape, dtype=torch.float64, device=runtime.transport.device)
 
@@ -247,8 +297,11 @@ class _Run:
             y = stage(x, task.last_inputs(microbatch) if action.stage == runtime.last_stage else ())
             if action.stage == runtime.last_stage:
                 y = task.evaluation_loss(y, microbatch) if self.loss_weight is None else task.loss(y, microbatch)
+                if self.on_loss is not None:
+                    self.on_loss(action.microbatch, y.detach())
                 # A multiple of 2^-24: fp64 sums of several hundred million of them are exact, on every layout alike.
-                self.total_loss += y.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
+                self.losses[action.microbatch] = y.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
+                self.total_loss += self.losses[action.microbatch]
         outputs = tensors_of(y)
         if action.stage < runtime.last_stage:
             self.require_specs(action, outputs)

@@ -50,6 +50,8 @@ class Op(Enum):
     RECV_GRAD = "recv grad"  # gradient of the output from the stage after
     SEND_GRAD = "send grad"  # gradient of the input to the stage before
 
+    __hash__ = object.__hash__  # members are singletons; Enum's hash is written in Python
+
     @property
     def is_transfer(self) -> bool:
         return self in _TRANSFERS
@@ -132,8 +134,21 @@ def requirements(action: Action, stages: int) -> list[Key]:
 
 def result(action: Action) -> Key:
     """The key of what a computation produces: the output, the gradient of the input, or only weight gradients."""
-    kinds = {Op.FORWARD: "output", Op.BACKWARD: "gradient", Op.INPUT_GRAD: "gradient", Op.WEIGHT_GRAD: "done"}
-    return kinds[action.op], action.stage, action.microbatch
+    return _RESULTS[action.op], action.stage, action.microbatch
+
+
+_RESULTS = {Op.FORWARD: "output", Op.BACKWARD: "gradient", Op.INPUT_GRAD: "gradient", Op.WEIGHT_GRAD: "done"}
+
+
+def first_backward(schedule: Schedule) -> int | None:
+    """The microbatch whose weight gradients every stage computes before those of others; None: stages differ."""
+    first: dict[int, int] = {}  # by stage
+    for rank in range(schedule.ranks):
+        for action in schedule.computations(rank):
+            if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD):
+                first.setdefault(action.stage, action.microbatch)
+    numbers = set(first.values())
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def transfers_of(action: Action, stages: int) -> tuple[Action, Action] | None:
@@ -148,13 +163,17 @@ def transfers_of(action: Action, stages: int) -> tuple[Action, Action] | None:
 
 def message(transfer: Action) -> Key:
     """The key of the tensors that a transfer carries, the same for the sending and the receiving side."""
-    stage, i = transfer.stage, transfer.microbatch
-    return {
-        Op.SEND_OUTPUT: ("output", stage, i),
-        Op.RECV_INPUT: ("output", stage - 1, i),
-        Op.SEND_GRAD: ("gradient", stage, i),
-        Op.RECV_GRAD: ("gradient", stage + 1, i),
-    }[transfer.op]
+    kind, from_sender = _MESSAGES[transfer.op]
+    return kind, transfer.stage + from_sender, transfer.microbatch
+
+
+# What a transfer carries, and how far from the transfer's stage the stage is that computed it.
+_MESSAGES = {
+    Op.SEND_OUTPUT: ("output", 0),
+    Op.RECV_INPUT: ("output", -1),
+    Op.SEND_GRAD: ("gradient", 0),
+    Op.RECV_GRAD: ("gradient", 1),
+}
 
 
 def peer_stage(transfer: Action) -> int:

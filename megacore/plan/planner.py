@@ -187,6 +187,7 @@ def make_plan(config: ResolvedConfig, cluster: Cluster, *, software: Software = 
         cluster: that computes.
         software: of the trainer.
     """
+    config = config.for_device(on_cpu=cluster.on_cpu)
     layers = outline(config)
     return Plan(
         config=config,

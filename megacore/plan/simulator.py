@@ -166,9 +166,11 @@ class _Machine:
             self._transfer(rank, action)
             return True
         times = [self._ready(rank, key) for key in requirements(action, self.schedule.stages)]
-        if None in times:
-            return False
-        start = max([self._clock[rank], *(time for time in times if time is not None)])
+        start = self._clock[rank]
+        for time in times:
+            if time is None:
+                return False
+            start = max(start, time)
         end = start + self.costs.of(action)
         self._clock[rank] = self._made[rank][result(action)] = end
         self.spans[rank].append(Span(action, start, end))

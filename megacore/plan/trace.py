@@ -2,9 +2,11 @@
 
 A process of the file is a rank, named with its coordinates. Its first row shows each pass over the schedule as a whole,
 its second what the rank did in it: computations, transfers (posting them, and waiting for what is to arrive or to
-leave), and idle gaps, in which the program itself was at work. The update of the weights follows the pass on the first
-row: the last reductions of gradients, their norm, and the optimizer. Arrows lead from a computation to those of other
-ranks that need its result. Times are microseconds from the start of the trace.
+leave), and idle gaps, in which the program itself was at work; its third the collectives, as the program saw them, also
+where an accelerator was behind (one that overlaps with other work twice: posting it, and waiting for it). The update of
+the weights follows the pass on the first row: the last reductions of gradients, their norm, and the optimizer. Arrows
+lead from a computation to those of other ranks that need its result. Times are microseconds from the start of the
+trace.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from megacore.pipeline.validation import prove
 from megacore.plan.simulator import Costs, Span, Timeline
 
 Kind = Literal["compute", "wait", "post"]
-_PASSES, _ACTIONS = 0, 1  # rows of a rank
+_PASSES, _ACTIONS, _COLLECTIVES = 0, 1, 2  # rows of a rank
 _SHORTEST_IDLE = 1.0  # microseconds
 
 
@@ -42,15 +44,30 @@ class Timed(NamedTuple):
     end: float
 
 
+class TracedCollective(NamedTuple):
+    """A collective that a rank posted or waited for, with its time on the wall clock, in seconds.
+
+    Attributes:
+        name: `all-reduce over dp`.
+        nbytes: its size on this rank.
+    """
+
+    name: str
+    nbytes: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class TracedStep:
-    """A rank's pass over the schedule in one step, and when the weights were updated, if that is known."""
+    """A rank's pass over the schedule in one step, its collectives, and when the weights were updated, if known."""
 
     step: int
     start: float
     end: float
     done: tuple[Timed, ...]
     updated: float | None = None
+    collectives: tuple[TracedCollective, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +91,8 @@ def write_trace(path: Path, ranks: Sequence[RankTrace], schedule: Schedule) -> N
         ranks: in order.
         schedule: what they executed.
     """
-    origin = min(step.start for rank in ranks for step in rank.steps)
+    steps = [step for rank in ranks for step in rank.steps]
+    origin = min(start for step in steps for start in (step.start, *(one.start for one in step.collectives[:1])))
     events = [event for pid, rank in enumerate(ranks) for event in _events(pid, rank, origin)]
     events += _arrows(ranks, schedule.stages, origin)
     about = {
@@ -90,7 +108,7 @@ def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]
     name = f"rank {pid}: " + ", ".join(f"{dimension} {number}" for dimension, number in rank.coordinates.items())
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name, **rank.coordinates}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-    for tid, row in ((_PASSES, "passes"), (_ACTIONS, "actions")):
+    for tid, row in ((_PASSES, "passes"), (_ACTIONS, "actions"), (_COLLECTIVES, "collectives")):
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}}
     for step in rank.steps:
         at, end = (_microseconds(moment, origin) for moment in (step.start, step.end))
@@ -111,6 +129,10 @@ def _events(pid: int, rank: RankTrace, origin: float) -> Iterator[dict[str, Any]
             at = stop
         if end - at >= _SHORTEST_IDLE:
             yield {**_event("idle", "idle", at, end, about), "pid": pid, "tid": _ACTIONS}
+        for one in step.collectives:
+            start, stop = (_microseconds(moment, origin) for moment in (one.start, one.end))
+            event = _event(one.name, "collective", start, stop, about | {"bytes": one.nbytes})
+            yield {**event, "pid": pid, "tid": _COLLECTIVES}
 
 
 def _arrows(ranks: Sequence[RankTrace], stages: int, origin: float) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
 from megacore.models.bert import Output, bert_flops, bert_layers
-from megacore.models.initialize import RandomWeights
+from megacore.models.initialize import InitialWeights, RandomWeights
 from megacore.ops import CrossEntropyOptions, cross_entropy
 from megacore.parallel.cross_entropy import vocab_parallel_argmax, vocabulary_share
 from megacore.parallel.mesh import Mesh
@@ -39,11 +39,12 @@ class BertTask(Task):
     Args:
         config: resolved.
         mesh: this rank's groups and device.
+        weights: where initial values come from; None: drawn from the run's seed.
     """
 
     batch_type = BertBatch
 
-    def __init__(self, config: ResolvedBertConfig, mesh: Mesh) -> None:
+    def __init__(self, config: ResolvedBertConfig, mesh: Mesh, *, weights: InitialWeights | None = None) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
         context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
         losses = ("mlm_loss", "sentence_loss") if config.bert.has_sentence_head else ("mlm_loss",)
@@ -51,12 +52,13 @@ class BertTask(Task):
         super().__init__(bert_layers(config, context), streams, loss_names=losses, evaluation_names=losses + accuracies)
         self.config, self.group = config, mesh.layer
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
+        self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
         self.has_pairs = config.bert.has_sentence_head
         self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
-        RandomWeights(self.config.model, seed=self.config.training.seed).fill(parameters)
+        self.weights.fill(parameters)
 
     def first_input(self, microbatch: BertBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, segments and document numbers, [b, s] each."""

@@ -10,8 +10,9 @@
     Trainer(config, mesh, task, train_data, valid_data, callbacks=[Losses()]).run()
 
 Every rank calls its callbacks: first those of the trainer (the report on rank 0, the tracer), then the others in order.
-A step calls `on_step_begin`, computes, and calls `on_step_end`; then `figures`, `on_log`, `on_evaluate` and `on_save`
-if they are due. A run ends with `on_stop` or with `on_error`.
+A step calls `on_step_begin`, computes, and calls `on_step_end`; then `figures`, `on_log`, `on_evaluate`, `before_save`
+and `on_save` if they are due. Where a spike takes the run back (--on-spike rollback), `on_rollback` follows instead. A
+run ends with `on_stop` or with `on_error`.
 
 An exception in a callback ends the run like one in the trainer: this rank reports it, and all ranks end. A callback
 that communicates must do so on every rank. Reading the value of a tensor on an accelerator (`float(result.loss)`) waits
@@ -30,6 +31,7 @@ from megacore.checkpoint.save import Saved
 from megacore.config import ResolvedConfig
 from megacore.parallel.mesh import Mesh
 from megacore.train.parallelize import ParallelModel
+from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
 
 
@@ -78,8 +80,15 @@ class Callback:
     def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
         """An evaluation is done (--eval-interval); `record` is the line of metrics.jsonl, the same on every rank."""
 
+    def before_save(self, run: Run) -> None:
+        """A checkpoint of this step is about to be written; an exception prevents it."""
+
     def on_save(self, run: Run, saved: Saved) -> None:
         """A checkpoint is published; with --async-save some steps after the one that it holds."""
+
+    def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
+        """The run is back at an earlier step, and takes the steps after it again with other samples; `reason` is the
+        spike."""
 
     def on_stop(self, run: Run, reason: str | None) -> None:
         """The run is over, everything is saved; `reason` says why it ended before --train-iters, or is None."""
@@ -123,10 +132,20 @@ class Callbacks:
         for member in self.members:
             member.on_evaluate(self._run, record)
 
+    def before_save(self) -> None:
+        """A checkpoint is about to be written."""
+        for member in self.members:
+            member.before_save(self._run)
+
     def on_save(self, saved: Saved) -> None:
         """A checkpoint is published."""
         for member in self.members:
             member.on_save(self._run, saved)
+
+    def on_rollback(self, rollback: Rollback, reason: str) -> None:
+        """The run is back at an earlier step."""
+        for member in self.members:
+            member.on_rollback(self._run, rollback, reason)
 
     def on_stop(self, reason: str | None) -> None:
         """The run is over."""

@@ -10,9 +10,10 @@ In the spirit of DeepSpeed's PipelineModule; docs/any-model.md is its manual.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,12 +31,15 @@ from megacore.config import (
     ParallelConfig,
     PrecisionConfig,
     ResolvedConfig,
+    SpikeConfig,
     TrainingConfig,
+    WatchConfig,
     validate,
 )
+from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
-from megacore.models.plain import Layer, describe_layers, is_split
+from megacore.models.plain import Layer, describe_call, describe_layers, is_split
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import Backend
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, has_fast_bf16, leave, world_size
@@ -47,10 +51,15 @@ from megacore.pipeline.shapes import StageShapes
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.plain_task import LossFunction, Pair, PlainMicrobatch, PlainTask, cut, moved, samples_of
 from megacore.train.profiling import StepProfiler
+from megacore.train.replicas import ReplicaCheck
 from megacore.train.same_run import refuse_different_ranks
 from megacore.train.step import TrainStep
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
+from megacore.train.watching import begin_step
+from megacore.watch.ledger import Ledger, Phase
+from megacore.watch.marks import on_ledger, phase, section
+from megacore.watch.start import begin_watch, end_watch
 
 __all__ = ["Layer", "PipelineEngine"]
 from megacore.train.task import DTYPES
@@ -82,7 +91,11 @@ class PipelineEngine:
         logging: trackers for `log` and the steps to profile: `LoggingConfig(csv=True, wandb_project="mine")`. Its
             intervals and its trace are GPT's; None: none of them.
         output_dir: directory of metrics.csv, of the profile and of W&B's files.
+        spikes: what to do at a spike of the loss or the gradient norm: none, warn or skip; None: a warning.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
+        watch: how often replicas are compared, and how long the ranks may stand still in a step before the watchdog
+            names the one that holds them up and ends the run (docs/watching.md); None: the defaults. One process is
+            not watched.
 
     Attributes:
         lr: learning rate of the last step.
@@ -116,7 +129,9 @@ class PipelineEngine:
         mesh: Mesh | None = None,
         logging: LoggingConfig | None = None,
         output_dir: Path | str = "output",
+        spikes: SpikeConfig | None = None,
         memory_check: bool = True,
+        watch: WatchConfig | None = None,
     ) -> None:
         training = TrainingConfig(
             memory_check=memory_check,
@@ -137,22 +152,33 @@ class PipelineEngine:
             precision=precision or PrecisionConfig(precision="fp32"),
             training=training,
             logging=logging or LoggingConfig(),
+            watch=watch or WatchConfig(),
+            spikes=spikes or SpikeConfig(),
         )
         check_schedule(self.config)
         if reproducible:
             compute_reproducibly()
-        self.mesh = mesh or build_mesh(self.config.parallel)
-        chosen = self.config.precision.for_device(bf16=has_fast_bf16(self.mesh.device))
-        self.config = dataclasses.replace(self.config, precision=chosen)
+        if world_size() > 1:
+            begin_watch(self.config)
+            on_ledger(lambda ledger: ledger.rest_in(Phase.OUTSIDE))
         self.num_microbatches, self.layers, self._count = num_microbatches, list(layers), count
-        streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
-        described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams, dtype=dtype)
-        refuse_different_ranks(self.config, self.mesh.world, described)
-        check_memory_of_ranks(self.config, self.mesh, described)
-        self.task = PlainTask(described, streams, loss=loss, is_mean=reduction == "mean", dtype=dtype)
-        self.train_steps = TrainStep(self.task, self.config, self.mesh)
+        with phase(Phase.BUILD):
+            self.mesh = mesh or build_mesh(self.config.parallel)
+            chosen = self.config.precision.for_device(bf16=has_fast_bf16(self.mesh.device))
+            self.config = dataclasses.replace(self.config, precision=chosen)
+            streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
+            described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams, dtype=dtype)
+            further = {f"module of layer {layer.name!r}": layer.description for layer in layers}
+            further |= {"loss": describe_call(loss), "reduction": reduction, "count": describe_call(count)}
+            refuse_different_ranks(self.config, self.mesh.world, described, further)
+            check_memory_of_ranks(self.config, self.mesh, described)
+            self.task = PlainTask(described, streams, loss=loss, is_mean=reduction == "mean", dtype=dtype)
+            self.train_steps = TrainStep(self.task, self.config, self.mesh)
         self.model, self.update = self.train_steps.model, self.train_steps.update
         self.stages = self.model.stages
+        self._replicas = ReplicaCheck(
+            self.model, self.update.optimizer, self.mesh, interval=self.config.watch.check_replicas_interval
+        )
         self._shapes = StageShapes(self.model.chunks, self.model.runtime.transport)
         self.task.shapes = self._shapes
         self.lr, self.grad_norm = 0.0, torch.zeros((), dtype=torch.float64)
@@ -167,6 +193,18 @@ class PipelineEngine:
 
     # ---- steps
 
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        """Marks a step for the profiler and the watchdog."""
+        number = self.step + 1
+        self._profiler.begin(number)
+        begin_step(number, self.config, self.mesh)
+        try:
+            yield
+        finally:
+            on_ledger(Ledger.end_step)
+        self._profiler.end(number)
+
     def train_batch(self, microbatches: Sequence[Pair]) -> Tensor:
         """One update of the weights.
 
@@ -180,18 +218,22 @@ class PipelineEngine:
         Raises:
             UserError: the number of microbatches is not the one that was announced, or a layer cannot take them.
             TrainingStopped: losses or gradients of many steps in a row were not finite.
+            SilentCorruption: replicas differ; on every rank.
         """
         if len(microbatches) != self.num_microbatches:
             raise UserError(
                 f"train_batch got {len(microbatches)} microbatches, but num_microbatches is {self.num_microbatches}: "
                 "give that many, or announce another number"
             )
-        self._profiler.begin(self.step + 1)
-        self.train_steps.compute_gradients(self._prepare(microbatches))
-        result = self.train_steps.update_weights()
-        self._profiler.end(result.step)
+        with self._step():
+            self.train_steps.compute_gradients(self._prepare(microbatches))
+            result = self.train_steps.update_weights()
+            self._replicas.after_step(result.step)
         if result.skipped is not None and self.mesh.world.rank == 0:
-            warnings.warn(f"step {result.step} is skipped: {result.skipped}", stacklevel=2)
+            cause = "" if result.diagnosis is None else f" ({result.diagnosis})"
+            warnings.warn(f"step {result.step} is skipped: {result.skipped}{cause}", stacklevel=2)
+        elif result.spike is not None and self.mesh.world.rank == 0:
+            warnings.warn(f"step {result.step} is a spike: {result.spike}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
         return result.loss
 
@@ -253,9 +295,11 @@ class PipelineEngine:
 
     def close(self) -> None:
         """Close the trackers, wait for all ranks and leave the job; the last thing to do."""
-        if self._trackers is not None:
-            self._trackers.finish()
-        leave(self.mesh)
+        with section(Phase.EXIT):
+            if self._trackers is not None:
+                self._trackers.finish()
+            leave(self.mesh)
+        end_watch()
 
     # ---- weights
 
@@ -299,6 +343,7 @@ class PipelineEngine:
 
     # ---- checkpoints
 
+    @section(Phase.SAVE)
     def save(self, directory: Path | str) -> Path:
         """Publish a checkpoint: weights, the optimizer's state, buffers and counters; all ranks call this together.
 
@@ -310,13 +355,18 @@ class PipelineEngine:
 
         Raises:
             StorageError: it could not be written; on every rank, and nothing is left of it.
+            SilentCorruption: replicas differ, and nothing is written; on every rank.
+            TrainingDiverged: a weight or a moment is not finite.
         """
+        self._replicas.before_save(self.step)
+        self.train_steps.require_finite()
         training = dataclasses.replace(self.config.training, output_dir=str(directory))
         saver = CheckpointSaver(dataclasses.replace(self.config, training=training), self.mesh)
         samples = self.step * self.num_microbatches * self.mesh.batch.size
         saver.begin(self.train_steps.state(consumed_samples=samples, buffers=self._buffers()))
         saved = saver.finish()
         assert saved is not None
+        self._replicas.saved(saved.path)
         for note in saved.notes if self.mesh.world.rank == 0 else ():
             warnings.warn(f"{note}; the checkpoint itself is whole", stacklevel=2)
         return saved.path
@@ -331,6 +381,7 @@ class PipelineEngine:
             CheckpointError: a file is missing or damaged, or a tensor is missing or of another shape, each by name.
         """
         self.train_steps.load(Path(directory), buffers=self._buffers())
+        self._replicas.saved(Path(directory))
         self.lr = self.train_steps.lr()
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -373,7 +424,7 @@ class PipelineEngine:
 
 
 def _replicas(parallel: ParallelConfig) -> int:
-    return parallel.dp or max(1, world_size() // (parallel.tp * parallel.pp))
+    return max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
 
 
 def _without_times(parallel: ParallelConfig) -> ParallelConfig:
@@ -391,6 +442,8 @@ def _checked_config(
     precision: PrecisionConfig,
     training: TrainingConfig,
     logging: LoggingConfig,
+    watch: WatchConfig,
+    spikes: SpikeConfig,
 ) -> ResolvedConfig:
     """The configuration of the run, resolved; its model and data sections mean nothing here.
 
@@ -411,6 +464,10 @@ def _checked_config(
         problems.append("pipeline_balance flops: those of a plain layer are not known; use parameters or uniform")
     if training.recompute not in ("none", "full"):
         problems.append(f"recompute {training.recompute} is of GPT's attention: use none or full")
+    if spikes.on_spike == "rollback":
+        problems.append(
+            "on_spike rollback: the engine does not read the data: use skip, or call load and choose other batches"
+        )
     if stages > max(len(layers), 1):
         problems.append(
             f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} = {stages} stages, but the model has "
@@ -427,6 +484,8 @@ def _checked_config(
             precision=precision,
             training=training,
             logging=logging,
+            watch=watch,
+            spikes=spikes,
         )
         if settings is not None:
             sections: dict[str, Any] = {name: settings for name, kind in OPTIMIZERS.items() if kind is type(settings)}

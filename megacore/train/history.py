@@ -5,6 +5,8 @@ One JSON object per line, with `event`, `time` (UTC) and `step`:
     launch   version, git, command, host, platform, device, packages, degrees of the mesh, the checkpoint it loads
     memory   peak and predicted bytes of every rank, after the first logged step and at the end
     skip     why a step left the weights unchanged
+    spike    the limit that the loss or the gradient norm exceeded, where the weights were updated nevertheless
+    rollback the spike, the step to which the run returned, and the samples that it skips
     save     the checkpoint's directory
     end      why the run ended before --train-iters, or null
     error    the exception that ended the run
@@ -22,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.save import Saved
+from megacore.files import append_bytes
 from megacore.parallel.collectives import all_gather_objects
 from megacore.train.callbacks import Callback, Run
 from megacore.train.metrics import peak_memory_bytes
 from megacore.train.provenance import Provenance
+from megacore.train.rollback import Rollback
 from megacore.train.sinks import set_aside
 from megacore.train.step import StepResult
 from megacore.train.trackers.background import warn
@@ -69,9 +73,16 @@ class History(Callback):
             self._add("launch", first_step, **about)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Note a skipped step."""
+        """Note a skipped step, or a spike."""
         if result.skipped is not None:
-            self._add("skip", result.step, reason=result.skipped)
+            cause = (
+                {}
+                if result.diagnosis is None
+                else {"cause": result.diagnosis.cause, "diagnosis": str(result.diagnosis)}
+            )
+            self._add("skip", result.step, reason=result.skipped, **cause)
+        elif result.spike is not None:
+            self._add("spike", result.step, reason=result.spike)
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
         """Note the memory of all ranks once, after the first steps."""
@@ -82,6 +93,11 @@ class History(Callback):
     def on_save(self, run: Run, saved: Saved) -> None:
         """Note a checkpoint."""
         self._add("save", saved.step, path=str(saved.path))
+
+    def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
+        """Note the rollback."""
+        samples = [rollback.first_sample, rollback.stop_sample]
+        self._add("rollback", rollback.from_step, to_step=rollback.to_step, reason=reason, skipped_samples=samples)
 
     def on_stop(self, run: Run, reason: str | None) -> None:
         """Note the end."""
@@ -107,8 +123,7 @@ class History(Callback):
         now = datetime.now(UTC).isoformat(timespec="seconds")
         line = json.dumps({"event": event, "time": now, "step": step, **about})
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            append_bytes(self._path, f"{line}\n".encode())
         except OSError as error:
             if not self._warned:
                 warn(f"{self._path}: {error.strerror}; training continues without this record of events")

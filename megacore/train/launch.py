@@ -1,7 +1,7 @@
 """From an accepted configuration to an exit status: join the job, run, and leave in order, whatever happens.
 
-Exit statuses: 0 done, 2 refused configuration or input, 1 any other failure, 124 ended as hung, 128 + n ended by
-signal n.
+Exit statuses: 0 done, 2 refused configuration or input, 3 silent corruption, 4 diverged, 1 any other failure, 124 ended
+as hung, 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ import torch
 
 from megacore import ops
 from megacore.config import ResolvedConfig, TrainingConfig
-from megacore.errors import EXIT_REFUSED, ConfigError, OutputClosed, TrainingStopped, UserError, WorkerDied
+from megacore.errors import (
+    EXIT_CORRUPT,
+    EXIT_DIVERGED,
+    EXIT_REFUSED,
+    ConfigError,
+    OutputClosed,
+    SilentCorruption,
+    TrainingDiverged,
+    TrainingStopped,
+    UserError,
+    WorkerDied,
+)
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import why_not_compile
 from megacore.parallel.mesh import (
@@ -88,6 +99,10 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
     except UserError as error:
         problems = "\n".join(f"  - {problem}" for problem in getattr(error, "problems", (str(error),)))
         return _end(f"refused on {_this_rank(watch)}:\n{problems}", EXIT_REFUSED, watch)
+    except SilentCorruption as error:
+        return _end(f"stopped: {error}", EXIT_CORRUPT, watch)
+    except TrainingDiverged as error:
+        return _end(f"stopped: {error}", EXIT_DIVERGED, watch)
     except (TrainingStopped, OutputClosed) as error:
         return _end(f"stopped: {error}", EXIT_FAILED, watch)
     except WorkerDied as error:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacore.config import ResolvedConfig
 from megacore.optim.update import WeightUpdate
-from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.collectives import all_reduce_, all_reduce_job_
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import TimedPass
@@ -109,6 +109,10 @@ class StepMetrics:
             **{f"mem/{kind}_bytes_predicted": round(size) for kind, size in self.predicted_memory.items()},
             "train/skipped_steps": update.skipped_steps,
         }
+        if config.spikes.on_spike != "none":
+            record["train/spikes"] = update.guard.total
+        if config.optimizer.clip_grad_adaptive:
+            record["train/clip_limit"] = result.clip_limit
         if config.precision.precision == "fp16":
             record["train/loss_scale"] = update.scaler.scale
         if self._peak_tflops is not None:
@@ -132,7 +136,7 @@ class StepMetrics:
         layers, config = self._task.layers, self._config
         seconds = [layer_seconds(config, layer) for layer in layers]
         times = [sum(seconds[i] for i in stage) for stage in stage_ranges(layers, config)]
-        schedule = training_schedule(config.parallel, microbatches_of_replica(config, self._mesh))
+        schedule = training_schedule(config.parallel, config.microbatches)
         return simulate(schedule, Costs.proportional(times)).idle_share
 
     def _measured_bubble(self, timed: TimedPass) -> float:
@@ -141,18 +145,12 @@ class StepMetrics:
         ends = torch.tensor([-computed[0].start, computed[-1].end], dtype=torch.float64, device=mesh.device)
         window = all_reduce_(ends, mesh.pipeline, "max").sum() * mesh.pipeline.size
         busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=mesh.device), mesh.pipeline)
-        return float(all_reduce_(1.0 - busy / window, mesh.world)) / mesh.world.size
+        return float(all_reduce_job_(1.0 - busy / window, mesh)) / mesh.world.size
 
     def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value's maximum over all ranks."""
         numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self._mesh.device)
-        return dict(zip(values, all_reduce_(numbers, self._mesh.world, "max").tolist(), strict=True))
-
-
-def microbatches_of_replica(config: ResolvedConfig, mesh: Mesh) -> int:
-    """Microbatches per replica and step."""
-    training = config.training
-    return training.global_batch_size // training.micro_batch_size // mesh.batch.size
+        return dict(zip(values, all_reduce_job_(numbers, self._mesh, "max").tolist(), strict=True))
 
 
 def term_means(

@@ -1,22 +1,23 @@
 """Refuses a job whose ranks have different flags, data or code.
 
 Such a job hangs or, worse, trains something that nobody asked for. Every rank collects facts of its run by name. The
-ranks compare one digest of them, and exchange the facts only if the digests differ. Paths may differ between nodes: of
-a file or directory only its content is compared, and whether it was given. The checkpoint of --load is compared where
-it is read (checkpoint/load.py).
+ranks compare one digest of them, and exchange the facts only if the digests differ. The message then names the ranks
+that differ from most others. Paths may differ between nodes: of a file or directory only its content is compared, and
+whether it was given. The checkpoint of --load is compared where it is read (checkpoint/load.py).
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
+import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import megacore
@@ -45,26 +46,46 @@ _PATHS = (
     "schedule_csv",
     "tensorboard_dir",
 )
+_PACKAGES = (
+    *("numpy", "triton"),
+    *(f"nvidia-{library}-cu{release}" for library in ("cublas", "cudnn", "nccl") for release in (12, 13)),
+)
+_VARIABLES = (
+    # of the processor's operators
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    # of CUDA's
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"),
+    *("TRITON_INTERPRET", "TRITON_F32_DEFAULT"),
+    # of sums over ranks
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE"),
+)
+"""Environment variables that change what an operator rounds."""
 _READ_WHOLE = 1 << 26  # bytes; of a larger file only samples are read
 _SAMPLE = 1 << 16  # bytes
 _SAMPLES = 64  # evenly spaced, the first and the last at the ends of the file
 _MOST = 12  # differences that one message names
+_WAY_OUT = "start every rank, on every node, with the same flags, data, environment and installation"
 
 
-def refuse_different_ranks(config: ResolvedConfig, world: Group, layers: Sequence[PlannedLayer] = ()) -> None:
-    """Compare configuration, data and code of all ranks, which call this together before training.
+def refuse_different_ranks(
+    config: ResolvedConfig, world: Group, layers: Sequence[PlannedLayer] = (), further: Facts | None = None
+) -> None:
+    """Compare configuration, data, code and libraries of all ranks, which call this together before training.
 
     Args:
         config: resolved.
         world: all ranks.
         layers: the whole model, where it does not follow from the configuration.
+        further: facts of the run that are not in the configuration either.
 
     Raises:
-        ConfigError: a rank differs from rank 0; on every rank, with the same text.
+        ConfigError: a rank differs from the others; on every rank, with the same text.
     """
     if world.size == 1:
         return
-    local = facts(config) | {f"layer {layer.name!r}": f"of {layer.parameters} parameters" for layer in layers}
+    of_layers = {f"layer {layer.name!r}": f"of {layer.parameters} parameters" for layer in layers}
+    local = facts(config) | of_layers | (further or {})
     digests = all_gather_objects(hashlib.sha256(json.dumps(local, sort_keys=True).encode()).hexdigest(), world)
     if len(set(digests)) > 1:
         raise ConfigError(differences(all_gather_objects(local, world)))
@@ -91,35 +112,39 @@ def facts(config: ResolvedConfig) -> Facts:
             result[f"{path.name} of --init-from-hf"] = _file(path)
     program = getattr(sys.modules["__main__"], "__file__", None)  # none in an interactive session
     result["the program's source"] = "none" if program is None else f"{Path(program).name} {_digest(Path(program))}"
+    result |= _versions() | _numerics()
     package = Path(megacore.__file__).parent
     kernels = package / "kernels"  # in a checkout a link, which rglob does not follow
     for path in sorted({*package.rglob("*.py"), *kernels.rglob("*.py")}):
         result[f"megacore's {path.relative_to(package)}"] = _digest(path)
-    versions = {"megacore": megacore.__version__, "torch": torch.__version__, "numpy": np.__version__}
-    return result | {f"version of {name}": str(version) for name, version in versions.items()}
+    return result
 
 
 def differences(everyone: list[Facts]) -> list[str]:
-    """The differences from rank 0, one line per fact and value.
+    """The differences from the value that most ranks have, or from that of rank 0 where no value has a majority; one
+    line per fact and value.
 
     Args:
         everyone: the facts of every rank.
     """
-    first = everyone[0]
     names = list(dict.fromkeys(name for of_rank in everyone for name in of_rank))
-    lines = []
+    usual: dict[str, str] = {}
+    different: dict[str, dict[str, list[int]]] = {}  # the ranks of each value, of facts with several
     for name in names:
         ranks_of: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(everyone):
             ranks_of.setdefault(of_rank.get(name, "missing"), []).append(rank)
-        expected = first.get(name, "missing")
-        lines += [
-            f"{_who(ranks, first)}: {name} {value}, rank 0: {expected}"
-            for value, ranks in ranks_of.items()
-            if value != expected
-        ]
+        usual[name] = max(ranks_of, key=lambda value: len(ranks_of[value]))  # of equally many ranks, rank 0's
+        if len(ranks_of) > 1:
+            different[name] = ranks_of
+    lines = [
+        f"{_who(ranks, usual)}: {name} {value}, {ranks_in_words(ranks_of[usual[name]])}: {usual[name]}"
+        for name, ranks_of in different.items()
+        for value, ranks in ranks_of.items()
+        if value != usual[name]
+    ]
     more = [f"and {len(lines) - _MOST} more differences"] if len(lines) > _MOST else []
-    return [*lines[:_MOST], *more, "start every rank, on every node, with the same flags, data and installation"]
+    return [*lines[:_MOST], *more, _WAY_OUT]
 
 
 def _settings(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
@@ -128,6 +153,29 @@ def _settings(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
         for name in field_infos(type(values)):
             value = getattr(values, name)
             yield flag(name), _given(name, value) if name in _PATHS else str(value)
+
+
+def _versions() -> Facts:
+    """Of the packages that compute, as they are installed."""
+    versions = {"megacore": megacore.__version__, "torch": str(torch.__version__)}
+    versions["torch's source"] = (torch.version.git_version or "unknown")[:12]
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "none"
+    return {f"version of {name}": version for name, version in versions.items()}
+
+
+def _numerics() -> Facts:
+    """What changes the numbers of a run and is no flag: variables of the environment, and switches of torch."""
+    result = {f"environment variable {name}": os.environ.get(name, "not set") for name in _VARIABLES}
+    result["torch's precision of fp32 products"] = torch.get_float32_matmul_precision()
+    result["torch's default dtype"] = str(torch.get_default_dtype())
+    result["torch's deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
+    if not torch.accelerator.is_available():  # the order of sums depends on it
+        result["torch's threads (OMP_NUM_THREADS)"] = str(torch.get_num_threads())
+    return result
 
 
 def _given(name: str, path: Any) -> str:
@@ -161,7 +209,7 @@ def _file(path: Path) -> str:
     return f"{size} bytes ({checksum:08x})"
 
 
-def _who(ranks: list[int], first: Mapping[str, str]) -> str:
-    """Ranks in words, the first of them with its coordinates in the layout of rank 0."""
-    coordinates = describe_rank(ranks[0], degrees_of(lambda field: int(first[flag(field)])))
+def _who(ranks: list[int], usual: Mapping[str, str]) -> str:
+    """Ranks in words, the first of them with its coordinates in the usual layout."""
+    coordinates = describe_rank(ranks[0], degrees_of(lambda field: int(usual[flag(field)])))
     return f"{ranks_in_words(ranks)} ({coordinates if len(ranks) == 1 else f'the first: {coordinates}'})"

@@ -33,6 +33,7 @@ class Saving:
 
     Attributes:
         is_busy: whether a save is under way in the background; the same on every rank.
+        newest: the run's newest checkpoint: the last that was saved, or else the one that the run continues from.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Saving:
         self._saver = CheckpointSaver(config, mesh, loaded=loaded)
         self._options, self._callbacks, self._report = config.checkpoint, callbacks, report
         self._is_one_process = mesh.world.size == 1
-        self.is_busy = False
+        self.is_busy, self.newest = False, loaded
         warns = config.checkpoint.on_save_error == "warn"
         self._warning = "; training continues (--on-save-error warn)" if warns else None
         self._saved_step: int | None = None
@@ -76,12 +77,22 @@ class Saving:
         Raises:
             StorageError: it failed, and --on-save-error is stop.
         """
-        self._guarded(self._saver.finish, self._warning)
+        self.finish()
         warning = None if is_last else self._warning
         if self._saved_step != state.step:
             self._guarded(lambda: self._saver.begin(state), warning)
         if is_last or not self._options.async_save:
             self._guarded(self._saver.finish, warning)
+
+    def finish(self) -> None:
+        """Wait for a save that is under way."""
+        self._guarded(self._saver.finish, self._warning)
+
+    def save_again(self, state: TrainingState) -> None:
+        """Save a state that differs from the saved one of its step, and wait for it."""
+        self._saved_step = None
+        self.save(state)
+        self.finish()
 
     def advance(self, *, some_rank_waits: bool) -> None:
         """Take a save in the background one step further, unless some rank is not so far."""
@@ -102,5 +113,5 @@ class Saving:
             self.is_busy = self._saver.is_busy
         if saved is None:
             return
-        self._saved_step = saved.step
+        self._saved_step, self.newest = saved.step, saved.path
         self._callbacks.on_save(saved)

@@ -13,15 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from megacore.checkpoint.save import Saved
 from megacore.errors import OutputClosed, StorageError, UserError
 from megacore.files import read_bounded, replace_bytes, write_all
+from megacore.progress import Bars, Progress
 from megacore.train.callbacks import Callback, Run
+from megacore.train.diagnosis import IMPLAUSIBLE_LOSS
 from megacore.train.metrics import evaluation_line, log_line, state_memory_line
+from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
+from megacore.train.summary import summary_line
 
 _MOST_BYTES = 1 << 32  # of metrics.jsonl: several million records
 
@@ -56,30 +57,34 @@ class Report(Callback):
         self._may_drop, self._warned, self._dropped = may_drop, False, 0
         self._train_iters, self._terms, self._is_first_log = train_iters, terms, True
         self._first: tuple[int, float] | None = None  # the first logged step, and when it was
+        self._is_implausible = False  # whether a loss was, which is said once
+        self._in_spike = False  # whether the last step was one: of several in a row the first is said
         self._logged = self._uncounted = 0  # logged steps, and those without a token that counts for the loss
         if quiet:
             return
         output_dir.mkdir(parents=True, exist_ok=True)
-        path = output_dir / "metrics.jsonl"
+        self._path = output_dir / "metrics.jsonl"
         if first_step == 0:
-            set_aside(path)
+            set_aside(self._path)
         else:
-            _keep_until(path, first_step)
-        self._file = path.open("ab", buffering=0)
+            _keep_until(self._path, first_step)
+        self._file = self._path.open("ab", buffering=0)
         if sys.stderr.isatty():
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("training", total=train_iters, completed=first_step)
-            self._bar.start()
+            self._bar = Progress("training", train_iters, unit="steps", done=first_step)
+            self._bar.__enter__()
 
     # ---- events of the run
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Advance the bar; say why a step is skipped."""
         if self._bar is not None:
-            self._bar.update(self._task, completed=result.step)
+            self._bar.reach(result.step)
         if result.skipped is not None:
-            self.say(f"step {result.step}/{self._train_iters} | skipped: {result.skipped}")
+            cause = [] if result.diagnosis is None else [summary_line("cause", str(result.diagnosis))]
+            self.say("\n".join([f"step {result.step}/{self._train_iters} | skipped: {result.skipped}", *cause]))
+        if result.spike is not None and result.skipped is None and not self._in_spike:
+            self.say(f"warning: step {result.step}/{self._train_iters} | spike: {result.spike} (docs/spikes.md)")
+        self._in_spike = result.spike is not None
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
         """Record a step, and say it in a line."""
@@ -90,7 +95,14 @@ class Report(Callback):
             self.say(state_memory_line(record))
         self._is_first_log = False
         self._logged += 1
-        if record["train/loss"] is None:
+        loss = record["train/loss"]
+        if loss is not None and loss >= IMPLAUSIBLE_LOSS and not self._is_implausible:
+            self._is_implausible = True
+            self.say(
+                f"warning: the loss {loss:.3g} of step {record['step']} is beyond that of a model that knows nothing: "
+                "training has diverged, or the loss is a sum and not a mean"
+            )
+        if loss is None:
             self._uncounted += 1
             if self._uncounted == 1:
                 self.say(
@@ -109,6 +121,17 @@ class Report(Callback):
         for note in saved.notes:
             self.say(f"warning: {note}; the checkpoint itself is whole")
 
+    def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
+        """Say so; drop the records of steps that the run takes again."""
+        self.say(f"rollback: {rollback} (docs/spikes.md)")
+        if self._file is not None:
+            self._file.close()
+            _keep_until(self._path, rollback.to_step)
+            self._file = self._path.open("ab", buffering=0)
+        if self._bar is not None:
+            self._bar.reach(rollback.to_step)
+        self._first = None
+
     def on_stop(self, run: Run, reason: str | None) -> None:
         """Say how many steps had nothing to learn from; close the file and the bar."""
         if self._uncounted:
@@ -118,8 +141,8 @@ class Report(Callback):
     # ---- output
 
     def say(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        if Bars.display is not None:
+            Bars.display.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self._file is not None:
             say(text, may_fail=self._may_drop)
 
@@ -146,7 +169,7 @@ class Report(Callback):
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.__exit__()
         if self._file is not None:
             self._written(partial(os.fsync, self._file.fileno()))
             if self._dropped:

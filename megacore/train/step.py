@@ -7,9 +7,11 @@ loss is divided by its count (of tokens, for example) over the global batch, whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,14 +21,19 @@ from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
+from megacore.errors import CheckpointError, TrainingDiverged, TrainingStopped
 from megacore.optim.lr_schedules import learning_rate
+from megacore.optim.nonfinite import describe_non_finite
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
+from megacore.train.diagnosis import Diagnosis, Source, diagnose
 from megacore.train.parallelize import parallelize
+from megacore.train.replay import Replay
+from megacore.train.same_operations import different_operations
 from megacore.train.task import Task
 from megacore.watch.ledger import Phase
-from megacore.watch.marks import phase, section
+from megacore.watch.marks import operations_differ, phase, section, votes_on_operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,10 @@ class StepResult:
         grad_norm: global gradient norm before clipping, an fp64 scalar in host memory.
         lr: learning rate.
         skipped: why the weights were left as they are, or None.
+        diagnosis: the cause, where something was not finite.
         votes: summed over ranks.
+        spike: which limit of the spike guard the step exceeds, in words, or None.
+        clip_limit: the norm that gradients may have, infinite if it has no limit.
     """
 
     step: int
@@ -52,6 +62,9 @@ class StepResult:
     lr: float
     skipped: str | None
     votes: tuple[int, ...]
+    diagnosis: Diagnosis | None = None
+    spike: str | None = None
+    clip_limit: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +114,7 @@ class TrainStep:
         step: steps taken.
         model: this rank's part of the model.
         update: the optimizer, and the checks before its step.
+        source: where microbatches come from, if it is known.
     """
 
     def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
@@ -113,6 +127,9 @@ class TrainStep:
             shared=self.model.shared,
         )
         self.step = 0
+        self._replay = Replay(self.model, config, mesh) if config.watch.replay_interval else None
+        self.source: Source | None = None
+        self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
         self._summed_loss: Tensor | None = None
 
@@ -120,16 +137,23 @@ class TrainStep:
         """Forward and backward of this replica's microbatches.
 
         This must not wait for an accelerator: no `float`, `item` or `tolist` of a tensor on the device, and no copy of
-        a tensor from the host. tests/accelerator/test_synchronizations.py checks it.
+        a tensor from the host. tests/accelerator/test_synchronizations.py checks it. Only a replay waits.
 
         Args:
             microbatches: this data-parallel rank's share of the global batch, on the device.
+
+        Raises:
+            SilentCorruption: a microbatch that was computed again gave other numbers.
         """
+        self._microbatches = microbatches
         counts = torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0)
         scale, data_parallel = self.update.scaler.scale, self.model.data_parallel
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
         data_parallel.begin_step(scale)
-        self._summed_loss = self.model.runtime.train_step(microbatches, self._weight, data_parallel)
+        if self._replay is not None and self._replay.is_due(self.step + 1):
+            self._summed_loss = self._replay.train_step(microbatches, self._weight, step=self.step + 1)
+        else:
+            self._summed_loss = self.model.runtime.train_step(microbatches, self._weight, data_parallel)
 
     def update_weights(self, *, votes: Sequence[int] = ()) -> StepResult:
         """Update the weights from the gradients, or skip the step on all ranks.
@@ -140,16 +164,27 @@ class TrainStep:
             votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
 
         Raises:
-            TrainingStopped: losses or gradients of many steps in a row were not finite.
+            TrainingDiverged: a weight or a moment is not finite, or too many steps in a row were spikes.
+            TrainingStopped: losses or gradients of many steps in a row were not finite; or ranks took part in an
+                operation with different sizes.
         """
         assert self._weight is not None and self._summed_loss is not None, "compute_gradients comes first"
-        weight, summed_loss = self._weight, self._summed_loss
-        self._weight = self._summed_loss = None
+        weight, summed_loss, microbatches = self._weight, self._summed_loss, self._microbatches
+        self._weight, self._summed_loss, self._microbatches = None, None, ()
         self.step += 1
         lr = self.lr()
+        ballot = (*votes, *(votes_on_operations() if self.mesh.world.size > 1 else ()))
         with phase(Phase.OPTIMIZER):
-            outcome = self.update.apply(summed_loss, lr, votes=votes)
-        means = outcome.loss * weight.per_count()
+            per_count = weight.per_count()
+            outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=ballot)
+        if operations_differ(outcome.votes[len(votes) :], self.mesh.world.size):
+            raise TrainingStopped(different_operations(self.step, self.mesh))
+        means = outcome.loss * per_count
+        diagnosis = None
+        if outcome.is_unexpected:
+            with section(Phase.EVALUATE):
+                diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
+            self._end_if_hopeless(outcome.stop, diagnosis)
         return StepResult(
             step=self.step,
             loss=means.sum(),
@@ -158,8 +193,31 @@ class TrainStep:
             grad_norm=outcome.norm,
             lr=lr,
             skipped=outcome.skipped,
-            votes=outcome.votes,
+            diagnosis=diagnosis,
+            votes=outcome.votes[: len(votes)],
+            spike=outcome.spike,
+            clip_limit=outcome.clip_limit,
         )
+
+    def _end_if_hopeless(self, stop: str | None, diagnosis: Diagnosis) -> None:
+        if diagnosis.is_permanent:
+            raise TrainingDiverged(
+                f"step {self.step} is not finite, {diagnosis}. Resume from a checkpoint before it (--load auto)"
+            )
+        if stop is not None:
+            raise TrainingStopped(f"{stop} ({diagnosis})")
+
+    def require_finite(self) -> None:
+        """Check weights and moments before they are saved; all ranks call this together.
+
+        Raises:
+            TrainingDiverged: one of them is not finite.
+        """
+        if found := self.update.non_finite_state():
+            raise TrainingDiverged(
+                f"the state after step {self.step} is not finite and is not saved: first in forward order "
+                f"{describe_non_finite(found)}. Resume from the last checkpoint (--load auto)"
+            )
 
     def lr(self) -> float:
         """The learning rate of the last step."""
@@ -181,11 +239,18 @@ class TrainStep:
         values, counts = sums
         return Evaluation(means=torch.where(counts > 0, values / counts, 0.0), counts=counts)
 
-    def state(self, *, consumed_samples: int, buffers: Mapping[str, Tensor] | None = None) -> TrainingState:
+    def state(
+        self,
+        *,
+        consumed_samples: int,
+        series: Mapping[str, list[float]] = MappingProxyType({}),
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> TrainingState:
         """This rank's view of the run, for a checkpoint.
 
         Args:
             consumed_samples: the position in the data.
+            series: further lists of numbers to keep.
             buffers: tensors by global name that are neither weights nor optimizer state.
         """
         return TrainingState(
@@ -194,6 +259,7 @@ class TrainStep:
             data_parallel=self.model.data_parallel,
             optimizer=self.update.optimizer,
             counters=self.update.counters() | {"learning_rate": self.lr()},
+            series={**self.update.series(), **series},
             buffers=dict(buffers or {}),
         )
 
@@ -213,5 +279,10 @@ class TrainStep:
         """
         manifest = load_checkpoint(directory, self.state(consumed_samples=0, buffers=buffers), self.mesh.world)
         self.step = manifest.step
-        self.update.load_counters({"updates": manifest.step, **manifest.counters})
+        self.update.load_counters({"updates": manifest.step, **manifest.counters}, manifest.series)
+        if found := self.update.non_finite_state():
+            raise CheckpointError(
+                f"{directory} holds numbers that are not finite, first in forward order {describe_non_finite(found)}: "
+                "use an earlier checkpoint"
+            )
         return manifest

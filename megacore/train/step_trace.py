@@ -9,26 +9,21 @@ allocations are not operators. An operator may launch more than one kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacore import ops
 from megacore.config import ResolvedConfig
 from megacore.data.loading.loader import Microbatch
-from megacore.models.initialize import InitialWeights
-from megacore.parallel.mesh import Mesh, fake_mesh, leave_fake_mesh
-from megacore.parallel.sharding import ShardedParameter
+from megacore.parallel.mesh import Mesh
 from megacore.plan.peaks import Format
 from megacore.plan.roofline import Event, Launch, Pattern, Phase, StepEvents, Transfer
+from megacore.train.fake_job import HOST_READS, NoWeights, fake_job
 from megacore.train.gpt_task import GPTTask
 from megacore.train.operator_costs import operator_cost
 from megacore.train.step import TrainStep
@@ -74,14 +69,11 @@ def record_step(config: ResolvedConfig) -> StepEvents:
 
 @contextmanager
 def fake_step(config: ResolvedConfig) -> Iterator[TrainStep]:
-    """Rank 0's model and optimizer on fake tensors, with the operators of a GPU; inside, all new tensors are fake."""
-    mesh = fake_mesh(config.parallel)
-    kernels: ops.Choice = "torch" if config.training.kernels == "torch" else "triton"
-    try:
-        with FakeTensorMode(), ops.kernels_chosen(kernels), _WithoutDropout():
-            yield TrainStep(GPTTask(config, mesh, weights=_NoWeights()), config, mesh)
-    finally:
-        leave_fake_mesh(mesh)
+    """Rank 0's model and optimizer on fake tensors, with the operators and defaults of a GPU; inside, all new tensors
+    are fake."""
+    config = config.for_device(on_cpu=False)
+    with fake_job(config.parallel, kernels="torch" if config.training.kernels == "torch" else "triton") as mesh:
+        yield TrainStep(GPTTask(config, mesh, weights=NoWeights()), config, mesh)
 
 
 def _recorded(step: TrainStep, recorder: Recorder, config: ResolvedConfig, microbatches: int) -> list[Event]:
@@ -100,26 +92,8 @@ def _microbatch(config: ResolvedConfig, index: int) -> Microbatch:
     return Microbatch(index=index, tokens=tokens, labels=tokens.clone(), loss_mask=torch.ones(shape))
 
 
-class _NoWeights(InitialWeights):
-    """Leaves parameters as they are: they have no values."""
-
-    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Do nothing."""
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Attention with dropout as one operator, as on a GPU: torch has it for fake tensors only without dropout."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention:
-            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
-        return function(*args, **(kwargs or {}))
-
-
 class Recorder(TorchDispatchMode):
     """Notes what a rank's operators launch and send.
-
-    A number that the host asks for is 1, so that the step continues as one whose gradients are finite.
 
     Args:
         mesh: the rank's groups, whose roles name transfers.
@@ -145,10 +119,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         namespace, name = func._schema.name.split("::")
-        if name in ("_local_scalar_dense", "item"):
-            return 1.0
-        if name == "is_nonzero":
-            return True
+        if name in HOST_READS:
+            return HOST_READS[name]
         out = func(*args, **kwargs)
         if namespace == "c10d" or namespace == "_c10d_functional":
             if name in _PATTERNS:

@@ -6,18 +6,62 @@ other. The file is written as soon as the last of the steps is done, so that it 
 
 from __future__ import annotations
 
+import time
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from megacore.config import ResolvedConfig
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import PipelineRuntime
-from megacore.plan.trace import RankTrace, TracedStep, write_trace
+from megacore.plan.trace import RankTrace, TracedCollective, TracedStep, write_trace
 from megacore.train.callbacks import Callback, Run
 from megacore.train.sinks import Report
 from megacore.train.step import StepResult
+from megacore.watch.ledger import Phase
+from megacore.watch.marks import Current
+from megacore.watch.report import group_in_words
 
 DEFAULT_STEPS = 3
+
+
+class _Collectives:
+    """Notes when this rank was in which collective.
+
+    Args:
+        mesh: this rank's groups.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._degrees = mesh.degrees
+        self.noted: list[TracedCollective] = []
+
+    def around(
+        self, kind: Phase, ranks: tuple[int, ...], nbytes: int, wait: AbstractContextManager[Any]
+    ) -> AbstractContextManager[Any]:
+        """A context that notes its time; messages are the pipeline's, which the timer notes."""
+        if kind.is_message:
+            return wait
+        return _Noted(self.noted, f"{kind.in_words} {group_in_words(ranks, self._degrees)}", nbytes, wait)
+
+
+class _Noted(AbstractContextManager["_Noted"]):
+    """Notes each time that it is entered: once where a collective is waited for at once, else to post and to wait."""
+
+    def __init__(
+        self, noted: list[TracedCollective], name: str, nbytes: int, wait: AbstractContextManager[Any]
+    ) -> None:
+        self._noted, self._name, self._bytes, self._wait = noted, name, nbytes, wait
+
+    def __enter__(self) -> _Noted:
+        self._start = time.time()
+        self._wait.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._wait.__exit__(*error)
+        self._noted.append(TracedCollective(self._name, self._bytes, self._start, time.time()))
 
 
 class Tracer(Callback):
@@ -49,22 +93,31 @@ class Tracer(Callback):
         self.path = Path(config.training.output_dir) / "trace.json"
         self._mesh, self._runtime, self._report, self._microbatches = mesh, runtime, report, microbatches
         self._traced: list[TracedStep] = []
+        self._collectives = _Collectives(mesh)
 
     def on_step_begin(self, run: Run, step: int) -> None:
         """Let the runtime's timer note what a traced step does."""
         if step in self.steps:
             self._runtime.timer.enabled = self._runtime.timer.tracing = True
+            self._collectives.noted.clear()
+            Current.listener = self._collectives
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Take what the timer noted; write the file after the last step."""
         if result.step in self.steps:
-            timed = self._runtime.timer.read()
-            self._traced.append(TracedStep(result.step, timed.start, timed.end, timed.actions, updated=timed.read))
+            Current.listener = None
+            timed, collectives = self._runtime.timer.read(), tuple(self._collectives.noted)
+            step = TracedStep(result.step, timed.start, timed.end, timed.actions, timed.read, collectives)
+            self._traced.append(step)
             self._runtime.timer.tracing = False
             if result.step == self.steps[-1]:
                 with run.unclocked():
                     self._write()
                 self._report.say(f"step {result.step}/{run.config.training.train_iters} | traced {self.path}")
+
+    def on_error(self, run: Run, error: BaseException) -> None:
+        """Listen no longer."""
+        Current.listener = None
 
     def _write(self) -> None:
         """Gather the traces of all ranks and write the file, on the first."""

@@ -14,21 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.check import changed_settings
-from megacore.checkpoint.manifest import Manifest
+from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
+from megacore.errors import TrainingStopped
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.flops import CONVENTION
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
+from megacore.train.diagnosis import Source
 from megacore.train.history import History
 from megacore.train.memory_check import check_memory_of_ranks
-from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, microbatches_of_replica, term_means
+from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
 from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.provenance import first_line, provenance_of
+from megacore.train.replicas import ReplicaCheck
+from megacore.train.rollback import Rollbacks
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
 from megacore.train.step import StepResult, TrainStep
@@ -38,7 +42,7 @@ from megacore.train.task import Task
 from megacore.train.tracing import Tracer
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
-from megacore.train.watching import StepMarks, Stragglers
+from megacore.train.watching import ReplicaChecks, StepMarks, Stragglers
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import section
 
@@ -78,10 +82,14 @@ class Trainer:
         self.train_steps = TrainStep(task, config, mesh)
         self.model, self.update = self.train_steps.model, self.train_steps.update
         self.parameters = self.model.parameters
-        self.consumed_samples = 0
+        self.consumed_samples, self.rollbacks = 0, Rollbacks(config)
         load = None if config.checkpoint.load is None else Path(config.checkpoint.load)
         self.loaded = None if load is None else self._resume(load)
-        self.batches = DeviceLoader(self._loader(train_data, self.consumed_samples), mesh.device)
+        if self.loaded is not None:
+            self.rollbacks.load(self.loaded.series)
+        self._train_data = train_data
+        self.train_steps.source = Source(dataset=train_data, micro_batch_size=config.training.micro_batch_size)
+        self.batches = self._batches()
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
         self.clock = StepClock(mesh.device, self.step)
@@ -93,7 +101,7 @@ class Trainer:
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
-        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step)]
+        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step), *self._replica_checks()]
         self.callbacks = Callbacks(
             self,
             [
@@ -138,6 +146,10 @@ class Trainer:
             with self.clock.fetching():
                 microbatches = next(self.batches)
             result = self.train_step(microbatches)
+            if result.spike is not None and self._can_roll_back:
+                with self.unclocked():
+                    self.roll_back(result.spike)
+                continue
             if self._is_due(self.config.logging.log_interval):
                 times = StepTimes(self.clock.per_step(self.step), self.clock.data_share)
                 with self.unclocked():
@@ -149,7 +161,7 @@ class Trainer:
                 self.saving.advance(some_rank_waits=self.decision.some_rank_waits)
             if self.is_done or self.decision.save or self._is_due(intervals.save_interval or 0):
                 with self.unclocked():
-                    self.saving.save(self.state(), is_last=self.is_done)
+                    self.save(is_last=self.is_done)
 
     @property
     def is_done(self) -> bool:
@@ -175,6 +187,43 @@ class Trainer:
         self.callbacks.on_step_end(result)
         return result
 
+    @property
+    def _can_roll_back(self) -> bool:
+        return self.config.spikes.on_spike == "rollback" and (self.saving.newest is not None or self.saving.is_busy)
+
+    def roll_back(self, spike: str) -> None:
+        """Return to the newest checkpoint and skip the samples that were seen since then; all ranks call this together.
+
+        Args:
+            spike: what is wrong with the last step.
+
+        Raises:
+            TrainingDiverged: the run must stop instead.
+            TrainingStopped: there are not enough samples left.
+        """
+        self.saving.finish()
+        assert self.saving.newest is not None
+        target, training, samples = read_manifest(self.saving.newest), self.config.training, len(self._train_data)
+        rollback = self.rollbacks.add(
+            spike,
+            from_step=self.step,
+            to_step=target.step,
+            first_sample=target.consumed_samples,
+            stop_sample=self.consumed_samples,
+        )
+        if samples - rollback.stop_sample < (training.train_iters - target.step) * training.global_batch_size:
+            raise TrainingStopped(
+                f"step {self.step}: {spike}: the training data have {samples:,} samples, too few for a rollback "
+                f"({rollback})"
+            )
+        self._resume(self.saving.newest)
+        self.consumed_samples = rollback.stop_sample
+        self.batches = self._batches()
+        self.clock.restart(self.step)
+        self.callbacks.on_rollback(rollback, spike)
+        self.callbacks.before_save()
+        self.saving.save_again(self.state())
+
     @section(Phase.SINK)
     def log(self, result: StepResult, times: StepTimes) -> None:
         """Report a step; all ranks call this together.
@@ -184,7 +233,8 @@ class Trainer:
             times: how long a step took, on average since the last log.
         """
         figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
-        self.callbacks.on_log({**self._position(), **figures, **self.callbacks.figures()})
+        further = {**self.rollbacks.figures(), **self.callbacks.figures()}
+        self.callbacks.on_log({**self._position(), **figures, **further})
 
     def evaluate(self) -> float | None:
         """Mean loss over eval_iters global batches of the validation data, the same every time, without terms that only
@@ -198,9 +248,15 @@ class Trainer:
         self.callbacks.on_evaluate({**self._position(), **{f"eval/{name}": mean for name, mean in means.items()}})
         return means["loss"]
 
-    def save(self) -> None:
-        """Publish a checkpoint of the current step, and wait for it."""
-        self.saving.save(self.state(), is_last=True)
+    def save(self, *, is_last: bool = True) -> None:
+        """Publish a checkpoint of the current step.
+
+        Args:
+            is_last: whether to wait for it, with --async-save too.
+        """
+        self.callbacks.before_save()
+        self.train_steps.require_finite()
+        self.saving.save(self.state(), is_last=is_last)
 
     def request_stop(self, reason: str) -> None:
         """End the run after the next step, on all ranks, with a checkpoint; any rank may ask.
@@ -216,7 +272,7 @@ class Trainer:
 
     def state(self) -> TrainingState:
         """This rank's view of the run, for a checkpoint."""
-        return self.train_steps.state(consumed_samples=self.consumed_samples)
+        return self.train_steps.state(consumed_samples=self.consumed_samples, series=self.rollbacks.series())
 
     # ---- its parts
 
@@ -224,6 +280,16 @@ class Trainer:
         manifest = self.train_steps.load(directory)
         self.consumed_samples = manifest.consumed_samples
         return manifest
+
+    def _replica_checks(self) -> Iterator[ReplicaChecks]:
+        interval, loaded = self.config.watch.check_replicas_interval, self.config.checkpoint.load
+        if interval and self.mesh.world.size > 1:
+            optimizer = self.update.optimizer
+            yield ReplicaChecks(ReplicaCheck(self.model, optimizer, self.mesh, interval=interval, loaded=loaded))
+
+    def _batches(self) -> DeviceLoader[Any]:
+        """The training data from the run's position on."""
+        return DeviceLoader(self._loader(self._train_data, self.consumed_samples), self.mesh.device)
 
     def _history(self) -> History:
         return History(
@@ -243,7 +309,7 @@ class Trainer:
 
     def _tracers(self) -> Iterator[Tracer]:
         if self.config.logging.trace:
-            count = microbatches_of_replica(self.config, self.mesh)
+            count = self.config.microbatches
             runtime = self.model.runtime
             yield Tracer(self.config, self.mesh, runtime, self.report, first_step=self.step, microbatches=count)
 

@@ -1,4 +1,4 @@
-"""The trainer's side of the watchdog (megacore/watch/): steps are marked, and slow ranks found."""
+"""The trainer's side of the watchdog (megacore/watch/): steps are marked, slow ranks found, and replicas compared."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any
 
 import torch
 
+from megacore.checkpoint.save import Saved
+from megacore.config import ResolvedConfig
 from megacore.config.dimensions import pipeline_dimension
-from megacore.parallel.collectives import all_gather
+from megacore.parallel.collectives import all_reduce_job_
 from megacore.parallel.mesh import Mesh
 from megacore.train.callbacks import Callback, Run
+from megacore.train.replicas import ReplicaCheck
+from megacore.train.rollback import Rollback
 from megacore.train.sinks import Report
 from megacore.train.step import StepResult
 from megacore.watch.ledger import Flag, Ledger
@@ -21,19 +25,24 @@ from megacore.watch.marks import Current
 from megacore.watch.stragglers import Noticed, Straggler, Times, slowest, times_between
 
 
+def begin_step(step: int, config: ResolvedConfig, mesh: Mesh) -> None:
+    """Tell this process's ledger, if it has one, that a step begins, and what its reader must know about the run."""
+    if Current.ledger is None:
+        return
+    if Current.ledger.first_step:
+        if mesh.device.type != "cpu":
+            Current.ledger.set_flag(Flag.ASYNCHRONOUS)
+        if config.training.compile and mesh.layer.size > 1:
+            Current.ledger.set_flag(Flag.HIDDEN)
+    Current.ledger.begin_step(step)
+
+
 class StepMarks(Callback):
     """Tells this process's ledger, if it has one, where steps begin and end."""
 
     def on_step_begin(self, run: Run, step: int) -> None:
-        """The step's number, and what a reader of the ledger must know about the run."""
-        if Current.ledger is None:
-            return
-        if Current.ledger.first_step:
-            if run.mesh.device.type != "cpu":
-                Current.ledger.set_flag(Flag.ASYNCHRONOUS)
-            if run.config.training.compile and run.mesh.layer.size > 1:
-                Current.ledger.set_flag(Flag.HIDDEN)
-        Current.ledger.begin_step(step)
+        """The step begins."""
+        begin_step(step, run.config, run.mesh)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """The step is done."""
@@ -77,6 +86,11 @@ class Stragglers(Callback):
         own = {f"perf/straggler_{name}_s": getattr(straggler.times, name) for name in Times.__dataclass_fields__}
         return {"perf/straggler_rank": straggler.rank, "perf/straggler_ratio": straggler.ratio, **own}
 
+    def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
+        """Begin anew at the step that the run is back at."""
+        if Current.ledger is not None and self._seconds:
+            self._begin(Current.ledger, rollback.to_step)
+
     def on_stop(self, run: Run, reason: str | None) -> None:
         """Count no longer."""
         self._end()
@@ -103,8 +117,11 @@ class Stragglers(Callback):
         device = self._mesh.device
         if device.type != "cpu":
             own = Times(run.model.runtime.timer.read().busy_seconds * steps, own.data, own.gc, own.communication)
-        gathered = all_gather(torch.tensor(astuple(own), dtype=torch.float64, device=device), self._mesh.world)
-        return {rank: Times(*values) for rank, values in enumerate(gathered.tolist())}
+        mine = torch.tensor(astuple(own), dtype=torch.float64, device=device)
+        everyone = mine.new_zeros(self._mesh.world.size, len(mine))
+        everyone[self._mesh.world.rank] = mine
+        all_reduce_job_(everyone, self._mesh)  # zeros and one row of each rank
+        return {rank: Times(*values) for rank, values in enumerate(everyone.tolist())}
 
     def _line(self, straggler: Straggler) -> str:
         where, times = self._mesh.describe(straggler.rank), straggler.times
@@ -112,3 +129,31 @@ class Stragglers(Callback):
             f"slow: rank {straggler.rank} ({where}) computes {times.compute:.3f} s/step, {straggler.ratio:.2f} x its "
             f"stage (data {times.data:.3f}, gc {times.gc:.3f}, communication {times.communication:.3f})"
         )
+
+
+class ReplicaChecks(Callback):
+    """Compares replicas every `--check-replicas-interval` steps and before each save.
+
+    Args:
+        check: of this rank's tensors.
+    """
+
+    def __init__(self, check: ReplicaCheck) -> None:
+        self._check = check
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Check if the step is due."""
+        self._check.after_step(result.step)
+
+    def before_save(self, run: Run) -> None:
+        """Nothing is saved that has not been checked."""
+        self._check.before_save(run.step)
+
+    def on_save(self, run: Run, saved: Saved) -> None:
+        """Where the run could go back to."""
+        self._check.saved(saved.path)
+
+    def figures(self, run: Run) -> Mapping[str, float]:
+        """The last step after which all replicas were equal."""
+        checked = self._check.checked_step
+        return {} if checked is None else {"watch/replicas_checked_step": checked}

@@ -38,6 +38,11 @@ class Seen:
     def is_done(self) -> bool:
         return self.record.phase is Phase.DONE
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether it computes what megacore knows nothing of, and may take as long as it likes, or end."""
+        return self.record.phase is Phase.OUTSIDE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -118,6 +123,8 @@ def _doubts(holders: Sequence[int], by_rank: Mapping[int, Seen]) -> Iterable[str
     records = [by_rank[rank].record for rank in holders]
     if len(holders) > 1:
         yield "one of them may wait for another in a way that the ledger does not show"
+    if any(record.phase is Phase.OUTSIDE for record in records):
+        yield "the program's code may itself wait for another rank"
     if any(record.flags & Flag.HIDDEN and record.phase in _COMPUTING for record in records):
         yield "compiled code communicates unseen, so it may itself wait"
     if any(record.flags & Flag.ASYNCHRONOUS for record in records):
@@ -140,8 +147,8 @@ def _of_circle(
     if circle:
         return Verdict(kind="cycle", ranks=circle, why=f"{ranks_in_words(circle)} wait for each other")
     stuck = sorted(rank for rank in blocked if not edges[rank])
-    if differing := _differing(stuck, by_rank):
-        return Verdict(kind="undetermined", why=differing)
+    if (differing := _differing(stuck, by_rank)) is not None:
+        return differing
     if len(outside) == 1 and not any(by_rank[rank].record.flags & Flag.HIDDEN for rank in outside):
         why = "every rank has posted what the others wait for, and it alone is outside communication"
         return Verdict(kind="holds up", ranks=tuple(outside), why=why)
@@ -149,17 +156,25 @@ def _of_circle(
     return Verdict(kind="undetermined", why=f"{everyone}: the network, or operations that do not match")
 
 
-def _differing(ranks: Sequence[int], by_rank: Mapping[int, Seen]) -> str:
-    """What members of one operation disagree on, if they do."""
+def _differing(ranks: Sequence[int], by_rank: Mapping[int, Seen]) -> Verdict | None:
+    """The verdict on members of one operation that disagree on what it is, if there are any."""
     for rank in ranks:
         record = by_rank[rank].record
-        for other in ranks:
-            peer = by_rank[other].record
-            same = peer.channel == record.channel and peer.awaited == record.awaited
-            if same and not record.phase.is_message and (peer.phase, peer.nbytes) != (record.phase, record.nbytes):
-                mine, theirs = (f"{r.phase.name.lower()} of {r.nbytes:,} bytes" for r in (record, peer))
-                return f"rank {rank} takes part in {mine}, rank {other} in {theirs}, as the same operation"
-    return ""
+        if record.phase.is_message:
+            continue
+        members = [by_rank[other].record for other in ranks]
+        members = [m for m in members if (m.channel, m.awaited) == (record.channel, record.awaited)]
+        groups: dict[str, list[int]] = {}
+        for member in members:
+            groups.setdefault(f"{member.phase.in_words} of {member.nbytes:,} bytes", []).append(member.rank)
+        if len(groups) > 1:
+            sizes = ", ".join(f"{what} on {ranks_in_words(those)}" for what, those in groups.items())
+            why = f"they take part in the same operation with different sizes: {sizes}"
+            odd = min(groups.values(), key=len)
+            if len(groups) == 2 and len(odd) == 1 and len(members) > 2:
+                return Verdict(kind="deviates", ranks=tuple(odd), why=why)
+            return Verdict(kind="undetermined", why=why)
+    return None
 
 
 def _reachable(start: Iterable[int], edges: Mapping[int, frozenset[int]]) -> set[int]:

@@ -15,6 +15,7 @@ from megacore.watch.ledger import Phase, Record
 TIMES: Mapping[Phase, float] = {
     Phase.STEP: 1.0,
     Phase.EVALUATE: 2.0,
+    Phase.CHECK: 2.0,
     Phase.START: 6.0,
     Phase.LOAD: 6.0,
     Phase.SAVE: 6.0,
@@ -34,9 +35,10 @@ _OF_COLLECTIVE_TIMEOUT = 0.9
 
 
 def still_seconds(seen: Sequence[Seen]) -> float:
-    """How long no rank has moved; a run in which every process is stopped (Ctrl-Z, scontrol suspend) does not count."""
+    """How long no rank has moved. A run does not count in which every process is stopped (Ctrl-Z, scontrol suspend), or
+    in which none is inside megacore."""
     watched = [one for one in seen if not one.is_done]
-    if not watched or all(one.state == "stopped" for one in watched):
+    if not watched or all(one.state == "stopped" for one in watched) or all(one.is_outside for one in watched):
         return 0.0
     return min(one.record.age for one in watched)
 

@@ -31,6 +31,9 @@ _TEXT = 8192  # offset of the text, in bytes
 _SIZE = 1 << 20  # the pages that nothing is written to take no memory
 _RECENT_STEPS = 31
 _READS = 20
+AGREED = 1 << 32
+"""The sum of the ranks' second votes on operations is a multiple of it, unless they differ."""
+_RECENT_OPERATIONS = 2048
 
 
 class Phase(IntEnum):
@@ -53,6 +56,8 @@ class Phase(IntEnum):
     SINK = 14
     EXIT = 15
     DONE = 16
+    CHECK = 17
+    OUTSIDE = 18
     ALL_REDUCE = 32
     ALL_GATHER = 33
     REDUCE_SCATTER = 34
@@ -71,11 +76,15 @@ class Phase(IntEnum):
     def is_message(self) -> bool:
         return self in (Phase.SEND, Phase.RECEIVE)
 
+    @property
+    def in_words(self) -> str:
+        return self.name.lower().replace("_", "-")
+
 
 SECTIONS = frozenset(
     {
         *(Phase.START, Phase.INDEX, Phase.LOAD, Phase.FIRST_STEP, Phase.STEP),
-        *(Phase.EVALUATE, Phase.SAVE, Phase.SINK, Phase.EXIT, Phase.DONE),
+        *(Phase.EVALUATE, Phase.CHECK, Phase.SAVE, Phase.SINK, Phase.EXIT, Phase.DONE),
     }
 )
 """Phases that contain others, and decide how long one of these may take."""
@@ -242,6 +251,8 @@ class Ledger:
         seconds: time that this process has spent in each phase itself, without the phases inside it; by its number.
         first_step: whether no step has been done.
         in_step: whether a step is under way.
+        had_deviated: whether this rank had left its usual order of operations when it voted last. Later the ranks may
+            have left it together, to find out why a loss is not finite.
     """
 
     def __init__(self, directory: Path, identity: Identity) -> None:
@@ -259,13 +270,15 @@ class Ledger:
         self._channels: dict[tuple[int, bool], tuple[int, tuple[int, ...]]] = {}  # by the identity of the ranks
         self._numbers: dict[Channel, int] = {}
         self._counts = [0] * (_CHANNELS + 1)
+        self._digests = [0] * (_CHANNELS + 1)
+        self._recent: deque[int] = deque(maxlen=_RECENT_OPERATIONS)
         self._stack: list[int] = []
         self._code, self._since = code_of(Phase.IMPORT), time.monotonic()
         self.seconds = [0.0] * 64
         self.first_step = True
         self._usual: list[int] = []
         self._done: list[int] = []
-        self._is_settled = self._deviates = self.in_step = False
+        self._is_settled = self._deviates = self.in_step = self.had_deviated = False
         self._begun = 0.0
         self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
@@ -313,7 +326,7 @@ class Ledger:
     def begin_step(self, step: int) -> None:
         """Step number `step` begins."""
         self._words[Word.STEP] = step
-        if self.first_step and not self._stack:
+        if self.first_step and not self._stack and self._code != Phase.OUTSIDE:
             self.rest_in(Phase.START)
         self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
         self._done, self.in_step = [], True
@@ -346,8 +359,12 @@ class Ledger:
         number = self._number(ranks, message) if known is None else known[0]
         count = self._counts[number] + 1
         self._counts[number] = self._words[Word.POSTED + number] = count
+        kind = 0 if message else phase
+        self._digests[number] = hash((self._digests[number], nbytes << 8 | kind))  # of integers: no process salts it
+        operation = phase | number << 8 | nbytes << 16
+        self._recent.append(operation)
         if self.in_step:
-            self._note(phase | number << 8 | nbytes << 16)
+            self._note(operation)
         return Operation(self, code_of(phase, channel=number), count, nbytes)
 
     def await_operation(self, count: int, nbytes: int) -> None:
@@ -377,6 +394,38 @@ class Ledger:
     def _deviate(self) -> None:
         self._deviates = True
         self._words[Word.DEVIATION] = self._words[Word.STEP]
+
+    # ---- agreement
+
+    def votes_on_operations(self) -> tuple[int, int]:
+        """This rank's terms of two sums over all ranks, where all are at the same point of a step.
+
+        The first sum is the number of ranks that know all their operations. If that is every rank, the second sum is a
+        multiple of AGREED where the members of every channel have posted the same operations of the same sizes: the
+        first member adds what the others subtract. Otherwise it is no multiple, except with probability 1 / AGREED.
+        """
+        self.had_deviated = self._words[Word.DEVIATION] != 0
+        if self._words[Word.FLAGS] & Flag.HIDDEN or len(self._numbers) == _CHANNELS:
+            return 0, 0
+        total = 0
+        for channel, number in self._numbers.items():
+            digest = self._digests[number]
+            is_first = channel.ranks[0] == self.identity.rank
+            total += digest * (len(channel.ranks) - 1) if is_first else -digest
+        return 1, total % AGREED
+
+    def recent_operations(self) -> dict[Channel, list[tuple[int, str, int]]]:
+        """The last operations on each channel: number, kind and bytes."""
+        channels = {number: channel for channel, number in self._numbers.items()}
+        left = list(self._counts)
+        operations: dict[Channel, list[tuple[int, str, int]]] = {}
+        for operation in reversed(self._recent):
+            number, kind = operation >> 8 & 0xFF, Phase(operation & 0xFF)
+            if number in channels:
+                name = "message" if kind.is_message else kind.in_words
+                operations.setdefault(channels[number], []).insert(0, (left[number], name, operation >> 16))
+                left[number] -= 1
+        return operations
 
     # ---- the rest
 

@@ -14,12 +14,12 @@ A process has one ledger, as it has one standard error: it is not passed around.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from megacore.watch.ledger import SECTIONS, Ledger, Phase, code_of
+from megacore.watch.ledger import AGREED, SECTIONS, Ledger, Phase, code_of
 
 
 class _Unmarked(AbstractContextManager["_Unmarked"]):
@@ -35,14 +35,25 @@ UNMARKED = _Unmarked()
 """Marks nothing."""
 
 
+class Listener(Protocol):
+    """Hears of operations while a step is traced."""
+
+    def around(
+        self, kind: Phase, ranks: tuple[int, ...], nbytes: int, wait: AbstractContextManager[Any]
+    ) -> AbstractContextManager[Any]:
+        """The context to use in place of `wait`, which it enters and leaves."""
+
+
 class Current:
     """The ledger of this process.
 
     Attributes:
         ledger: None if there is none.
+        listener: hears of every operation too; None: nobody does.
     """
 
     ledger: ClassVar[Ledger | None] = None
+    listener: ClassVar[Listener | None] = None
 
 
 def phase(kind: Phase, *, stage: int | None = None, microbatch: int | None = None) -> AbstractContextManager[Any]:
@@ -66,7 +77,23 @@ def post(kind: Phase, ranks: tuple[int, ...], nbytes: int) -> AbstractContextMan
         ranks: global ranks of the group in its order; for a message its sender and its receiver.
         nbytes: size on this rank.
     """
-    return UNMARKED if Current.ledger is None else Current.ledger.post(kind, ranks, nbytes)
+    wait = UNMARKED if Current.ledger is None else Current.ledger.post(kind, ranks, nbytes)
+    return wait if Current.listener is None else Current.listener.around(kind, ranks, nbytes, wait)
+
+
+def votes_on_operations() -> tuple[int, int]:
+    """This rank's terms of two sums, as `Ledger.votes_on_operations`; zeros without a ledger."""
+    return (0, 0) if Current.ledger is None else Current.ledger.votes_on_operations()
+
+
+def operations_differ(votes: Sequence[int], world_size: int) -> bool:
+    """Whether the ranks have posted different operations.
+
+    Args:
+        votes: `votes_on_operations` summed over all ranks; empty for one process.
+        world_size: number of ranks.
+    """
+    return bool(votes) and votes[0] == world_size and votes[1] % AGREED != 0
 
 
 class section(ContextDecorator):  # noqa: N801

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -29,10 +30,12 @@ _WORDS = {
     Phase.BACKWARD: "backward",
     Phase.OPTIMIZER: "optimizer",
     Phase.EVALUATE: "evaluation",
+    Phase.CHECK: "check of replicas",
     Phase.SAVE: "save",
     Phase.SINK: "log and sinks",
     Phase.EXIT: "exit",
     Phase.DONE: "done",
+    Phase.OUTSIDE: "the program's code, outside of the engine",
     Phase.ALL_REDUCE: "all-reduce",
     Phase.ALL_GATHER: "all-gather",
     Phase.REDUCE_SCATTER: "reduce-scatter",
@@ -63,10 +66,19 @@ def channel_in_words(channel: Channel, record: Record) -> str:
     if channel.is_message:
         sender, receiver = channel.ranks
         return f"to rank {receiver}" if sender == record.rank else f"from rank {sender}"
-    if len(channel.ranks) == record.identity.world_size:
+    return group_in_words(channel.ranks, record.identity.degrees)
+
+
+def group_in_words(ranks: Sequence[int], degrees: Mapping[str, int]) -> str:
+    """`over dp`, `over all ranks`.
+
+    Args:
+        ranks: of the group.
+        degrees: ranks along each dimension, outermost first.
+    """
+    if len(ranks) == math.prod(degrees.values()):
         return "over all ranks"
-    degrees = record.identity.degrees
-    places = [coordinates_of(rank, degrees) for rank in channel.ranks]
+    places = [coordinates_of(rank, degrees) for rank in ranks]
     return f"over {' x '.join(name for name in degrees if len({place[name] for place in places}) > 1)}"
 
 

@@ -37,7 +37,7 @@ class _Kept:
 
 
 def begin_watch(config: ResolvedConfig) -> None:
-    """Watch this rank from now on, unless `--hang-timeout-minutes` is 0 or this process is watched already.
+    """Watch this process from now on, unless `--hang-timeout-minutes` is 0 or it is watched already.
 
     A node without a place for ledgers is not watched, and says so; the run does not depend on it.
     """
@@ -59,6 +59,7 @@ def begin_watch(config: ResolvedConfig) -> None:
 def end_watch() -> None:
     """The run is over on this rank."""
     on_ledger(Ledger.finish)
+    Current.ledger = None
 
 
 def hang_is_reported() -> bool:
@@ -78,7 +79,7 @@ def left_its_order() -> str:
     where another rank dies of that, or fails, they are the cause. Empty if there are none."""
     if Current.ledger is None:
         return ""
-    seen = Node(Current.ledger.directory).look()
+    seen = [one for one in Node(Current.ledger.directory).look() if one.state != "gone"]
     odd = [one.record for one in seen if one.record.deviation]
     if not odd or 2 * len(odd) > seen[0].record.identity.local_world_size:  # of which the dead are not seen
         return ""

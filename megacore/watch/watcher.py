@@ -138,7 +138,8 @@ class Watcher:
             if path.parent.is_dir():
                 replace_bytes(path, json.dumps(content, indent=1).encode(), durable=False)
                 where = f"all of it, with all stacks: {path}; "
-        ending = f"  {where}every process of the run ends now (status {EXIT_HUNG}); --load auto resumes it"
+        by_itself = f" (status {EXIT_HUNG}); --load auto resumes it" if seen[0].record.flags & Flag.GUARDED else ""
+        ending = f"  {where}every process of the run ends now{by_itself}"
         self._pronounce(f"{text}\n{ending}")
 
     # ---- deaths
@@ -147,7 +148,7 @@ class Watcher:
         """Whether a rank died before the ranks watch each other; then it is reported and they are gone.
 
         Not if it has said why, or was asked to end, or if a launcher has ended the others as well."""
-        dead = [one for one in seen if one.state == "gone" and not one.is_done]
+        dead = [one for one in seen if one.state == "gone" and not one.is_done and not one.is_outside]
         living = [one for one in seen if one.state != "gone" and not one.is_done]
         if not dead or not living or any(one.record.flags & (Flag.GUARDED | Flag.SPOKE) for one in (*dead, *living)):
             return False

@@ -284,6 +284,10 @@ class Bucket:
         """The sum of a parameter's gradients, of its shape, and whether it holds terms already."""
         return self._view(name).view(self._by_name[name].shape), name in self._written
 
+    def new_sum_of(self, name: str) -> Tensor:
+        """Memory like that of `sum_of`, apart from the bucket's; not initialised."""
+        return torch.empty(self._by_name[name].shape, dtype=self.options.sum_dtype, device=self._device)
+
     def added(self, name: str) -> bool:
         """A gradient was added to the sum; True if it was the last of this backward."""
         self._written.add(name)
@@ -353,6 +357,11 @@ class Bucket:
         if self._checks is None or not self.options.exact_terms:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return self._checks.sum()
+
+    def part_of_parameters(self, number: int, parts: int) -> Tensor:
+        """Part `number` of `parts` of this rank's shard of the parameters, flat."""
+        size = -(-self.layout.shard_size // parts)
+        return self._shard_params[number * size : (number + 1) * size]
 
     def contiguous_segments(self, kind: Callable[[Segment], bool]) -> list[list[Segment]]:
         """The shard's segments, grouped: a group is of one kind and contiguous, without padding inside. An elementwise

@@ -33,6 +33,8 @@ from megacore.zero.flat import Segment, assign_buckets
 # Least number of buckets per chunk, about: the first must be full early for its reduction to overlap with the rest of
 # backward.
 _BUCKETS = 4
+CHECKED_IN = 16
+"""Number of steps in which all parameters are checked for numbers that are not finite."""
 # Least number of unsplit parameters for which a shard of a bucket has room, so that padding stays small.
 _WHOLE_PER_SHARD = 4
 
@@ -109,6 +111,19 @@ class LocalSegment:
         """Its elements of the run."""
         first = self.run.shard_slice.start
         return slice(self.segment.shard_slice.start - first, self.segment.shard_slice.stop - first)
+
+
+class GradientObserver(Protocol):
+    """Sees the gradients of a rank's parameters as backward computes them.
+
+    Attributes:
+        discards: whether they are dropped instead of added up.
+    """
+
+    discards: bool
+
+    def see(self, name: str, gradient: Tensor) -> None:
+        """A gradient of the parameter `name`, or the sum of what has been computed of it so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +208,8 @@ class DataParallel:
         self._due: list[Bucket] = []  # in order, those whose reduction must begin in this backward
         self._by_layer = True  # whether this backward completes a layer before it reaches the one before
         self._last_reduced: Bucket | None = None  # the bucket whose reduction began last
+        self._observer: GradientObserver | None = None
+        self._dropped: dict[str, Tensor] = {}  # sums of products that an observer discards
         self.segments = [local for bucket in reversed(self.buckets) for local in _local_segments(bucket)]
         self.runs = list(dict.fromkeys(local.run for local in self.segments))
         self._runs_of = {bucket: list(members) for bucket, members in groupby(self.runs, key=lambda run: run.bucket)}
@@ -254,6 +271,8 @@ class DataParallel:
         return functional_call(layer, separate, (x,))
 
     def _add_captured_gradient(self, parameter: ShardedParameter, gradient: Tensor) -> None:
+        if self._observer is not None and self._is_only_seen(parameter.spec.name, gradient):
+            return
         self._bucket_of[parameter.spec.name].add_part(parameter.spec.name, gradient)
 
     def _before_backward(self, index: int, chunk: range) -> None:
@@ -316,21 +335,62 @@ class DataParallel:
             all_weights: whether backward needs all parameters of the chunk at once, and computes their gradients in any
                 order instead of layer by layer.
         """
-        self._by_layer = not all_weights
         self._computing = [b for b in self._buckets_of_chunk[chunk] if b not in self._shared_by_chunks]
         for bucket in self._computing:
             bucket.begin_backward()
         self._due = [bucket for bucket in self._computing if last or bucket.options.stage >= 2]
-        for index in self._chunks[chunk] if all_weights else ():
-            self._acquire(index)
+        self.hold_parameters(chunk, all_weights=all_weights)
 
     def end_backward(self, chunk: int) -> None:
         """The backward of a microbatch through a chunk is done: begin the reductions that are still due, and release
         the chunk's parameters."""
         self._begin_reductions(-1)
         self._computing = []
+        self.release_parameters(chunk)
+
+    def hold_parameters(self, chunk: int, *, all_weights: bool) -> None:
+        """Make a chunk's parameters ready for a backward.
+
+        Args:
+            chunk: number of the pipeline stage on this rank.
+            all_weights: whether backward needs all of them at once; else it gets them layer by layer.
+        """
+        self._by_layer = not all_weights
+        for index in self._chunks[chunk] if all_weights else ():
+            self._acquire(index)
+
+    def release_parameters(self, chunk: int) -> None:
+        """A backward through a chunk is done."""
         for index in self._chunks[chunk]:
             self._release(index)
+
+    @contextmanager
+    def observed_by(self, observer: GradientObserver) -> Iterator[None]:
+        """Gradients that are computed inside are shown to the observer. If it discards them, those of the step stay as
+        they are.
+
+        Not shown are gradients of parameters that several chunks of this rank use, which are added up as they come.
+        """
+        kept = [parameter.grad for parameter in self.parameters]
+        if observer.discards:
+            for parameter in self.parameters:
+                parameter.grad = None
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
+            self._dropped.clear()
+            if observer.discards:
+                for parameter, gradient in zip(self.parameters, kept, strict=True):
+                    parameter.grad = gradient
+
+    def _is_only_seen(self, name: str, gradient: Tensor) -> bool:
+        """Show a gradient to the observer; whether it is to be dropped."""
+        assert self._observer is not None
+        if self._bucket_of[name] not in self._shared_by_chunks:
+            self._observer.see(name, gradient)
+        return self._observer.discards
 
     def finish(self) -> None:
         """Return once every gradient is the sum over its replica group."""
@@ -357,10 +417,21 @@ class DataParallel:
         """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite."""
         return torch.stack([bucket.overflow for bucket in self.buckets]).sum() if self.buckets else 0.0
 
+    def weight_check(self, step: int) -> Tensor | float:
+        """A scalar: 0 if a part of the parameters that this rank updates is finite, otherwise not finite. Each step
+        checks another part, so that it costs next to nothing beside the update; in `CHECKED_IN` steps that is all."""
+        parts = [bucket.part_of_parameters(step % CHECKED_IN, CHECKED_IN) for bucket in self.buckets]
+        return 0.0 * torch.stack(torch._foreach_norm(parts, 2, torch.float32)).sum() if parts else 0.0
+
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)
         if parameter.gradient_sum is not None and parameter.grad is None:
             return  # a product has added it; whether torch calls hooks then depends on its version
+        if self._observer is not None:
+            assert parameter.grad is not None
+            if self._is_only_seen(parameter.spec.name, parameter.grad):
+                parameter.grad = None
+                return
         bucket = self._bucket_of[parameter.spec.name]
         self._arrived(bucket, is_last=bucket.add(parameter.spec.name))
 
@@ -445,8 +516,13 @@ class DataParallel:
         if not positions:
             return None
         name = self.parameters[positions[-1]].spec.name
+        return NonFiniteGradient(chunk=self.place_of(name)[0], position=positions[-1], name=name)
+
+    def place_of(self, name: str) -> tuple[int, int]:
+        """Where the forward uses a parameter: the number of its pipeline stage on this rank, and its number among the
+        rank's parameters."""
         chunk = next(c for c, buckets in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in buckets)
-        return NonFiniteGradient(chunk=chunk, position=positions[-1], name=name)
+        return chunk, next(n for n, parameter in enumerate(self.parameters) if parameter.spec.name == name)
 
 
 @dataclass(frozen=True)
@@ -458,9 +534,20 @@ class _SumInBucket:
     name: str
 
     def buffer(self) -> tuple[Tensor, bool]:
+        observer, dropped = self.data_parallel._observer, self.data_parallel._dropped
+        if observer is not None and observer.discards:
+            held = self.name in dropped
+            if not held:
+                dropped[self.name] = self.bucket.new_sum_of(self.name)
+            return dropped[self.name], held
         return self.bucket.sum_of(self.name)
 
     def added(self) -> None:
+        observer, dropped = self.data_parallel._observer, self.data_parallel._dropped
+        if observer is not None:
+            gradient = dropped.pop(self.name) if observer.discards else self.bucket.sum_of(self.name)[0]
+            if self.data_parallel._is_only_seen(self.name, gradient):
+                return
         self.data_parallel._arrived(self.bucket, is_last=self.bucket.added(self.name))
 
 

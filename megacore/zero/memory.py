@@ -31,7 +31,7 @@ def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage.nbytes() and storage._cdata not in seen:  # fake tensors have no address
+            seen.add(storage._cdata)
             total += storage.nbytes()
     return total

@@ -47,9 +47,9 @@ def test_a_rank_with_other_flags_is_named_with_both_values(tmp_path: Path) -> No
     )
     said = run_with_own_flags(tmp_path, [usual, usual, rate, degree], *small_run(tmp_path / "out", global_batch_size=4))
     assert said.count("megacore: refused on rank ") == 1
-    assert "rank 2 (pp 0, dp 2, tp 0): --lr 0.002, rank 0: 0.001\n" in said
-    assert "rank 3 (pp 0, dp 3, tp 0): --tp 2, rank 0: 1\n" in said
-    assert "rank 3 (pp 0, dp 3, tp 0): --dp 2, rank 0: 4\n" in said
+    assert "rank 2 (pp 0, dp 2, tp 0): --lr 0.002, ranks 0, 1, 3: 0.001\n" in said
+    assert "rank 3 (pp 0, dp 3, tp 0): --tp 2, ranks 0 to 2: 1\n" in said
+    assert "rank 3 (pp 0, dp 3, tp 0): --dp 2, ranks 0 to 2: 4\n" in said
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
 
@@ -173,12 +173,21 @@ def test_other_code_or_another_library_is_named(monkeypatch: pytest.MonkeyPatch,
     assert any(name.startswith("megacore's kernels/") for name in before)
     monkeypatch.setattr(same_run.torch, "__version__", "2.0.0")
     text = differences([before, facts(config) | {"megacore's train/launch.py": "other"}])
-    assert text[0].startswith("rank 1 (pp 0, dp 1, tp 0): megacore's train/launch.py other, rank 0: ")
-    assert text[1].startswith("rank 1 (pp 0, dp 1, tp 0): version of torch 2.0.0, rank 0: ")
+    assert text[0].startswith("rank 1 (pp 0, dp 1, tp 0): version of torch 2.0.0, rank 0: ")
+    assert text[1].startswith("rank 1 (pp 0, dp 1, tp 0): megacore's train/launch.py other, rank 0: ")
 
 
 def test_ranks_that_differ_alike_share_a_line() -> None:
     first = {"--tp": "2", "--dp": "4", "--pp": "1", "--seed": "1"}
     lines = differences([first] * 4 + [first | {"--seed": "2"}] * 4)
-    assert lines[0] == "ranks 4 to 7 (the first: pp 0, dp 2, tp 0): --seed 2, rank 0: 1"
+    assert lines[0] == "ranks 4 to 7 (the first: pp 0, dp 2, tp 0): --seed 2, ranks 0 to 3: 1"
     assert len(lines) == 2
+
+
+def test_the_rank_that_differs_from_most_is_named_even_if_it_is_the_first() -> None:
+    most = {"--tp": "1", "--dp": "3", "--pp": "1", "--seed": "1"}
+    lines = differences([most | {"--tp": "3", "--dp": "1"}, most, most])
+    assert lines[:-1] == [
+        "rank 0 (pp 0, dp 0, tp 0): --tp 3, ranks 1, 2: 1",
+        "rank 0 (pp 0, dp 0, tp 0): --dp 1, ranks 1, 2: 3",
+    ]

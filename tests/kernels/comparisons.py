@@ -84,7 +84,7 @@ def _norms() -> Iterator[Comparison]:
             )
 
 
-def softmax_oracle(x: Tensor, *, key_mask: Tensor | None = None, **options: Any) -> Tensor:
+def softmax_oracle(x: Tensor, **options: Any) -> Tensor:
     """Row by row, from the keys that each query sees."""
     _, _, sq, sk = x.shape
     offset = options.get("offset", sk - sq)
@@ -94,15 +94,12 @@ def softmax_oracle(x: Tensor, *, key_mask: Tensor | None = None, **options: Any)
         seen = seen & (key <= query + offset)
     if (window := options.get("window")) is not None:
         seen = seen & (key > query + offset - window)
-    seen = seen.expand(x.shape) if key_mask is None else seen & key_mask[:, None, None]
     exponentials = torch.where(seen, torch.exp(x * options["scale"]), 0.0)
     total = exponentials.sum(-1, keepdim=True)
     return exponentials / torch.where(total == 0, 1.0, total)
 
 
 def _softmaxes() -> Iterator[Comparison]:
-    padding = torch.rand(2, 70, generator=torch.Generator().manual_seed(1)) > 0.4
-    padding[1] = False  # a sequence of nothing but padding
     for name, (sq, sk), options in (
         ("plain", (5, 33), {}),
         ("one-key", (3, 1), {}),
@@ -112,8 +109,6 @@ def _softmaxes() -> Iterator[Comparison]:
         ("causal-offset", (9, 50), {"causal": True, "offset": -3}),
         ("window", (24, 24), {"causal": True, "window": 7}),
         ("window-alone", (8, 60), {"window": 20}),
-        ("padding", (3, 70), {"key_mask": padding}),
-        ("causal-padding", (6, 70), {"causal": True, "key_mask": padding}),
         ("long", (2, 16500), {"causal": True}),
     ):
         fixed: dict[str, Any] = {"scale": 0.3, **options}
@@ -121,7 +116,7 @@ def _softmaxes() -> Iterator[Comparison]:
             name=f"fused_softmax-{name}-{sq}x{sk}",
             operator=ops.fused_softmax,
             oracle=softmax_oracle,
-            shapes={"x": (2, 2, sq, sk) if "key_mask" in options else (1, 2, sq, sk)},
+            shapes={"x": (1, 2, sq, sk)},
             fixed=fixed,
             scale={"x": 4.0},
         )
@@ -246,20 +241,18 @@ def _activations() -> Iterator[Comparison]:
 
 
 def _dropouts() -> Iterator[Comparison]:
-    def oracle(x: Tensor, residual: Tensor, bias: Tensor | None = None, *, probability: float, seed: int) -> Tensor:
+    def oracle(x: Tensor, residual: Tensor, *, probability: float, seed: int) -> Tensor:
         mask = ops.dropout_mask(x.shape, probability=probability, seed=seed, device=x.device)
-        return residual + mask * (x if bias is None else x + bias) / (1.0 - probability)
+        return residual + mask * x / (1.0 - probability)
 
     for rows, width, seed in ((5, 100, 1), (3, 1, 2**63 - 1), (2, 2501, 12345678901)):
-        size = {"x": (rows, width), "residual": (rows, width)}
-        for bias in (False, True):
-            yield Comparison(
-                name=f"bias_dropout_add-{rows}x{width}-{bias}",
-                operator=ops.bias_dropout_add if bias else partial(ops.bias_dropout_add, bias=None),
-                oracle=oracle,
-                shapes=size | ({"bias": (width,)} if bias else {}),
-                fixed={"probability": 0.3, "seed": seed},
-            )
+        yield Comparison(
+            name=f"dropout_add-{rows}x{width}",
+            operator=ops.dropout_add,
+            oracle=oracle,
+            shapes={"x": (rows, width), "residual": (rows, width)},
+            fixed={"probability": 0.3, "seed": seed},
+        )
 
 
 def attention_oracle(query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None) -> Tensor:

@@ -27,8 +27,10 @@ def test_every_launcher_goes_to_its_tensors_device(name: str, monkeypatch: pytes
         yield
         inside.append("left")
 
-    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device=device))
-    second = torch.device("xpu", 1)
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda _: SimpleNamespace(device=device, current_device=lambda: current)
+    )
+    second, current = torch.device("xpu", 1), 0
     launchers = [
         function
         for key, function in vars(module).items()
@@ -40,3 +42,9 @@ def test_every_launcher_goes_to_its_tensors_device(name: str, monkeypatch: pytes
         with pytest.raises((AttributeError, TypeError, ValueError)):  # nothing but the device is there to be launched
             launcher(SimpleNamespace(device=second))
         assert inside[:1] == [second], launcher.__name__
+        inside.clear()
+        current = 1  # which needs no guard
+        with pytest.raises((AttributeError, TypeError, ValueError)):
+            launcher(SimpleNamespace(device=second))
+        assert not inside, launcher.__name__
+        current = 0

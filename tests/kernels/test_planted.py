@@ -63,7 +63,7 @@ DEFECTS: dict[str, tuple[str, str, str, Callable[[torch.device], None]]] = {
         "dropout",
         "    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)\n    kept = _kept(seed,",
         "    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)\n    kept = _kept(seed + 1,",
-        partial(formula, "bias_dropout_add-5x100-True", "fp32"),
+        partial(formula, "dropout_add-5x100", "fp32"),
     ),
 }
 

@@ -31,8 +31,8 @@ def attended(query: Tensor = HEADS, key: Tensor = HEADS, value: Tensor = HEADS, 
 
 
 def dropped(x: Tensor = ROWS, *, probability: float = 0.1, seed: Any = 0) -> Tensor:
-    """bias_dropout_add, but for what is given."""
-    return ops.bias_dropout_add(x, None, x, probability=probability, seed=seed)
+    """dropout_add, but for what is given."""
+    return ops.dropout_add(x, x, probability=probability, seed=seed)
 
 
 def share(*arguments: Any) -> Tensor:
@@ -110,7 +110,7 @@ ON_A_CPU: dict[str, tuple[Callable[[], Any], str]] = {
     "bias_gelu": (lambda: ops.bias_gelu(ROWS, ROW), "x"),
     "swiglu": (lambda: ops.swiglu(ROWS, ROWS), "gate"),
     "swiglu_of_halves": (lambda: ops.swiglu_of_halves(ROWS), "both"),
-    "bias_dropout_add": (dropped, "x"),
+    "dropout_add": (dropped, "x"),
     "adamw_": (adamw, "parameter"),
 }
 

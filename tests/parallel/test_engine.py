@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from megacore.config import OptimizerConfig, ParallelConfig
+from megacore.config import OptimizerConfig, ParallelConfig, WatchConfig
 from megacore.errors import ConfigError, UserError
 from megacore.train.engine import Layer, PipelineEngine
 from tests.distributed import run_distributed
 
 BUILT: list[str] = []
+UNWATCHED = {"watch": WatchConfig(hang_timeout_minutes=0.0)}  # spares a process per engine
 
 
 def recorded(name: str, size: int) -> nn.Module:
@@ -73,7 +74,7 @@ def odd_layers() -> list[Layer]:
 def engine_of(layers: list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> PipelineEngine:
     parallel = ParallelConfig(pp=pp, dp=dp, device="cpu", bucket_size_mb=1e-4, **changes.pop("parallel", {}))
     optimizer = OptimizerConfig(lr=1e-2, lr_decay_style="constant")
-    settings: dict[str, Any] = {"loss": F.mse_loss, "train_iters": 10, "num_microbatches": 4 // dp}
+    settings: dict[str, Any] = {"loss": F.mse_loss, "train_iters": 10, "num_microbatches": 4 // dp, **UNWATCHED}
     return PipelineEngine(layers, parallel=parallel, optimizer=optimizer, **settings | changes)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import AdamWConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
+from megacore.config import AdamWConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, WatchConfig
 from megacore.errors import CheckpointError, ConfigError
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -58,7 +58,12 @@ def engine_of(layers: list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> 
         **{"pp": pp, "dp": dp, "device": "cpu", "bucket_size_mb": 1e-4, "pipeline_balance": "uniform"}
         | changes.pop("parallel", {})
     )
-    settings: dict[str, Any] = {"loss": F.mse_loss, "train_iters": 10, "num_microbatches": 4 // dp}
+    settings: dict[str, Any] = {
+        "loss": F.mse_loss,
+        "train_iters": 10,
+        "num_microbatches": 4 // dp,
+        "watch": WatchConfig(hang_timeout_minutes=0.0),
+    }
     return PipelineEngine(layers, parallel=parallel, optimizer=OPTIMIZER, **settings | changes)
 
 

@@ -252,10 +252,12 @@ def test_a_pointer_that_cannot_be_written_costs_no_checkpoint(
 DIVERGING = {"lr": 1e20, "clip_grad": 0.0, "max_bad_steps": 1, "save_interval": 1, "async_save": True}
 
 
-def slowly(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def slowly(
+    path: Path, tensors: Mapping[str, Tensor], on_written: Callable[[int], None] = lambda count: None
+) -> FileEntry:
     """Writes a shard while the next step fails."""
     time.sleep(1.0)
-    return storage.write_tensors(path, tensors)
+    return storage.write_tensors(path, tensors, on_written)
 
 
 def diverge(rank: int, world_size: int, directory: str) -> str:

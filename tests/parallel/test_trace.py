@@ -46,7 +46,8 @@ def rows(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
     """(rank, step) -> what the rank did in it, in order."""
     found = defaultdict(list)
     for event in sorted(
-        (e for e in events if e["ph"] == "X" and e["cat"] not in ("pass", "update")), key=lambda e: e["ts"]
+        (e for e in events if e["ph"] == "X" and e["cat"] not in ("pass", "update", "collective")),
+        key=lambda e: e["ts"],
     ):
         found[event["pid"], event["args"]["step"]].append(event)
     return found
@@ -157,6 +158,29 @@ def test_a_pass_is_filled_with_what_was_done_in_it(traced: tuple[Path, Layout, s
         # Gaps that are shorter than a microsecond are left out.
         filled = sum(inner["dur"] for inner in row)
         assert event["dur"] - len(row) - 1 <= filled <= event["dur"] + 0.1 * len(row)
+
+
+def test_the_collectives_of_tensor_and_data_parallelism_are_there(tmp_path: Path) -> None:
+    train((2, 1, 2), tmp_path, train_iters=3, trace_steps=1, num_layers=2)
+    events = events_of(tmp_path)
+    of_rank: dict[int, list[Event]] = {rank: [] for rank in range(4)}
+    for event in events:
+        if event.get("cat") == "collective":
+            of_rank[event["pid"]].append(event)
+    posted = [[(e["name"], e["args"]["bytes"]) for e in row] for row in of_rank.values()]
+    assert posted[0] == posted[1] == posted[2] == posted[3]
+    names = Counter(name for name, _ in posted[0])
+    blocks, microbatches = 2, 2
+    # A block leaves two tensor-parallel regions forward and two backward; posted, and waited for.
+    assert names["all-reduce over tp"] >= 2 * 4 * blocks * microbatches
+    gradients = names["reduce-scatter over dp"] + names["all-reduce over dp"]
+    assert gradients > 0
+    (update,) = (e for e in events if e.get("cat") == "update" and e["pid"] == 0)
+    assert all(e["ts"] >= 0 and e["ts"] + e["dur"] <= update["ts"] + update["dur"] + 1 for e in of_rank[0])
+    for name, groups in (("over tp", ((0, 1), (2, 3))), ("over dp", ((0, 2), (1, 3)))):
+        for group in groups:  # what is waited for last ends on no member before it has begun on all
+            last = [next(e for e in reversed(of_rank[rank]) if e["name"] == f"all-reduce {name}") for rank in group]
+            assert all(e["ts"] + e["dur"] >= max(other["ts"] for other in last) - 1 for e in last)
 
 
 def test_a_process_is_a_rank_by_its_coordinates(traced: tuple[Path, Layout, str, int]) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.config import OptimizerConfig, ParallelConfig, SGDConfig
+from megacore.config import OptimizerConfig, ParallelConfig, SGDConfig, WatchConfig
 from megacore.train.engine import Layer, PipelineEngine
 from tests.distributed import run_distributed
 
@@ -80,6 +80,7 @@ def train(width: int, **parallel: Any) -> tuple[list[float], dict[str, Tensor]]:
         # Plain SGD: an error of a gradient is an error of a weight, in proportion.
         optimizer=OptimizerConfig(optimizer="sgd", lr=0.1, weight_decay=0.0, lr_decay_style="constant", clip_grad=0.0),
         optimizer_settings=SGDConfig(sgd_momentum=0.0),
+        watch=WatchConfig(hang_timeout_minutes=0.0),
     )
     losses = []
     for step in range(STEPS):

@@ -28,7 +28,9 @@ from megacore.config import (
     PrecisionConfig,
     ResolvedConfig,
     SGDConfig,
+    SpikeConfig,
     TrainingConfig,
+    WatchConfig,
 )
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
@@ -62,8 +64,8 @@ Size = Callable[[Layout], dict[str, Any]]
 
 
 def small(layout: Layout) -> dict[str, Any]:
-    """Eight steps of a model that this layout just divides: one block more than stages, which no pp above 1 divides."""
-    return {"num_layers": layout[1] + 1, "train_iters": 8}
+    """Five steps, one more than the warmup, of a model with one block more than stages, which no pp above 1 divides."""
+    return {"num_layers": layout[1] + 1, "train_iters": 5}
 
 
 def whole(layout: Layout) -> dict[str, Any]:
@@ -145,6 +147,8 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
         ),
         "checkpoint": CheckpointConfig(),
         "logging": LoggingConfig(),
+        "watch": WatchConfig(),
+        "spikes": SpikeConfig(),
     }
     for field, value in changes.items():
         (name,) = (n for n, s in sections.items() if field in {f.name for f in dataclasses.fields(s)})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.config import ParallelConfig
+from megacore.config import ParallelConfig, WatchConfig
 from megacore.train.engine import PipelineEngine
 from tests.distributed import run_distributed
 from tests.parity.plain_models import ADAMW, MODELS, OPTIMIZER, SEED, Result, plain_torch
@@ -62,6 +62,7 @@ def make_engine(case: Case) -> PipelineEngine:
         num_microbatches=4 // dp,
         train_iters=STEPS,
         seed=SEED,
+        watch=WatchConfig(hang_timeout_minutes=0.0),
         **options,
     )
 

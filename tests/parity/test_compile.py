@@ -29,9 +29,9 @@ CAPTURED: Changes = {"compile": True, "compile_backend": "aot-eager", "train_ite
 CASES: list[tuple[Layout, Changes]] = [
     ((2, 1, 2), {**LLAMA, **GPT, "sequence_parallel": True, "zero_stage": 3, "recompute": "full"}),
     ((2, 2, 1), {**GPT, "schedule": "zero-bubble", "recompute": "selective"}),
-    ((1, 2, 2), {**GPT, "attention_dropout": 0.2, "zero_stage": 2, "precision": "bf16"}),
 ]
 SLOW_CASES: list[tuple[Layout, Changes]] = [
+    ((1, 2, 2), {**GPT, "attention_dropout": 0.2, "zero_stage": 2, "precision": "bf16"}),
     ((1, 1, 1), GPT),
     ((2, 1, 1), {**LLAMA, "recompute": "light"}),
     ((1, 1, 1), {"parallel_residual": True, "attention": "fused-softmax", "activation": "geglu", "precision": "fp16"}),
@@ -63,13 +63,20 @@ def test_captured_graphs_change_no_number(layout: Layout, changes: Changes, run:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"bert_style": "classic", "hidden_dropout": 0.1}, {"bert_style": "modern", "window_size": 4}], ids=str
+    "changes",
+    [
+        pytest.param({"bert_style": "classic", "hidden_dropout": 0.1}, marks=pytest.mark.slow),
+        {"bert_style": "modern", "window_size": 4},
+    ],
+    ids=str,
 )
 def test_captured_graphs_of_bert_change_no_number(changes: Changes, run_bert: Run) -> None:
     close(run_bert((1, 2, 1), **changes, **CAPTURED), run_bert((1, 2, 1), **changes, train_iters=3))
 
 
-@pytest.mark.parametrize("layout, changes", [((1, 1, 1), GPT), ((2, 1, 1), LLAMA)], ids=str)
+@pytest.mark.parametrize(
+    "layout, changes", [((1, 1, 1), GPT), pytest.param((2, 1, 1), LLAMA, marks=pytest.mark.slow)], ids=str
+)
 def test_generated_kernels_change_no_number_but_for_rounding(layout: Layout, changes: Changes, run: Run) -> None:
     close(run(layout, **changes, compile=True, train_iters=3), run(layout, **changes, train_iters=3))
 

@@ -218,6 +218,30 @@ def test_llama_3_8b_trains_on_one_device_of_141_gb_with_gradients_in_bf16() -> N
     assert small.expected_tensors == 16 * count + small.passing
 
 
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_devices_split_the_sequence_unless_it_is_forbidden(on_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the flag as with the default of where the ranks compute."""
+    ranks_of(2, monkeypatch)
+    flags = (*MOCK, "--preset", "gpt2-small", "--tp", "2")
+    unset, split, whole = (parse(*flags, *more) for more in ((), ("--sequence-parallel",), ("--no-sequence-parallel",)))
+    needed, with_it, without = (plan_memory(c, outline(c), on_cpu=on_cpu)[0].expected for c in (unset, split, whole))
+    assert with_it < without
+    assert needed == (without if on_cpu else with_it)
+
+
+def test_what_is_recommended_for_devices_splits_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one device that is told to take four splits the sequence there; on two there is nothing to turn on."""
+    flags = ("--preset", "gpt2-small", "--micro-batch-size", "32", "--recompute", "full")
+    (way,) = (way for way in on_device(flags, 4, 100, monkeypatch) if way.startswith("--tp 4,"))
+    ranks_of(4, monkeypatch)
+    config = parse(*MOCK, *flags, *way.partition(",")[0].split())
+    told = size_text(plan_memory(config, outline(config), on_cpu=False)[0].expected)
+    assert way.endswith(f": {told} per rank")
+    ranks_of(2, monkeypatch)
+    of_two = on_device((*flags, "--tp", "2"), 0.5, 100, monkeypatch)
+    assert of_two and not [way for way in of_two if "--sequence-parallel" in way]
+
+
 def test_a_checkpoint_is_not_given_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse(*MOCK, "--preset", "llama-3-8b", "--device", "cpu", "--load", "auto")
     text = host_problem(config, outline(config), room=Room(8 * GIB, ""))

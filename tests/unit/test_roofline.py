@@ -173,6 +173,12 @@ def test_recomputation_adds_the_forward_of_the_blocks(tmp_path: Path) -> None:
     assert flops[1] - flops[0] == added
 
 
+def test_a_step_of_devices_splits_the_sequence(tmp_path: Path) -> None:
+    """Unless it is forbidden: the recorded step is that of a GPU, whatever has this process's defaults."""
+    unset, split, whole = (step_of(tmp_path, 2, sequence_parallel=given)[1] for given in (None, True, False))
+    assert unset.one == split.one != whole.one
+
+
 def test_elementwise_operators_move_each_byte_once(tmp_path: Path) -> None:
     """bf16; [b, s, h] is n numbers, its rows have an fp32 statistic, and the MLP is f wide."""
     config, events = step_of(tmp_path, **LLAMA)

@@ -81,10 +81,13 @@ def test_the_rank_that_left_its_order_caused_the_circle() -> None:
     assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("deviates", (1,), True)
 
 
-def test_operations_that_do_not_match_are_named_and_nobody_is_blamed() -> None:
-    verdict = blame([in_collective(rank, nbytes=8 if rank == 2 else 16) for rank in range(4)], 4)
+def test_operations_that_do_not_match_are_named_with_the_one_rank_that_differs() -> None:
+    verdict = blame([in_collective(rank, nbytes=8 if rank > 1 else 16) for rank in range(4)], 4)
     assert (verdict.kind, verdict.ranks) == ("undetermined", ())
-    assert "rank 0 takes part in all_reduce of 16 bytes, rank 2 in all_reduce of 8 bytes" in verdict.why
+    assert "all-reduce of 16 bytes on ranks 0, 1, all-reduce of 8 bytes on ranks 2, 3" in verdict.why
+    verdict = blame([in_collective(rank, nbytes=8 if rank == 2 else 16) for rank in range(4)], 4)
+    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("deviates", (2,), False)
+    assert "all-reduce of 16 bytes on ranks 0, 1, 3, all-reduce of 8 bytes on rank 2" in verdict.why
 
 
 def test_compiled_code_and_devices_leave_doubt() -> None:
@@ -99,6 +102,14 @@ def test_compiled_code_and_devices_leave_doubt() -> None:
     assert blame(device, 2).is_certain
     late = [device[0], seen(1, 2, phase=Phase.DATA, posted=behind, flags=Flag.ASYNCHRONOUS, age=15.0)]
     assert not blame(late, 2).is_certain
+
+
+def test_a_rank_outside_of_the_engine_may_wait_for_something_else() -> None:
+    posted = {Channel((0, 1)): 3}
+    waiting = seen(0, 2, phase=Phase.ALL_REDUCE, channel=Channel((0, 1)), awaited=3, posted=posted)
+    verdict = blame([waiting, seen(1, 2, phase=Phase.OUTSIDE, posted={Channel((0, 1)): 2})], 2)
+    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("holds up", (1,), False)
+    assert "the program's code may itself wait" in verdict.why
 
 
 def test_one_process_is_named_for_itself() -> None:

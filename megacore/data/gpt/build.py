@@ -24,6 +24,7 @@ from megacore.data.indexed.reader import IndexedDataset, check_token_ids
 from megacore.data.indexed.sidecar import read_sidecar
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import DataError
+from megacore.progress import Progress
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import section
 
@@ -218,7 +219,12 @@ def _blended(
     weights = [given[part.number] if given else _tokens(part) for part in parts]
     index = blend_index(weights, count, cache_dir(config, parts[0].indexed))
     supplied = np.bincount(index["dataset"], minlength=len(parts)).tolist()
-    return BlendedDataset([dataset(part, n) for part, n in zip(parts, supplied, strict=True)], index)
+    built = []
+    with Progress("index build", len(parts), unit="datasets") as progress:
+        for part, samples in zip(parts, supplied, strict=True):
+            built.append(dataset(part, samples))
+            progress.advance(1)
+    return BlendedDataset(built, index)
 
 
 def _tokens(part: Part) -> float:

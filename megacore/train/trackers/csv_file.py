@@ -28,13 +28,16 @@ class CsvFile:
         """Write the rows of the records that the run has so far."""
         self._path = run.output_dir / NAME
         self._columns: list[str] = []
+        self._last = (run.first_step, True)
         self._write_all([r for r in _records(run.output_dir / "metrics.jsonl") if r["step"] <= run.first_step])
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a row."""
-        if not record.keys() <= set(self._columns):
+        """Append a row. If its step was written already, the run has rolled back: later rows are dropped."""
+        position = (record["step"], any(key.startswith("eval/") for key in record))
+        is_repeated, self._last = position <= self._last, position
+        if is_repeated or not record.keys() <= set(self._columns):
             with self._path.open(encoding="utf-8", newline="") as file:
-                former = list(csv.DictReader(file))
+                former = [row for row in csv.DictReader(file) if not is_repeated or int(row["step"]) < record["step"]]
             self._write_all([*former, record])
             return
         with self._path.open("a", encoding="utf-8", newline="") as file:

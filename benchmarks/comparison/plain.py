@@ -1,0 +1,169 @@
+"""GPT-2 as one writes it in torch without any framework, whole or as a pipeline stage; what torch and DeepSpeed train.
+
+Shape legend: b sequences, s positions, h hidden size, n heads of a rank, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from benchmarks.comparison.job import Job, Sizes
+
+Batch = tuple[Tensor, Tensor]  # inputs and labels, int64 [b, s] each
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the rows of `qkv` are sorted by head, so that ranks can split them."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.head_size = hidden // heads
+        self.qkv, self.output = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, s, h]
+        qkv = self.qkv(x)
+        b, s, _ = qkv.shape
+        q, k, v = qkv.view(b, s, -1, 3, self.head_size).transpose(1, 2).unbind(3)  # [b, n, s, d]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.output(y.transpose(1, 2).reshape(b, s, -1))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """Two layers with GELU between them."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """A GPT-2 block."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.LayerNorm(hidden), Attention(hidden, heads)
+        self.mlp_norm, self.mlp = nn.LayerNorm(hidden), MLP(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class Positions(nn.Module):
+    """Learned positions: those of this rank where sequence parallelism splits them."""
+
+    def __init__(self, count: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.02 * torch.randn(count, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return x + weight
+
+
+class Embedding(nn.Module):
+    """Tokens and positions."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(sizes.vocab, sizes.hidden)
+        self.positions = Positions(sizes.seq, sizes.hidden)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.positions(self.tokens(tokens))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """The last norm and the logits."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(sizes.hidden)
+        self.output = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+
+class PlainGPT(nn.Module):
+    """Consecutive layers of a GPT-2: 0 is the embedding, the last one the head, the blocks are between them.
+
+    Args:
+        sizes: of the whole model.
+        layers: that this module has, [start, stop).
+    """
+
+    def __init__(self, sizes: Sizes, layers: tuple[int, int]) -> None:
+        super().__init__()
+        start, stop = layers
+        self.embedding = Embedding(sizes) if start == 0 else None
+        blocks = range(max(start, 1), min(stop, sizes.layers + 1))
+        self.blocks = nn.ModuleDict({str(layer - 1): Block(sizes.hidden, sizes.heads) for layer in blocks})
+        self.head = Head(sizes) if stop == sizes.layers + 2 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+    def load(self, path: Path) -> None:
+        """Take the values of a file of inputs.py."""
+        theirs = {"head.weight": "head.output.weight", "embedding.positions": "embedding.positions.weight"}
+        with np.load(path) as values:
+            state = {theirs.get(name, name): torch.from_numpy(values[name]) for name in values.files}
+        own = self.state_dict()
+        self.load_state_dict({name: state[name] for name in own})
+
+
+def built(job: Job, layers: tuple[int, int] | None = None) -> PlainGPT:
+    """A model, or a stage of one, with the job's initial weights."""
+    model = PlainGPT(job.sizes, layers or (0, job.sizes.layers + 2))
+    if job.weights is not None:
+        model.load(job.weights)
+    return model
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean over all positions."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Groups of an optimizer: matrices decay, vectors do not. Distributed tensors have groups of their own, as
+    torch's fused update takes no mixture."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in parameters.values():
+        groups.setdefault((parameter.dim() > 1, isinstance(parameter, DTensor)), []).append(parameter)
+    return [
+        {"params": held, "weight_decay": weight_decay if is_matrix else 0.0} for (is_matrix, _), held in groups.items()
+    ]
+
+
+def adamw(model: nn.Module, job: Job) -> torch.optim.AdamW:
+    """The optimizer of a job, with torch's fused update."""
+    groups = decay_groups(dict(model.named_parameters()), job.weight_decay)
+    return torch.optim.AdamW(groups, lr=job.lr, betas=job.betas, eps=job.eps, fused=True)
+
+
+def microbatches(job: Job, replica: int) -> Iterator[Batch]:
+    """A replica's microbatches without end, in megacore's order."""
+    data, size = np.load(job.tokens, mmap_mode="r"), job.micro_batch
+    number = replica
+    while True:
+        samples = torch.from_numpy(np.stack([data[(number * size + i) % len(data)] for i in range(size)]))
+        yield samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+        number += job.layout.dp

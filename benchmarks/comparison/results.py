@@ -1,0 +1,250 @@
+"""What a comparison has measured, and its tables in Markdown."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.comparison.job import NAMES, SIDES, Layout, Sizes
+
+MIB = 1 << 20
+LABELS = {"megacore": "megacore", "torch": "torch", "deepspeed": "DeepSpeed", "megatron-core": "Megatron-Core"}
+# Losses of two frameworks that train the same model in fp32 differ by less, relative, after some dozen steps.
+AGREEMENT = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One framework on one layout.
+
+    Attributes:
+        side, implementation: the framework, and what of it.
+        layout: how the model is divided.
+        seconds: per step, round by round; rounds of the sides of a layout alternate.
+        limit: FLOP/s of matrix products on all ranks together, in the same rounds.
+        peak, process_peak: bytes of the fullest rank, without and with what it had in memory before the model.
+        losses: of all steps.
+    """
+
+    side: str
+    implementation: str
+    layout: Layout
+    seconds: list[float]
+    limit: float
+    peak: int
+    process_peak: int
+    losses: list[float]
+
+    def tokens_per_second(self, sizes: Sizes) -> float:
+        """The median round's."""
+        return sizes.tokens / statistics.median(self.seconds)
+
+    def flops_per_second(self, sizes: Sizes) -> float:
+        """Of the model, the median round's."""
+        return sizes.step_flops / statistics.median(self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """The largest model of one framework on one layout.
+
+    Attributes:
+        side: the framework.
+        layout: how the model is divided.
+        layers, parameters: of the model.
+        peak: bytes of the fullest rank, measured.
+    """
+
+    side: str
+    layout: Layout
+    layers: int
+    parameters: int
+    peak: int
+
+
+@dataclass(kw_only=True)
+class Results:
+    """A comparison.
+
+    Attributes:
+        date, machine, versions: when, on what, with what; in words.
+        sizes: of the model that is timed.
+        rows: what was timed.
+        largest_sizes, limit_bytes: of the search for the largest model, and bytes per rank that it may take.
+        largest: what was found.
+        missing: `framework, layout` -> why there is no figure.
+    """
+
+    date: str
+    machine: str
+    versions: dict[str, str]
+    sizes: Sizes
+    rows: list[Row] = field(default_factory=list)
+    largest_sizes: Sizes | None = None
+    limit_bytes: int = 0
+    largest: list[Largest] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def sides(self) -> list[str]:
+        """Frameworks with figures, megacore first."""
+        return [side for side in SIDES if any(row.side == side for row in self.rows)]
+
+    def layouts(self) -> list[Layout]:
+        """Those that were measured, in order."""
+        return list(dict.fromkeys(row.layout for row in self.rows))
+
+    def row(self, side: str, layout: Layout) -> Row | None:
+        """The figures of one framework on one layout."""
+        return next((row for row in self.rows if (row.side, row.layout) == (side, layout)), None)
+
+    def disagreements(self) -> Iterator[tuple[Row, float]]:
+        """Rows whose losses differ from megacore's, and by how much."""
+        for row in self.rows:
+            ours = self.row("megacore", row.layout)
+            if ours is not None and (apart := difference(ours.losses, row.losses)) > AGREEMENT:
+                yield row, apart
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures."""
+        return asdict(self)
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Largest relative difference of two series of losses, of as many steps as both have."""
+    return max((abs(b / a - 1) for a, b in zip(ours, theirs, strict=False)), default=0.0)
+
+
+def ratio(ours: Row, theirs: Row) -> float:
+    """How much faster ours is: the median over the rounds."""
+    return statistics.median(b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True))
+
+
+# ---- Markdown --------------------------------------------------------------------------------------------------------
+
+
+def markdown(results: Results) -> str:
+    """The comparison as a section of a page."""
+    return "\n\n".join(
+        part for part in (_head(results), _speed(results), _memory(results), _largest(results), _notes(results)) if part
+    )
+
+
+def _head(results: Results) -> str:
+    s, versions = results.sizes, ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    apart = [
+        difference(ours.losses, row.losses)
+        for row in results.rows
+        if (ours := results.row("megacore", row.layout)) is not None and row is not ours
+    ]
+    same = f" The losses of all frameworks agree within {max(apart):.0e} (relative) over all steps." if apart else ""
+    model = (
+        f"GPT-2 with {s.layers} layers, hidden size {s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, "
+        f"an untied head and no dropout ({s.parameters / 1e6:.1f}M parameters)"
+    )
+    return (
+        f"Measured on {results.date}: {results.machine}, {versions}. {model}; {s.batch} sequences = {s.tokens:,} "
+        "tokens per step, 4 microbatches in pipelines; AdamW, fp32, no clipping. Every rank is a process with one thread. All "
+        "frameworks start from the same weights, read the same tokens and cut pipelines at the same layers, and their "
+        f"rounds alternate.{same}"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _speed(results: Results) -> str:
+    peers = results.sides()[1:]
+    rows = []
+    for layout in results.layouts():
+        ours = results.row("megacore", layout)
+        if ours is None:
+            continue
+        cells = [NAMES[layout.kind], degrees(layout), f"{ours.tokens_per_second(results.sizes):,.0f}"]
+        theirs = [results.row(peer, layout) for peer in peers]
+        cells += ["" if row is None else f"{ratio(ours, row):.2f}" for row in theirs]
+        cells.append(f"{ours.flops_per_second(results.sizes) / ours.limit:.0%}")
+        rows.append(cells)
+    text = (
+        "Speed: megacore's tokens/s, and how many times as fast it is as each framework (median of the rounds; above "
+        "1 megacore is faster). The last column is megacore's model FLOP/s as a share of what large matrix products "
+        "reach on as many processes at the same time."
+    )
+    head = ["", "ranks", "megacore, tokens/s", *(f"/ {LABELS[peer]}" for peer in peers), "share of products"]
+    return f"{text}\n\n{_table(head, rows)}"
+
+
+def _memory(results: Results) -> str:
+    sides = results.sides()
+    rows = []
+    for layout in results.layouts():
+        found = [results.row(side, layout) for side in sides]
+        rows.append(
+            [NAMES[layout.kind], degrees(layout), *("" if row is None else f"{row.peak / MIB:,.0f}" for row in found)]
+        )
+    text = (
+        "Memory: MiB that the fullest rank has had at most, without what its process had before the model "
+        "(Python, the framework and its libraries)."
+    )
+    return f"{text}\n\n{_table(['', 'ranks', *(LABELS[side] for side in sides)], rows)}"
+
+
+def _largest(results: Results) -> str:
+    if not results.largest or results.largest_sizes is None:
+        return ""
+    s = results.largest_sizes
+    sides = [side for side in SIDES if any(one.side == side for one in results.largest)]
+    rows = []
+    for layout in dict.fromkeys(one.layout for one in results.largest):
+        found = {one.side: one for one in results.largest if one.layout == layout}
+        cells = [
+            f"{found[side].parameters / 1e6:,.0f}M ({found[side].layers} layers)" if side in found else ""
+            for side in sides
+        ]
+        rows.append([NAMES[layout.kind], degrees(layout), *cells])
+    text = (
+        f"The largest model whose fullest rank stays below {results.limit_bytes / MIB:,.0f} MiB, counted alike: hidden "
+        f"size {s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, {s.batch} sequences per step, and as many "
+        "layers as fit. Each was trained for two steps."
+    )
+    return f"{text}\n\n{_table(['', 'ranks', *(LABELS[side] for side in sides)], rows)}"
+
+
+def _notes(results: Results) -> str:
+    names: dict[str, list[str]] = {}
+    for row in results.rows:
+        if row.side == "torch" and row.layout.ranks > 1:
+            names.setdefault(row.implementation.removeprefix("torch: "), []).append(NAMES[row.layout.kind])
+    lines = [f"- {', '.join(dict.fromkeys(kinds))}: {name}" for name, kinds in names.items()]
+    parts = ["What of torch is measured:\n\n" + "\n".join(lines)] if lines else []
+    if results.missing:
+        reasons = "\n".join(f"- {what}: {why}" for what, why in results.missing.items())
+        parts.append(f"Not measured:\n\n{reasons}")
+    return "\n\n".join(parts)
+
+
+def degrees(layout: Layout) -> str:
+    """The number of ranks, as a product where it is one."""
+    named = [(name, size) for name, size in (("tp", layout.tp), ("pp", layout.pp), ("dp", layout.dp)) if size > 1]
+    return " x ".join(f"{name} {size}" for name, size in named) if len(named) > 1 else str(layout.ranks)
+
+
+_BEGIN, _END = "<!-- written by benchmarks/compare.py: begin -->", "<!-- end -->"
+
+
+def replace_section(page: Path, text: str) -> None:
+    """Put a section between its markers on a page.
+
+    Raises:
+        ValueError: the page has no markers.
+    """
+    whole = page.read_text(encoding="utf-8")
+    pattern = re.compile(re.escape(_BEGIN) + ".*?" + re.escape(_END), re.DOTALL)
+    if not pattern.search(whole):
+        raise ValueError(f"{page} has no section between {_BEGIN} and {_END}")
+    page.write_text(pattern.sub(lambda _: f"{_BEGIN}\n{text}\n{_END}", whole), encoding="utf-8")

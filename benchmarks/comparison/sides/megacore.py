@@ -1,0 +1,79 @@
+"""megacore, with the defaults of its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.comparison.job import Job, Layout, Step
+from benchmarks.workload import configuration, megacore_step, megacore_trainer
+from megacore.config import ParallelConfig, ResolvedConfig
+from megacore.parallel.mesh import build_mesh
+from megacore.parallel.sharding import ShardedParameter
+
+
+class FileWeights:
+    """Initial weights from a file of inputs.py."""
+
+    def __init__(self, job: Job) -> None:
+        self._path = job.weights
+
+    @torch.no_grad()
+    def fill(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Give a rank's named parameters their values, in place."""
+        assert self._path is not None
+        with np.load(self._path) as values:
+            for parameter in parameters:
+                parameter.zero_()
+                spec = parameter.spec
+                spec.unpadded(parameter).copy_(spec.take(torch.from_numpy(values[spec.name])))
+
+
+class FileDataset:
+    """Samples of a file of inputs.py, again and again."""
+
+    def __init__(self, job: Job) -> None:
+        self._tokens: NDArray[np.int64] = np.load(job.tokens, mmap_mode="r")
+        self._mask = np.ones(job.sizes.seq, np.float32)
+
+    def __len__(self) -> int:
+        """As many samples as no run needs."""
+        return 10_000_000
+
+    def __getitem__(self, index: int) -> dict[str, NDArray]:
+        """A sample as every dataset gives it."""
+        sample = self._tokens[index % len(self._tokens)]
+        return {"tokens": sample[:-1].copy(), "labels": sample[1:].copy(), "loss_mask": self._mask}
+
+
+def name(layout: Layout) -> str:
+    """What is measured."""
+    return "megacore"
+
+
+def resolved(job: Job) -> ResolvedConfig:
+    """The configuration of a job."""
+    layout = job.layout
+    parallel = ParallelConfig(
+        tp=layout.tp,
+        pp=layout.pp,
+        dp=layout.dp,
+        zero_stage=layout.zero,
+        sequence_parallel=layout.sequence_parallel,
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        device="cpu",
+    )
+    return configuration(job.sizes, str(job.directory), parallel=parallel, micro_batch=job.micro_batch)
+
+
+def build(job: Job) -> Step:
+    """A step of the trainer."""
+    config = resolved(job)
+    mesh = build_mesh(config.parallel)
+    weights = FileWeights(job) if job.weights is not None else None
+    step = megacore_step(megacore_trainer(config, mesh, weights=weights, data=FileDataset(job)))
+    return lambda: float(step().loss)

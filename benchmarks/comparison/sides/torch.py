@@ -1,0 +1,190 @@
+"""torch's own: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard, parallelize_module, and its pipelines."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.comparison.job import Job, Layout, Step
+from benchmarks.comparison.plain import PlainGPT, adamw, built, cross_entropy, decay_groups, microbatches
+
+
+def name(layout: Layout) -> str:
+    """What is measured."""
+    parts = []
+    if layout.tp > 1:
+        parts.append("parallelize_module")
+    if layout.pp > 1:
+        parts.append({"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}.get(layout.schedule, "InterleavedZeroBubble"))
+    if layout.dp > 1:
+        wrappers = ("DDP", "DDP + ZeroRedundancyOptimizer", "fully_shard, kept after forward", "fully_shard")
+        parts.append(wrappers[_stage(layout)])
+    return "torch: " + (", ".join(parts) or "plain")
+
+
+def _stage(layout: Layout) -> int:
+    """The stage that torch has for it: ZeroRedundancyOptimizer takes no tensors that parallelize_module splits."""
+    return 2 if layout.zero == 1 and layout.tp > 1 else layout.zero
+
+
+def build(job: Job) -> Step:
+    """A step as torch's documentation writes it."""
+    layout = job.layout
+    if layout.ranks == 1:
+        return _plain(job)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
+    step = _pipeline(job, mesh) if layout.pp > 1 else _whole(job, mesh)
+    return _in_loss_parallel(step) if layout.tp > 1 else step
+
+
+def _in_loss_parallel(step: Step) -> Step:
+    def inside() -> float | None:
+        with loss_parallel():
+            return step()
+
+    return inside
+
+
+def _plain(job: Job) -> Step:
+    model = built(job)
+    optimizer, batches = adamw(model, job), microbatches(job, 0)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        tokens, labels = next(batches)
+        loss = cross_entropy(model(tokens), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def _whole(job: Job, mesh: DeviceMesh) -> Step:
+    model = _parallel(built(job), job, mesh)
+    optimizer, batches = _optimizer(model, job, mesh), microbatches(job, mesh["dp"].get_local_rank())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        tokens, labels = next(batches)
+        loss = cross_entropy(model(tokens), labels)
+        loss.backward()
+        optimizer.step()
+        return _number(loss)
+
+    return step
+
+
+def _number(loss: Tensor) -> float:
+    """A loss that `loss_parallel` may have made a distributed tensor."""
+    return cast(Tensor, loss.full_tensor() if hasattr(loss, "full_tensor") else loss).item()
+
+
+def _parallel(model: PlainGPT, job: Job, mesh: DeviceMesh) -> nn.Module:
+    """Split over the tensor-parallel ranks, then over the replicas."""
+    layout = job.layout
+    if layout.tp > 1:
+        parallelize_module(model, mesh["tp"], _plan(model, layout))
+        if layout.sequence_parallel and model.embedding is not None:
+            positions = model.embedding.positions
+            positions.weight = nn.Parameter(distribute_tensor(positions.weight.data, mesh["tp"], [Shard(0)]))
+    if layout.dp == 1:
+        return model
+    if _stage(layout) >= 2:
+        for block in (*model.blocks.values(), model):
+            fully_shard(block, mesh=mesh["dp"], reshard_after_forward=layout.zero == 3)
+        return model
+    if layout.tp > 1:
+        _pre_dp_module_transform(model)
+    return DistributedDataParallel(model, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
+
+
+def _plan(model: PlainGPT, layout: Layout) -> dict[str, Any]:
+    """Which module is split how, after torch's tutorial on tensor parallelism."""
+    split = Shard(1) if layout.sequence_parallel else Replicate()
+    plan: dict[str, Any] = {}
+    if model.embedding is not None:
+        plan["embedding.tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=split)
+    for number in model.blocks:
+        block = f"blocks.{number}"
+        plan |= {
+            f"{block}.attention.qkv": ColwiseParallel(),
+            f"{block}.attention.output": RowwiseParallel(output_layouts=split),
+            f"{block}.mlp.up": ColwiseParallel(),
+            f"{block}.mlp.down": RowwiseParallel(output_layouts=split),
+        }
+        if layout.sequence_parallel:
+            whole = PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(Replicate(),))
+            plan |= {f"{block}.{part}_norm": SequenceParallel() for part in ("attention", "mlp")}
+            plan |= {f"{block}.{part}": whole for part in ("attention", "mlp")}
+    if model.head is not None:
+        plan["head.output"] = ColwiseParallel(input_layouts=split, use_local_output=False)
+        if layout.sequence_parallel:
+            plan["head.norm"] = SequenceParallel()
+    return plan
+
+
+def _optimizer(model: nn.Module, job: Job, mesh: DeviceMesh) -> torch.optim.Optimizer:
+    if job.layout.dp == 1 or _stage(job.layout) != 1:
+        return adamw(model, job)
+    groups = decay_groups(dict(model.named_parameters()), job.weight_decay)
+    settings = {"lr": job.lr, "betas": job.betas, "eps": job.eps, "fused": True}
+    return ZeroRedundancyOptimizer(
+        groups,  # type: ignore[arg-type]
+        torch.optim.AdamW,
+        process_group=mesh["dp"].get_group(),
+        **settings,
+    )
+
+
+# ---- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def _pipeline(job: Job, mesh: DeviceMesh) -> Step:
+    layout = job.layout
+    rank, last = mesh["pp"].get_local_rank(), len(job.stages) - 1
+    stages, modules = [], []
+    for number in range(rank, len(job.stages), layout.pp):
+        modules.append(_parallel(built(job, job.stages[number]), job, mesh))
+        stages.append(PipelineStage(modules[-1], number, last + 1, torch.device("cpu"), group=mesh["pp"].get_group()))
+    count = layout.microbatches
+    many = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
+    schedule: Any = (
+        Schedule1F1B(stages[0], count, cross_entropy)
+        if layout.schedule == "1f1b"
+        else many[layout.schedule](stages, count, cross_entropy)
+    )
+    optimizer = _optimizer(nn.ModuleList(modules), job, mesh)
+    batches = microbatches(job, mesh["dp"].get_local_rank())
+
+    def step() -> float | None:
+        optimizer.zero_grad()
+        drawn = [next(batches) for _ in range(count)]
+        tokens, labels = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        losses: list[Tensor] = []
+        targets = {"target": labels, "losses": losses} if rank == last % layout.pp else {}
+        schedule.step(*((tokens,) if rank == 0 else ()), **targets)
+        optimizer.step()
+        return sum(map(_number, losses)) / count if losses else None
+
+    return step

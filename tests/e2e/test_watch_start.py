@@ -1,0 +1,111 @@
+"""Ranks that never join the run are named by those that wait for them, on one node and across nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.hanging import HANG
+from tests.e2e.launching import PROGRAM, TORCHRUN, environment, needs_proc, small_run, words
+from tests.e2e.test_failures import START
+from tests.patience import patience, until
+from tests.warm import Started, start
+
+pytestmark = needs_proc
+HANGING = Path(__file__).with_name("hanging.py")
+MINUTES = 0.004
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started(script: Path, output: Path, *given: object, **variables: object) -> Iterator[Started]:
+    """A program with these environment variables, whose errors go to a file; nothing of it outlives the block."""
+    changed = environment() | {name: str(value) for name, value in variables.items()}
+    program = start(script, *given, stdout=output.with_suffix(".out"), stderr=output, environment=changed)
+    try:
+        yield program
+    finally:
+        program.kill_all()
+
+
+def rank_of(tmp_path: Path, rank: int, port: int, **variables: object) -> contextlib.AbstractContextManager[Started]:
+    """A rank of two, started by hand as Slurm does."""
+    flags = small_run(tmp_path / "out", dp=2, hang_timeout_minutes=MINUTES)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    script = HANGING if HANG in variables else PROGRAM
+    return started(script, tmp_path / f"{rank}.err", *flags, **{**place, **master, **variables})
+
+
+def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
+    with rank_of(tmp_path, 0, free_port()) as one:
+        assert one.wait(patience(START)) == -signal.SIGTERM
+    said = (tmp_path / "0.err").read_text()
+    assert said.startswith("megacore: hang at step 0: rank 1 (pp 0, dp 1, tp 0) holds the run up"), said
+    assert "it has written nothing: never started, or out of reach" in said
+    assert re.search(r"^  rank 0 +0 .* (connection to the master|meeting of the ranks)", said, re.MULTILINE), said
+
+
+def test_a_rank_that_dies_in_its_imports_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    fault = {HANG: json.dumps({"rank": 1, "at": "import", "call": 1, "fault": "kill"})}
+    port = free_port()
+    with rank_of(tmp_path, 0, port, **fault) as one, rank_of(tmp_path, 1, port, **fault) as other:
+        assert other.wait(patience(START)) == -signal.SIGKILL
+        assert one.wait(patience(START)) == -signal.SIGTERM
+    said = (tmp_path / "0.err").read_text() + (tmp_path / "1.err").read_text()
+    assert re.match(r"megacore: rank 1 \(pid \d+\) on \S+ has died in the phase: import of libraries; ", said), said
+    assert said.count("megacore: ") == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_reach_the_master_is_named(tmp_path: Path) -> None:
+    """On two nodes: rank 1 asks where nobody answers."""
+    node = {"LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    with (
+        rank_of(tmp_path, 1, free_port(), GROUP_RANK=1, **node),
+        rank_of(tmp_path, 0, free_port(), GROUP_RANK=0, **node) as one,
+    ):
+        assert one.wait(patience(3 * START)) == -signal.SIGTERM
+    said = (tmp_path / "0.err").read_text()
+    assert said.startswith("megacore: hang at step 0: rank 1 (pp 0, dp 1, tp 0) holds the run up"), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_hangs_on_another_node_is_named(tmp_path: Path, victim: int) -> None:
+    """Two torchrun agents on one machine: their watchers share no directory, only the launcher's store."""
+    fault = {HANG: json.dumps({"rank": victim, "at": "data", "call": 9, "fault": "sleep"})}
+    given = {"dp": 2, "train_iters": 1_000_000, "hang_timeout_minutes": 0.05}
+    agents = words(nnodes=2, nproc_per_node=1, master_addr="127.0.0.1", master_port=free_port())
+    with contextlib.ExitStack() as nodes:
+        launchers = []
+        for rank in range(2):
+            flags = [*agents, *words(node_rank=rank), HANGING, *small_run(tmp_path / "out", **given)]
+            launchers.append(nodes.enter_context(started(TORCHRUN, tmp_path / f"{rank}.err", *flags, **fault)))
+        assert [launcher.wait(patience(3 * START)) for launcher in launchers] == [1, 1]
+    said = [(tmp_path / f"{rank}.err").read_text() for rank in range(2)]
+    who = rf"megacore: hang at step \d+: rank {victim} \(pp 0, dp {victim}, tp 0; pid \d+ on \S+\) holds the run up"
+    assert re.search(who, said[0]), said[0]
+    assert f"rank {victim}    data (next batch)" in said[0]
+    report = json.loads(next((tmp_path / "out").glob("hang-*.json")).read_text())
+    assert (report["verdict"]["ranks"], report["verdict"]["is_certain"]) == ([victim], True)
+    until(lambda: not alive(report), 5, "ranks are left")
+
+
+def alive(report: dict[str, object]) -> list[int]:
+    """The processes of a report that still run."""
+    pids = [rank["identity"]["pid"] for rank in report["ranks"]]  # type: ignore[attr-defined]
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]

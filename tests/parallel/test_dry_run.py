@@ -1,0 +1,200 @@
+"""`--dry-run=full`: it passes where a run does, counts what a run holds, and names the layer where a run would fail."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.models.gpt import gpt_layers
+from megacore.models.spec import LayerSpec
+from megacore.parallel.mesh import build_mesh
+from megacore.train import gpt_task
+from megacore.train.dry_run import RankReport, rank_kinds, run_ranks
+from megacore.train.fake_job import absent_accelerator
+from megacore.zero.memory import measured_bytes
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, make_config, make_trainer
+
+Changes = dict[str, Any]
+LLAMA: Changes = {"normalization": "RMSNorm", "activation": "swiglu", "position_embedding_type": "rope"}
+SCHEDULES: dict[str, Changes] = {
+    "gpipe": {},
+    "1f1b": {},
+    "interleaved": {"virtual_stages": 2},
+    "zero-bubble": {},
+}
+
+
+def dry_runs(rank: int, world_size: int, layout: Layout, cases: Sequence[Changes]) -> list[list[RankReport]]:
+    """In a process of its own, to which torch shows a further kind of device; `on_cpu` is a case's device."""
+    absent_accelerator()  # before the first backward, when torch counts its devices
+    found = []
+    for case in cases:
+        changes = dict(case)
+        on_cpu = changes.pop("on_cpu", False)
+        blocks = layout[1] * changes.get("virtual_stages", 1)
+        config = make_config(layout, "unused", **{"num_layers": blocks, **changes})
+        found.append(list(run_ranks(config, on_cpu=on_cpu, workers=1)))
+    return found
+
+
+def in_a_process(layout: Layout, *cases: Changes) -> list[list[RankReport]]:
+    found: list[list[RankReport]] = run_distributed(dry_runs, 1, layout, cases, init=False, timeout=120)[0]
+    return found
+
+
+def require_ok(found: Sequence[Sequence[RankReport]], cases: Sequence[Changes]) -> None:
+    for reports, case in zip(found, cases, strict=True):
+        assert [(r.result, r.problem, r.differences) for r in reports] == [("OK", None, [])] * len(reports), case
+        assert all(report.parameters == report.planned.parameters for report in reports)
+
+
+def test_every_schedule_and_zero_stage_takes_a_step() -> None:
+    cases = [
+        {"schedule": schedule, "zero_stage": stage, "on_cpu": stage % 2 == 0, "precision": "bf16", **changes}
+        for stage, (schedule, changes) in enumerate(SCHEDULES.items())
+    ]
+    require_ok(in_a_process((1, 2, 2), *cases), cases)
+
+
+def test_recomputation_and_other_models_take_a_step() -> None:
+    cases = [
+        {"recompute": "full", "zero_stage": 1, "precision": "bf16"},
+        {"recompute": "selective", "reproducible": True, **LLAMA},
+        {"hidden_dropout": 0.1, "attention_dropout": 0.1, "precision": "fp16"},
+    ]
+    require_ok(in_a_process((2, 1, 1), *cases), cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_combinations_take_a_step(schedule: str, on_cpu: bool) -> None:
+    cases = [
+        {"schedule": schedule, "zero_stage": stage, "recompute": recompute, "on_cpu": on_cpu, **other}
+        for stage in range(4)
+        for recompute, other in {"none": LLAMA, "light": {}, "full": {"precision": "bf16"}}.items()
+        for other in [{**SCHEDULES[schedule], **other}]
+    ]
+    require_ok(in_a_process((2, 2, 2), *cases), cases)
+
+
+def test_kinds_are_the_ends_of_each_dimension_in_each_stage() -> None:
+    # rank = (pp x 8 + dp) x 4 + tp
+    expected = [(pp * 8 + dp) * 4 + tp for pp in range(12) for dp in (0, 7) for tp in (0, 3)]
+    assert rank_kinds(make_config((4, 12, 8), "unused", num_layers=12, num_attention_heads=4)) == expected
+
+
+def held(rank: int, world_size: int, layout: Layout, directory: str, changes: Changes) -> tuple[int, dict[str, int]]:
+    """Parameters and bytes of state of a rank that has really taken a step."""
+    config = make_config(layout, directory, num_layers=layout[1], **changes)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    trainer.train_step(next(trainer.batches))
+    data_parallel = trainer.model.data_parallel
+    parameters = sum(parameter.numel() for parameter in data_parallel.parameters)
+    return parameters, measured_bytes(data_parallel, trainer.update.optimizer)
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 2), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
+def test_what_is_counted_is_what_a_run_holds(layout: Layout, tmp_path: Path) -> None:
+    changes = {"zero_stage": 1, "precision": "bf16"}
+    (reports,) = in_a_process(layout, {**changes, "on_cpu": True})
+    found = run_distributed(held, math.prod(layout), layout, str(tmp_path), changes)
+    assert [(report.parameters, report.state) for report in reports] == found
+
+
+# ---- errors
+
+
+def planted(rank: int, world_size: int, kind: str) -> list[RankReport]:
+    """A pipeline of three stages whose middle one, block 1, returns something else than it should."""
+
+    def layers(*args: Any) -> list[LayerSpec]:
+        specs = gpt_layers(*args)
+        number = next(i for i, spec in enumerate(specs) if spec.name == "blocks.1")
+        object.__setattr__(specs[number], "build", wrong(specs[number].build))
+        return specs
+
+    def wrong(build: Any) -> Any:
+        def built() -> torch.nn.Module:
+            layer: Any = build()
+            forward = layer.forward
+            layer.forward = lambda x: spoil(forward(x))
+            return layer
+
+        return built
+
+    def spoil(x: Tensor) -> Tensor:
+        return {"shape": lambda: x[..., :-1], "dtype": x.double, "device": lambda: x + x.new_zeros(1, device="cpu")}[
+            kind
+        ]()
+
+    with mock.patch.object(gpt_task, "gpt_layers", layers):
+        config = make_config((1, 3, 1), "unused", num_layers=3)
+        return list(run_ranks(config, on_cpu=False, workers=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("shape", ["blocks.1", "31] torch.float32", "32] torch.float32"]),
+        ("dtype", ["blocks.1", "torch.float64", "torch.float32"]),
+        ("device", ["blocks.1", "gpu:0", "cpu"]),
+    ],
+)
+def test_an_error_in_a_middle_stage_names_its_layer(kind: str, said: Sequence[str]) -> None:
+    reports = run_distributed(planted, 1, kind, init=False)[0]
+    assert [report.result for report in reports] == ["OK", "fails", "OK"]
+    assert not [words for words in said if words not in reports[1].problem], reports[1].problem
+
+
+# ---- the command
+
+
+def command(rank: int, world_size: int, entry: str, flags: str) -> tuple[int, str, str]:
+    """Exit status, output and messages of an entry point."""
+    main = importlib.import_module(entry).main
+    out, err = io.StringIO(), io.StringIO()
+    # A test's ranks may start no processes.
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch("megacore.commands.dry_run.available_cores", return_value=1),
+    ):
+        status = main(flags.split())
+    return status, out.getvalue(), err.getvalue()
+
+
+TINY = "--mock-data --vocab-size 97 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16"
+SHORT = "--train-iters 2 --global-batch-size 8 --micro-batch-size 1 --dry-run=full"
+
+
+def test_the_command_of_gpt() -> None:
+    status, out, err = run_distributed(command, 1, "pretrain_gpt", f"{TINY} {SHORT} --pp 2 --world-size 4", init=False)[
+        0
+    ]
+    assert (status, err) == (0, "")
+    assert "# Dry run: model on 4 accelerators, pp 2 x dp 2 x tp 1" in out
+    assert out.endswith("4 kinds of rank, 4 of them OK\n")
+
+
+def test_the_command_of_bert() -> None:
+    flags = f"{TINY} {SHORT} --tp 2 --dp 1 --cluster cpu --json"
+    status, out, err = run_distributed(command, 1, "pretrain_bert", flags, init=False)[0]
+    assert (status, err, out.count('"result": "OK"')) == (0, "", 2)
+
+
+def test_what_cannot_run_on_fake_tensors_is_refused() -> None:
+    status, _, err = run_distributed(command, 1, "pretrain_gpt", f"{TINY} {SHORT} --compile", init=False)[0]
+    assert status == 2
+    assert "--compile: compiled code does not run on fake tensors" in err

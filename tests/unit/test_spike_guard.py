@@ -1,0 +1,184 @@
+"""The spike guard's rule and adaptive clipping against independent references, and where the run stops."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from megacore.config import OptimizerConfig, SpikeConfig
+from megacore.errors import TrainingDiverged
+from megacore.optim.adaptive_clip import AdaptiveClip
+from megacore.optim.spikes import SpikeGuard
+from megacore.train.rollback import Rollbacks, rollbacks_of
+
+# ---- the rule
+
+
+def guard(**options: Any) -> SpikeGuard:
+    return SpikeGuard(SpikeConfig(**options), warmup_steps=0)
+
+
+def limit_by_numpy(values: list[float], threshold: float) -> float:
+    middle = np.median(values)
+    deviation = 1.4826 * np.median(np.abs(np.asarray(values) - middle))
+    return float(middle + threshold * max(deviation, 0.01 * abs(middle)))
+
+
+@pytest.mark.parametrize("window", [9, 16])
+def test_the_limit_is_median_plus_robust_deviations_of_accepted_values(window: int) -> None:
+    random = np.random.default_rng(0)
+    judge = guard(spike_window=window, spike_threshold=6.0, on_spike="skip")
+    losses: list[float] = []
+    norms: list[float] = []
+    spikes = 0
+    for step in range(1, 120):
+        loss, norm = random.normal(3.0, 0.05), abs(random.standard_cauchy())
+        limits = judge.limits(step)
+        if len(losses) < window // 2:
+            assert limits.loss.value == limits.norm.value == math.inf
+        else:
+            assert limits.loss.value == pytest.approx(limit_by_numpy(losses[-window:], 6.0), rel=1e-14)
+            assert limits.norm.value == pytest.approx(limit_by_numpy(norms[-window:], 6.0), rel=1e-14)
+        if limits.exceeded(loss, norm) is not None:
+            judge.reject()
+            spikes += 1
+        else:
+            judge.accept(loss, norm)
+            losses.append(loss)
+            norms.append(norm)
+    assert judge.total == spikes > 5
+
+
+def test_values_that_hardly_vary_make_no_spike_of_a_small_change() -> None:
+    judge = guard(spike_window=4, spike_threshold=10.0)
+    for _ in range(4):
+        judge.accept(2.0, 0.5)
+    limits = judge.limits(5)
+    assert (limits.loss.value, limits.norm.value) == pytest.approx((2.2, 0.55), rel=1e-14)
+    assert limits.exceeded(2.2, 0.55) is None
+    assert limits.exceeded(2.21, 0.5) == "the loss 2.21 is above 2.2 (median 2, robust deviation 0.02)"
+    both = limits.exceeded(3.0, 1.0)
+    assert both is not None
+    assert both.count("is above") == 2
+
+
+def test_nothing_is_judged_in_the_warm_up_without_a_guard_or_without_a_gradient() -> None:
+    late = SpikeGuard(SpikeConfig(spike_window=4), warmup_steps=10)
+    off = guard(on_spike="none")
+    for judge in (late, off):
+        for _ in range(4):
+            judge.accept(1.0, 1.0)
+    assert late.limits(10).exceeded(100.0, 1.0) is None
+    assert late.limits(11).exceeded(100.0, 1.0) is not None
+    assert off.limits(500).exceeded(100.0, 1.0) is None
+    empty = guard(spike_window=4)
+    for _ in range(4):
+        empty.accept(0.0, 0.0)
+    assert empty.series() == {"accepted_losses": [], "accepted_norms": []}
+
+
+def test_a_new_level_that_is_only_warned_of_is_taken_over() -> None:
+    judge = guard(spike_window=8)
+    for _ in range(8):
+        judge.accept(2.0, 1.0)
+    for step in range(4):
+        assert judge.limits(9 + step).exceeded(9.0, 1.0) is not None
+        judge.reject()
+    for _ in range(4):
+        assert judge.limits(13).loss.value == math.inf
+        judge.accept(9.0, 1.0)
+    assert judge.limits(17).exceeded(9.5, 1.0) is None
+    assert judge.limits(17).exceeded(19.0, 1.0) is not None
+
+
+def test_a_resumed_guard_judges_as_the_one_before() -> None:
+    judge = guard(spike_window=8)
+    for value in range(7):
+        judge.accept(5.0 - 0.1 * value, 1.0 + 0.01 * value)
+    judge.reject()
+    other, shorter = guard(spike_window=8), guard(spike_window=4)
+    other.load(judge.counters(), judge.series())
+    assert other.limits(9) == judge.limits(9)
+    assert (other.total, other.in_a_row) == (1, 1)
+    shorter.load(judge.counters(), judge.series())  # the last four values
+    assert shorter.limits(9).loss.median == pytest.approx(4.55)
+    other.load({}, {})  # a checkpoint of a version without a guard
+    assert other.limits(9).loss.value == math.inf
+
+
+# ---- adaptive clipping
+
+
+class ReferenceZClip:
+    """ZClip as the paper's algorithm 1 reads, in numpy, on a whole series of norms."""
+
+    def __init__(self, alpha: float, threshold: float, warmup: int) -> None:
+        self.alpha, self.threshold, self.warmup = alpha, threshold, warmup
+
+    def clipped(self, norms: list[float]) -> list[float]:
+        first = np.asarray(norms[: self.warmup])
+        mean, variance = first.mean(), first.var()
+        result = list(norms[: self.warmup])
+        for norm in norms[self.warmup :]:
+            score = (norm - mean) / (np.sqrt(variance) + 1e-6)
+            kept = mean + self.threshold**2 / score * np.sqrt(variance) if score > self.threshold else norm
+            mean = self.alpha * mean + (1 - self.alpha) * kept
+            variance = self.alpha * variance + (1 - self.alpha) * (kept - mean) ** 2
+            result.append(float(kept))
+        return result
+
+
+def test_adaptive_clipping_follows_the_paper() -> None:
+    random = np.random.default_rng(1)
+    norms = [float(n) for n in np.exp(random.normal(0.0, 0.2, 200)) * np.where(random.random(200) < 0.05, 20.0, 1.0)]
+    config = OptimizerConfig(
+        clip_grad_adaptive=True, clip_grad_warmup_iters=25, clip_grad_decay=0.9, clip_grad_z_threshold=2.0
+    )
+    clip, found = AdaptiveClip(config), []
+    for number, norm in enumerate(norms):
+        if number in (10, 100):  # resumed in the warm-up, and after it
+            state, clip = clip.series(), AdaptiveClip(config)
+            clip.load(state["clip_moments"], state["clip_warmup_norms"])
+        value = torch.tensor(norm, dtype=torch.float64)
+        found.append(min(norm, float(clip.limit(value))))
+        clip.observe(value)
+    expected = ReferenceZClip(0.9, 2.0, 25).clipped(norms)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert sum(kept < norm for kept, norm in zip(found, norms, strict=True)) > 5
+
+
+# ---- when a run stops
+
+
+def rollbacks(**options: Any) -> Rollbacks:
+    spikes = SpikeConfig(on_spike="rollback", **options)
+    return Rollbacks(cast(Any, SimpleNamespace(spikes=spikes, training=SimpleNamespace(global_batch_size=8))))
+
+
+def test_a_rollback_skips_what_was_seen_since_and_some_more() -> None:
+    kept = rollbacks(spike_skip_batches=2)
+    done = kept.add("a spike", from_step=12, to_step=10, first_sample=80, stop_sample=96)
+    assert (done.first_sample, done.stop_sample) == (80, 112)
+    assert str(done) == "step 12 -> step 10, samples 80 to 111 skipped"
+    assert rollbacks_of(kept.series()) == [done]
+    assert rollbacks_of({}) == []
+
+
+def test_a_spike_that_comes_back_stops_and_so_does_one_too_many() -> None:
+    kept = rollbacks(max_rollbacks=2)
+    kept.add("a spike", from_step=12, to_step=10, first_sample=80, stop_sample=96)
+    resumed = rollbacks(max_rollbacks=2)
+    resumed.load(kept.series())
+    for one in (kept, resumed):  # a run that is started again after the rollback does not begin to count anew
+        with pytest.raises(TrainingDiverged, match=r"step 12: a spike: a spike again after the rollback to step 10"):
+            one.add("a spike", from_step=12, to_step=10, first_sample=192, stop_sample=208)
+    kept.add("another", from_step=13, to_step=10, first_sample=192, stop_sample=216)  # past it: another fault
+    with pytest.raises(
+        TrainingDiverged, match=r"there were 2 rollbacks already \(--max-rollbacks 2\): step 12 -> step"
+    ):
+        kept.add("a third", from_step=30, to_step=20, first_sample=400, stop_sample=480)

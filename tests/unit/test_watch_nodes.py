@@ -1,0 +1,61 @@
+"""What the watchers of two nodes learn of each other through the launcher's store, which is all that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed import TCPStore
+
+from megacore.watch import nodes
+from megacore.watch.blame import blame
+from megacore.watch.ledger import Channel, Phase
+from megacore.watch.nodes import Nodes
+from tests.unit.watch_records import seen
+
+WORLD = Channel((0, 1))
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Nodes, Nodes]]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    yield Nodes(environment, 0, 2, 1), Nodes(environment, 1, 2, 1)
+    del store  # which serves until here
+
+
+def test_the_first_node_puts_all_ranks_together_and_its_verdict_reaches_the_others(
+    pair: tuple[Nodes, Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    assert (first.decides, second.decides) == (True, False)
+    assert first.others() is None  # nothing is known of the second node yet
+    sleeping = seen(1, 2, phase=Phase.DATA, posted={WORLD: 4})
+    second.publish([sleeping], 3.0, urgent=False)
+    assert first.others() is None  # it may yet move
+    second.publish([sleeping], 9.0, urgent=True)
+    others = first.others()
+    assert others is not None
+    ((ranks, still),) = others
+    assert ranks == [sleeping]
+    assert 9.0 <= still < 9.5
+    waiting = seen(0, 2, phase=Phase.ALL_REDUCE, channel=WORLD, awaited=5, posted={WORLD: 5})
+    verdict = blame([waiting, *ranks], 2)
+    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("holds up", (1,), True)
+    monkeypatch.setattr(nodes.time, "sleep", lambda seconds: None)
+    assert second.verdict() is None
+    first.pronounce("megacore: hang at step 7")
+    assert second.verdict() == "megacore: hang at step 7"
+
+
+def test_a_node_that_publishes_no_more_is_left_out_as_out_of_reach(
+    pair: tuple[Nodes, Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    now = [1000.0]
+    monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
+    second.publish([seen(1, 2)], 0.0, urgent=False)
+    assert first.others() is None
+    now[0] += 40.0
+    assert first.others() == []
+    assert blame([seen(0, 2)], 2).ranks == (1,)
