@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from megacore.config import ResolvedConfig
-from megacore.config.sections import AUTO_SCHEDULE, ChosenSchedule
+from megacore.config.sections import AUTO_SCHEDULE, ChosenSchedule, ScheduleName
 from megacore.plan.cluster import CLUSTERS, Cluster
 from megacore.plan.memory import PlannedLayer
 from megacore.plan.step_time import pipeline_time
@@ -31,38 +32,54 @@ def is_open(config: ResolvedConfig) -> bool:
     return parallel.schedule == AUTO_SCHEDULE and parallel.pp > 1 and parallel.schedule_csv is None
 
 
-def schedules_by_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster) -> list[ResolvedConfig]:
-    """The configuration with each schedule that is faster than 1F1B, the fastest first, and last with 1F1B.
+class ScheduleChoice(NamedTuple):
+    """Values of `--schedule` and `--virtual-stages`."""
+
+    name: ScheduleName
+    virtual_stages: int = 1
+
+
+_ONE_BY_ONE = ScheduleChoice("1f1b")
+
+
+def schedules_by_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster) -> list[ScheduleChoice]:
+    """The schedules that are faster than 1F1B, the fastest first, and last 1F1B.
 
     Args:
         config: a resolved configuration with several pipeline ranks.
         layers: the whole model.
         cluster: that computes.
     """
-    last = _with_schedule(config, "1f1b")
     if cluster.peak(config.precision.precision) is None and config.logging.peak_tflops is None:
-        return [last]
-    others = [_with_schedule(config, "zero-bubble")]
+        return [_ONE_BY_ONE]
+    others = [ScheduleChoice("zero-bubble")]
     by_hand = config.parallel.pipeline_layout is not None
     if config.parallel.pp * _VIRTUAL_STAGES <= config.model.num_layers and not by_hand:
-        others.append(_with_schedule(config, "interleaved", _VIRTUAL_STAGES))
-    most = (1.0 - _MARGIN) * pipeline_time(last, layers, cluster)
-    timed = [(pipeline_time(candidate, layers, cluster), candidate) for candidate in others]
-    faster = [one for one in timed if one[0] <= most]
-    return [*(candidate for _, candidate in sorted(faster, key=lambda one: one[0])), last]
+        others.append(ScheduleChoice("interleaved", _VIRTUAL_STAGES))
+
+    def seconds(choice: ScheduleChoice) -> float:
+        return pipeline_time(_with_schedule(config, choice), layers, cluster)
+
+    most = (1.0 - _MARGIN) * seconds(_ONE_BY_ONE)
+    timed = sorted((seconds(choice), choice) for choice in others)
+    return [*(choice for time, choice in timed if time <= most), _ONE_BY_ONE]
 
 
-def choose_schedule(candidates: Sequence[ResolvedConfig], fits: Callable[[ResolvedConfig], bool]) -> ResolvedConfig:
-    """The first that fits, or the last.
+def choose_schedule(
+    config: ResolvedConfig, choices: Sequence[ScheduleChoice], fits: Callable[[ResolvedConfig], bool]
+) -> ResolvedConfig:
+    """The configuration with the first schedule that fits, or the last.
 
     Args:
-        candidates: as `schedules_by_time` returns them.
-        fits: whether every rank has the memory for a configuration. The last one is not asked about.
+        config: a resolved configuration.
+        choices: as `schedules_by_time` returns them.
+        fits: whether every rank has the memory for a configuration. The last choice is not asked about.
     """
-    *faster, last = candidates
+    *faster, last = (_with_schedule(config, choice) for choice in choices)
     return next((candidate for candidate in faster if fits(candidate)), last)
 
 
-def _with_schedule(config: ResolvedConfig, name: str, virtual_stages: int = 1) -> ResolvedConfig:
+def _with_schedule(config: ResolvedConfig, choice: ScheduleChoice) -> ResolvedConfig:
+    name, virtual_stages = choice
     parallel = config.parallel.resolved_as(ChosenSchedule, schedule=name, virtual_stages=virtual_stages)
     return dataclasses.replace(config, parallel=parallel)

@@ -176,7 +176,7 @@ def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
     def fits(candidate: ResolvedConfig) -> bool:
         return max(rank.expected for rank in plan_memory(candidate, layers, on_cpu=cluster.on_cpu)) <= most
 
-    return choose_schedule(schedules_by_time(config, layers, cluster), fits)
+    return choose_schedule(config, schedules_by_time(config, layers, cluster), fits)
 
 
 def make_plan(config: ResolvedConfig, cluster: Cluster, *, software: Software = MEGACORE) -> Plan:

@@ -123,8 +123,8 @@ def _with_schedule(config: C, mesh: Mesh) -> C:
     if mesh.world.is_first:
         cluster = typical_cluster(on_cpu=mesh.device.type == "cpu", device_name=device_name(mesh.device))
         found = schedules_by_time(config, layers, cluster)
-    candidates = all_gather_objects(found, mesh.world)[0]
-    return cast(C, choose_schedule(candidates, lambda candidate: all_have_room(candidate, mesh, layers)))
+    choices = all_gather_objects(found, mesh.world)[0]
+    return cast(C, choose_schedule(config, choices, lambda candidate: all_have_room(candidate, mesh, layers)))
 
 
 def _choose_implementations(training: TrainingConfig, device: torch.device) -> None:

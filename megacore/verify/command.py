@@ -220,8 +220,8 @@ def _config(name: str, words: Sequence[str]) -> ResolvedConfig:
             checks=program.checks,
         )
     if is_open(config):  # as a launch on a CPU chooses
-        candidates = schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))
-        return choose_schedule(candidates, lambda candidate: True)
+        choices = schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))
+        return choose_schedule(config, choices, lambda candidate: True)
     return config
 
 
