@@ -12,9 +12,12 @@ from megacore.config.cli import parse_config, save_toml
 from megacore.config.sections import ChosenSchedule
 from megacore.plan.cluster import CLUSTERS
 from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
+from megacore.plan.memory import plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.planner import scheduled
+from megacore.plan.room import Room
 from megacore.plan.step_time import step_time
+from megacore.plan.ways_out import Limits, ways_out
 
 W1 = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8192"
 W1 += " --micro-batch-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights"
@@ -105,3 +108,19 @@ def test_a_file_lets_the_next_run_choose(tmp_path: Path) -> None:
 def test_a_device_is_known_by_its_driver() -> None:
     assert typical_cluster(on_cpu=False, device_name="NVIDIA H200").name == "h200"
     assert typical_cluster(on_cpu=False, device_name="Another").name == "a100-80g"
+
+
+# ---- stages where time does not fit
+
+
+def test_stages_by_parameters_are_recommended_where_they_fit() -> None:
+    """GPT-2 small on four stages: by time the first has three blocks beside the embedding, by parameters one."""
+    flags = "--preset gpt2-small --pp 4 --recompute full --micro-batch-size 1 --schedule 1f1b"
+    by_time, by_parameters = planned(flags), planned(f"{flags} --pipeline-balance parameters")
+    most, least = (
+        max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=False))
+        for config in (by_time, by_parameters)
+    )
+    assert least < 0.9 * most
+    lines = ways_out(by_time, Limits(room=Room((most + least) / 2, ""), on_cpu=False, local_ranks=1))
+    assert any(line.startswith("--pipeline-balance parameters:") for line in lines), lines
