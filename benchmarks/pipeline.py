@@ -3,7 +3,6 @@ beside DeepSpeed's PipelineModule where that is installed.
 
     torchrun --nproc-per-node 2 benchmarks/pipeline.py
     torchrun --nproc-per-node 4 benchmarks/pipeline.py --rounds 6
-    torchrun --nproc-per-node 2 benchmarks/pipeline.py --defaults --layers 4  # only ours
 
 All train the same GPT (8 layers by default, hidden 256, sequence 256, vocabulary 8192, untied head; AdamW, no clipping)
 on 4 microbatches of 2 sequences, on gloo with one thread a rank, the stages cut alike. Rounds alternate between all of
@@ -23,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,12 +57,6 @@ ScheduleName = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
 
 # Schedule -> stages per rank.
 OURS: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 1}
-DEFAULTS: dict[str, ParallelConfig] = {
-    "1f1b, by parameters": ParallelConfig(schedule="1f1b", pipeline_balance="parameters"),
-    "1f1b, by time": ParallelConfig(schedule="1f1b", pipeline_balance="time"),
-    "zero-bubble, by time": ParallelConfig(schedule="zero-bubble", pipeline_balance="time"),
-}
-"""What `--schedule` and `--pipeline-balance` were by default, with the new balance, and what auto is."""
 DEEPSPEED = "DeepSpeed"
 THEIRS: dict[ScheduleName, int] = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero-bubble": 2}
 
@@ -198,16 +190,6 @@ def report(seconds: dict[str, list[float]], tokens: int, ranks: int) -> None:
     print("\nTheirs, tokens/s:", ", ".join(f"{name} {rates[name]:,.0f}" for name in rates if name not in OURS))
 
 
-def report_defaults(seconds: dict[str, list[float]], tokens: int) -> None:
-    """A Markdown table of ours, with the ratio of each round to the first row: median, and least to most."""
-    first, *_ = seconds.values()
-    print(f"\n| {tokens:,} tokens a step | tokens/s | / the first |\n|---|---|---|")
-    for name, values in seconds.items():
-        ratios = sorted(a / b for a, b in zip(first, values, strict=True))
-        spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        print(f"| {name} | {tokens / statistics.median(values):,.0f} | {spread} |")
-
-
 class _Nothing(nn.Module):
     """x times one number."""
 
@@ -290,32 +272,28 @@ def overhead_microseconds(count: int = 200) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_sizes(parser, layers=8, microbatches=4, rounds=8, steps=2)
-    parser.add_argument("--defaults", action="store_true", help="compare defaults of ours, without peers")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        ours: dict[str, ParallelConfig] = {
-            name: ParallelConfig(schedule=name, virtual_stages=virtual, pipeline_balance="flops")
-            for name, virtual in OURS.items()
-        }
         configs = {
             name: configuration(
                 arguments,
                 directory,
-                parallel=replace(parallel, pp=world_size()),
+                parallel=ParallelConfig(
+                    pp=world_size(), schedule=name, virtual_stages=virtual, pipeline_balance="flops"
+                ),
                 micro_batch=arguments.batch // arguments.microbatches,
             )
-            for name, parallel in (DEFAULTS if arguments.defaults else ours).items()
+            for name, virtual in OURS.items()
         }
-        mesh = build_mesh(next(iter(configs.values())).parallel)
+        mesh = build_mesh(configs["1f1b"].parallel)
         trainers = {name: megacore_trainer(config, mesh) for name, config in configs.items()}
         steps: dict[str, Step] = {name: megacore_step(trainer) for name, trainer in trainers.items()}
-        if not arguments.defaults:
-            for schedule, virtual in THEIRS.items():
-                like = next(name for name, stages in OURS.items() if stages == virtual)
-                steps[f"torch {schedule}"] = theirs(configs[schedule], mesh, schedule, trainers[like].model.stages)
-            if importlib.util.find_spec("deepspeed") is not None:
-                steps[DEEPSPEED] = deepspeeds(configs["1f1b"], mesh, trainers["1f1b"].model.stages)
+        for schedule, virtual in THEIRS.items():
+            like = next(ours for ours, stages in OURS.items() if stages == virtual)
+            steps[f"torch {schedule}"] = theirs(configs[schedule], mesh, schedule, trainers[like].model.stages)
+        if importlib.util.find_spec("deepspeed") is not None:
+            steps[DEEPSPEED] = deepspeeds(configs["1f1b"], mesh, trainers["1f1b"].model.stages)
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for step in steps.values():
             step()
@@ -329,11 +307,7 @@ def main(argv: list[str] | None = None) -> int:
                 dist.barrier()
                 seconds[name].append((time.perf_counter() - start) / arguments.steps)
         if mesh.world.rank == 0:
-            tokens = arguments.batch * arguments.seq
-            if arguments.defaults:
-                report_defaults(seconds, tokens)
-            else:
-                report(seconds, tokens, mesh.world.size)
+            report(seconds, arguments.batch * arguments.seq, mesh.world.size)
             print(f"\nruntime: {overhead_microseconds():.0f} microseconds an action")
     leave(mesh)
     return 0
