@@ -29,9 +29,10 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.calibration import calibrate
 from megacore.plan.canvas import require_writable, save
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
+from megacore.plan.fastest_schedule import typical_cluster
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
-from megacore.plan.planner import Plan, make_plan
+from megacore.plan.planner import Plan, make_plan, scheduled
 from megacore.plan.search import Constraints, Found, search, search_json, search_table
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
@@ -166,10 +167,11 @@ def _plan(args: argparse.Namespace) -> None:
         _calibrate(args)
         return
     request = _read(args)
+    request = replace(request, config=_on_cluster(request.config, request.cluster))
     if args.search:
         _search(args, request)
         return
-    plan = make_plan(request.config, request.cluster)
+    plan = make_plan(scheduled(request.config, request.cluster), request.cluster)
     if args.json:
         print(json.dumps(as_json(plan, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:
@@ -184,7 +186,8 @@ def _run_fully(args: argparse.Namespace) -> None:
     config, device = request.config, request.config.parallel.device
     # The job is one for accelerators, unless it is said to run elsewhere.
     on_cpu = device == "cpu" or (device == AUTO and args.cluster is not None and request.cluster.on_cpu)
-    report_ranks(config, on_cpu=on_cpu, as_json=args.json)
+    cluster = typical_cluster(on_cpu=on_cpu) if args.cluster is None else request.cluster
+    report_ranks(scheduled(_on_cluster(config, cluster), cluster), on_cpu=on_cpu, as_json=args.json)
 
 
 def _draw(args: argparse.Namespace, plan: Plan) -> None:
@@ -231,7 +234,7 @@ def _read(args: argparse.Namespace) -> _Request:
         problems=problems,
     )
     assert cluster is not None
-    return _Request(_on_cluster(config, cluster), cluster)
+    return _Request(config, cluster)
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:

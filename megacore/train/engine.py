@@ -146,7 +146,7 @@ class PipelineEngine:
         )
         self.config = _checked_config(
             layers,
-            parallel=parallel or ParallelConfig(),
+            parallel=_without_times(parallel or ParallelConfig()),
             optimizer=optimizer or OptimizerConfig(),
             settings=optimizer_settings,
             precision=precision or PrecisionConfig(precision="fp32"),
@@ -425,6 +425,12 @@ class PipelineEngine:
 
 def _replicas(parallel: ParallelConfig) -> int:
     return max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
+
+
+def _without_times(parallel: ParallelConfig) -> ParallelConfig:
+    """Without choices by the time of layers, which is not known for plain ones."""
+    balance = "parameters" if parallel.pipeline_balance == "time" else parallel.pipeline_balance
+    return dataclasses.replace(parallel, pipeline_balance=balance, schedule=parallel.schedule_name)
 
 
 def _checked_config(

@@ -357,7 +357,7 @@ class Trainer:
             self.config,
             self.mesh,
             self.task.layers,
-            stage_ranges(self.task.layers, self.config.parallel),
+            stage_ranges(self.task.layers, self.config),
             samples=(train_samples, valid_samples),
             idle_share=self.metrics.predicted_bubble,
         )
