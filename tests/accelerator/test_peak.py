@@ -1,4 +1,4 @@
-"""The planned peak of every rank's memory against what the pretend device counts, over the layouts of test_traffic.py."""
+"""The planned peak of every rank's memory against the pretend device's count, over the layouts of test_traffic.py."""
 
 from __future__ import annotations
 
@@ -47,4 +47,6 @@ def test_peak_of_memory(ranks: int, tmp_path: Path) -> None:
         planned = plan_memory(config, outline(config), on_cpu=False)
         for rank, found in enumerate(counted):
             expected = planned[rank // (tp * dp)].expected_tensors
-            print(f"{case:44} rank {rank}: counted {found[number]:>10,} planned {expected:>12,.0f} {expected / found[number] - 1:+.3f}")
+            print(
+                f"{case:44} rank {rank}: counted {found[number]:>10,} planned {expected:>12,.0f} {expected / found[number] - 1:+.3f}"
+            )

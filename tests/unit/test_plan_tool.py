@@ -84,6 +84,38 @@ def test_a_cluster_file_is_read_back_and_refused_whole(tmp_path: Path, capsys: p
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--cluster moon --goodput 2 --tp 5", ["--cluster moon", "--goodput 2 must be", "--tp 5 must divide"]),
+        ("--tokens many --world-size x --search", ["--tokens many", "--world-size 'x' is not", "--cluster is missing"]),
+        ("--cluster h100 --search --world-size 8 --min-tp 4 --max-tp 2", ["--min-tp 4 must be at most --max-tp 2"]),
+        ("--cluster h100 --max-pp 2 --max-memory-gb 9", ["--max-pp 2 limits --search", "--max-memory-gb 9.0 limits"]),
+        ("--cluster h100 --pp 99 --nonsense 3 --top 0", ["--pp 99 must be at most", "--nonsense", "--top 0 must be"]),
+    ],
+)
+def test_wrong_values_of_the_plans_flags_are_reported_with_the_rest(
+    flags: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(["pretrain_gpt.py", "--preset", "gpt2-small", *flags.split()]))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert all(part in text for part in said), text
+
+
+@pytest.mark.parametrize("text", ['based_on = ["h100"]', 'based_on = "h100"\nefficiency = 3', "memory_gb = ["])
+def test_a_cluster_file_of_wrong_types_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(["pretrain_gpt.py", "--preset", "gpt2-small", "--cluster", str(path)]))
+    assert stop.value.code == 2
+    assert str(path) in capsys.readouterr().err
+
+
 def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The first layout of a search is the fastest of all that it lists, and planning it gives the same time."""
     picture = tmp_path / "found.svg"
