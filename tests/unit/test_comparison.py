@@ -1,4 +1,4 @@
-"""benchmarks/compare.py without running a framework: layouts, the search for the largest model, the page, the picture."""
+"""benchmarks/compare.py without a framework: layouts, the search for the largest model, the page, the picture."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_inputs_have_the_parameters_that_are_counted(tmp_path: Path) -> None:
     with np.load(weights) as values:
         assert sum(values[name].size for name in values.files) == TINY.parameters
     ids = np.load(tokens)
-    assert ids.shape[1] == TINY.seq + 1 and 0 <= ids.min() and ids.max() < TINY.vocab
+    assert ids.shape[1] == TINY.seq + 1 and ids.min() >= 0 and ids.max() < TINY.vocab
 
 
 @pytest.mark.parametrize("unit", [1, 2])
@@ -84,9 +84,7 @@ def test_the_page_has_ratios_of_rounds_and_names_what_is_missing(results: Result
     assert "5M (7 layers)" in text
     assert "- deepspeed: not installed" in text
     page = tmp_path / "page.md"
-    page.write_text(
-        "a\n<!-- written by benchmarks/compare.py: begin -->\nold\n<!-- end -->\nb\n", encoding="utf-8"
-    )
+    page.write_text("a\n<!-- written by benchmarks/compare.py: begin -->\nold\n<!-- end -->\nb\n", encoding="utf-8")
     replace_section(page, text)
     assert page.read_text(encoding="utf-8").startswith("a\n<!-- written")
     assert "old" not in page.read_text(encoding="utf-8")
