@@ -43,6 +43,18 @@ def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) ->
         assert figure["origin"] == "assumed"
 
 
+def test_a_run_of_bert_is_planned_with_attention_to_all_positions(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--cluster a100-80g --vocab-size 30522 --seq-length 512 --tp 2 --dp 4 --global-batch-size 64"
+    bert = planned(capsys, f"pretrain_bert.py {flags} --micro-batch-size 8")
+    assert bert["parameters"]["value"] == 110_106_428  # of transformers' BertForPreTraining, bert-base-uncased
+    assert not any("causal" in name for name in bert["throughput"])
+    gpt = planned(
+        capsys,
+        f"pretrain_gpt.py {flags} --micro-batch-size 8 --num-layers 12 --hidden-size 768 --num-attention-heads 12",
+    )
+    assert bert["step_parts"]["attention"]["value"] > 1.8 * gpt["step_parts"]["attention"]["value"]
+
+
 def test_what_does_not_fit_names_the_stage_the_term_and_ways_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["pretrain_gpt.py", "--preset", "bloom-176b", "--tp", "4", "--pp", "2", "--dp", "4", "--cluster", "h100"])
