@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.comparison.job import Job, Layout, Step
+from benchmarks.comparison.job import Job, Layout, Step, Unsupported
 from benchmarks.comparison.plain import PlainGPT, adamw, built, cross_entropy, decay_groups, microbatches
 
 
@@ -162,6 +162,8 @@ def _optimizer(model: nn.Module, job: Job, mesh: DeviceMesh) -> torch.optim.Opti
 
 def _pipeline(job: Job, mesh: DeviceMesh) -> Step:
     layout = job.layout
+    if layout.schedule == "zero-bubble" and len(job.stages) == layout.pp:
+        raise Unsupported("its zero-bubble schedule takes two stages per rank, for which the model has too few blocks")
     rank, last = mesh["pp"].get_local_rank(), len(job.stages) - 1
     stages: list[Any] = []
     modules: list[nn.Module] = []
