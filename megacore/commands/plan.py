@@ -19,6 +19,7 @@ from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
+from megacore.config.dimensions import degree_fields
 from megacore.config.messages import did_you_mean, one_of
 from megacore.config.sections import AUTO
 from megacore.convert.start import shape_from_hf
@@ -40,8 +41,8 @@ MOST_RANKS = 1 << 20
 
 
 # Limits of --search: flags without their dashes and "max" or "min".
-_MOST = ("tp", "pp", "dp", "micro-batch-size", "zero-stage", "virtual-stages")
-_LEAST = ("tp", "pp", "dp")
+_LEAST = degree_fields()
+_MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
 
 
 class _Parser(ToolParser):

@@ -26,7 +26,7 @@ from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case, Range
-from megacore.plan.memory import PlannedLayer, held_parameters, num_microbatches
+from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.simulator import Costs, Timeline, simulate
 from megacore.plan.traffic import (
@@ -362,7 +362,7 @@ def step_time(
         simulated: simulate the pipeline; otherwise estimate it, which is faster.
     """
     speed = replace(speed_of(config, cluster, case), software=software)
-    parallel, m = config.parallel, num_microbatches(config)
+    parallel, m = config.parallel, config.microbatches
     ranges = stage_ranges(layers, parallel)
     stages = _stage_times(config, layers, ranges, speed)
     costs = pipeline_costs(config, stages, speed)
@@ -467,7 +467,7 @@ def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
 
     From three times as many microbatches as there are ranks on, each further round of them takes as long as the last.
     """
-    parallel, m = config.parallel, num_microbatches(config)
+    parallel, m = config.parallel, config.microbatches
     per_microbatch = [sum(parts) for parts in zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)]
     if parallel.pp == 1:
         return m * sum(per_microbatch)
@@ -481,7 +481,7 @@ def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
 
 def _estimated_seconds(config: ResolvedConfig, costs: Costs, busy: float) -> float:
     """The busiest rank's computations, and the bubble by the closed form of the schedule (closed_forms.py)."""
-    parallel, m = config.parallel, num_microbatches(config)
+    parallel, m = config.parallel, config.microbatches
     p, v = parallel.pp, parallel.virtual_stages
     rounds = max(1.0, p / m)
     f, b, w = (sum(part) / len(part) for part in (costs.forward, costs.input_grad, costs.weight_grad))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacore.config import ResolvedConfig
 from megacore.optim.update import WeightUpdate
-from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.collectives import all_reduce_, all_reduce_job_
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import TimedPass
@@ -134,7 +134,7 @@ class StepMetrics:
     def _predict_bubble(self) -> float:
         layers, parallel = self._task.layers, self._config.parallel
         flops = [sum(layers[i].flops for i in stage) for stage in stage_ranges(layers, parallel)]
-        schedule = training_schedule(parallel, microbatches_of_replica(self._config, self._mesh))
+        schedule = training_schedule(parallel, self._config.microbatches)
         return simulate(schedule, Costs.proportional(flops)).idle_share
 
     def _measured_bubble(self, timed: TimedPass) -> float:
@@ -143,18 +143,12 @@ class StepMetrics:
         ends = torch.tensor([-computed[0].start, computed[-1].end], dtype=torch.float64, device=mesh.device)
         window = all_reduce_(ends, mesh.pipeline, "max").sum() * mesh.pipeline.size
         busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=mesh.device), mesh.pipeline)
-        return float(all_reduce_(1.0 - busy / window, mesh.world)) / mesh.world.size
+        return float(all_reduce_job_(1.0 - busy / window, mesh)) / mesh.world.size
 
     def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value's maximum over all ranks."""
         numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self._mesh.device)
-        return dict(zip(values, all_reduce_(numbers, self._mesh.world, "max").tolist(), strict=True))
-
-
-def microbatches_of_replica(config: ResolvedConfig, mesh: Mesh) -> int:
-    """Microbatches per replica and step."""
-    training = config.training
-    return training.global_batch_size // training.micro_batch_size // mesh.batch.size
+        return dict(zip(values, all_reduce_job_(numbers, self._mesh, "max").tolist(), strict=True))
 
 
 def term_means(
