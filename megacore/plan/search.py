@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,7 @@ class Found:
         least_memory: of all of them, bytes, at least; None: none is valid.
         capacity: bytes that a rank may take.
         cluster: that computes.
+        wall_seconds: that the search took.
     """
 
     layouts: Sequence[Layout]
@@ -98,6 +100,7 @@ class Found:
     least_memory: float | None
     capacity: float
     cluster: Cluster
+    wall_seconds: float
 
     @property
     def frontier(self) -> list[Layout]:
@@ -117,6 +120,7 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
         cluster: that computes.
         constraints: what a layout may be.
     """
+    start = time.perf_counter()
     capacity = make_capacity(config, cluster, constraints)
     fitting: list[Layout] = []
     tried, least = 0, None
@@ -146,7 +150,12 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
     best = [_simulated(layout, cluster) for layout in fitting[:_SIMULATED]]
     best.sort(key=lambda layout: layout.seconds)
     return Found(
-        layouts=[*best, *fitting[_SIMULATED:]], tried=tried, least_memory=least, capacity=capacity, cluster=cluster
+        layouts=[*best, *fitting[_SIMULATED:]],
+        tried=tried,
+        least_memory=least,
+        capacity=capacity,
+        cluster=cluster,
+        wall_seconds=time.perf_counter() - start,
     )
 
 
@@ -260,7 +269,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     frontier = {id(layout) for layout in found.frontier}
     lines = [
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
-        f"{found.cluster.name}",
+        f"{found.cluster.name} (searched in {found.wall_seconds:.1f} s)",
         "",
         f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
         f"|---|---|---|---|---|---|{'---|---|' if tokens else ''}",
@@ -301,6 +310,7 @@ def search_json(found: Found, *, top: int) -> dict[str, Any]:
         "cluster": found.cluster.name,
         "capacity_bytes": found.capacity,
         "valid": found.tried,
+        "wall_seconds": found.wall_seconds,
         "fit": len(found.layouts),
         "layouts": [row(layout) for layout in found.layouts[:top]],
         "frontier": [row(layout) for layout in found.frontier],

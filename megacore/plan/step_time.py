@@ -179,7 +179,7 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
         moved = speed.memory(2 * speed.element * count * 2 * s * d)
         forward = Parts(attention=whole + moved + speed.memory(scores))
         return forward, forward.times(2.0)
-    seen = flops * (1 - keys / (2.0 * s))  # causal: fused kernels skip what no position sees
+    seen = flops * (1 - keys / (2.0 * s)) if config.is_causal else flops  # fused kernels skip what no position sees
     return Parts(attention=speed.attention(seen)), Parts(attention=speed.attention(2.5 * seen))
 
 
