@@ -202,7 +202,8 @@ class Trainer:
             TrainingStopped: there are not enough samples left.
         """
         self.saving.finish()
-        assert self.saving.newest is not None
+        if self.saving.newest is None:  # the first save has just failed: the step is only skipped
+            return
         target, training, samples = read_manifest(self.saving.newest), self.config.training, len(self._train_data)
         rollback = self.rollbacks.add(
             spike,
