@@ -22,7 +22,7 @@ from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.errors import ConfigError, SilentCorruption
 from megacore.parallel.bit_hash import bit_hash
-from megacore.parallel.collectives import all_gather_objects, all_reduce_
+from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import LossWeight
 from megacore.pipeline.schedule import first_backward
@@ -108,7 +108,7 @@ class Replay:
         if once.keys() == again.keys():
             pairs = [torch.stack(list(hashes.values())) for hashes in (once, {name: again[name] for name in once})]
             different = (pairs[0] != pairs[1]).any().to(torch.int64)
-        if not all_reduce_(different, self._mesh.world, "max").item():
+        if not all_reduce_job_(different, self._mesh, "max").item():
             return
         names = [_LOSS, *(parameter.spec.name for parameter in self._model.data_parallel.parameters)]
         numbers = [{name: int(value) for name, value in hashes.items()} for hashes in (once, again)]
