@@ -1,8 +1,13 @@
 """What the watchdog costs a step: its marks, counted in a step and timed by themselves, beside the step's time.
 
     python benchmarks/watchdog.py --tp 2 --pp 2 --dp 2
+    python benchmarks/watchdog.py --tp 2 --pp 2 --dp 2 --side-by-side 20
 
 Steps differ from each other by far more than the watchdog takes, so that a comparison of whole runs would show nothing.
+
+With --side-by-side all that is on by default and needs no step (the watchdog, slow ranks, the log, metrics.jsonl,
+events.jsonl) is switched on and off in turn, in one run, for as many steps as lie between two logged ones. CPU time is
+compared beside wall-clock time: where ranks share cores it is what a step costs, and other programs change it less.
 """
 
 from __future__ import annotations
@@ -21,9 +26,13 @@ import torch
 
 from benchmarks.workload import add_sizes, configuration, megacore_step, megacore_trainer
 from megacore.config import ParallelConfig
+from megacore.parallel.collectives import barrier
 from megacore.parallel.mesh import build_mesh
+from megacore.train.callbacks import Callbacks
+from megacore.train.metrics import StepTimes
 from megacore.watch.ledger import Identity, Ledger, Operation, Phase
 from megacore.watch.marks import Current, phase, post
+from megacore.watch.start import begin_watch
 from tests.distributed import run_distributed
 
 _REPEATS = 20_000
@@ -89,14 +98,56 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, directory: 
     return statistics.median(seconds), entered, posted, *marks
 
 
+def everything(rank: int, world_size: int, options: argparse.Namespace, directory: str) -> list[tuple[float, float]]:
+    """On one rank: wall-clock and CPU seconds of each block of steps, with everything off and on in turn."""
+    torch.set_num_threads(1)
+    parallel = ParallelConfig(tp=options.tp, pp=options.pp, dp=options.dp, device="cpu")
+    config = configuration(options, directory, parallel=parallel, micro_batch=options.micro_batch)
+    begin_watch(config)
+    mesh = build_mesh(config.parallel)
+    trainer = megacore_trainer(config, mesh)
+    ledger, callbacks, nothing = Current.ledger, trainer.callbacks, Callbacks(trainer, [])
+    seconds = []
+    for block in range(2 * options.side_by_side + 2):
+        is_on = block % 2 == 1
+        Current.ledger, trainer.callbacks = (ledger, callbacks) if is_on else (None, nothing)
+        barrier(mesh.world)
+        wall, cpu = time.perf_counter(), time.process_time()
+        trainer.clock.restart(trainer.step)
+        for _ in range(config.logging.log_interval):
+            result = trainer.train_step(next(trainer.batches))
+        if is_on:
+            trainer.log(result, StepTimes(trainer.clock.per_step(trainer.step), trainer.clock.data_share))
+        barrier(mesh.world)
+        seconds.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return seconds[2:]  # the first two blocks allocate memory
+
+
+def compare(ranks: list[list[tuple[float, float]]]) -> None:
+    """Print what everything costs, from the blocks of all ranks."""
+    for name, place in (("wall-clock time", 0), ("CPU time of all ranks", 1)):
+        blocks = [sum(rank[block][place] for rank in ranks) for block in range(len(ranks[0]))]
+        off, on = blocks[::2], blocks[1::2]
+        shares = [with_it / without - 1 for without, with_it in zip(off, on, strict=True)]
+        spread = statistics.stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else float("nan")
+        total = sum(on) / sum(off) - 1
+        print(f"{name}: {total:+.2%} (median of {len(shares)} pairs {statistics.median(shares):+.2%}, +- {spread:.2%})")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; the rank with the largest share."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_sizes(parser, micro_batch=1, rounds=10, steps=1, threads=1)
     for name in ("tp", "pp", "dp"):
         parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument(
+        "--side-by-side", type=int, default=0, help="pairs of blocks of steps, with everything off and on"
+    )
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
+        if options.side_by_side:
+            compare(run_distributed(everything, options.tp * options.pp * options.dp, options, directory, timeout=1200))
+            return 0
         ranks = run_distributed(measure, options.tp * options.pp * options.dp, options, directory, timeout=600)
     costs = [(entered * mark + posted * post) / step for step, entered, posted, mark, post in ranks]
     worst = costs.index(max(costs))

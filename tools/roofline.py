@@ -33,7 +33,7 @@ from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError
 from megacore.plan.devices import DEVICES, Device, Range, device_named
 from megacore.plan.flops import flops_per_sequence
-from megacore.plan.memory import num_microbatches, plan_memory, updated_parameters
+from megacore.plan.memory import plan_memory, updated_parameters
 from megacore.plan.outline import outline
 from megacore.plan.roofline import Estimate, Totals, estimate
 
@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> None:
     peak = _require_known(config, device)
     from megacore.train.step_trace import record_step
 
-    microbatches, training, model = num_microbatches(config), config.training, config.model
+    microbatches, training, model = config.microbatches, config.training, config.model
     sequences = microbatches * training.micro_batch_size / config.parallel.tp
     flops = [sequences * flops_per_sequence(model, config.data.seq_length, attention=a) for a in ("full", "causal")]
     result = estimate(
@@ -149,7 +149,7 @@ def _report(result: Estimate, config: ResolvedConfig) -> Iterator[str]:
         f"Estimate for {config.model.preset or 'the model'} on {parallel.tp * parallel.dp} x {result.device.name}, "
         f"{config.precision.precision}: tp {parallel.tp}{', sequence parallel' if parallel.sequence_parallel else ''}, "
         f"dp {parallel.dp}, ZeRO stage {parallel.zero_stage}, "
-        f"{counted(num_microbatches(config), 'microbatch', 'microbatches')} of {training.micro_batch_size} x "
+        f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} x "
         f"{config.data.seq_length} tokens, recompute {training.recompute}"
     )
     yield "Operators, bytes and FLOPs are counted for rank 0; times are estimated, not measured.\n"

@@ -32,7 +32,7 @@ def write_inputs(sizes: Sizes, directory: Path, *, seed: int = 1) -> tuple[Path,
 
 
 def _tokens(sizes: Sizes, rng: np.random.Generator) -> NDArray[np.int64]:
-    """int64 [samples, s + 1]: the next token follows in a cycle of 64, nine times of ten; so there is something to learn."""
+    """int64 [samples, s + 1]: nine times of ten the next token is the following one of a cycle of 64."""
     shape = (SAMPLES, sizes.seq + 1)
     steps = np.where(rng.random(shape) < _NOISE, rng.integers(_CYCLE, size=shape), 1)
     cycle = rng.permutation(sizes.vocab)[:_CYCLE]

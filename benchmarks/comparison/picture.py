@@ -1,4 +1,4 @@
-"""The four questions of a comparison as bars: scaling, speed and memory by layout, FLOP/s beside the machine's limit, and
+"""The four questions of a comparison as bars: scaling; speed and memory by layout; FLOP/s beside the machine's limit;
 the largest model that fits."""
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _scaling(results: Results) -> Bars | None:
     counts = sorted({layout.ranks for layout in results.layouts()})
     of_one = next((row for row in results.rows if row.layout.ranks == 1 and row.side == "megacore"), None)
     kinds = [layout.kind for layout in results.layouts() if layout.ranks == _most(results) and layout.ranks > 1]
-    kinds = [kind for kind in kinds if any(l.kind == kind and 1 < l.ranks < counts[-1] for l in results.layouts())] or kinds
+    between = {layout.kind for layout in results.layouts() if 1 < layout.ranks < counts[-1]}
+    kinds = [kind for kind in kinds if kind in between] or kinds
     if of_one is None or not kinds:
         return None
     values = []
@@ -65,7 +66,10 @@ def _scaling(results: Results) -> Bars | None:
         by_ranks = {row.layout.ranks: row for row in results.rows if row.side == "megacore" and row.layout.kind == kind}
         by_ranks[1] = of_one
         values.append(
-            {_ranks(count): by_ranks[count].tokens_per_second(results.sizes) if count in by_ranks else None for count in counts}
+            {
+                _ranks(count): by_ranks[count].tokens_per_second(results.sizes) if count in by_ranks else None
+                for count in counts
+            }
         )
     return Bars(
         title="1. Does megacore's throughput grow with ranks?",
@@ -112,9 +116,7 @@ def _memory(results: Results) -> Bars | None:
 
 def _flops(results: Results) -> Bars | None:
     title = "3. FLOP/s of the model beside what matrix products reach on this machine (the line)"
-    return _by_layout(
-        results, title, "GFLOP/s", lambda row: row.flops_per_second(results.sizes) / 1e9, limited=True
-    )
+    return _by_layout(results, title, "GFLOP/s", lambda row: row.flops_per_second(results.sizes) / 1e9, limited=True)
 
 
 def _largest(results: Results) -> Bars | None:

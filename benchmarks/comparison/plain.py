@@ -143,14 +143,13 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Groups of an optimizer: matrices decay, vectors do not; distributed tensors are kept apart from others, with which
-    torch's fused update does not mix them."""
+    """Groups of an optimizer: matrices decay, vectors do not. Distributed tensors have groups of their own, as
+    torch's fused update takes no mixture."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters.values():
         groups.setdefault((parameter.dim() > 1, isinstance(parameter, DTensor)), []).append(parameter)
     return [
-        {"params": held, "weight_decay": weight_decay if is_matrix else 0.0}
-        for (is_matrix, _), held in groups.items()
+        {"params": held, "weight_decay": weight_decay if is_matrix else 0.0} for (is_matrix, _), held in groups.items()
     ]
 
 

@@ -19,6 +19,7 @@ from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
+from megacore.config.dimensions import degree_fields
 from megacore.config.messages import did_you_mean, one_of
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
@@ -138,14 +139,14 @@ def _parser(prog: str, usage: str) -> _Parser:
     add("--search", action="store_true", help="rank all layouts of --world-size ranks instead of planning one")
     add("--top", type=positive, default=10, metavar="N", help="layouts that --search prints. Default: 10")
     add("--picture", type=Path, metavar="FILE", help="draw the time and memory of what --search found (.svg or .png)")
-    for name in ("tp", "pp", "dp", "micro-batch-size", "zero-stage", "virtual-stages"):
+    for name in (*degree_fields(), "micro-batch-size", "zero-stage", "virtual-stages"):
         add(
             f"--max-{name}",
             type=positive if name != "zero-stage" else _stage,
             metavar="N",
             help=f"--search: largest --{name}",
         )
-        if name in ("tp", "pp", "dp"):
+        if name in degree_fields():
             add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
     add("--max-memory-gb", type=_price, metavar="GB", help="--search: most memory of a device. Default: the cluster's")
     parser.set_defaults(is_dry_run=False)
@@ -283,10 +284,10 @@ def _search(args: argparse.Namespace, request: _Request) -> None:
         world_size=args.world_size,
         most={
             name: value
-            for name in ("tp", "pp", "dp", "micro_batch_size", "zero_stage", "virtual_stages")
+            for name in (*degree_fields(), "micro_batch_size", "zero_stage", "virtual_stages")
             if (value := getattr(args, f"max_{name}")) is not None
         },
-        least={name: value for name in ("tp", "pp", "dp") if (value := getattr(args, f"min_{name}")) is not None},
+        least={name: value for name in degree_fields() if (value := getattr(args, f"min_{name}")) is not None},
         memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
     )
     found = search(request.config, request.cluster, constraints)

@@ -21,6 +21,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import megacore
 from megacore.config import megatron_flags
+from megacore.config.dimensions import degree_fields
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.flags import Given, all_fields, flag_names, read_flags, translate_foreign
 from megacore.config.help import help_text, help_topic
@@ -180,8 +181,8 @@ def _planned_process(argv: Sequence[str], kind: type[Config], shape: Shape | Non
     if help_topic(argv) is not None or "--version" in argv:
         return alone
     parallel = _read(argv, alone, kind, shape).config.parallel
-    degrees = (degree for degree in (parallel.tp, parallel.pp, parallel.dp) if isinstance(degree, int) and degree > 0)
-    return _Process(0, 0, math.prod(degrees))
+    given = (getattr(parallel, name) for name in degree_fields())
+    return _Process(0, 0, math.prod(degree for degree in given if isinstance(degree, int) and degree > 0))
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,8 @@ def _kept_although_derived(kind: type[Config], flags: Given, file: Given, path: 
         if name not in file.values or name in flags.values:
             continue
         kept, others = file.values[name], {k: v for k, v in file.values.items() if k != name}
-        there, here = (_build(kind, _with_defaults(kind, values)) for values in (others, {**others, **flags.values}))
+        with_flags = {**others, **flags.values, name: None}  # given, so that no preset sets it
+        there, here = (_build(kind, _with_defaults(kind, values)) for values in (others, with_flags))
         if not there.model.problems() and kept == derived(there) != derived(here):
             notes.append(
                 f"--config {path} sets {flag_and_value(name, kept)}: {flag_and_value(name, None)} derives it from the "

@@ -59,8 +59,24 @@ def ranks_of_role(role: str, parallel: Any, dimensions: Sequence[Dimension] = DI
         parallel: the resolved section of the configuration with the degrees.
         dimensions: the table.
     """
-    degrees = degrees_of(partial(getattr, parallel), dimensions)
+    return size_of_role(role, degrees_of(partial(getattr, parallel), dimensions), dimensions)
+
+
+def size_of_role(role: str, degrees: Mapping[str, int], dimensions: Sequence[Dimension] = DIMENSIONS) -> int:
+    """The number of ranks in a group of a role.
+
+    Args:
+        role: one of `ROLES`.
+        degrees: ranks along each dimension, by name.
+        dimensions: the table.
+    """
     return math.prod(degrees[d.name] for d in dimensions if d.divides in ROLES[role])
+
+
+def degree_fields(dimensions: Sequence[Dimension] = DIMENSIONS) -> tuple[str, ...]:
+    """The fields of `ParallelConfig` that hold degrees: innermost first, and last those that may be left open."""
+    ordered = sorted(dimensions, key=lambda d: (d.divides == "samples", -dimensions.index(d)))
+    return tuple(dimension.degree for dimension in ordered if isinstance(dimension.degree, str))
 
 
 def degrees_of(field: Callable[[str], int], dimensions: Sequence[Dimension] = DIMENSIONS) -> dict[str, int]:
@@ -71,6 +87,19 @@ def degrees_of(field: Callable[[str], int], dimensions: Sequence[Dimension] = DI
         dimensions: the table.
     """
     return {d.name: d.degree if isinstance(d.degree, int) else field(d.degree) for d in dimensions}
+
+
+def fill_degrees(parallel: Any, world_size: int, dimensions: Sequence[Dimension] = DIMENSIONS) -> dict[str, int]:
+    """The number of ranks along each dimension, by name: a degree that is None takes the ranks that the others leave.
+
+    Args:
+        parallel: the section of the configuration with the degrees, of which at most one is None.
+        world_size: the number of processes. If the others need more, the filled degree is 0.
+        dimensions: the table.
+    """
+    given = {d.name: d.degree if isinstance(d.degree, int) else getattr(parallel, d.degree) for d in dimensions}
+    rest = world_size // math.prod(degree for degree in given.values() if degree is not None)
+    return {name: rest if degree is None else degree for name, degree in given.items()}
 
 
 def coordinates_of(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:

@@ -241,10 +241,11 @@ def _value_problem(info: FieldInfo, value: Any) -> str | None:
 def _text_problem(info: FieldInfo, texts: tuple[str, ...]) -> str | None:
     if not all(text.strip() for text in texts):
         return f"{info.flag} is empty: give it a value, or leave the flag out"
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:
-        return f"{info.flag} {texts!a} is not valid UTF-8 and cannot be saved: use another name"
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return f"{info.flag} {text!a} is not valid UTF-8 and cannot be saved: use another name"
     return None
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, get_type_hints
 
+from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
@@ -120,13 +121,15 @@ class Config:
     def resolved_sections(self, world_size: int, vocab_size: int | None) -> dict[str, Any]:
         """The sections of the resolved configuration by name: the arguments of its constructor."""
         parallel, training = self.parallel, self.training
-        dp = parallel.dp or world_size // (parallel.tp * parallel.pp)
-        global_batch_size = training.global_batch_size or training.micro_batch_size * dp
+        degrees = fill_degrees(parallel, world_size)
+        filled = {d.degree: degrees[d.name] for d in DIMENSIONS if isinstance(d.degree, str)}
+        replicas = size_of_role("batch", degrees)
+        global_batch_size = training.global_batch_size or training.micro_batch_size * replicas
         microbatches = global_batch_size // training.micro_batch_size
         sections = {name: getattr(self, name) for name in sections_of(type(self))}
         return sections | {
             "model": self.model.resolve(seq_length=self.data.seq_length, vocab_size=vocab_size),
-            "parallel": parallel.resolved_as(ResolvedParallel, dp=dp),
+            "parallel": parallel.resolved_as(ResolvedParallel, **filled),
             "precision": self.precision.resolve(microbatches),
             "optimizer": self.optimizer.resolved_as(
                 ResolvedOptimizer, min_lr=self.optimizer.end_lr, lr_decay_iters=self.lr_decay_iters
@@ -170,6 +173,16 @@ class ResolvedConfig(Config):
     precision: ResolvedPrecision = field()
     optimizer: ResolvedOptimizer = field()
     training: ResolvedTraining = field()
+
+    @property
+    def replica_batch_size(self) -> int:
+        """Samples of one microbatch on all replicas together."""
+        return self.training.micro_batch_size * ranks_of_role("batch", self.parallel)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each replica."""
+        return self.training.global_batch_size // self.replica_batch_size
 
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.

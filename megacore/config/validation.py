@@ -6,14 +6,16 @@ hold between sections. missing_files.py asks the disk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
+from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, size_of_role
 from megacore.config.fields import Section, field_infos
 from megacore.config.messages import counted, divisors, nearest_multiples, one_of
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.schema import Config, sections_of
-from megacore.config.sections import AUTO
+from megacore.config.sections import AUTO, ParallelConfig
 
 
 def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozenset()) -> list[str]:
@@ -175,38 +177,53 @@ def _profiled(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("tp", "pp", "dp")
+@_about(*degree_fields())
 def _processes(config: Config, world_size: int) -> Iterator[str]:
-    tp, pp, dp = config.parallel.tp, config.parallel.pp, config.parallel.dp
-    processes = f"the run has {counted(world_size, 'process', 'processes')}"
-    fits = world_size % (tp * pp) == 0
-    if dp is not None and tp * pp * dp != world_size:
-        way_out = f"use --dp {world_size // (tp * pp)}, or leave --dp out, or " if fits else ""
+    fields, names = field_infos(ParallelConfig), degree_fields()
+    given = {name: degree for name in names if (degree := getattr(config.parallel, name)) is not None}
+    product, processes = math.prod(given.values()), f"the run has {counted(world_size, 'process', 'processes')}"
+    equation = f"{' x '.join(f'{fields[name].flag} {degree}' for name, degree in given.items())} = {product}"
+    # Of each field: the processes that the other degrees leave it, if they are a whole number.
+    left = {
+        name: world_size // (product // degree)
+        for name, degree in given.items()
+        if world_size % (product // degree) == 0
+    }
+    if len(given) == len(names) and product != world_size:
+        flag, last = fields[names[-1]].flag, names[-1]
+        way_out = f"use {flag} {left[last]}, or leave {flag} out, or " if last in left else ""
         yield (
-            f"--tp {tp} x --pp {pp} x --dp {dp} = {tp * pp * dp}, but {processes}: {way_out}{_start(tp * pp * dp)}"
-            + ("" if fits else f", or choose degrees whose product is {world_size}")
+            f"{equation}, but {processes}: {way_out}{_start(product)}"
+            + ("" if last in left else f", or choose degrees whose product is {world_size}")
         )
-    if dp is None and not fits:
+    if len(given) < len(names) and world_size % product:
+        changed = next(name for name, degree in given.items() if degree > 1)
         degree = (
-            f"use --tp {one_of(divisors(world_size // pp, near=tp))}"
-            if world_size % pp == 0
-            else f"choose --tp x --pp among {one_of(divisors(world_size))}"
+            f"choose {' x '.join(fields[name].flag for name in given)} among {one_of(divisors(world_size))}"
+            if changed not in left
+            else f"use {fields[changed].flag} {one_of(divisors(left[changed], near=given[changed]))}"
         )
         yield (
-            f"--tp {tp} x --pp {pp} = {tp * pp} must divide the number of processes, but {processes}: {degree}, or "
-            f"{_start(*nearest_multiples(world_size, tp * pp))}"
+            f"{equation} must divide the number of processes, but {processes}: {degree}, or "
+            f"{_start(*nearest_multiples(world_size, product))}"
         )
 
 
-@_about("tp", "pp", "dp", "micro_batch_size", "global_batch_size")
+@_about(*degree_fields(), "micro_batch_size", "global_batch_size")
 def _batch(config: Config, world_size: int) -> Iterator[str]:
     parallel, micro, batch = config.parallel, config.training.micro_batch_size, config.training.global_batch_size
-    dp = parallel.dp or world_size // (parallel.tp * parallel.pp)  # 0: too few processes, which _processes reports
-    if batch is not None and dp and batch % (micro * dp):
-        derived = "" if parallel.dp else " (derived)"
+    degrees = fill_degrees(parallel, world_size)
+    replicas = size_of_role("batch", degrees)  # 0: too few processes, which _processes reports
+    if batch is not None and replicas and batch % (micro * replicas):
+        factors = " x ".join(
+            f"{field_infos(ParallelConfig)[d.degree].flag} {degrees[d.name]}"
+            + (" (derived)" if getattr(parallel, d.degree) is None else "")
+            for d in DIMENSIONS
+            if isinstance(d.degree, str) and d.divides in ROLES["batch"]
+        )
         yield (
-            f"--global-batch-size {batch} must be a multiple of --micro-batch-size {micro} x --dp {dp}{derived} "
-            f"= {micro * dp}: use {one_of(nearest_multiples(batch, micro * dp))}"
+            f"--global-batch-size {batch} must be a multiple of --micro-batch-size {micro} x {factors} "
+            f"= {micro * replicas}: use {one_of(nearest_multiples(batch, micro * replicas))}"
         )
 
 
@@ -275,4 +292,5 @@ def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _start(*counts: int) -> str:
-    return f"start {one_of(counts)} processes (torchrun --nproc-per-node)"
+    noun = "process" if counts == (1,) else "processes"
+    return f"start {one_of(counts)} {noun} (torchrun --nproc-per-node)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,14 +32,12 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "apply_layernorm_1p": (False,),
     "num_experts": (None, 0),
     "rotary_interleaved": (False,),
-    "squared_relu": (False,),
     "multi_latent_attention": (False,),
     "window_size": (None,),
     "qk_l2_norm": (False,),
     "mtp_num_layers": (None, 0),
     "num_tokentypes": (0,),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "quick_geglu": (False,),
     # Of Megatron core as of 2026.
     "layernorm_zero_centered_gamma": (False,),
     "softmax_type": ("vanilla",),
@@ -71,6 +70,9 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "retro_add_retriever": (False,),
     "spec": (None,),
 }
+# Flags that choose an activation -> ours, or None where megacore lacks it. Without one it is a form of GELU.
+_ACTIVATIONS: dict[str, str | None] = {"swiglu": "swiglu", "squared_relu": None, "quick_geglu": None}
+_ACTIVATION_NAME = re.compile(r"(elu|glu|silu|swish)$")
 # Of these tokenizers vocab_size is the size without the token that ends a document, which has an additional row.
 _WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "alibi": "alibi", "none": "none"}
@@ -118,18 +120,30 @@ def model_of(args: Mapping[str, Any], padded: int, vocab_size: int | None, where
 
 def _layers(args: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     bias = bool(args.get("add_bias_linear", True))
-    # The fused activation is the tanh form; the plain one is exact.
-    tanh = bool(args.get("openai_gelu", False)) or (bias and bool(args.get("bias_gelu_fusion", True)))
     groups = args.get("num_query_groups") if args.get("group_query_attention", False) else None
     if groups is not None and type(groups) is not int:
         problems.append(f"num_query_groups is {str(groups)[:40]!r}, not a int")
         groups = None
     return {
-        "activation": "swiglu" if args.get("swiglu", False) else "gelu" if tanh else "gelu-exact",
+        "activation": _activation(args, bias, problems),
         "disable_bias_linear": not bias,
         "add_qkv_bias": not bias and bool(args.get("add_qkv_bias", False)),
         "num_query_groups": groups,
     }
+
+
+def _activation(args: Mapping[str, Any], bias: bool, problems: list[str]) -> str | None:
+    """The activation, or None where a flag asks for one that is not known here."""
+    chosen = [name for name, value in args.items() if value and _ACTIVATION_NAME.search(name) and name != "openai_gelu"]
+    unknown = [name for name in chosen if _ACTIVATIONS.get(name) is None]
+    problems += [f"{name} is {str(args[name])[:40]!r}, which megacore does not have" for name in unknown]
+    if len(chosen) > 1:
+        problems.append(f"{' and '.join(chosen)} are both set, but a model has one activation")
+    if chosen:
+        return _ACTIVATIONS.get(chosen[0])
+    # The fused GELU is the tanh form; the plain one is exact.
+    fused = bias and bool(args.get("bias_gelu_fusion", True))
+    return "gelu" if args.get("openai_gelu", False) or fused else "gelu-exact"
 
 
 def _positions(args: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

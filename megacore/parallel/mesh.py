@@ -16,14 +16,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.config import ParallelConfig
-from megacore.config.dimensions import DIMENSIONS, ROLES, Dimension, coordinates_of, degrees_of, describe_rank
+from megacore.config.dimensions import (
+    DIMENSIONS,
+    ROLES,
+    Dimension,
+    coordinates_of,
+    degrees_of,
+    describe_rank,
+    fill_degrees,
+)
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import ConfigError
 from megacore.watch.ledger import Phase
@@ -79,8 +86,8 @@ class Holders:
 ALONE = Group()
 _STORE_PATIENCE = timedelta(seconds=2)
 
-ReplicaRole = Literal["replicas"]
-"""The roles of groups that hold copies of a parameter and sum its gradients."""
+ReplicaRole = str
+"""The role of a group that holds copies of a parameter and sums its gradients: the name of a group of `Mesh`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,16 +253,14 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
     """Join the job and make the groups of this rank.
 
     Args:
-        config: the degrees. Without `dp` it follows from the number of processes.
+        config: the degrees. One that is None follows from the number of processes.
         dimensions: the table, outermost first.
 
     Raises:
         ConfigError: the product of the degrees is not the number of processes; or the device that is asked for is not
             here, another rank has it too, or one of another kind.
     """
-    degrees = degrees_of(lambda field: getattr(config, field) or 1, dimensions)
-    if config.dp is None:
-        degrees["dp"] = max(1, world_size() // math.prod(degrees.values()))
+    degrees = {name: max(1, degree) for name, degree in fill_degrees(config, world_size(), dimensions).items()}
     if (needed := math.prod(degrees.values())) != world_size():
         raise ConfigError(
             [
@@ -279,7 +284,7 @@ def fake_mesh(
     right shape and no values. The process belongs to that job until `leave_fake_mesh`.
 
     Args:
-        config: the degrees; without `dp` it is 1.
+        config: the degrees; one that is None is 1.
         dimensions: the table, outermost first.
         rank: which rank of the job.
         device: of its tensors; None: the CPU.

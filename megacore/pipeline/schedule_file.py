@@ -63,10 +63,9 @@ def check_schedule(config: ResolvedConfig) -> None:
     if config.parallel.schedule_csv is None:
         return
     schedule = load_schedule(Path(config.parallel.schedule_csv))
-    parallel, training = config.parallel, config.training
-    microbatches = training.global_batch_size // (training.micro_batch_size * parallel.dp)
+    parallel = config.parallel
     there = (schedule.ranks, schedule.virtual_stages, schedule.microbatches)
-    here = (parallel.pp, parallel.virtual_stages, microbatches)
+    here = (parallel.pp, parallel.virtual_stages, config.microbatches)
     if there != here:
         raise ScheduleError(
             f"--schedule-csv {parallel.schedule_csv} is for --pp {there[0]}, --virtual-stages {there[1]} and "

@@ -8,13 +8,16 @@ second makes a step as long as the metrics say. Without a trace only the first i
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import load_toml
+from megacore.config.dimensions import degrees_of
 from megacore.errors import ConfigError, UserError
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Device, Link, Range
@@ -160,11 +163,13 @@ def _config(directory: Path, problems: list[str]) -> ResolvedConfig | None:
     except (OSError, UserError) as error:
         problems.append(f"--calibrate {directory}: {error}")
         return None
-    parallel = config.parallel
-    if config.model.vocab_size is None or parallel.dp is None:
-        problems.append(f"{path}: vocab_size or dp is missing: give the --output-dir of a run, which has them resolved")
+    degrees = degrees_of(partial(getattr, config.parallel))
+    if config.model.vocab_size is None or None in degrees.values():
+        problems.append(
+            f"{path}: vocab_size or a parallel degree is missing: give the --output-dir of a run, which has them all"
+        )
         return None
-    resolved: ResolvedConfig = config.resolve(parallel.tp * parallel.pp * parallel.dp)
+    resolved: ResolvedConfig = config.resolve(math.prod(degrees.values()))
     return resolved
 
 

@@ -180,12 +180,6 @@ def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:
     return {kind: max(state[kind] for state in states) for kind in states[0]}
 
 
-def num_microbatches(config: ResolvedConfig) -> int:
-    """Microbatches per replica and step."""
-    training = config.training
-    return training.global_batch_size // (training.micro_batch_size * ranks_of_role("batch", config.parallel))
-
-
 def _rank_memory(
     config: ResolvedConfig, layers: Sequence[PlannedLayer], stages: Sequence[range], rank: int, *, on_cpu: bool
 ) -> RankMemory:
@@ -194,8 +188,8 @@ def _rank_memory(
     state = state_bytes(parameters, config)
     chunks = [_kept_by_stage([layers[i] for i in numbers], config, on_cpu=on_cpu) for numbers in on_rank]
     blocks = [block for numbers in on_rank for i in numbers if (block := layers[i].block) is not None]
-    flying = in_flight(config.parallel, rank, num_microbatches(config))
-    longer = in_flight(config.parallel, rank, num_microbatches(config), until=Op.WEIGHT_GRAD)
+    flying = in_flight(config.parallel, rank, config.microbatches)
+    longer = in_flight(config.parallel, rank, config.microbatches, until=Op.WEIGHT_GRAD)
     has_head = stages[-1] in on_rank and layers[-1].block is None and bool(blocks)
     again = _computed_again(config, blocks, on_cpu=on_cpu)
     head = head_bytes(config) if has_head else 0.0
@@ -211,7 +205,7 @@ def _rank_memory(
         working=max(head, again),
         building=_building_bytes(config, state, [layers[i] for numbers in on_rank for i in numbers]),
         late=_late_bytes(config, state, on_cpu=on_cpu),
-        gradients_apart=forgotten > 0 and sum(flying) == 1 and num_microbatches(config) == 1,
+        gradients_apart=forgotten > 0 and sum(flying) == 1 and config.microbatches == 1,
         passing=_passing_bytes(config, [layers[i] for numbers in on_rank for i in numbers], blocks, on_cpu=on_cpu)
         + max(_products(longer, chunks) - _products(flying, chunks), 0.0),
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),

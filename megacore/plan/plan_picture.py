@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megacore.pipeline.schedule import Op
 from megacore.plan.canvas import Box, Drawing, Line, Words
-from megacore.plan.memory import GIB, RankMemory, num_microbatches
+from megacore.plan.memory import GIB, RankMemory
 from megacore.plan.picture import Panel, axis, diagram
 from megacore.plan.planner import Plan
 from megacore.plan.search import Found
@@ -26,7 +26,7 @@ _MOST_ROUNDS = 2  # microbatches per rank that are drawn
 def _drawn(plan: Plan) -> tuple[Timeline, int, float]:
     """The time line in milliseconds of as many microbatches as can be told apart, their number, and a transfer."""
     config = plan.config
-    m, p = num_microbatches(config), config.parallel.pp
+    m, p = config.microbatches, config.parallel.pp
     count = m if config.parallel.schedule_csv is not None else min(m, max(_MOST_ROUNDS * p, 8))
     if config.parallel.schedule == "interleaved":
         count = max(count // p * p, min(p, m))
@@ -38,7 +38,7 @@ def timeline_picture(plan: Plan) -> Drawing:
     """When each pipeline rank computes what, with its transfers as lines to the next rank."""
     line, count, transfer = _drawn(plan)
     config = plan.config
-    m = num_microbatches(config)
+    m = config.microbatches
     shown = f"the first {count} of {m} microbatches" if count < m else f"{m} microbatches"
     panel = Panel(
         title=f"predicted: {config.parallel.schedule}, {config.parallel.pp} ranks, {shown}, {plan.cluster.name}",

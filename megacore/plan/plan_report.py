@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megacore.config.messages import counted
-from megacore.plan.memory import GIB, num_microbatches
+from megacore.plan.memory import GIB
 from megacore.plan.planner import Figure, Plan, exact, gib, largest_term, memory_terms, rank_kinds
 from megacore.plan.traffic import ROLE_NAMES
 
@@ -59,7 +59,7 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"- layout: {degrees or 'one rank'}; {', '.join(extra for extra in extras if extra)}"
     yield (
         f"- batch: {training.global_batch_size} sequences of {config.data.seq_length} tokens, "
-        f"{counted(num_microbatches(config), 'microbatch', 'microbatches')} of {training.micro_batch_size} per replica"
+        f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} per replica"
     )
     yield f"- cluster figures: {cluster.source}"
 
@@ -182,7 +182,7 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
             "sequence_parallel": parallel.sequence_parallel,
             "micro_batch_size": training.micro_batch_size,
             "global_batch_size": training.global_batch_size,
-            "num_microbatches": num_microbatches(plan.config),
+            "num_microbatches": plan.config.microbatches,
             "recompute": training.recompute,
         },
         "parameters": asdict(exact(plan.parameters, "parameters")),

@@ -194,7 +194,8 @@ def _simulated(layout: Layout, cluster: Cluster) -> Layout:
 
 
 def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[ResolvedConfig]:
-    world, layers = constraints.world_size, config.model.num_layers
+    parallel, layers = config.parallel, config.model.num_layers
+    world = constraints.world_size // (parallel.ranks // (parallel.tp * parallel.pp * parallel.dp))
     node = constraints.most.get("tp", cluster.device.node_ranks)
     for tp in _divisors(world):
         if tp > node or config.model.num_attention_heads % tp or not constraints.allow("tp", tp):

@@ -26,7 +26,7 @@ from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case, Range
-from megacore.plan.memory import PlannedLayer, held_parameters, num_microbatches
+from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.simulator import Costs, Timeline, simulate
 from megacore.plan.traffic import (
@@ -106,6 +106,8 @@ class Software:
         fused_accumulation: whether a product adds the gradient of a weight to the sum of the step.
         waits_for_messages: whether a pipeline rank computes nothing while it sends or receives.
         copies_logits: whether the loss makes an fp32 copy of all logits.
+        block_seconds: of the host's program for one pass through a block, forward or backward, where that is more than
+            its operators' `Device.host_seconds`.
     """
 
     tensor_overlap: Range = field(default=Range(0.0, 0.5, 0.8))
@@ -113,6 +115,7 @@ class Software:
     fused_accumulation: bool = False
     waits_for_messages: bool = False
     copies_logits: bool = False
+    block_seconds: Range = field(default=Range(0.0, 0.0, 0.0))
 
 
 MEGACORE = Software()
@@ -185,9 +188,10 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
 
 
 def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
-    """No faster than the host issues operators."""
+    """No faster than the host issues operators, which it does while the device computes and waits for transfers."""
     least = operators * speed.cluster.device.host_seconds.of(speed.case)
-    return parts._replace(memory=parts.memory + max(least - parts.compute, 0.0))
+    least = max(least, speed.software.block_seconds.of(speed.case))
+    return parts._replace(memory=parts.memory + max(least - parts.total, 0.0))
 
 
 def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, again: bool) -> Passes:
@@ -358,7 +362,7 @@ def step_time(
         simulated: simulate the pipeline; otherwise estimate it, which is faster.
     """
     speed = replace(speed_of(config, cluster, case), software=software)
-    parallel, m = config.parallel, num_microbatches(config)
+    parallel, m = config.parallel, config.microbatches
     ranges = stage_ranges(layers, parallel)
     stages = _stage_times(config, layers, ranges, speed)
     costs = pipeline_costs(config, stages, speed)
@@ -463,7 +467,7 @@ def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
 
     From three times as many microbatches as there are ranks on, each further round of them takes as long as the last.
     """
-    parallel, m = config.parallel, num_microbatches(config)
+    parallel, m = config.parallel, config.microbatches
     per_microbatch = [sum(parts) for parts in zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)]
     if parallel.pp == 1:
         return m * sum(per_microbatch)
@@ -477,7 +481,7 @@ def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
 
 def _estimated_seconds(config: ResolvedConfig, costs: Costs, busy: float) -> float:
     """The busiest rank's computations, and the bubble by the closed form of the schedule (closed_forms.py)."""
-    parallel, m = config.parallel, num_microbatches(config)
+    parallel, m = config.parallel, config.microbatches
     p, v = parallel.pp, parallel.virtual_stages
     rounds = max(1.0, p / m)
     f, b, w = (sum(part) / len(part) for part in (costs.forward, costs.input_grad, costs.weight_grad))

@@ -21,7 +21,7 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.devices import Device
-from megacore.plan.memory import PlannedLayer, held_parameters, num_microbatches
+from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import norm_parameters, vocabulary_rows
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 
@@ -183,7 +183,7 @@ def replica_traffic(config: ResolvedConfig, parameters: int, *, used_twice: int 
     d, stage = ranks_of_role("replicas", config.parallel), config.parallel.zero_stage
     if d == 1:
         return ReplicaTraffic(gradients=None, parameters=None)
-    e, m = ELEMENT_BYTES[config.precision.precision], num_microbatches(config)
+    e, m = ELEMENT_BYTES[config.precision.precision], config.microbatches
     summed = 8 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
     stride = ranks_of_role("layer", config.parallel)
 
@@ -207,7 +207,7 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: i
         layers: the whole model.
         rank: its number in the pipeline.
     """
-    parallel, m = config.parallel, num_microbatches(config)
+    parallel, m = config.parallel, config.microbatches
     stages = stage_ranges(layers, parallel)
     found: list[Sent] = []
     for number in range(rank, len(stages), parallel.pp):

@@ -198,8 +198,8 @@ def _thrifty(change: Change) -> Iterator[Change]:
 def _more_replicas(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
     """ZeRO stage 3 over more and more data-parallel ranks."""
     parallel, dp = config.parallel, config.parallel.dp
-    while (dp := dp * 2) * parallel.tp * parallel.pp <= _MOST_RANKS:
-        if dp * parallel.tp * parallel.pp % limits.local_ranks == 0:
+    while (ranks := parallel.ranks // parallel.dp * (dp := dp * 2)) <= _MOST_RANKS:
+        if ranks % limits.local_ranks == 0:
             for start in _thrifty(Change(config)):
                 change = _with_batch(start, dp)
                 yield change.and_("parallel", f"--dp {dp} --zero-stage 3", dp=dp, zero_stage=3)
@@ -215,7 +215,8 @@ def _more_stages(config: ResolvedConfig, limits: Limits) -> Iterator[Change]:
             for tp in (t for t in (8, 4, 2, 1) if ranks % t == 0):
                 pp = ranks // tp
                 grown = tp >= parallel.tp and pp >= parallel.pp and tp * pp > parallel.tp * parallel.pp
-                if grown and tp * pp * parallel.dp % limits.local_ranks == 0:
+                others = parallel.ranks // (parallel.tp * parallel.pp)
+                if grown and tp * pp * others % limits.local_ranks == 0:
                     degrees = [f"--{name} {degree}" for name, degree in (("tp", tp), ("pp", pp)) if degree > 1]
                     yield start.and_("parallel", " ".join(degrees), tp=tp, pp=pp)
 
@@ -269,8 +270,7 @@ def _with_its_batch(change: Change) -> Change:
     """With the flag that keeps the global batch, whose default is one microbatch for each replica: of other ones."""
     training, named = change.config.training, any(flag.startswith("--global-batch-size ") for flag in change.flags)
     sizes = ("--micro-batch-size ", "--dp ")
-    default = training.micro_batch_size * change.config.parallel.dp
-    if named or training.global_batch_size == default or not any(flag.startswith(sizes) for flag in change.flags):
+    if named or change.config.microbatches == 1 or not any(flag.startswith(sizes) for flag in change.flags):
         return change
     return Change(change.config, (*change.flags, f"--global-batch-size {training.global_batch_size}"))
 

@@ -35,7 +35,7 @@ from megacore.errors import ConfigError, UserError
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.stage import tensors_of
-from megacore.plan.memory import RankMemory, in_flight, num_microbatches, plan_memory
+from megacore.plan.memory import RankMemory, in_flight, plan_memory
 from megacore.plan.outline import outline
 from megacore.train.bert_task import BertTask
 from megacore.train.fake_job import CPU, HOST_READS, NoWeights, absent_accelerator, fake_job
@@ -155,7 +155,7 @@ def _counts(config: ResolvedConfig, rank: int) -> list[int]:
     The first rank of a stage takes a second step, with the optimizer's state in memory and as many microbatches as it
     keeps in flight. The others differ from it in shards and padding only.
     """
-    parallel, in_a_step = config.parallel, num_microbatches(config)
+    parallel, in_a_step = config.parallel, config.microbatches
     if parallel.schedule_csv is not None:  # made for a number of them
         return [in_a_step]
     coordinates = coordinates_of(rank, parallel.degrees)

@@ -31,10 +31,12 @@ from megacore.config import (
     ParallelConfig,
     PrecisionConfig,
     ResolvedConfig,
+    SpikeConfig,
     TrainingConfig,
     WatchConfig,
     validate,
 )
+from megacore.config.dimensions import fill_degrees, size_of_role
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_call, describe_layers, is_split
@@ -89,6 +91,7 @@ class PipelineEngine:
         logging: trackers for `log` and the steps to profile: `LoggingConfig(csv=True, wandb_project="mine")`. Its
             intervals and its trace are GPT's; None: none of them.
         output_dir: directory of metrics.csv, of the profile and of W&B's files.
+        spikes: what to do at a spike of the loss or the gradient norm: none, warn or skip; None: a warning.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
         watch: how often replicas are compared, and how long the ranks may stand still in a step before the watchdog
             names the one that holds them up and ends the run (docs/watching.md); None: the defaults. One process is
@@ -126,6 +129,7 @@ class PipelineEngine:
         mesh: Mesh | None = None,
         logging: LoggingConfig | None = None,
         output_dir: Path | str = "output",
+        spikes: SpikeConfig | None = None,
         memory_check: bool = True,
         watch: WatchConfig | None = None,
     ) -> None:
@@ -149,6 +153,7 @@ class PipelineEngine:
             training=training,
             logging=logging or LoggingConfig(),
             watch=watch or WatchConfig(),
+            spikes=spikes or SpikeConfig(),
         )
         check_schedule(self.config)
         if reproducible:
@@ -225,7 +230,10 @@ class PipelineEngine:
             result = self.train_steps.update_weights()
             self._replicas.after_step(result.step)
         if result.skipped is not None and self.mesh.world.rank == 0:
-            warnings.warn(f"step {result.step} is skipped: {result.skipped}", stacklevel=2)
+            cause = "" if result.diagnosis is None else f" ({result.diagnosis})"
+            warnings.warn(f"step {result.step} is skipped: {result.skipped}{cause}", stacklevel=2)
+        elif result.spike is not None and self.mesh.world.rank == 0:
+            warnings.warn(f"step {result.step} is a spike: {result.spike}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
         return result.loss
 
@@ -348,8 +356,10 @@ class PipelineEngine:
         Raises:
             StorageError: it could not be written; on every rank, and nothing is left of it.
             SilentCorruption: replicas differ, and nothing is written; on every rank.
+            TrainingDiverged: a weight or a moment is not finite.
         """
         self._replicas.before_save(self.step)
+        self.train_steps.require_finite()
         training = dataclasses.replace(self.config.training, output_dir=str(directory))
         saver = CheckpointSaver(dataclasses.replace(self.config, training=training), self.mesh)
         samples = self.step * self.num_microbatches * self.mesh.batch.size
@@ -414,7 +424,7 @@ class PipelineEngine:
 
 
 def _replicas(parallel: ParallelConfig) -> int:
-    return parallel.dp or max(1, world_size() // (parallel.tp * parallel.pp))
+    return max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
 
 
 def _checked_config(
@@ -427,6 +437,7 @@ def _checked_config(
     training: TrainingConfig,
     logging: LoggingConfig,
     watch: WatchConfig,
+    spikes: SpikeConfig,
 ) -> ResolvedConfig:
     """The configuration of the run, resolved; its model and data sections mean nothing here.
 
@@ -447,6 +458,10 @@ def _checked_config(
         problems.append("pipeline_balance flops: those of a plain layer are not known; use parameters or uniform")
     if training.recompute not in ("none", "full"):
         problems.append(f"recompute {training.recompute} is of GPT's attention: use none or full")
+    if spikes.on_spike == "rollback":
+        problems.append(
+            "on_spike rollback: the engine does not read the data: use skip, or call load and choose other batches"
+        )
     if stages > max(len(layers), 1):
         problems.append(
             f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} = {stages} stages, but the model has "
@@ -464,6 +479,7 @@ def _checked_config(
             training=training,
             logging=logging,
             watch=watch,
+            spikes=spikes,
         )
         if settings is not None:
             sections: dict[str, Any] = {name: settings for name, kind in OPTIMIZERS.items() if kind is type(settings)}

@@ -134,7 +134,7 @@ class StepMetrics:
     def _predict_bubble(self) -> float:
         layers, parallel = self._task.layers, self._config.parallel
         flops = [sum(layers[i].flops for i in stage) for stage in stage_ranges(layers, parallel)]
-        schedule = training_schedule(parallel, microbatches_of_replica(self._config, self._mesh))
+        schedule = training_schedule(parallel, self._config.microbatches)
         return simulate(schedule, Costs.proportional(flops)).idle_share
 
     def _measured_bubble(self, timed: TimedPass) -> float:
@@ -149,12 +149,6 @@ class StepMetrics:
         """Each value's maximum over all ranks."""
         numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self._mesh.device)
         return dict(zip(values, all_reduce_job_(numbers, self._mesh, "max").tolist(), strict=True))
-
-
-def microbatches_of_replica(config: ResolvedConfig, mesh: Mesh) -> int:
-    """Microbatches per replica and step."""
-    training = config.training
-    return training.global_batch_size // training.micro_batch_size // mesh.batch.size
 
 
 def term_means(

@@ -10,6 +10,7 @@ from megacore import ops
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
+from megacore.config.messages import counted
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.plan.activations import loss_chunks
@@ -40,7 +41,6 @@ def launch_summary(
     """
     training, parallel, model = config.training, config.parallel, config.model
     batch, vocabulary = training.global_batch_size, model.vocab_size
-    microbatches = batch // (training.micro_batch_size * parallel.dp)
     total, held = _parameters(model, layers, stages)
     names = [
         f"{layers[stage[0]].name} .. {layers[stage[-1]].name}: {count / 1e6:,.2f}M"
@@ -49,10 +49,10 @@ def launch_summary(
     virtual = f" of {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
     bubble = f"{parallel.schedule}{virtual}; by the stages' operations {idle_share:.1%} of a step's time is bubble"
     lines = [
-        ("topology", f"{describe_degrees(mesh.degrees)} = {mesh.world.size} ranks"),
+        ("topology", f"{describe_degrees(mesh.degrees)} = {counted(mesh.world.size, 'rank')}"),
         (
             "device",
-            f"{mesh.device.type}, {mesh.backend}, {torch.get_num_threads()} thread(s) a rank, "
+            f"{mesh.device.type}, {mesh.backend}, {counted(torch.get_num_threads(), 'thread')} per rank, "
             f"torch {torch.__version__}",
         ),
         ("precision", f"{config.precision.precision}; sums of gradients in {config.precision.grad_reduce_dtype}"),
@@ -64,9 +64,9 @@ def launch_summary(
         *(("stages" if i == 0 else "", f"{i}: {name}") for i, name in enumerate(names)),
         (
             "batch",
-            f"{batch} sequences of {config.data.seq_length} = "
+            f"{counted(batch, 'sequence')} of {config.data.seq_length} = "
             f"{batch * config.data.seq_length:,} tokens per step; "
-            f"{microbatches} microbatch(es) of {training.micro_batch_size} a replica",
+            f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} per replica",
         ),
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
         *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),

@@ -25,9 +25,10 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.flops import CONVENTION
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
+from megacore.train.diagnosis import Source
 from megacore.train.history import History
 from megacore.train.memory_check import check_memory_of_ranks
-from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, microbatches_of_replica, term_means
+from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
 from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.provenance import first_line, provenance_of
 from megacore.train.replicas import ReplicaCheck
@@ -87,6 +88,7 @@ class Trainer:
         if self.loaded is not None:
             self.rollbacks.load(self.loaded.series)
         self._train_data = train_data
+        self.train_steps.source = Source(dataset=train_data, micro_batch_size=config.training.micro_batch_size)
         self.batches = self._batches()
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
@@ -99,14 +101,7 @@ class Trainer:
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
-        check = ReplicaCheck(
-            self.model,
-            self.update.optimizer,
-            mesh,
-            interval=config.watch.check_replicas_interval,
-            loaded=config.checkpoint.load,
-        )
-        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step), ReplicaChecks(check)]
+        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step), *self._replica_checks()]
         self.callbacks = Callbacks(
             self,
             [
@@ -226,6 +221,7 @@ class Trainer:
         self.batches = self._batches()
         self.clock.restart(self.step)
         self.callbacks.on_rollback(rollback, spike)
+        self.callbacks.before_save()
         self.saving.save_again(self.state())
 
     @section(Phase.SINK)
@@ -259,6 +255,7 @@ class Trainer:
             is_last: whether to wait for it, with --async-save too.
         """
         self.callbacks.before_save()
+        self.train_steps.require_finite()
         self.saving.save(self.state(), is_last=is_last)
 
     def request_stop(self, reason: str) -> None:
@@ -284,6 +281,12 @@ class Trainer:
         self.consumed_samples = manifest.consumed_samples
         return manifest
 
+    def _replica_checks(self) -> Iterator[ReplicaChecks]:
+        interval, loaded = self.config.watch.check_replicas_interval, self.config.checkpoint.load
+        if interval and self.mesh.world.size > 1:
+            optimizer = self.update.optimizer
+            yield ReplicaChecks(ReplicaCheck(self.model, optimizer, self.mesh, interval=interval, loaded=loaded))
+
     def _batches(self) -> DeviceLoader[Any]:
         """The training data from the run's position on."""
         return DeviceLoader(self._loader(self._train_data, self.consumed_samples), self.mesh.device)
@@ -306,7 +309,7 @@ class Trainer:
 
     def _tracers(self) -> Iterator[Tracer]:
         if self.config.logging.trace:
-            count = microbatches_of_replica(self.config, self.mesh)
+            count = self.config.microbatches
             runtime = self.model.runtime
             yield Tracer(self.config, self.mesh, runtime, self.report, first_step=self.step, microbatches=count)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -26,8 +27,9 @@ from megacore.commands.tool import EXIT_FAILED, ToolParser, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
+from megacore.config.dimensions import degree_fields
 from megacore.config.flags import read_flags
-from megacore.config.messages import nearest_name
+from megacore.config.messages import counted, nearest_name
 from megacore.config.toml import read_toml
 from megacore.convert.start import check_init_from_hf, shape_from_hf
 from megacore.data.bert.build import check_bert_inputs
@@ -233,8 +235,8 @@ def _processes(given: Mapping[str, Any]) -> Iterator[None]:
     if "WORLD_SIZE" in os.environ:
         yield
         return
-    degrees = [value if isinstance(value := given.get(name), int) and value > 0 else 1 for name in ("tp", "pp", "dp")]
-    count = degrees[0] * degrees[1] * degrees[2]
+    degrees = (given.get(name) for name in degree_fields())
+    count = math.prod(degree for degree in degrees if isinstance(degree, int) and degree > 0)
     environment = {"RANK": "0", "WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     os.environ.update(environment)
     try:
@@ -383,12 +385,12 @@ def _compare_all(request: Request, mesh: Mesh, checkpoint: Path, reference: Refe
 
 def _heading(request: Request) -> Iterator[str]:
     parallel = request.config.parallel
-    yield f"layout: --tp {parallel.tp} --pp {parallel.pp} --dp {parallel.dp}, against one process"
+    layout = " ".join(f"--{field} {getattr(parallel, field)}" for field in degree_fields())
+    yield f"layout: {layout}, against one process"
     yield f"narrowed: {', '.join(request.changes) or 'nothing'}"
     yield (
         f"start: a checkpoint of one process after {WARMUP_STEPS} steps; compared: {STEPS} steps of "
-        f"{request.config.training.global_batch_size // (request.config.training.micro_batch_size * parallel.dp)} "
-        "microbatches per replica, with uneven loss masks"
+        f"{counted(request.config.microbatches, 'microbatch', 'microbatches')} per replica, with uneven loss masks"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
+from megacore.config.dimensions import ranks_of_role
 from megacore.config.model import padded_rows
 from megacore.layers.attention import SelfAttention
 from megacore.layers.block import MLP
@@ -324,7 +325,7 @@ def _swapped_state(steps: TrainStep, stack: ExitStack) -> None:
 
 
 def _dp(config: ResolvedConfig) -> bool:
-    return config.parallel.dp > 1
+    return ranks_of_role("replicas", config.parallel) > 1
 
 
 def _tp(config: ResolvedConfig) -> bool:

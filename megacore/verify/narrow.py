@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megacore.config import ResolvedConfig, ResolvedPrecision
+from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.model import ResolvedModel
 from megacore.config.pipeline_layout import parse_layout
@@ -92,7 +93,7 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         "training": replace(
             training,
             micro_batch_size=micro,
-            global_batch_size=micro * parallel.dp * _microbatches(config),
+            global_batch_size=micro * ranks_of_role("batch", parallel) * _microbatches(config),
             train_iters=WARMUP_STEPS + STEPS,
             eval_interval=0,
             kernels="torch",
@@ -207,8 +208,7 @@ def _sequence(config: ResolvedConfig) -> int:
 
 def _microbatches(config: ResolvedConfig) -> int:
     """Per replica: two or more, more than stages if they were, and as the schedule takes them."""
-    parallel, training = config.parallel, config.training
-    count = training.global_batch_size // (training.micro_batch_size * parallel.dp)
+    parallel, count = config.parallel, config.microbatches
     if parallel.schedule_csv is not None:
         return count
     wanted = max(2, min(count, parallel.pp + 1))

@@ -79,7 +79,7 @@ def left_its_order() -> str:
     where another rank dies of that, or fails, they are the cause. Empty if there are none."""
     if Current.ledger is None:
         return ""
-    seen = Node(Current.ledger.directory).look()
+    seen = [one for one in Node(Current.ledger.directory).look() if one.state != "gone"]
     odd = [one.record for one in seen if one.record.deviation]
     if not odd or 2 * len(odd) > seen[0].record.identity.local_world_size:  # of which the dead are not seen
         return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.hanging import HANG
-from tests.e2e.launching import TORCHRUN, environment, needs_proc, small_run, words
+from tests.e2e.launching import PROGRAM, TORCHRUN, environment, needs_proc, small_run, words
 from tests.e2e.test_failures import START
 from tests.patience import patience, until
 from tests.warm import Started, start
@@ -46,7 +46,8 @@ def rank_of(tmp_path: Path, rank: int, port: int, **variables: object) -> contex
     flags = small_run(tmp_path / "out", dp=2, hang_timeout_minutes=MINUTES)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return started(HANGING, tmp_path / f"{rank}.err", *flags, **{**place, **master, **variables})
+    script = HANGING if HANG in variables else PROGRAM
+    return started(script, tmp_path / f"{rank}.err", *flags, **{**place, **master, **variables})
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from megacore.config import AdamWConfig
 from megacore.config.dimensions import DIMENSIONS, Dimension, coordinates_of, describe_rank
 from megacore.optim.adamw import AdamW
 from megacore.optim.update import counted_segments, totals
-from megacore.parallel.mesh import ALONE, Group, Mesh, ReplicaRole, build_mesh, groups_of_role
+from megacore.parallel.mesh import ALONE, Group, Mesh, build_mesh, groups_of_role
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, replicated, split_evenly
 from megacore.zero.bucket import ZeroOptions
 from megacore.zero.data_parallel import DataParallel
@@ -216,9 +216,6 @@ class MeshWithExperts(Mesh):
     experts: Group = ALONE
 
 
-EXPERTS = cast(ReplicaRole, "experts")
-
-
 class Mixture(nn.Module):
     """A dense matrix, and one whose rows pairs of ranks split."""
 
@@ -226,7 +223,7 @@ class Mixture(nn.Module):
         super().__init__()
         spec = ShardSpec.split((8, 3), {0: split_evenly(8, pair, 2)})
         self.dense = ShardedParameter(torch.ones(5, 3), ShardSpec(name="dense", shape=(5, 3)))
-        self.experts = ShardedParameter(torch.ones(4, 3), replace(spec, name="experts", replica_role=EXPERTS))
+        self.experts = ShardedParameter(torch.ones(4, 3), replace(spec, name="experts", replica_role="experts"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[3] -> a scalar, whose gradients are 2 x (dense) and x^2 (experts) in every row."""

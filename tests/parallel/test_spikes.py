@@ -84,7 +84,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return state
 
 
-GUARD = {"spike_window": 4, "spike_threshold": 8.0}
+GUARD: dict[str, Any] = {"spike_window": 4, "spike_threshold": 8.0}
 
 
 def rolls_back(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:

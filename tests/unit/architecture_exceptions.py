@@ -25,6 +25,8 @@ OPERATORS = ("activation", "adamw", "block_attention", "dropout", "loss", "norm"
 LATE_IMPORTS |= {(f"megacore/ops/{name}.py", "megacore.kernels"): TRITON for name in OPERATORS}
 # Who besides megacore.ops may import kernels: what compiles them without running them.
 KERNEL_USERS = {"tools/kernel_cases.py"}
+# Who proposes flags such as --dp, and therefore names degrees.
+DEGREES_BY_NAME = {"megacore/plan/search.py", "megacore/plan/ways_out.py"}
 # Who may load torch before the configuration is accepted: nobody of `config`, and of `data` the loader alone.
 TORCH_IN_DATA = {"megacore/data/loading/loader.py"}
 

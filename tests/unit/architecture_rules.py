@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from tests.unit.architecture_exceptions import (
     CUDA_NAMES,
+    DEGREES_BY_NAME,
     DEVICE_SEAM,
     DISTRIBUTED,
     KERNEL_USERS,
@@ -270,6 +271,17 @@ def cuda_by_name(sources: Iterable[Source]) -> list[str]:
             ):
                 found.append(f"{source.path}:{getattr(node, 'lineno', 0)} names cuda: ask {DEVICE_SEAM}")
     return found
+
+
+def replicas_by_name(sources: Iterable[Source]) -> list[str]:
+    """The number of replicas as a field `dp`: what counts samples or ranks asks for the role of the ranks."""
+    return [
+        f"{source.path}:{node.lineno} reads .dp: use ranks_of_role, or microbatches of the configuration"
+        for source in sources
+        if source.path.startswith("megacore/") and source.path not in DEGREES_BY_NAME
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr == "dp"
+    ]
 
 
 def pickles(sources: Iterable[Source]) -> list[str]:

@@ -18,6 +18,7 @@ RULES = (
     rules.early_torch,
     rules.stray_communication,
     rules.cuda_by_name,
+    rules.replicas_by_name,
     rules.pickles,
     rules.stray_kernels,
     rules.undocumented,
@@ -49,7 +50,7 @@ def test_every_exception_is_still_needed(repository: list[Source]) -> None:
     for path, module in exceptions.LATE_IMPORTS:
         assert any(item.late and item.module == module for item in texts[path].imports), (path, module)
     assert set(exceptions.DISTRIBUTED) | exceptions.TORCH_IN_DATA | set(exceptions.CUDA_NAMES) <= set(texts)
-    assert set(texts) >= exceptions.KERNEL_USERS
+    assert set(texts) >= exceptions.KERNEL_USERS | exceptions.DEGREES_BY_NAME
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,12 @@ def test_communication_outside_its_file_is_found(path: str, text: str) -> None:
 def test_cuda_by_name_is_found_outside_the_seam(text: str) -> None:
     assert len(rules.cuda_by_name(planted(megacore__layers__mlp=text))) == 1
     assert rules.cuda_by_name(planted(megacore__parallel__mesh=text)) == []
+
+
+def test_a_number_of_replicas_by_name_is_found() -> None:
+    text = "x = config.parallel.dp"
+    sources = planted(megacore__train__metrics=text, megacore__plan__search=text, tests__unit__test_config=text)
+    assert [line.split()[0] for line in rules.replicas_by_name(sources)] == ["megacore/train/metrics.py:1"]
 
 
 @pytest.mark.parametrize(

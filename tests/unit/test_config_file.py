@@ -126,3 +126,20 @@ def test_a_key_in_its_table_and_in_that_of_an_earlier_version_is_refused(
     file.write_text(f"[{tables[0]}]\nadam_beta2 = 0.95\n\n[{tables[1]}]\nadam_beta2 = 0.98\n")
     (problem,) = read_toml(file).problems
     assert problem == f"{file} line 5: adam_beta2 is under [{tables[0]}] and under [{tables[1]}]: keep one"
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (["--seq-length", "16"], "derives it from the other flags, which gives 16"),
+        (["--preset", "gpt2-tiny"], None),  # without the file's key it would be its seq_length, 24, and not the preset's
+    ],
+)
+def test_a_note_on_a_kept_value_says_what_would_be_derived(
+    flags: list[str], note: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[data]\nseq_length = 24\n[model]\nmax_position_embeddings = 24\n")
+    parse(*GOOD, "--config", str(file), *flags)
+    said = capsys.readouterr().err
+    assert "derives it" not in said if note is None else note in said

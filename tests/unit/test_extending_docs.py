@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import shutil
@@ -54,6 +55,73 @@ def add_entry(registry: str, file: Path) -> None:
     text, count = re.subn(rf"(?m)^({registry}: .* = {{)", rf"\1{entry}, ", file.read_text(encoding="utf-8"))
     assert count == 1
     file.write_text(text, encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def with_cp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository to which the page's steps for a dimension are applied."""
+    root, copy = PAGE.parents[1], tmp_path_factory.mktemp("cp")
+    for package in ("megacore", "kernels"):
+        shutil.copytree(root / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(root / "pretrain_gpt.py", copy)
+    config = copy / "megacore" / "config"
+    before("    schedule: Literal", textwrap.indent(code("degree"), "    "), config / "sections.py")
+    (row,) = re.findall(r"add the row `([^`]+)` to `DIMENSIONS`", PAGE.read_text(encoding="utf-8"))
+    before('    Dimension("tp"', f"    {row},\n", config / "dimensions.py")
+    return copy
+
+
+PARSE = """
+from megacore.config import Config
+from megacore.config.cli import parse_config
+import os, sys
+os.environ |= {"RANK": "0", "WORLD_SIZE": sys.argv[1], "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
+argv = ["--mock-data", "--vocab-size", "64", "--train-iters", "9", *sys.argv[2:]]
+config = parse_config(argv, prog="pretrain_gpt.py", description="", kind=Config)
+print(config.parallel.degrees, config.training.global_batch_size, config.microbatches)
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "answer"),
+    [
+        ("2", "--cp 2", "{'pp': 1, 'dp': 1, 'cp': 2, 'tp': 1} 1 1"),
+        ("8", "--cp 2 --tp 2 --global-batch-size 8", "{'pp': 1, 'dp': 2, 'cp': 2, 'tp': 2} 8 4"),
+        ("2", "--cp 2 --dp 1", "{'pp': 1, 'dp': 1, 'cp': 2, 'tp': 1} 1 1"),
+        ("2", "--cp 2 --dp 2", "--cp 2 x --pp 1 x --dp 2 = 4, but the run has 2 processes: use --dp 1, or leave"),
+        (
+            "4",
+            "--cp 3",
+            "--cp 3 x --pp 1 = 3 must divide the number of processes, but the run has 4 processes: use --cp 1,",
+        ),
+    ],
+)
+def test_the_steps_of_a_dimension_make_a_degree_that_counts(
+    processes: str, flags: str, answer: str, with_cp: Path
+) -> None:
+    command = [sys.executable, "-c", PARSE, processes, *flags.split()]
+    environment = os.environ | {"PYTHONPATH": str(with_cp)}
+    done = subprocess.run(command, cwd=with_cp, env=environment, capture_output=True, text=True, check=False)
+    assert answer in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_with_the_dimension_of_the_page_trains_as_one_process(with_cp: Path) -> None:
+    flags = "--mock-data --vocab-size 64 --preset gpt2-tiny --seq-length 16 --train-iters 3 --log-interval 1"
+    losses = {}
+    for ranks in (1, 2):
+        launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} pretrain_gpt.py"
+        output = with_cp / str(ranks)
+        subprocess.run(
+            [sys.executable, *launch.split(), *flags.split(), "--cp", str(ranks), "--output-dir", str(output)],
+            cwd=with_cp,
+            env=os.environ | {"PYTHONPATH": str(with_cp), "OMP_NUM_THREADS": "1"},
+            check=True,
+        )
+        lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        losses[ranks] = [record["train/loss"] for line in lines if "train/loss" in (record := json.loads(line))]
+    assert len(losses[1]) == 3
+    assert losses[1] == losses[2]
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ import torch
 from torch import Tensor
 
 from megacore.config import ModelConfig, ResolvedModel
+from megacore.convert import megatron_config
 from megacore.convert.checkpoint_tensors import CheckpointTensors
+from megacore.convert.megatron_config import model_of
 from megacore.convert.plan import model_shapes
+from megacore.errors import CheckpointError
 from tests.e2e.launching import words
 from tools.convert_checkpoint import main as convert
 
@@ -232,6 +237,42 @@ def test_a_llama_of_megatron_core(tmp_path: Path) -> None:
     assert CheckpointTensors(tmp_path / "out").config == config
 
 
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+SMALL = {"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize(
+    ("flags", "activation"),
+    [
+        ({}, "gelu"),
+        ({"bias_gelu_fusion": False}, "gelu-exact"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu"),
+        ({"add_bias_linear": False}, "gelu-exact"),
+        ({"swiglu": True, "squared_relu": False}, "swiglu"),
+    ],
+)
+def test_an_activation_is_the_one_that_the_flags_choose(flags: dict[str, Any], activation: str) -> None:
+    assert model_of({**SMALL, **flags}, 64, 60, "here").activation == activation
+
+
+@pytest.mark.parametrize("name", ["squared_relu", "quick_geglu", "leaky_relu", "swish"])
+def test_an_activation_that_is_not_known_is_refused_and_never_guessed(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} is 'True', which megacore does not have"):
+        model_of({**SMALL, name: True}, 64, 60, "here")
+
+
+def test_an_activation_is_known_by_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/extending.md asks for makes a checkpoint's flag the new activation; without it nothing is converted."""
+    monkeypatch.setitem(megatron_config._ACTIVATIONS, "squared_relu", "relu")
+    assert model_of({**SMALL, "squared_relu": True}, 64, 60, "here").activation == "relu"
+    with pytest.raises(CheckpointError, match="squared_relu and swiglu are both set"):
+        model_of({**SMALL, "squared_relu": True, "swiglu": True}, 64, 60, "here")
+    monkeypatch.delitem(megatron_config._ACTIVATIONS, "squared_relu")
+    with pytest.raises(CheckpointError, match="squared_relu is 'True'"):
+        model_of({**SMALL, "squared_relu": True}, 64, 60, "here")
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -378,3 +419,20 @@ def test_copies_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
     made["model"]["language_model"]["encoder"]["layers.2.input_layernorm.bias"] += 1e-6
     torch.save(made, path)
     assert "copies of blocks.2.attention_norm.bias" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+
+
+def test_an_old_file_whose_storages_claim_more_than_it_holds_takes_no_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_legacy(tmp_path / "megatron", tensors_of(GPT), tp=1, pp=1, version=3.0)
+    path = tmp_path / "megatron" / "mp_rank_00" / "model_optim_rng.pt"
+    made = torch.load(path, weights_only=False)
+    made["model"]["bomb"] = torch.zeros(12_345)
+    torch.save(made, path, _use_new_zipfile_serialization=False)
+    content, size = path.read_bytes(), b"M" + struct.pack("<H", 12_345)
+    assert content.count(size) >= 2  # the storage's and the tensor's
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for claimed in (10**9, 10**14):
+        path.write_bytes(content.replace(size, b"\x8a\x08" + struct.pack("<q", claimed)))
+        assert "was not loaded" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB

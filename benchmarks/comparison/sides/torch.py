@@ -1,4 +1,4 @@
-"""torch's own: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard, parallelize_module, distributed.pipelining."""
+"""torch's own: DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard, parallelize_module, and its pipelines."""
 
 from __future__ import annotations
 
@@ -166,9 +166,7 @@ def _pipeline(job: Job, mesh: DeviceMesh) -> Step:
     stages, modules = [], []
     for number in range(rank, len(job.stages), layout.pp):
         modules.append(_parallel(built(job, job.stages[number]), job, mesh))
-        stages.append(
-            PipelineStage(modules[-1], number, last + 1, torch.device("cpu"), group=mesh["pp"].get_group())
-        )
+        stages.append(PipelineStage(modules[-1], number, last + 1, torch.device("cpu"), group=mesh["pp"].get_group()))
     count = layout.microbatches
     many = {"interleaved": ScheduleInterleaved1F1B, "zero-bubble": ScheduleInterleavedZeroBubble}
     schedule: Any = (
