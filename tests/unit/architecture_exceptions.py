@@ -5,13 +5,7 @@ from __future__ import annotations
 # Imports that are not at the head of the module, with the reason: (file, imported module) -> why.
 START_UP = "torch takes seconds to load; a wrong flag or input is refused before that"
 LATE_IMPORTS = {
-    ("pretrain_gpt.py", "megacore.train.launch"): START_UP,
-    ("pretrain_gpt.py", "megacore.train.gpt_task"): START_UP,
-    ("pretrain_gpt.py", "megacore.train.trainer"): START_UP,
     ("megacore/convert/start.py", "megacore.convert.from_hf"): START_UP,
-    ("pretrain_bert.py", "megacore.train.launch"): START_UP,
-    ("pretrain_bert.py", "megacore.train.bert_task"): START_UP,
-    ("pretrain_bert.py", "megacore.train.trainer"): START_UP,
     ("megacore/watch/nodes.py", "torch.distributed"): "only a watcher of a job over several nodes needs it",
     ("tools/roofline.py", "megacore.train.step_trace"): START_UP,
     ("megacore/plan/canvas.py", "matplotlib"): "optional, and only PNG needs it",

@@ -118,11 +118,13 @@ def test_torch_behind_the_configuration_is_found() -> None:
         megacore__data__gpt="import numpy\nimport torch",
         megacore__data__loading__loader="import torch",
         megacore__data__clean="import numpy\ndef f():\n    import torch",
+        pretrain_gpt="from megacore.data.clean import f\nfrom megacore.data import build",
     )
     assert rules.early_torch(sources) == [
         "megacore/config/cli.py loads torch, through megacore/data/gpt.py",
         "megacore/data/build.py loads torch, through megacore/data/gpt.py",
         "megacore/data/gpt.py loads torch, through megacore/data/gpt.py",
+        "pretrain_gpt.py loads torch, through megacore/data/gpt.py",
     ]
 
 
