@@ -18,6 +18,8 @@ from tests.unit.architecture_exceptions import (
     DEGREES_BY_NAME,
     DEVICE_SEAM,
     DISTRIBUTED,
+    FILE_REPLACERS,
+    FILES,
     KERNEL_USERS,
     LATE_IMPORTS,
     PICKLE_READERS,
@@ -286,6 +288,21 @@ def replicas_by_name(sources: Iterable[Source]) -> list[str]:
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Attribute) and node.attr == "dp"
     ]
+
+
+def stray_file_replacement(sources: Iterable[Source]) -> list[str]:
+    """Locks and atomic writes outside the one module that has them."""
+    found = []
+    for source in sources:
+        if not source.path.startswith("megacore/") or source.path in FILE_REPLACERS:
+            continue
+        found += [f"{source.path}:{i.line} imports fcntl: use {FILES}" for i in source.imports if i.module == "fcntl"]
+        found += [
+            f"{source.path}:{node.lineno} calls os.replace: use replacing of {FILES}"
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "os.replace"
+        ]
+    return found
 
 
 def pickles(sources: Iterable[Source]) -> list[str]:
