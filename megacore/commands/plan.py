@@ -28,7 +28,6 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.calibration import calibrate
 from megacore.plan.canvas import require_writable, save
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
-from megacore.plan.fastest_schedule import typical_cluster
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled

@@ -68,8 +68,8 @@ class ParallelConfig(Section):
     """Layers of each stage, written out. Stages are separated by |, layers by commas: E is the embedding, t a
     transformer block, H the head. Default: balanced as --pipeline-balance says."""
     zero_stage: Annotated[int, Range(0, 3)] = 0
-    """ZeRO stage: what the --dp ranks shard instead of replicating. 0: nothing. 1: optimizer state and master weights.
-    2: gradients too. 3: parameters too. The results are the same for every stage."""
+    """ZeRO stage, 0 to 3: what the --dp ranks shard. 0: nothing. 1: optimizer state and master weights. 2: gradients
+    too. 3: parameters too. The results are the same for every stage."""
     sequence_parallel: bool | None = None
     """Sequence parallelism: norms, dropout and residuals are split along the sequence over the --tp ranks. --tp must
     divide --seq-length. Default: on where the ranks compute on accelerators and --tp divides --seq-length, else off."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,6 @@ from megacore.plan.simulator import Costs, Timeline, simulate
 from megacore.plan.traffic import (
     Sent,
     layer_traffic,
-    rank_traffic,
     recomputed_whole,
     replica_traffic,
     stage_message,
@@ -44,7 +43,6 @@ _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without 
 # Unfused attention's tensors [b, n/t, s, s]: scores written, read and written by the softmax, read by the mix; dropout
 # reads and writes them once more, with a mask of a byte. Backward reads and writes twice as many.
 _SCORE_PASSES, _DROPOUT_PASSES = 4.0, 2.5
-DEFAULT_CASES: tuple[Case, ...] = ("slow", "expected", "fast")
 
 
 class Parts(NamedTuple):
@@ -534,8 +532,3 @@ def _step_end(
         hidden=hidden_reduce + hidden_gather,
         optimizer=speed.memory(moved),
     )
-
-
-def per_rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> Iterator[list[Sent]]:
-    """What each rank of a pipeline sends."""
-    return (rank_traffic(config, layers, rank) for rank in range(config.parallel.pp))
