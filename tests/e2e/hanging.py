@@ -38,7 +38,7 @@ POINTS = {
     "evaluate": ("megacore.pipeline.runtime", "PipelineRuntime.evaluate"),
     "save": ("megacore.checkpoint.save", "CheckpointSaver._stage"),
     "message": ("megacore.pipeline.runtime", "_Run.as_transfer"),
-    "collective": ("megacore.optim.update", "all_reduce_"),
+    "collective": ("megacore.parallel.collectives", "all_reduce_"),
 }
 
 
