@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import os
 import socket
 import subprocess
@@ -22,6 +21,7 @@ import megacore
 from megacore.config import ResolvedConfig
 from megacore.config.cli import leave_for_launcher
 from megacore.config.dimensions import describe_rank
+from megacore.files import take_lock
 from megacore.watch.ledger import Flag, Identity, Ledger
 from megacore.watch.marks import Current, on_ledger
 from megacore.watch.node import STACK_SIGNAL, Node, directory_of, make, report_file, stack_file
@@ -137,7 +137,7 @@ def _start_watcher(directory: Path) -> None:
     messages = os.dup(2)
     try:
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(lock)
             root = str(Path(megacore.__file__).resolve().parents[1])
             path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
             _Kept.watcher = subprocess.Popen(

@@ -191,8 +191,8 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
         start(mesh, (1, 1, 1), str(tmp_path), {"load": str(tmp_path / "step_00000001")})
 
 
-def test_every_weight_is_checked_in_turn() -> None:
-    config = make_config((1, 1, 1), "unused", num_layers=1, precision="bf16")
+def test_every_weight_is_checked_in_turn(tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path, num_layers=1, precision="bf16")
     data_parallel = make_trainer(config, Mesh(device=torch.device("cpu")), Described(200)).model.data_parallel
     for parameter in data_parallel.parameters:
         flat = parameter.data.view(-1)
