@@ -47,7 +47,7 @@ PLACES = {
     "sink": (Phase.SINK, 2, 8),
     "evaluate": (Phase.EVALUATE, 2, 6),
     "save": (Phase.SAVE, 1, 4),
-    "collective": (Phase.STEP, 30, 60),
+    "collective": (Phase.STEP, 15, 40),
     "message": (Phase.STEP, 60, 120),
 }
 FAULTS = ("stop", "kill", "sleep", "lock")
