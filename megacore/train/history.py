@@ -75,7 +75,12 @@ class History(Callback):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Note a skipped step, or a spike."""
         if result.skipped is not None:
-            self._add("skip", result.step, reason=result.skipped)
+            cause = (
+                {}
+                if result.diagnosis is None
+                else {"cause": result.diagnosis.cause, "diagnosis": str(result.diagnosis)}
+            )
+            self._add("skip", result.step, reason=result.skipped, **cause)
         elif result.spike is not None:
             self._add("spike", result.step, reason=result.spike)
 
