@@ -19,4 +19,4 @@ def cut(sizes: Sizes, layout: Layout) -> tuple[tuple[int, int], ...]:
         pp=layout.pp, dp=1, schedule="interleaved" if many else "1f1b", virtual_stages=2 if many else 1
     )
     config = configuration(replace(sizes, batch=4), ".", parallel=parallel, micro_batch=1, ranks=layout.pp)
-    return tuple((stage.start, stage.stop) for stage in stage_ranges(outline(config), config.parallel))
+    return tuple((stage.start, stage.stop) for stage in stage_ranges(outline(config), config))

@@ -65,11 +65,11 @@ class Layout:
         """The flags that make it."""
         parallel, training = self.config.parallel, self.config.training
         parts = [f"--tp {parallel.tp} --pp {parallel.pp} --dp {parallel.dp}"]
-        if parallel.pp > 1 and parallel.schedule != "1f1b":
+        if parallel.pp > 1:
             parts.append(f"--schedule {parallel.schedule}")
         if parallel.virtual_stages > 1:
             parts.append(f"--virtual-stages {parallel.virtual_stages}")
-        if parallel.pp > 1 and parallel.pipeline_balance != "parameters":
+        if parallel.pp > 1 and parallel.pipeline_balance != "time":
             parts.append(f"--pipeline-balance {parallel.pipeline_balance}")
         parts.append(f"--micro-batch-size {training.micro_batch_size}")
         if parallel.zero_stage:
@@ -242,13 +242,13 @@ def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping
 def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[dict[str, Any]]:
     """Schedules, stages per rank and partitions."""
     if pp == 1:
-        return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "parameters"}]
+        return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "time"}]
     shapes: list[dict[str, Any]] = []
-    for balance in ("parameters", "flops"):
+    for balance in ("time", "parameters"):
         shapes += [
             {"schedule": name, "virtual_stages": 1, "pipeline_balance": balance} for name in ("1f1b", "zero-bubble")
         ]
-        if balance == "flops":
+        if balance == "time":
             shapes += [
                 {"schedule": "interleaved", "virtual_stages": v, "pipeline_balance": balance}
                 for v in _VIRTUAL_STAGES

@@ -18,7 +18,7 @@ from tools.plan import main
 ROOT = Path(__file__).resolve().parent.parent.parent
 BLOOM = (
     "pretrain_gpt.py --preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 2048 --micro-batch-size 2 "
-    "--zero-stage 1 --recompute full --cluster a100-80g"
+    "--zero-stage 1 --recompute full --schedule 1f1b --pipeline-balance parameters --cluster a100-80g"
 )
 
 
@@ -56,10 +56,8 @@ def test_a_run_of_bert_is_planned_with_attention_to_all_positions(capsys: pytest
 
 
 def test_what_does_not_fit_names_the_stage_the_term_and_ways_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["pretrain_gpt.py", "--preset", "bloom-176b", "--tp", "4", "--pp", "2", "--dp", "4", "--cluster", "h100"])
-        == 0
-    )
+    flags = "pretrain_gpt.py --preset bloom-176b --tp 4 --pp 2 --dp 4 --pipeline-balance parameters --cluster h100"
+    assert main(flags.split()) == 0
     text = capsys.readouterr().out
     assert "DOES NOT FIT: pipeline rank 1" in text
     assert "largest term is optimizer state" in text
