@@ -1,9 +1,13 @@
 """Random hangs: is the right rank named, how soon, and does every process end?
 
     python -m benchmarks.hangs --trials 50 --seed 0
+    python -m benchmarks.hangs --healthy-steps 2000
 
 Each trial draws a layout of 2 to 8 ranks, a place in the run, a fault and the rank that has it. It prints one line per
 trial, and then how many named the right rank, how many named another one with certainty, and the longest delays.
+
+With --healthy-steps no rank hangs: one is slow in every forward, and saves, evaluations and logging are slow, each
+longer than the timeout. Any report is a false alarm.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacore.watch.budget import TIMES
+from megacore.watch.budget import STEPS, TIMES
 from megacore.watch.ledger import Phase
 from tests.e2e.hanging import HANG, MARK
 from tests.e2e.launching import small_run, under_torchrun
@@ -57,14 +61,17 @@ class Outcome:
     Attributes:
         said: first line of the message; empty if there was none in time.
         named: the ranks in it.
-        delay: seconds between the fault and the message, beyond what its phase is allowed.
+        delay: seconds between the fault and the message, beyond what its phase is allowed: its multiple of the timeout
+            or, where that is longer, ten median steps.
         end: seconds until the last process was gone.
+        is_reached: whether the run came to the fault in time.
     """
 
     said: str
     named: tuple[int, ...]
     delay: float
     end: float
+    is_reached: bool = True
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,20 +81,36 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=0.05, help="--hang-timeout-minutes of the runs")
     parser.add_argument("--large", type=float, default=0.15, help="share of trials with 6 or 8 ranks")
+    parser.add_argument("--healthy-steps", type=int, default=0, help="count false alarms in so many steps instead")
     options = parser.parse_args(argv)
+    if options.healthy_steps:
+        return healthy(options.healthy_steps, minutes=options.minutes)
+    return trials(options.trials, seed=options.seed, minutes=options.minutes, large=options.large)
+
+
+def trials(count: int, *, seed: int, minutes: float, large: float) -> int:
+    """Run random trials; returns 1 if the wrong rank was named with certainty, or the right one in less than 96%.
+
+    Args:
+        count: of trials.
+        seed: of what is drawn.
+        minutes: `--hang-timeout-minutes` of the runs.
+        large: share of trials with 6 or 8 ranks.
+    """
     results: Counter[str] = Counter()
     delays, ends = [], []
-    for trial in range(options.trials):
-        draw = random.Random(f"{options.seed}-{trial}")
-        layout = draw.choice(LARGE if draw.random() < options.large else LAYOUTS)
+    for trial in range(count):
+        draw = random.Random(f"{seed}-{trial}")
+        layout = draw.choice(LARGE if draw.random() < large else LAYOUTS)
         ranks = layout.get("pp", 1) * layout.get("dp", 1) * layout.get("tp", 1)
         at = draw.choice([place for place in PLACES if place != "message" or "pp" in layout])
-        fault = {"collective": "skip", "message": "resize"}.get(at) or draw.choice(FAULTS)
+        fault = draw.choice({"collective": ("skip",), "message": ("lengthen", "shorten")}.get(at, FAULTS))
         victim = 0 if at == "sink" else draw.randrange(ranks)
         section, first, last = PLACES[at]
         plan = {"rank": victim, "at": at, "call": draw.randint(first, last), "fault": fault}
-        allowed = 60 * options.minutes * (TIMES[section] if fault in ("sleep", "lock") else 1.0)
-        outcome = run(layout, ranks, plan, minutes=options.minutes, allowed=allowed if fault != "kill" else 0.0)
+        at_once = fault in ("kill", "lengthen", "shorten")
+        allowed = 0.0 if at_once else 60 * minutes * (TIMES[section] if fault in ("sleep", "lock") else 1.0)
+        outcome = run(layout, ranks, plan, minutes=minutes, allowed=allowed)
         result = judge(outcome, victim)
         results[result] += 1
         if outcome.said:
@@ -96,16 +119,52 @@ def main(argv: Sequence[str]) -> int:
         took = f"{outcome.delay:+.1f} s, gone {outcome.end:.1f} s"
         print(f"{trial:3} {layout} {plan}: {result}, {took} | {outcome.said[:100]}")
         sys.stdout.flush()
-    print(f"{dict(results)} of {options.trials}")
+    print(f"{dict(results)} of {count}")
     if delays:
         print(
             f"reports at most {max(delays):.1f} s late; every process gone at most {max(ends):.1f} s after its report"
         )
-    return int(results["innocent"] > 0 or results["right"] < 0.96 * options.trials)
+    return int(results["innocent"] > 0 or results["right"] < 0.96 * (count - results["not reached"]))
+
+
+def healthy(steps: int, *, minutes: float) -> int:
+    """Run so many slow steps; returns 1 if one of them was taken for a hang.
+
+    Args:
+        steps: of the run.
+        minutes: `--hang-timeout-minutes` of the run.
+    """
+    slow = [
+        {"rank": 1, "at": "forward", "call": 1, "fault": "slow", "seconds": 0.02},
+        {"rank": 0, "at": "save", "call": 1, "fault": "slow", "seconds": 90 * minutes},
+        {"rank": 1, "at": "evaluate", "call": 1, "fault": "slow", "seconds": 75 * minutes},
+        {"rank": 0, "at": "sink", "call": 1, "fault": "slow", "seconds": 75 * minutes},
+    ]
+    with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
+        os.environ |= {HANG: json.dumps(slow)}
+        flags = small_run(
+            Path(folder) / "out",
+            **{"pp": 2, "train_iters": steps, "global_batch_size": 2, "num_layers": 2},
+            log_interval=max(1, steps // 20),
+            hang_timeout_minutes=minutes,
+            eval_interval=max(1, steps // 10),
+            eval_iters=1,
+            save_interval=max(1, steps // 10),
+            keep_last=1,
+        )
+        with under_torchrun(Path(folder) / "logs", 2, HANGING, *flags) as job:
+            while job.torchrun.poll() is None:
+                time.sleep(0.5)
+            alarms, done = job.said().count("megacore: hang"), f"done: {steps} steps" in job.said("stdout")
+    print(f"{alarms} false alarms in {steps} steps; the run {'finished' if done else 'did not finish'}")
+    return int(alarms > 0 or not done)
 
 
 def judge(outcome: Outcome, victim: int) -> str:
-    """right, unsure (nobody, or the wrong one without certainty), or innocent (the wrong one, as if it were sure)."""
+    """right, unsure (nobody, or the wrong one without certainty), innocent (the wrong one, as if it were sure), or not
+    reached: the machine was too slow for the run to come to its fault."""
+    if not outcome.is_reached and not outcome.said:
+        return "not reached"
     if outcome.named == (victim,):
         return "right"
     is_open = not outcome.said or any(word in outcome.said for word in ("probably", "cycle", "undetermined"))
@@ -131,16 +190,29 @@ def run(layout: dict[str, int], ranks: int, plan: dict[str, object], *, minutes:
             while not ("megacore:" in job.said() or job.torchrun.poll() is not None or time.monotonic() > deadline):
                 time.sleep(0.05)
             said_at, said = time.time(), job.said()
-            status = None
-            with_end = time.monotonic() + END
-            while job.pids() and time.monotonic() < with_end:
+            deadline = time.monotonic() + END
+            while job.pids() and time.monotonic() < deadline:
                 time.sleep(0.05)
-            status = time.time() - said_at
-        happened = float(mark.read_text()) if mark.exists() else said_at
-    message = next((line for line in said.splitlines() if line.startswith("megacore:")), said.strip()[:100])
-    head = message.partition("probably because of")[2].partition("(")[0] or message.partition("(")[0]
+            end = time.time() - said_at
+            if "megacore:" not in said:  # a rank died at start, and torchrun has ended the others at once
+                said = root_cause((job.logs / "torchrun.err").read_text())
+        is_reached = mark.exists()
+        happened = float(mark.read_text()) if is_reached else said_at
+        for report in (Path(folder) / "out").glob("hang-*.json"):
+            content = json.loads(report.read_text())
+            if content["verdict"]["kind"] not in ("stopped", "gone"):
+                allowed = max(allowed, STEPS * max(rank["median_step"] for rank in content["ranks"]))
+    message = next((line for line in said.splitlines() if line.startswith(("megacore:", "torchrun:"))), "")
+    cause = message.partition("probably because of")[2] or message.partition("); ")[2]  # of sizes that differ
+    head = (cause or message).partition("(")[0]
     named = tuple(int(number) for number in re.findall(r"\brank (\d+)", head))
-    return Outcome(said=message, named=named, delay=said_at - happened - allowed, end=status or 0.0)
+    return Outcome(said=message, named=named, delay=said_at - happened - allowed, end=end, is_reached=is_reached)
+
+
+def root_cause(text: str) -> str:
+    """The rank that torchrun's summary names, in words; empty if there is none."""
+    found = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", text, re.DOTALL)
+    return f"torchrun: rank {found[1]} (exitcode {found[2]})" if found else ""
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ which the last row shows by itself.
 
 The second table has blocks as a GPU runs them, weight gradients added to their sums, beside the same block in plain
 torch.nn, and divides the time by the number of operators launched. The two differ in operators: torch.nn has separate
-ones for what a kernel of megacore does in one launch.
+ones for what a kernel of megacore does in one launch. `calls` counts the functions that Python calls.
 
 The sides alternate within one run. The figures are the lowest of the rounds, in process time: other work on the
 machine can only add to it.
@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,6 +49,7 @@ from megacore.ops import dispatch
 from megacore.ops.dispatch import Operator
 from megacore.parallel.products import TorchProducts
 from megacore.parallel.random import RandomStreams
+from megacore.parallel.sharding import ShardedParameter
 
 ROWS, WIDTH = 4, 64
 GROUPS = {"Llama": {"num_query_groups": 2}}
@@ -83,6 +84,10 @@ class _Compiled(SimpleNamespace):
         """Where the driver would take over."""
 
 
+def _nothing(*_: Any) -> None:
+    """Speaks against Triton on a CPU."""
+
+
 def _compiled(kernel: Any, key: str, *_: Any) -> _Compiled:
     return kernel.device_caches[0][0].setdefault(key, _Compiled())
 
@@ -93,7 +98,7 @@ def without_driver() -> Iterator[None]:
     triton.runtime.driver.set_active(_Driver())
     with (
         mock.patch.object(JITFunction, "_do_compile", _compiled),
-        mock.patch.object(dispatch, "why_not", lambda choice, device: None),
+        mock.patch.object(dispatch, "why_not", _nothing),
         ops.kernels_chosen("triton"),
     ):
         yield
@@ -160,11 +165,13 @@ class PlainBlock(nn.Module):
         self.up = nn.Linear(h, config.inner_size, bias=bias)
         self.gate = nn.Linear(h, config.inner_size, bias=bias) if self.gated else None
         self.down = nn.Linear(config.inner_size, h, bias=bias)
-        self.register_buffer("angles", torch.ones(2, ROWS, 1, d // 2))
+        self.angles = torch.ones(2, ROWS, 1, d // 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
-        heads = (part.unflatten(2, (-1, self.head_size)) for part in self.qkv(self.attention_norm(x)).split(self.sizes, 2))
+        heads = (
+            part.unflatten(2, (-1, self.head_size)) for part in self.qkv(self.attention_norm(x)).split(self.sizes, 2)
+        )
         query, key, value = heads
         if self.rope:
             query, key = self._turned(query), self._turned(key)
@@ -215,7 +222,7 @@ def our_block(config: ResolvedModel) -> nn.Module:
     for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
         parameter.data = part.view(parameter.shape)
         if parameter.dim() > 1:
-            parameter.gradient_sum = _Sum(parameter)
+            cast(ShardedParameter, parameter).gradient_sum = _Sum(parameter)
     return layer
 
 
@@ -239,9 +246,28 @@ def block_microseconds(block: nn.Module, x: Tensor, times: int) -> float:
     return (time.process_time() - started) / times * 1e6
 
 
-def lowest(*calls: Callable[[], float], rounds: int) -> list[float]:
-    """Of each call, over rounds in which all take turns."""
-    return [min(times) for times in zip(*([call() for call in calls] for _ in range(rounds)), strict=True)]
+def calls(block: nn.Module, x: Tensor) -> int:
+    """Functions of Python and C called in a forward and a backward: no other work on the machine changes that."""
+    number = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal number
+        number += event in ("call", "c_call")
+
+    block(x).backward(torch.ones_like(x))
+    y, grad = block(x), torch.ones_like(x)
+    sys.setprofile(count)
+    try:
+        y = block(x)
+        y.backward(grad)
+    finally:
+        sys.setprofile(None)
+    return number
+
+
+def lowest(*timed: Callable[[], float], rounds: int) -> list[float]:
+    """Of each, over rounds in which all take turns."""
+    return [min(times) for times in zip(*([time() for time in timed] for _ in range(rounds)), strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -262,8 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, ours, torchs, x in operators():
             timed = (partial(custom, ours, x), *(partial(microseconds, c, x, arguments.times) for c in (ours, torchs)))
             print(f"| {name} | " + " | ".join(f"{t:.0f}" for t in lowest(*timed, rounds=arguments.rounds)) + " |")
-        print("\n| block | launched | us | us each | torch.nn: launched | us | us each | ratio of us |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("\n| block | launched | calls | us | us each | torch.nn: launched | calls | us | us each | ratio of us |")
+        print("|---|---|---|---|---|---|---|---|---|---|")
         for shape in SHAPES:
             config = model_of(shape, 1, hidden_size=WIDTH, num_attention_heads=4, **GROUPS.get(shape, {}))
             blocks = our_block(config), PlainBlock(config)
@@ -271,7 +297,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             counts = [launches(block, x) for block in blocks]
             timed_blocks = [partial(block_microseconds, block, x, arguments.times // 4) for block in blocks]
             times = lowest(*timed_blocks, rounds=arguments.rounds)
-            columns = " | ".join(f"{n} | {t:.0f} | {t / n:.1f}" for n, t in zip(counts, times, strict=True))
+            called = [calls(block, x) for block in blocks]
+            rows = zip(counts, called, times, strict=True)
+            columns = " | ".join(f"{n} | {c} | {t:.0f} | {t / n:.1f}" for n, c, t in rows)
             print(f"| {shape} | {columns} | {times[0] / times[1]:.2f} |", flush=True)
     return 0
 

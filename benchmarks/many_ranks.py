@@ -12,6 +12,7 @@ Flags that are not listed here go to pretrain_gpt.py. The exit status is 1 where
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -31,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
 
-import pretrain_gpt
 from megacore.train import launch, step, trainer
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -103,7 +103,7 @@ def train(rank: int, world_size: int, argv: Sequence[str]) -> RankCosts:
         patches.enter_context(mock.patch.object(sys, "stdout", nowhere))
         for part, (module, name) in parts.items():
             patches.enter_context(mock.patch.object(module, name, measured(part, getattr(module, name))))
-        if status := pretrain_gpt.main(list(argv)):
+        if status := importlib.import_module("pretrain_gpt").main(list(argv)):
             raise RuntimeError(f"rank {rank} ended with status {status}")
     return costs
 
@@ -232,10 +232,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--microbatches", type=int, default=2, help="of each replica and step")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a job, on a quiet machine")
-    options, options.flags = parser.parse_known_args(argv)
+    options, flags = parser.parse_known_args(argv)
     if not len(options.tp) == len(options.pp) == len(options.dp) > 0:
         parser.error("every layout needs --tp, --pp and --dp")
-    options.layouts = list(zip(options.tp, options.pp, options.dp, strict=True))
+    options.layouts, options.flags = list(zip(options.tp, options.pp, options.dp, strict=True)), flags
     return options
 
 

@@ -30,7 +30,6 @@ from megacore.train.trainer import Trainer
 Step = Callable[[], StepResult]
 
 
-
 def add_sizes(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """Flags for the sizes of the workload and of the measurement, by name and default."""
     sizes = {"layers": 4, "hidden": 256, "heads": 4, "seq": 256, "vocab": 8192, "batch": 8}

@@ -83,7 +83,17 @@ def _write_gradients(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: T
     if dy.numel():
         block = min(_BLOCK, block_of(width))
         _backward[(rows, blocks_of(width, block))](
-            dy, gate, up, dgate, dup, width, _row_stride(gate), _row_stride(up), _row_stride(dgate), BLOCK=block, num_warps=4
+            dy,
+            gate,
+            up,
+            dgate,
+            dup,
+            width,
+            _row_stride(gate),
+            _row_stride(up),
+            _row_stride(dgate),
+            BLOCK=block,
+            num_warps=4,
         )
 
 

@@ -83,6 +83,19 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def append_bytes(path: Path, data: bytes) -> None:
+    """Append to a regular file, which is made if it is missing.
+
+    Raises:
+        OSError: it is no regular file, such as a pipe that would block, or cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    with naming(path), open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        write_all(file.fileno(), data)
+
+
 def read_bounded(path: Path, most: int) -> bytes:
     """The content of a regular file, or of a link to one.
 

@@ -33,6 +33,7 @@ from megacore.commands.tool import ToolParser, run_tool
 from megacore.config.dimensions import describe_degrees
 from megacore.errors import CheckpointError
 from megacore.parallel.mesh import ALONE
+from megacore.train.rollback import rollbacks_of
 
 EXIT_DIFFERENT = 1
 _MOST_SHOWN = 40  # tensors that differ
@@ -115,6 +116,8 @@ def _show(directory: Path, manifest: Manifest) -> None:
     print(f"  written on  {describe_degrees(manifest.topology)}")
     print(f"  model       {model.get('num_layers')} blocks of {model.get('hidden_size')}, seed {training.get('seed')}")
     print(f"  counters    {', '.join(f'{name} {value:g}' for name, value in sorted(manifest.counters.items()))}")
+    for rollback in rollbacks_of(manifest.series):
+        print(f"  rollback    {rollback}")
     print(f"  tokenizer   {manifest.tokenizer or 'none'}")
     print(f"  random      {manifest.random}")
     _table(
@@ -171,7 +174,7 @@ def _compare(first: Path, second: Path) -> Iterator[str]:
             yield f"{kind} {name}"
     if different > _MOST_SHOWN:
         print(f"  and {different - _MOST_SHOWN} more")
-    for name in ("step", "consumed_samples", "counters", "tokenizer"):
+    for name in ("step", "consumed_samples", "counters", "series", "tokenizer"):
         here, there = (getattr(manifest, name) for manifest in manifests)
         if here != there:
             print(f"  {name}: {here} and {there}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +28,13 @@ def write_inputs(sizes: Sizes, directory: Path, *, seed: int = 1) -> tuple[Path,
     tokens, weights = directory / "tokens.npy", directory / "weights.npz"
     rng = np.random.default_rng(seed)
     np.save(tokens, _tokens(sizes, rng))
-    np.savez(weights, **dict(_weights(sizes, rng)))
+    values: dict[str, Any] = dict(_weights(sizes, rng))
+    np.savez(weights, **values)
     return tokens, weights
 
 
 def _tokens(sizes: Sizes, rng: np.random.Generator) -> NDArray[np.int64]:
-    """int64 [samples, s + 1]: the next token follows in a cycle of 64, nine times of ten; so there is something to learn."""
+    """int64 [samples, s + 1]: nine times of ten the next token is the following one of a cycle of 64."""
     shape = (SAMPLES, sizes.seq + 1)
     steps = np.where(rng.random(shape) < _NOISE, rng.integers(_CYCLE, size=shape), 1)
     cycle = rng.permutation(sizes.vocab)[:_CYCLE]

@@ -1,4 +1,4 @@
-"""Starts the ranks of a side and talks to them over pipes, so that sides take turns: between turns a side only waits."""
+"""Starts the ranks of a side and talks to them over pipes, so that sides take turns; between turns a side waits."""
 
 from __future__ import annotations
 

@@ -128,7 +128,9 @@ def ratio(ours: Row, theirs: Row) -> float:
 
 def markdown(results: Results) -> str:
     """The comparison as a section of a page."""
-    return "\n\n".join(part for part in (_head(results), _speed(results), _memory(results), _largest(results), _notes(results)) if part)
+    return "\n\n".join(
+        part for part in (_head(results), _speed(results), _memory(results), _largest(results), _notes(results)) if part
+    )
 
 
 def _head(results: Results) -> str:
@@ -139,12 +141,15 @@ def _head(results: Results) -> str:
         if (ours := results.row("megacore", row.layout)) is not None and row is not ours
     ]
     same = f" The losses of all frameworks agree within {max(apart):.0e} (relative) over all steps." if apart else ""
+    model = (
+        f"GPT-2 with {s.layers} layers, hidden size {s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, "
+        f"an untied head and no dropout ({s.parameters / 1e6:.1f}M parameters)"
+    )
     return (
-        f"Measured on {results.date}: {results.machine}, {versions}. GPT-2 with {s.layers} layers, hidden size {s.hidden}, "
-        f"sequence length {s.seq}, vocabulary {s.vocab:,}, an untied head and no dropout ({s.parameters / 1e6:.1f}M "
-        f"parameters); {s.batch} sequences = {s.tokens:,} tokens per step, 4 microbatches in pipelines; AdamW, fp32, no "
-        "clipping. Every rank is a process with one thread, all frameworks start from the same weights and read the same "
-        f"tokens, pipelines are cut at the same layers, and their rounds alternate.{same}"
+        f"Measured on {results.date}: {results.machine}, {versions}. {model}; {s.batch} sequences = {s.tokens:,} "
+        "tokens per step, 4 microbatches in pipelines; AdamW, fp32, no clipping. Every rank is a process with one "
+        "thread. All frameworks start from the same weights, read the same tokens and cut pipelines at the same "
+        f"layers, and their rounds alternate.{same}"
     )
 
 
@@ -166,9 +171,9 @@ def _speed(results: Results) -> str:
         cells.append(f"{ours.flops_per_second(results.sizes) / ours.limit:.0%}")
         rows.append(cells)
     text = (
-        "Speed: megacore's tokens/s, and how many times as fast it is as each framework (median of the rounds; above 1 "
-        "megacore is faster). The last column is megacore's model FLOP/s as a share of what large matrix products reach "
-        "on as many processes at the same time."
+        "Speed: megacore's tokens/s, and how many times as fast it is as each framework (median of the rounds; above "
+        "1 megacore is faster). The last column is megacore's model FLOP/s as a share of what large matrix products "
+        "reach on as many processes at the same time."
     )
     head = ["", "ranks", "megacore, tokens/s", *(f"/ {LABELS[peer]}" for peer in peers), "share of products"]
     return f"{text}\n\n{_table(head, rows)}"
@@ -198,13 +203,14 @@ def _largest(results: Results) -> str:
     for layout in dict.fromkeys(one.layout for one in results.largest):
         found = {one.side: one for one in results.largest if one.layout == layout}
         cells = [
-            f"{found[side].parameters / 1e6:,.0f}M ({found[side].layers} layers)" if side in found else "" for side in sides
+            f"{found[side].parameters / 1e6:,.0f}M ({found[side].layers} layers)" if side in found else ""
+            for side in sides
         ]
         rows.append([NAMES[layout.kind], degrees(layout), *cells])
     text = (
-        f"The largest model whose fullest rank stays below {results.limit_bytes / MIB:,.0f} MiB of the same count, in steps "
-        f"of whole layers: hidden size {s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, {s.batch} sequences "
-        "per step. Each was trained for two steps."
+        f"The largest model whose fullest rank stays below {results.limit_bytes / MIB:,.0f} MiB, counted alike: hidden "
+        f"size {s.hidden}, sequence length {s.seq}, vocabulary {s.vocab:,}, {s.batch} sequences per step, and as many "
+        "layers as fit. Each was trained for two steps."
     )
     return f"{text}\n\n{_table(['', 'ranks', *(LABELS[side] for side in sides)], rows)}"
 

@@ -1,5 +1,5 @@
-"""One rank of one side: builds the job in the file of its argument, then runs as many steps as each line of its standard
-input says. It answers every line with one of JSON, on the file descriptor of its second argument.
+"""One rank of one side: builds the job of a file, its first argument, then runs as many steps as each line of its
+standard input says. It answers each with a line of JSON, on the file descriptor that is its second argument.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import signal
 import sys
 import threading
@@ -52,6 +53,8 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
         0 done, 2 refused, 1 failed (disk full, a dead worker), 130 or 143 interrupted, 141 nobody reads the output.
     """
     previous = _terminate_like_interrupt()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name need not be valid UTF-8
     try:
         action(parser.parse_args(argv))
     except SystemExit as stop:  # --help, or SIGTERM

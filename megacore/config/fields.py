@@ -219,6 +219,10 @@ class Section:
         wrong = self.wrong_fields()
         return [*wrong.values(), *self.constraints(frozenset(wrong))]
 
+    def as_written(self) -> dict[str, Any]:
+        """The fields as a file has them that repeats the run."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
     def resolved_as(self, kind: type[R], **values: Any) -> R:
         """This section as its resolved class, with the values of the fields that were derived."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -241,10 +245,11 @@ def _value_problem(info: FieldInfo, value: Any) -> str | None:
 def _text_problem(info: FieldInfo, texts: tuple[str, ...]) -> str | None:
     if not all(text.strip() for text in texts):
         return f"{info.flag} is empty: give it a value, or leave the flag out"
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError:
-        return f"{info.flag} {texts!a} is not valid UTF-8 and cannot be saved: use another name"
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return f"{info.flag} {text!a} is not valid UTF-8 and cannot be saved: use another name"
     return None
 
 

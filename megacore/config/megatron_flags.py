@@ -19,6 +19,8 @@ REPLACED = {
     "--bias-dropout-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--bias-gelu-fusion": "leave it out: the implementation of each operation is chosen and reported",
     "--calculate-per-token-loss": "leave it out: the loss is always divided by the tokens of the global batch",
+    "--check-for-large-grads": "leave it out: --on-spike warn, the default, judges the gradient norm",
+    "--check-for-spiky-loss": "leave it out: --on-spike warn, the default, judges the loss",
     "--ckpt-format": "leave it out: checkpoints are safetensors",
     "--ckpt-step": "use --load OUTPUT_DIR/step_NNNNNNNN",
     "--cross-entropy-loss-fusion": "leave it out: the implementation of each operation is chosen and reported",
@@ -84,7 +86,7 @@ REPLACED = {
 """Flags that have another name here, or that megacore does not need."""
 
 _NOT_YET = """
-    --apply-layernorm-1p --check-for-large-grads --check-for-spiky-loss --context-parallel-size --decoupled-lr
+    --apply-layernorm-1p --context-parallel-size --decoupled-lr
     --decoupled-min-lr --empty-unused-memory-level --enable-one-logger --end-weight-decay --expert-model-parallel-size
     --finetune --fp8-amax-compute-algo --fp8-amax-history-len --fp8-format --fp8-param-gather --iterations-to-skip
     --log-num-zeros-in-grad --log-params-norm --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard

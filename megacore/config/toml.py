@@ -7,7 +7,6 @@ two files with the same meaning look the same.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import stat
@@ -45,7 +44,7 @@ def save_toml(config: Config, path: str | Path) -> None:
     """Writes a configuration so that `--config PATH` reads an equal one. The file is replaced atomically."""
     path = Path(path)
     tables = {
-        name: {key: value for key, value in dataclasses.asdict(getattr(config, name)).items() if value is not None}
+        name: {key: value for key, value in getattr(config, name).as_written().items() if value is not None}
         for name in sections_of(type(config))
     }
     text = _HEADER.format(version=megacore.__version__) + tomli_w.dumps(tables)

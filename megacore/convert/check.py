@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from megacore.checkpoint.tensor_file import read_tensor
+from megacore.checkpoint.tensor_file import read_rows
 from megacore.config import ResolvedModel
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import HFModel, open_model
@@ -35,6 +36,7 @@ TEXT = (
 _MOST_TOKENS = 128
 _FEWEST_TOKENS = 8
 _MOST_BYTES = 1 << 28  # of what more tokens take
+_ROWS_BYTES = 1 << 26  # of the rows of a matrix that a linear layer reads at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +175,9 @@ def _our_logits(tensors: CheckpointTensors, tokens: Tensor, rounded: torch.dtype
     with _parameters_on_meta():
         stage = Stage(model_layers(config, torch.device("cpu"), tensors.bert)).eval()
 
-    def read(_: str, parameter: nn.Parameter) -> Tensor:
+    def read(_: str, parameter: nn.Parameter, start: int, stop: int) -> Tensor:
         assert isinstance(parameter, ShardedParameter)
-        return tensors.read(parameter.spec.name, rounded or torch.float32).float()
+        return tensors.read_rows(parameter.spec.name, start, stop, rounded or torch.float32).float()
 
     _stream(stage, read)
     output = stage(tokens if tensors.bert is None else (tokens, _segments(tokens), torch.ones_like(tokens)))
@@ -227,13 +229,13 @@ def _their_model(model: HFModel) -> Any:
             )
     sources = {-1.0 - i: one for i, one in enumerate(stored)}  # no weight that is made anew begins with such a number
 
-    def read(name: str, parameter: nn.Parameter) -> Tensor:
+    def read(name: str, parameter: nn.Parameter, start: int, stop: int) -> Tensor:
         source = sources.get(float(parameter.flatten()[0]))
         if source is None:
             raise CheckpointError(
                 f"transformers' model has a weight {name}, which {model.directory.path} does not hold"
             )
-        return read_tensor(source, torch.float32)
+        return read_rows(source, start, stop, torch.float32)
 
     _stream(twin, read)
     return twin
@@ -252,26 +254,62 @@ def _transformers() -> Any:
 
 
 class _OnDisk(Tensor):
-    """A parameter that is read when an operator uses it, and is gone when the operator is done."""
+    """A parameter that is read when an operator uses it, and is gone when the operator is done. Linear layers and
+    embeddings read some rows at a time: in fp32 the largest matrix may take twice what it takes where it is stored."""
 
-    read: Callable[[], Tensor]
+    read: Callable[[int, int], Tensor]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, read: Callable[[], Tensor]) -> _OnDisk:
+    def __new__(cls, shape: torch.Size, read: Callable[[int, int], Tensor]) -> _OnDisk:
         made: _OnDisk = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
         made.read = read
         return made
 
     @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is F.linear and isinstance(args[1], _OnDisk) and not kwargs:
+            return _linear(*args)
+        if function is F.embedding and isinstance(args[1], _OnDisk):
+            return _embedding(args[0], args[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(_OnDisk, lambda one: one.read(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(_OnDisk, lambda one: one.read(0, len(one)), (args, kwargs or {}))
         return operator(*args, **kwargs)
 
 
-def _stream(model: nn.Module, read: Callable[[str, nn.Parameter], Tensor]) -> None:
-    """Leave every parameter on the disk; `read` gives it by its name."""
+def _linear(x: Tensor, weight: _OnDisk, bias: Tensor | None = None) -> Tensor:
+    offset = bias.read(0, len(bias)) if isinstance(bias, _OnDisk) else bias
+    y = x.new_empty(*x.shape[:-1], len(weight))
+    for start, stop in _blocks(weight):
+        y[..., start:stop] = F.linear(x, weight.read(start, stop), None if offset is None else offset[start:stop])
+    return y
+
+
+def _embedding(ids: Tensor, weight: _OnDisk) -> Tensor:
+    rows = torch.empty(*ids.shape, weight.shape[1])
+    for start, stop in _blocks(weight):
+        here = (start <= ids) & (ids < stop)
+        if here.any():
+            rows[here] = weight.read(start, stop)[ids[here] - start]
+    return rows
+
+
+def _blocks(weight: Tensor) -> Iterator[tuple[int, int]]:
+    """[start, stop) of rows that are read together."""
+    step = max(1, _ROWS_BYTES // (weight.shape[1] * torch.float32.itemsize))
+    for start in range(0, len(weight), step):
+        yield start, min(start + step, len(weight))
+
+
+def _stream(model: nn.Module, read: Callable[[str, nn.Parameter, int, int], Tensor]) -> None:
+    """Leave every parameter on the disk; `read` gives rows of it by its name."""
     for name, module in model.named_modules():
         for local, parameter in module._parameters.items():
             if parameter is not None:

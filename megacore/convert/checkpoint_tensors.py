@@ -22,7 +22,7 @@ from megacore.checkpoint.manifest import (
     verify,
 )
 from megacore.checkpoint.state import MODEL
-from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_tensor
+from megacore.checkpoint.tensor_file import DTYPES, TensorWriter, read_rows
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
 from megacore.config import Config, ResolvedModel
 from megacore.config.bert import ResolvedBert
@@ -78,20 +78,27 @@ class CheckpointTensors:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A whole tensor, assembled from its pieces, in the stored or another dtype."""
+        return self.read_rows(name, 0, self.shapes[name][0], dtype)
+
+    def read_rows(self, name: str, start: int, stop: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows [start, stop) of a tensor's first dimension; the same."""
         pieces = list(self._pieces(name))
         shape, wanted = self.shapes[name], dtype or self.dtype(name)
         if len(pieces) == 1 and pieces[0][1].shape == shape:
-            return read_tensor(pieces[0][1], wanted)
-        whole = torch.empty(shape, dtype=wanted)
+            return read_rows(pieces[0][1], start, stop, wanted)
+        rows = torch.empty((stop - start, *shape[1:]), dtype=wanted)
         filled = 0
         for piece, stored in pieces:
-            whole[tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))] = read_tensor(
-                stored, wanted
-            )
-            filled += torch.Size(stored.shape).numel()
-        if filled != whole.numel():
+            first, last = max(start, piece.start[0]), min(stop, piece.stop[0])
+            if first >= last:
+                continue
+            part = read_rows(stored, first - piece.start[0], last - piece.start[0], wanted)
+            inner = (slice(a, b) for a, b in zip(piece.start[1:], piece.stop[1:], strict=True))
+            rows[(slice(first - start, last - start), *inner)] = part
+            filled += part.numel()
+        if filled != rows.numel():
             raise CheckpointError(f"{self.directory}: the pieces of {name} do not cover it")
-        return whole
+        return rows
 
     def _pieces(self, name: str) -> Iterator[tuple[Piece, StoredTensor]]:
         for piece in self._entries[name].pieces:

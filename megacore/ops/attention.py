@@ -79,7 +79,7 @@ def attention_backend(device: torch.device, shape: AttentionShape) -> str:
         torch.empty(1, heads, shape.seq_length, shape.head_size, dtype=shape.dtype, device=device)
         for heads in (shape.heads, shape.groups)
     )
-    if shape.seq_length > WHOLE and (shape.masked or (shape.dropout > 0.0 and device.type == "cpu")):
+    if takes_blocks(shape.seq_length, masked=shape.masked, dropout=shape.dropout, on_cpu=device.type == "cpu"):
         return "varlen flash" if can_attend(query, alibi=shape.alibi, dropout=shape.dropout) else "blocks"
     mask = None
     if shape.masked:
@@ -235,7 +235,8 @@ def attention(
     _check(query, key, value, window, documents)
     b, _, s, d = query.shape
     view = Visibility(causal=causal, window=window, documents=documents)
-    blocks = resolved(implementation) == "sdpa" and _in_blocks(query, view, alibi=alibi is not None, dropout=dropout)
+    masked, on_cpu = alibi is not None or view.restricts(s), query.device.type == "cpu"
+    blocks = resolved(implementation) == "sdpa" and takes_blocks(s, masked=masked, dropout=dropout, on_cpu=on_cpu)
     seen = None if blocks else visible(s, causal=causal, window=window, documents=documents, device=query.device)
     if blocks:
         mixed = _mixed_in_blocks(query, key, value, view, alibi=alibi, dropout=dropout)
@@ -258,11 +259,10 @@ def attention(
     return mixed if documents is None else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
 
 
-def _in_blocks(query: Tensor, view: Visibility, *, alibi: bool, dropout: float) -> bool:
-    """Whether attention is computed a block at a time: where torch's operator would need more than causality, which it
-    knows, or has no fused form, and the sequence is long."""
-    needs_weights = dropout > 0.0 and query.device.type == "cpu"
-    return query.shape[2] > WHOLE and (alibi or needs_weights or view.restricts(query.shape[2]))
+def takes_blocks(length: int, *, masked: bool, dropout: float, on_cpu: bool) -> bool:
+    """Whether `sdpa` computes attention a block at a time: where torch's operator would need masks, which causality is
+    not, or has no fused form, and the sequence is long."""
+    return length > WHOLE and (masked or (dropout > 0.0 and on_cpu))
 
 
 def _mixed_in_blocks(

@@ -63,9 +63,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None
 _softmax_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def hidden_keys(
-    shape: tuple[int, ...], *, causal: bool, offset: int, window: int | None, device: Any
-) -> Tensor | None:
+def hidden_keys(shape: tuple[int, ...], *, causal: bool, offset: int, window: int | None, device: Any) -> Tensor | None:
     """Where a key is not seen by a query, as a mask that broadcasts to [b, heads, sq, sk]; None: all are seen."""
     query = torch.arange(shape[-2], device=device)[:, None] + offset
     key = torch.arange(shape[-1], device=device)

@@ -8,6 +8,7 @@ elements more than once. Each is counted once: a parameter knows whether this ra
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from torch import Tensor
 from megacore.config import PrecisionConfig, ResolvedConfig
 from megacore.errors import TrainingDiverged, TrainingStopped
 from megacore.optim.adaptive_clip import AdaptiveClip
+from megacore.optim.nonfinite import NonFinite, non_finite_state
 from megacore.optim.offload import host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
 from megacore.optim.spikes import SpikeGuard
-from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_tied_
+from megacore.parallel.collectives import all_gather_objects, all_reduce_, all_reduce_job_, all_reduce_tied_
 from megacore.parallel.mesh import Holders, Mesh
-from megacore.zero.data_parallel import DataParallel, LocalSegment
+from megacore.zero.data_parallel import DataParallel, LocalSegment, NonFiniteGradient
 from megacore.zero.exact_sums import square_sum_from_units, square_sum_units
 
 _ROW = 4096
@@ -44,6 +46,8 @@ class Outcome:
         norm: global gradient norm before clipping, without the loss scale; an fp64 scalar in host memory.
         votes: summed over ranks.
         skipped: why the weights were left as they are, or None.
+        is_unexpected: whether something was not finite, and it is no overflow that a smaller loss scale cures.
+        stop: why training must end, or None.
         spike: which limit of the spike guard the step exceeds, in words, or None.
         clip_limit: the norm that gradients may have, infinite if it has no limit.
     """
@@ -52,6 +56,8 @@ class Outcome:
     norm: Tensor
     votes: tuple[int, ...] = ()
     skipped: str | None = None
+    is_unexpected: bool = False
+    stop: str | None = None
     spike: str | None = None
     clip_limit: float = math.inf
 
@@ -62,6 +68,17 @@ class _Source(NamedTuple):
     stage: int
     position: int
     name: str
+
+
+class Culprit(NamedTuple):
+    """The parameter and the rank of a gradient that is not finite, and all ranks that have one."""
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} on rank {self.rank}"
 
 
 class _LargestEntry(NamedTuple):
@@ -101,6 +118,7 @@ class WeightUpdate:
         self.scaler = LossScaler(config.precision)
         self.updates = 0
         self.skipped_steps = 0
+        self.last_loss = 0.0  # mean loss of the last finite step
         self._bad_steps, self._max_bad_steps = 0, config.training.max_bad_steps
         self._fp16 = config.precision.precision == "fp16"
         self._sequence_parallel = bool(config.parallel.sequence_parallel)
@@ -131,7 +149,7 @@ class WeightUpdate:
 
         Raises:
             TrainingDiverged: too many steps in a row were spikes, which are skipped.
-            TrainingStopped: too many steps in a row were not finite, or the fp16 loss scale is at its minimum.
+            TrainingStopped: the fp16 loss scale is at its minimum.
         """
         data_parallel = self.data_parallel
         data_parallel.finish()
@@ -148,7 +166,7 @@ class WeightUpdate:
             self.mesh,
             loss=loss,
             overflow=data_parallel.overflow(),
-            weights=data_parallel.weight_check(),
+            weights=data_parallel.weight_check(step),
             per_count=per_count,
             votes=votes,
             exact=exact,
@@ -166,14 +184,15 @@ class WeightUpdate:
         on_host = total.to_host(queue_more)
         norm, summed_votes = on_host.norm / scale, tuple(map(int, on_host.votes.tolist()))
         if not torch.isfinite(norm):
-            return Outcome(loss=total.loss, norm=norm, votes=summed_votes, skipped=self._skip(on_host.loss))
-        spike = limits.exceeded(float(on_host.mean), float(norm))
+            return dataclasses.replace(self._skip(on_host), loss=total.loss, norm=norm, votes=summed_votes)
+        self.last_loss = float(on_host.mean)
+        spike = limits.exceeded(self.last_loss, float(norm))
         if spike is not None:
             self._reject(spike)
             if self.guard.prevents_update:
                 return Outcome(loss=total.loss, norm=norm, votes=summed_votes, skipped=spike, spike=spike)
         else:
-            self.guard.accept(float(on_host.mean), float(norm))
+            self.guard.accept(self.last_loss, float(norm))
         clip_limit = float(self._clip_limit(norm))
         if data_parallel.options.offload:
             factor = self._factor(norm, scale)
@@ -264,50 +283,61 @@ class WeightUpdate:
             assert gradient is not None
             all_reduce_tied_(gradient, holders)
 
-    def _skip(self, loss: Tensor) -> str:
-        """Count a step that is not finite, and lower a dynamic loss scale; returns why the step is skipped.
+    def _skip(self, total: Totals) -> Outcome:
+        """Count a step that is not finite, and lower a dynamic loss scale.
 
-        A lower loss scale helps where gradients overflow, but not where the loss itself is not finite.
+        A lower loss scale helps where gradients overflow, but not where the loss or a weight is not finite.
 
         Args:
-            loss: of all ranks, in host memory.
+            total: in host memory.
         """
         self.skipped_steps += 1
-        loss_is_finite = bool(loss.isfinite().all())
+        loss_is_finite = bool(total.loss.isfinite().all())
         where = self._source(loss_is_finite)
-        if self.scaler.dynamic and loss_is_finite:
+        if self.scaler.dynamic and loss_is_finite and total.weights.isfinite():
             before = self.scaler.scale
             self.scaler.overflow(where)
-            return f"{where} overflowed; loss scale {before:g} -> {self.scaler.scale:g}"
+            skipped = f"{where} overflowed; loss scale {before:g} -> {self.scaler.scale:g}"
+            return Outcome(loss=total.loss, norm=total.norm, skipped=skipped)
         self._bad_steps += 1
+        stop = None
         if self._bad_steps >= self._max_bad_steps:
             scaled = loss_is_finite and self.scaler.scale != 1.0
             scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if scaled else ""
             wider = " --precision bf16," if self._fp16 else ""
-            raise TrainingStopped(
+            stop = (
                 f"{where} was not finite for {self._bad_steps} step(s) in a row "
                 f"(--max-bad-steps {self._max_bad_steps}): look at the data of these steps, "
                 f"or use{scale}{wider} a smaller --lr, a longer warm-up or --clip-grad"
             )
-        return f"{where} is not finite"
+        skipped = f"{where} is not finite"
+        return Outcome(loss=total.loss, norm=total.norm, skipped=skipped, is_unexpected=True, stop=stop)
+
+    def non_finite_state(self) -> list[NonFinite]:
+        """Weights and moments that are not finite, of all ranks, which call this together."""
+        return non_finite_state(self.data_parallel, self.optimizer, self.mesh)
+
+    def non_finite_gradient(self) -> Culprit | None:
+        """The gradient that was not finite first in the backward that has just been computed; of all ranks, which call
+        this together."""
+        self.data_parallel.finish()
+        self.data_parallel.record_norms(self._summed_further)
+        source = _source_of(self.data_parallel.non_finite_gradient(), self.mesh)
+        return _first_of(all_gather_objects(source, self.mesh.world))
 
     def _source(self, loss_is_finite: bool) -> str:
         """Names the first value of the backward, over all ranks, that is not finite."""
-        options, pipeline = self.data_parallel.options, self.mesh.pipeline
-        first = None
-        if (local := self.data_parallel.non_finite_gradient()) is not None:
-            first = _Source(local.chunk * pipeline.size + pipeline.rank, local.position, local.name)
+        options, first = self.data_parallel.options, _source_of(self.data_parallel.non_finite_gradient(), self.mesh)
         reports = all_gather_objects(_RankReport(first, self._largest()), self.mesh.world)
         value, name = max(report.largest for report in reports)
         if loss_is_finite and not options.exact_terms and math.isfinite(value):  # only their squares overflow
             scaled = " with the loss scale" if self.scaler.scale != 1.0 else ""
             return f"the sum of squared gradients in fp32 (largest entry{scaled} {value:.3g}, of {name})"
-        sources = [(report.first, -rank) for rank, report in enumerate(reports) if report.first is not None]
-        if not sources:
+        source = _first_of([report.first for report in reports])
+        if source is None:
             return f"the gradient of {name}, summed over ranks," if loss_is_finite else "the loss"
-        source, negative_rank = max(sources, key=lambda pair: (pair[0][:2], pair[1]))
         limit = f" (--reproducible takes entries up to {options.largest_exact:.3g})" if options.exact_terms else ""
-        gradient = f"the gradient of {source.name} on rank {-negative_rank}{limit}"
+        gradient = f"the gradient of {source}{limit}"
         return gradient if loss_is_finite else f"the loss (and {gradient})"
 
     def _largest(self) -> _LargestEntry:
@@ -320,6 +350,21 @@ class WeightUpdate:
         values = torch.stack(largest).tolist() if largest else []  # one copy to the host
         finite_or_inf = (value if math.isfinite(value) else math.inf for value in values)
         return max([_LargestEntry(0.0, ""), *map(_LargestEntry, finite_or_inf, names)])
+
+
+def _source_of(local: NonFiniteGradient | None, mesh: Mesh) -> _Source | None:
+    if local is None:
+        return None
+    return _Source(local.chunk * mesh.pipeline.size + mesh.pipeline.rank, local.position, local.name)
+
+
+def _first_of(sources: Sequence[_Source | None]) -> Culprit | None:
+    """Of the ranks' sources the one that the forward uses last, because backward computes it first."""
+    found = [(source, -rank) for rank, source in enumerate(sources) if source is not None]
+    if not found:
+        return None
+    source, negative_rank = max(found, key=lambda pair: (pair[0][:2], pair[1]))
+    return Culprit(source.name, -negative_rank, tuple(-rank for _, rank in found))
 
 
 # ---- sums over all ranks: the gradient norm, the loss and the votes of a step
@@ -406,11 +451,11 @@ def totals(
             ballot[number].fill_(vote)
     if exact:
         units = torch.stack([square_sum_units(gradient) for gradient in (*gradients, sums.new_zeros(0))]).sum(0)
-        _sum_over_all(units, mesh)
+        all_reduce_job_(units, mesh)
     else:
         for gradient in gradients:
             squares += square_sum(gradient)
-    _sum_over_all(sums, mesh)
+    all_reduce_job_(sums, mesh)
     square = square_sum_from_units(units) if exact else squares[0]
     poison = 0.0 * sums[1 : 3 + shares.numel()].sum()  # of a loss, a weight or an overflow that is not finite: NaN
     total = losses.view_as(shares)
@@ -432,11 +477,6 @@ def part_of_rank(flat: Tensor, rank: int, ranks: int) -> Tensor:
     """`flat.tensor_split(ranks)[rank]`, at a cost that does not grow with the number of ranks."""
     size, longer = divmod(flat.numel(), ranks)  # the first `longer` parts have one element more
     return flat.narrow(0, rank * size + min(rank, longer), size + (rank < longer))
-
-
-def _sum_over_all(sums: Tensor, mesh: Mesh) -> None:
-    for group in mesh.sum_groups:
-        all_reduce_(sums, group)
 
 
 def square_sum(tensor: Tensor) -> Tensor:

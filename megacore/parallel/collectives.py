@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megacore.errors import PeerFailed
 from megacore.parallel import direct
-from megacore.parallel.mesh import Group, Holders
+from megacore.parallel.mesh import Group, Holders, Mesh
 from megacore.watch.ledger import Phase
 from megacore.watch.marks import UNMARKED, post
 
@@ -63,6 +63,16 @@ def all_reduce_(tensor: Tensor, group: Group, op: Reduction = "sum") -> Tensor:
     if group.size > 1:
         with post(Phase.ALL_REDUCE, group.ranks, tensor.nbytes):
             dist.all_reduce(tensor, op=_OPS[op], group=group.handle)
+    return tensor
+
+
+def all_reduce_job_(tensor: Tensor, mesh: Mesh, op: Reduction = "sum") -> Tensor:
+    """Reduce `tensor` in place over all ranks of the job; every rank gets the same bits.
+
+    The groups that divide the ranks reduce it one after the other: a ring over all n ranks takes 2 (n - 1) steps.
+    """
+    for group in mesh.sum_groups:
+        all_reduce_(tensor, group, op)
     return tensor
 
 
@@ -206,7 +216,10 @@ def all_gather_objects(value: Any, group: Group) -> list[Any]:
         return [value]
     values: list[Any] = [None] * group.size
     with post(Phase.GATHER_OBJECTS, group.ranks, 0):
-        if dist.get_backend(group.handle) == "gloo":
+        backend = dist.get_backend(group.handle)
+        if backend == "fake":  # of the other ranks nothing is known: they are like this one
+            return [value] * group.size
+        if backend == "gloo":
             gathered = [direct.gather_objects(value, group)]
             dist.broadcast_object_list(gathered, group.ranks[0], group=group.handle)
             return gathered[0]

@@ -17,7 +17,7 @@ Shape legend: s sequence, b micro-batch, i input features, o output features, h 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -313,21 +313,46 @@ def _require_divisible(name: str, features: int, group: Group) -> None:
 # ---- sequence parallelism
 
 
-class _WholeGather:
-    """An all-gather along the sequence, under way, whose pieces are then put in order."""
-
-    def __init__(self, x: Tensor, group: Group) -> None:
-        self._gathering = ShardsGathered(x, group)
+class _Gathering(Protocol):
+    """An all-gather along the sequence, under way: the input of linear layers, computed with as it arrives."""
 
     def wait(self) -> Tensor:
         """[b, s, h] from every rank's [b, s/t, h]"""
+
+    def outputs(self, layers: LinearLayers, parameters: Parameters) -> tuple[Tensor, ...]:
+        """What the layers give for the whole input, [b, s, o] each."""
+
+    def input_gradient(self, layers: LinearLayers, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> _Scattering:
+        """The input's gradient from those of the outputs: computed, and being summed over the ranks."""
+
+
+class _Scattering(Protocol):
+    """A reduce-scatter along the sequence, under way."""
+
+    def wait(self) -> Tensor:
+        """[b, s/t, h], summed over the ranks' [b, s, h]"""
+
+
+class _WholeGather:
+    """All samples by one all-gather, whose pieces are then put in order."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._gathering, self._group = ShardsGathered(x, group), group
+
+    def wait(self) -> Tensor:
         pieces = self._gathering.wait()
         t, b, s, h = pieces.shape
         return pieces.transpose(0, 1).reshape(b, t * s, h)
 
+    def outputs(self, layers: LinearLayers, parameters: Parameters) -> tuple[Tensor, ...]:
+        return layers.outputs(self.wait(), parameters)
+
+    def input_gradient(self, layers: LinearLayers, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> _Scattering:
+        return _WholeScatter(layers.input_gradient(grads, weights), self._group)
+
 
 class _WholeScatter:
-    """A reduce-scatter along the sequence, under way, for which the pieces were put in order."""
+    """All samples by one reduce-scatter, for which the pieces were put in order."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         b, s, h = x.shape
@@ -335,16 +360,16 @@ class _WholeScatter:
         self._scattering = SumScattered(pieces, group)
 
     def wait(self) -> Tensor:
-        """[b, s/t, h], summed over the ranks' [b, s, h]"""
         return self._scattering.wait()
 
 
 class _SampleGathers:
-    """All-gathers along the sequence under way, one for each sample: pieces arrive in order, without copies, and a
-    product of one sample runs while the next is gathered."""
+    """An all-gather for each sample: pieces arrive in order, without copies, and a product of one sample runs while the
+    next is gathered."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
         b, s, h = x.shape
+        self._group = group
         self.whole = x.new_empty(b, s * group.size, h)
         self._pending = [
             start_all_gather(whole.view(-1), sample.view(-1), group)
@@ -358,14 +383,29 @@ class _SampleGathers:
             yield whole
 
     def wait(self) -> Tensor:
-        """[b, s, h] from every rank's [b, s/t, h]"""
         for pending in self._pending:
             pending.wait()
         return self.whole
 
+    def outputs(self, layers: LinearLayers, parameters: Parameters) -> tuple[Tensor, ...]:
+        pairs = layers.pairs(parameters)
+        outputs = tuple(self.whole.new_empty(*self.whole.shape[:2], weight.shape[0]) for weight, _ in pairs)
+        for number, sample in enumerate(self.samples()):
+            for y, (weight, bias) in zip(outputs, pairs, strict=True):
+                layers.products.write_output(y[number], sample, weight, bias)
+        return outputs
+
+    def input_gradient(self, layers: LinearLayers, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> _Scattering:
+        dx, matrices = torch.empty_like(self.whole), layers.matrices(weights)
+        scattering = _SampleScatters(dx, self._group)
+        for number in range(len(dx)):
+            layers.write_input_gradient(dx[number], [grad[number] for grad in grads], matrices)
+            scattering.start()
+        return scattering
+
 
 class _SampleScatters:
-    """Reduce-scatters along the sequence, one for each sample, which run while the next sample is computed.
+    """A reduce-scatter for each sample, which runs while the next sample is computed.
 
     Args:
         x: [b, s, h], whose samples are written one after the other.
@@ -384,18 +424,17 @@ class _SampleScatters:
         self._pending.append(start_reduce_scatter(local, whole, self._group))
 
     def wait(self) -> Tensor:
-        """[b, s/t, h], summed over the ranks' [b, s, h]"""
         for pending in self._pending:
             pending.wait()
         return self._local
 
 
-def _gathered(x: Tensor, group: Group) -> _WholeGather | _SampleGathers:
+def _gathered(x: Tensor, group: Group) -> _Gathering:
     """Begin to gather [b, s/t, h]. Of the copies and the messages that this takes, a CPU has less of the former."""
     return _SampleGathers(x, group) if on_accelerator(x) else _WholeGather(x, group)
 
 
-def _scattered(x: Tensor, group: Group) -> _WholeScatter | _SampleScatters:
+def _scattered(x: Tensor, group: Group) -> _Scattering:
     """Begin to sum [b, s, h] over the ranks, of which each keeps [b, s/t, h]."""
     if not on_accelerator(x):
         return _WholeScatter(x, group)
@@ -434,31 +473,14 @@ class _LinearOfGatheredInput(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *parameters[::2])
         ctx.layers, ctx.group = layers, group
-        gathering = _gathered(x, group)
-        if isinstance(gathering, _WholeGather):
-            return layers.outputs(gathering.wait(), parameters)
-        pairs = layers.pairs(parameters)
-        outputs = tuple(x.new_empty(*gathering.whole.shape[:2], weight.shape[0]) for weight, _ in pairs)
-        for number, sample in enumerate(gathering.samples()):
-            for y, (weight, bias) in zip(outputs, pairs, strict=True):
-                layers.products.write_output(y[number], sample, weight, bias)
-        return outputs
+        return _gathered(x, group).outputs(layers, parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        layers, group = ctx.layers, ctx.group
-        gathering = _gathered(x, group)
-        scattering: _WholeScatter | _SampleScatters
-        if isinstance(gathering, _WholeGather):
-            scattering = _scattered(layers.input_gradient(grads, weights), group)
-        else:
-            dx, matrices = torch.empty_like(gathering.whole), layers.matrices(weights)
-            scattering = _SampleScatters(dx, group)
-            for number in range(len(dx)):
-                layers.write_input_gradient(dx[number], [grad[number] for grad in grads], matrices)
-                scattering.start()
-        gradients = layers.parameter_gradients(gathering.wait(), grads)
+        gathering = _gathered(x, ctx.group)
+        scattering = gathering.input_gradient(ctx.layers, grads, weights)
+        gradients = ctx.layers.parameter_gradients(gathering.wait(), grads)
         return None, scattering.wait(), None, *gradients
 
 

@@ -104,6 +104,7 @@ class PipelineRuntime:
 
     Attributes:
         timer: when each computation of a step ran.
+        losses: of the last training step's microbatches by their number, summed, on the device; on the last stage.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class PipelineRuntime:
         self.chunks, self.group, self.transport, self.task = list(chunks), group, transport, task
         self.last_stage = len(chunks) * group.size - 1
         self.timer = ActionTimer(transport.device)
+        self.losses: dict[int, Tensor] = {}
         self._parallel = parallel
         self._plans: dict[tuple[bool, int], _Plan] = {}  # by whether it trains, and its microbatches
 
@@ -147,8 +149,11 @@ class PipelineRuntime:
         for chunk in self.chunks:
             chunk.train()
         plan = self._plan(len(microbatches), trains=True)
+        run = _Run(self, plan, microbatches, loss_weight, gradients, on_loss)
         with self.timer.measure_step():
-            return _Run(self, plan, microbatches, loss_weight, gradients, on_loss).execute()
+            total = run.execute()
+        self.losses = run.losses
+        return total
 
     def replay(
         self,
@@ -251,6 +256,7 @@ class _Run:
         self.halves: dict[StageMicrobatch, WeightHalf] = {}
         self.to_send: dict[tuple[Op, int, int], tuple[Tensor, ...]] = {}
         self.weight_gradients_left = plan.backwards.copy()
+        self.losses: dict[int, Tensor] = {}  # on the last stage, of each microbatch
         shape = runtime.task.evaluation_shape if loss_weight is None else runtime.task.loss_shape
         self.total_loss = torch.zeros(shape, dtype=torch.float64, device=runtime.transport.device)
 
@@ -294,7 +300,8 @@ class _Run:
                 if self.on_loss is not None:
                     self.on_loss(action.microbatch, y.detach())
                 # A multiple of 2^-24: fp64 sums of several hundred million of them are exact, on every layout alike.
-                self.total_loss += y.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
+                self.losses[action.microbatch] = y.detach().double().mul_(2.0**24).round_().mul_(2.0**-24)
+                self.total_loss += self.losses[action.microbatch]
         outputs = tensors_of(y)
         if action.stage < runtime.last_stage:
             self.require_specs(action, outputs)

@@ -26,6 +26,7 @@ from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case, Range
+from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.simulator import Costs, Timeline, simulate
@@ -38,15 +39,10 @@ from megacore.plan.traffic import (
     tied_gradients,
 )
 
-# Elements that the memory-bound operators of a block read and write, in the order of the code: two norms (read, write),
-# two residual sums with bias and dropout (read two, write one), of tensors [b, s, h]; of the inner width the activation
-# (read one, or gate and up, write one); queries, keys and values moved to heads and back (read, write).
-_RESIDUAL_PASSES, _HEAD_PASSES = 10.0, 4.0
 _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones
 # Unfused attention's tensors [b, n/t, s, s]: scores written, read and written by the softmax, read by the mix; dropout
 # reads and writes them once more, with a mask of a byte. Backward reads and writes twice as many.
 _SCORE_PASSES, _DROPOUT_PASSES = 4.0, 2.5
-_LOGIT_PASSES = 4.0
 
 
 class Parts(NamedTuple):
@@ -104,6 +100,8 @@ class Software:
         fused_accumulation: whether a product adds the gradient of a weight to the sum of the step.
         waits_for_messages: whether a pipeline rank computes nothing while it sends or receives.
         copies_logits: whether the loss makes an fp32 copy of all logits.
+        block_seconds: of the host's program for one pass through a block, forward or backward, where that is more than
+            its operators' `Device.host_seconds`.
     """
 
     tensor_overlap: Range = field(default=Range(0.0, 0.5, 0.8))
@@ -111,6 +109,7 @@ class Software:
     fused_accumulation: bool = False
     waits_for_messages: bool = False
     copies_logits: bool = False
+    block_seconds: Range = field(default=Range(0.0, 0.0, 0.0))
 
 
 MEGACORE = Software()
@@ -178,14 +177,15 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
         moved = speed.memory(2 * speed.element * count * 2 * s * d)
         forward = Parts(attention=whole + moved + speed.memory(scores))
         return forward, forward.times(2.0)
-    seen = flops * (1 - keys / (2.0 * s))  # causal: fused kernels skip what no position sees
+    seen = flops * (1 - keys / (2.0 * s)) if config.is_causal else flops  # fused kernels skip what no position sees
     return Parts(attention=speed.attention(seen)), Parts(attention=speed.attention(2.5 * seen))
 
 
 def _with_host(parts: Parts, operators: int, speed: Speed) -> Parts:
-    """No faster than the host issues operators."""
+    """No faster than the host issues operators, which it does while the device computes and waits for transfers."""
     least = operators * speed.cluster.device.host_seconds.of(speed.case)
-    return parts._replace(memory=parts.memory + max(least - parts.compute, 0.0))
+    least = max(least, speed.software.block_seconds.of(speed.case))
+    return parts._replace(memory=parts.memory + max(least - parts.total, 0.0))
 
 
 def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, again: bool) -> Passes:
@@ -199,7 +199,7 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     gemm = sum(speed.product(tokens, k, n) for k, n in products)
     heads = block.num_attention_heads * block.head_size / t
     inner = (3 if block.gated else 2) * block.inner_size / t
-    passes = tokens * e * (_RESIDUAL_PASSES * block.hidden_size / split + inner + _HEAD_PASSES * heads)
+    passes = tokens * e * (RESIDUAL_PASSES * block.hidden_size / split + inner + HEAD_PASSES * heads)
     elementwise = speed.memory(passes)
     attention, attention_backward = _attention(config, block, speed)
     traffic = layer_traffic(config, layer, again=again)
@@ -239,7 +239,7 @@ def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> P
         return Passes(moved + exposed[0], exposed[1], moved)
     rows = vocabulary_rows(config.model, t)
     product = Parts(gemm=speed.product(tokens, h, rows))
-    logits = Parts(memory=speed.memory(_LOGIT_PASSES / 2 * tokens * rows * e))
+    logits = Parts(memory=speed.memory(LOGIT_PASSES / 2 * tokens * rows * e))
     again = product if loss_chunks(config) > 1 else Parts()
     return Passes(product + logits + exposed[0], product + logits + again + exposed[1], product)
 
@@ -357,7 +357,7 @@ def step_time(
     """
     speed = replace(speed_of(config, cluster, case), software=software)
     parallel, m = config.parallel, config.microbatches
-    ranges = stage_ranges(layers, parallel)
+    ranges = stage_ranges(layers, config)
     stages = _stage_times(config, layers, ranges, speed)
     costs = pipeline_costs(config, stages, speed)
     busy = [
@@ -402,6 +402,19 @@ def step_time(
     )
 
 
+def pipeline_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster) -> float:
+    """Seconds from a step's first forward to its last backward, by simulation: what its schedule decides.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        cluster: that computes it.
+    """
+    speed = speed_of(config, cluster, "expected")
+    stages = _stage_times(config, layers, stage_ranges(layers, config), speed)
+    return pipeline_seconds(config, pipeline_costs(config, stages, speed))
+
+
 def _stage_times(
     config: ResolvedConfig, layers: Sequence[PlannedLayer], ranges: Sequence[range], speed: Speed
 ) -> tuple[StageTime, ...]:
@@ -443,7 +456,7 @@ def schedule_of(config: ResolvedConfig, microbatches: int) -> Schedule:
     parallel = config.parallel
     if parallel.schedule_csv is not None:
         return load_schedule(Path(parallel.schedule_csv))
-    return _schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
+    return _schedule(parallel.schedule_name, parallel.pp, microbatches, parallel.virtual_stages)
 
 
 @functools.lru_cache(maxsize=64)

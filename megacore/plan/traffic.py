@@ -208,7 +208,7 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: i
         rank: its number in the pipeline.
     """
     parallel, m = config.parallel, config.microbatches
-    stages = stage_ranges(layers, parallel)
+    stages = stage_ranges(layers, config)
     found: list[Sent] = []
     for number in range(rank, len(stages), parallel.pp):
         held = [layers[i] for i in stages[number]]

@@ -206,8 +206,11 @@ def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
 
 def _take_steps(config: ResolvedConfig, mesh: Mesh, counts: Sequence[int], trail: _Trail) -> TrainStep:
     trail.enter("in building the model")
-    is_bert = isinstance(config, ResolvedBertConfig)
-    task: Task = (BertTask if is_bert else GPTTask)(config, mesh, weights=NoWeights())
+    task: Task
+    if isinstance(config, ResolvedBertConfig):
+        task = BertTask(config, mesh, weights=NoWeights())
+    else:
+        task = GPTTask(config, mesh, weights=NoWeights())
     task.layers = [trail.followed(layer) for layer in task.layers]
     step = TrainStep(task, config, mesh)
     for count in counts:

@@ -31,6 +31,7 @@ from megacore.config import (
     ParallelConfig,
     PrecisionConfig,
     ResolvedConfig,
+    SpikeConfig,
     TrainingConfig,
     WatchConfig,
     validate,
@@ -96,6 +97,7 @@ class PipelineEngine:
         output_dir: directory of metrics.csv, of the profile and of W&B's files.
         callbacks: called on this rank, as `Trainer` calls them: around a step, after `log` (with what it is given),
             `evaluate` and `save`, by `close`, and at an error in a step.
+        spikes: what to do at a spike of the loss or the gradient norm: none, warn or skip; None: a warning.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
         watch: how often replicas are compared, and how long the ranks may stand still in a step before the watchdog
             names the one that holds them up and ends the run (docs/watching.md); None: the defaults. One process is
@@ -136,6 +138,7 @@ class PipelineEngine:
         logging: LoggingConfig | None = None,
         output_dir: Path | str = "output",
         callbacks: Sequence[Callback] = (),
+        spikes: SpikeConfig | None = None,
         memory_check: bool = True,
         watch: WatchConfig | None = None,
     ) -> None:
@@ -152,13 +155,14 @@ class PipelineEngine:
         )
         self.config = _checked_config(
             layers,
-            parallel=parallel or ParallelConfig(),
+            parallel=_without_times(parallel or ParallelConfig()),
             optimizer=optimizer or OptimizerConfig(),
             settings=optimizer_settings,
             precision=precision or PrecisionConfig(precision="fp32"),
             training=training,
             logging=logging or LoggingConfig(),
             watch=watch or WatchConfig(),
+            spikes=spikes or SpikeConfig(),
         )
         check_schedule(self.config)
         if reproducible:
@@ -260,7 +264,10 @@ class PipelineEngine:
         if result.votes[0]:
             self.stop_reason = self._request or "a callback of another rank"
         if result.skipped is not None and self.mesh.world.rank == 0:
-            warnings.warn(f"step {result.step} is skipped: {result.skipped}", stacklevel=2)
+            cause = "" if result.diagnosis is None else f" ({result.diagnosis})"
+            warnings.warn(f"step {result.step} is skipped: {result.skipped}{cause}", stacklevel=2)
+        elif result.spike is not None and self.mesh.world.rank == 0:
+            warnings.warn(f"step {result.step} is a spike: {result.spike}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
         self._callbacks.on_step_end(result)
         return result.loss
@@ -391,8 +398,10 @@ class PipelineEngine:
         Raises:
             StorageError: it could not be written; on every rank, and nothing is left of it.
             SilentCorruption: replicas differ, and nothing is written; on every rank.
+            TrainingDiverged: a weight or a moment is not finite.
         """
         self._replicas.before_save(self.step)
+        self.train_steps.require_finite()
         training = dataclasses.replace(self.config.training, output_dir=str(directory))
         saver = CheckpointSaver(dataclasses.replace(self.config, training=training), self.mesh)
         samples = self.step * self.num_microbatches * self.mesh.batch.size
@@ -461,6 +470,12 @@ def _replicas(parallel: ParallelConfig) -> int:
     return max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
 
 
+def _without_times(parallel: ParallelConfig) -> ParallelConfig:
+    """Without choices by the time of layers, which is not known for plain ones."""
+    balance = "parameters" if parallel.pipeline_balance == "time" else parallel.pipeline_balance
+    return dataclasses.replace(parallel, pipeline_balance=balance, schedule=parallel.schedule_name)
+
+
 def _checked_config(
     layers: Sequence[Layer],
     *,
@@ -471,6 +486,7 @@ def _checked_config(
     training: TrainingConfig,
     logging: LoggingConfig,
     watch: WatchConfig,
+    spikes: SpikeConfig,
 ) -> ResolvedConfig:
     """The configuration of the run, resolved; its model and data sections mean nothing here.
 
@@ -496,6 +512,10 @@ def _checked_config(
         problems.append("pipeline_balance flops: those of a plain layer are not known; use parameters or uniform")
     if training.recompute not in ("none", "full"):
         problems.append(f"recompute {training.recompute} is of GPT's attention: use none or full")
+    if spikes.on_spike == "rollback":
+        problems.append(
+            "on_spike rollback: the engine does not read the data: use skip, or call load and choose other batches"
+        )
     if stages > max(len(layers), 1):
         problems.append(
             f"pp {parallel.pp} x virtual_stages {parallel.virtual_stages} = {stages} stages, but the model has "
@@ -513,6 +533,7 @@ def _checked_config(
             training=training,
             logging=logging,
             watch=watch,
+            spikes=spikes,
             **chosen,
         )
         problems += validate(config, world_size())

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.save import Saved
+from megacore.files import append_bytes
 from megacore.parallel.collectives import all_gather_objects
 from megacore.train.callbacks import Callback, Run
 from megacore.train.metrics import peak_memory_bytes
@@ -74,7 +75,12 @@ class History(Callback):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Note a skipped step, or a spike."""
         if result.skipped is not None:
-            self._add("skip", result.step, reason=result.skipped)
+            cause = (
+                {}
+                if result.diagnosis is None
+                else {"cause": result.diagnosis.cause, "diagnosis": str(result.diagnosis)}
+            )
+            self._add("skip", result.step, reason=result.skipped, **cause)
         elif result.spike is not None:
             self._add("spike", result.step, reason=result.spike)
 
@@ -117,8 +123,7 @@ class History(Callback):
         now = datetime.now(UTC).isoformat(timespec="seconds")
         line = json.dumps({"event": event, "time": now, "step": step, **about})
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            append_bytes(self._path, f"{line}\n".encode())
         except OSError as error:
             if not self._warned:
                 warn(f"{self._path}: {error.strerror}; training continues without this record of events")

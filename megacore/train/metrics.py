@@ -12,11 +12,12 @@ from torch import Tensor
 
 from megacore.config import ResolvedConfig
 from megacore.optim.update import WeightUpdate
-from megacore.parallel.collectives import all_reduce_
+from megacore.parallel.collectives import all_reduce_, all_reduce_job_
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import TimedPass
 from megacore.pipeline.schedule_file import training_schedule
+from megacore.plan.layer_time import layer_seconds
 from megacore.plan.memory import fullest_state, plan_memory
 from megacore.plan.peaks import Format, peak_tflops
 from megacore.plan.simulator import Costs, simulate
@@ -132,10 +133,11 @@ class StepMetrics:
         return "tf32" if precision == "fp32" and torch.get_float32_matmul_precision() != "highest" else precision
 
     def _predict_bubble(self) -> float:
-        layers, parallel = self._task.layers, self._config.parallel
-        flops = [sum(layers[i].flops for i in stage) for stage in stage_ranges(layers, parallel)]
-        schedule = training_schedule(parallel, self._config.microbatches)
-        return simulate(schedule, Costs.proportional(flops)).idle_share
+        layers, config = self._task.layers, self._config
+        seconds = [layer_seconds(config, layer) for layer in layers]
+        times = [sum(seconds[i] for i in stage) for stage in stage_ranges(layers, config)]
+        schedule = training_schedule(config.parallel, config.microbatches)
+        return simulate(schedule, Costs.proportional(times)).idle_share
 
     def _measured_bubble(self, timed: TimedPass) -> float:
         """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""
@@ -143,12 +145,12 @@ class StepMetrics:
         ends = torch.tensor([-computed[0].start, computed[-1].end], dtype=torch.float64, device=mesh.device)
         window = all_reduce_(ends, mesh.pipeline, "max").sum() * mesh.pipeline.size
         busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=mesh.device), mesh.pipeline)
-        return float(all_reduce_(1.0 - busy / window, mesh.world)) / mesh.world.size
+        return float(all_reduce_job_(1.0 - busy / window, mesh)) / mesh.world.size
 
     def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
         """Each value's maximum over all ranks."""
         numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self._mesh.device)
-        return dict(zip(values, all_reduce_(numbers, self._mesh.world, "max").tolist(), strict=True))
+        return dict(zip(values, all_reduce_job_(numbers, self._mesh, "max").tolist(), strict=True))
 
 
 def term_means(

@@ -103,17 +103,16 @@ class Replay:
         return loss
 
     def _compare(self, once: dict[str, Tensor], again: dict[str, Tensor], *, step: int, microbatch: int) -> None:
-        device = self._mesh.device
-        different = torch.ones((), dtype=torch.int64, device=device)
-        if once.keys() == again.keys():
-            pairs = [torch.stack(list(hashes.values())) for hashes in (once, {name: again[name] for name in once})]
-            different = (pairs[0] != pairs[1]).any().to(torch.int64)
+        names = once.keys() | again.keys()
+        pad = torch.zeros((), dtype=torch.int64, device=self._mesh.device)  # a stage may have no parameter
+        first, second = (torch.stack([pad, *(seen.get(name, pad) for name in names)]) for seen in (once, again))
+        different = (first != second).any().to(torch.int64)
         if not all_reduce_(different, self._mesh.world, "max").item():
             return
-        names = [_LOSS, *(parameter.spec.name for parameter in self._model.data_parallel.parameters)]
-        numbers = [{name: int(value) for name, value in hashes.items()} for hashes in (once, again)]
-        own = [name for name in names if numbers[0].get(name) != numbers[1].get(name)]
-        everyone = all_gather_objects((socket.gethostname(), microbatch, own, len(once)), self._mesh.world)
+        ordered = [_LOSS, *(parameter.spec.name for parameter in self._model.data_parallel.parameters)]
+        own = [name for name in ordered if int(once.get(name, pad)) != int(again.get(name, pad))]
+        compared = len(names - {_LOSS})
+        everyone = all_gather_objects((socket.gethostname(), microbatch, own, compared), self._mesh.world)
         lines = [
             f"  rank {rank} ({self._mesh.describe(rank)}, on {host}), microbatch {index}: {_in_words(names, compared)}"
             for rank, (host, index, names, compared) in enumerate(everyone)

@@ -114,12 +114,12 @@ class ReplicaCheck:
             self.check(step)
 
     def before_save(self, step: int) -> None:
-        """Check unless this step has been checked.
+        """Check, also where this step has been checked: what is saved is what counts.
 
         Raises:
             SilentCorruption: replicas differ; on every rank, with the same text.
         """
-        if self._interval and self.checked_step != step:
+        if self._interval:
             self.check(step)
 
     def saved(self, checkpoint: Path) -> None:

@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +46,10 @@ _PATHS = (
     "schedule_csv",
     "tensorboard_dir",
 )
-_PACKAGES = ("numpy", "triton", "tokenizers", "sentencepiece", "safetensors")
+_PACKAGES = (
+    *("numpy", "triton"),
+    *(f"nvidia-{library}-cu{release}" for library in ("cublas", "cudnn", "nccl") for release in (12, 13)),
+)
 _VARIABLES = (
     # of the processor's operators
     *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
@@ -155,20 +157,14 @@ def _settings(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
 
 def _versions() -> Facts:
     """Of the packages that compute, as they are installed."""
-    versions = {"megacore": megacore.__version__, "torch": str(torch.__version__), "Python": platform.python_version()}
-    libraries = {"CUDA in torch": torch.version.cuda, "HIP in torch": torch.version.hip, "torch's git": _torch_commit()}
-    versions |= {name: version for name, version in libraries.items() if version is not None}
+    versions = {"megacore": megacore.__version__, "torch": str(torch.__version__)}
+    versions["torch's source"] = (torch.version.git_version or "unknown")[:12]
     for name in _PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "none"
     return {f"version of {name}": version for name, version in versions.items()}
-
-
-def _torch_commit() -> str | None:
-    commit = torch.version.git_version
-    return None if commit is None else commit[:12]
 
 
 def _numerics() -> Facts:

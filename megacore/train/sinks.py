@@ -18,9 +18,11 @@ from megacore.errors import OutputClosed, StorageError, UserError
 from megacore.files import read_bounded, replace_bytes, write_all
 from megacore.progress import Bars, Progress
 from megacore.train.callbacks import Callback, Run
+from megacore.train.diagnosis import IMPLAUSIBLE_LOSS
 from megacore.train.metrics import evaluation_line, log_line, state_memory_line
 from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
+from megacore.train.summary import summary_line
 
 _MOST_BYTES = 1 << 32  # of metrics.jsonl: several million records
 
@@ -55,6 +57,7 @@ class Report(Callback):
         self._may_drop, self._warned, self._dropped = may_drop, False, 0
         self._train_iters, self._terms, self._is_first_log = train_iters, terms, True
         self._first: tuple[int, float] | None = None  # the first logged step, and when it was
+        self._is_implausible = False  # whether a loss was, which is said once
         self._in_spike = False  # whether the last step was one: of several in a row the first is said
         self._logged = self._uncounted = 0  # logged steps, and those without a token that counts for the loss
         if quiet:
@@ -77,7 +80,8 @@ class Report(Callback):
         if self._bar is not None:
             self._bar.reach(result.step)
         if result.skipped is not None:
-            self.say(f"step {result.step}/{self._train_iters} | skipped: {result.skipped}")
+            cause = [] if result.diagnosis is None else [summary_line("cause", str(result.diagnosis))]
+            self.say("\n".join([f"step {result.step}/{self._train_iters} | skipped: {result.skipped}", *cause]))
         if result.spike is not None and result.skipped is None and not self._in_spike:
             self.say(f"warning: step {result.step}/{self._train_iters} | spike: {result.spike} (docs/spikes.md)")
         self._in_spike = result.spike is not None
@@ -91,7 +95,14 @@ class Report(Callback):
             self.say(state_memory_line(record))
         self._is_first_log = False
         self._logged += 1
-        if record["train/loss"] is None:
+        loss = record["train/loss"]
+        if loss is not None and loss >= IMPLAUSIBLE_LOSS and not self._is_implausible:
+            self._is_implausible = True
+            self.say(
+                f"warning: the loss {loss:.3g} of step {record['step']} is beyond that of a model that knows nothing: "
+                "training has diverged, or the loss is a sum and not a mean"
+            )
+        if loss is None:
             self._uncounted += 1
             if self._uncounted == 1:
                 self.say(

@@ -21,11 +21,13 @@ from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
-from megacore.errors import TrainingStopped
+from megacore.errors import CheckpointError, TrainingDiverged, TrainingStopped
 from megacore.optim.lr_schedules import learning_rate
+from megacore.optim.nonfinite import describe_non_finite
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
+from megacore.train.diagnosis import Diagnosis, Source, diagnose
 from megacore.train.parallelize import parallelize
 from megacore.train.replay import Replay
 from megacore.train.same_operations import different_operations
@@ -46,6 +48,7 @@ class StepResult:
         grad_norm: global gradient norm before clipping, an fp64 scalar in host memory.
         lr: learning rate.
         skipped: why the weights were left as they are, or None.
+        diagnosis: the cause, where something was not finite.
         votes: summed over ranks.
         spike: which limit of the spike guard the step exceeds, in words, or None.
         clip_limit: the norm that gradients may have, infinite if it has no limit.
@@ -59,6 +62,7 @@ class StepResult:
     lr: float
     skipped: str | None
     votes: tuple[int, ...]
+    diagnosis: Diagnosis | None = None
     spike: str | None = None
     clip_limit: float = math.inf
 
@@ -110,6 +114,7 @@ class TrainStep:
         step: steps taken.
         model: this rank's part of the model.
         update: the optimizer, and the checks before its step.
+        source: where microbatches come from, if it is known.
     """
 
     def __init__(self, task: Task, config: ResolvedConfig, mesh: Mesh) -> None:
@@ -123,6 +128,8 @@ class TrainStep:
         )
         self.step = 0
         self._replay = Replay(self.model, config, mesh) if config.watch.replay_interval else None
+        self.source: Source | None = None
+        self._microbatches: Sequence[Any] = ()
         self._weight: BatchWeight | None = None
         self._summed_loss: Tensor | None = None
 
@@ -138,6 +145,7 @@ class TrainStep:
         Raises:
             SilentCorruption: a microbatch that was computed again gave other numbers.
         """
+        self._microbatches = microbatches
         counts = torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0)
         scale, data_parallel = self.update.scaler.scale, self.model.data_parallel
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
@@ -156,12 +164,13 @@ class TrainStep:
             votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
 
         Raises:
+            TrainingDiverged: a weight or a moment is not finite, or too many steps in a row were spikes.
             TrainingStopped: losses or gradients of many steps in a row were not finite; or ranks took part in an
                 operation with different sizes.
         """
         assert self._weight is not None and self._summed_loss is not None, "compute_gradients comes first"
-        weight, summed_loss = self._weight, self._summed_loss
-        self._weight = self._summed_loss = None
+        weight, summed_loss, microbatches = self._weight, self._summed_loss, self._microbatches
+        self._weight, self._summed_loss, self._microbatches = None, None, ()
         self.step += 1
         lr = self.lr()
         ballot = (*votes, *(votes_on_operations() if self.mesh.world.size > 1 else ()))
@@ -171,6 +180,11 @@ class TrainStep:
         if operations_differ(outcome.votes[len(votes) :], self.mesh.world.size):
             raise TrainingStopped(different_operations(self.step, self.mesh))
         means = outcome.loss * per_count
+        diagnosis = None
+        if outcome.is_unexpected:
+            with section(Phase.EVALUATE):
+                diagnosis = diagnose(self, microbatches, weight, last_loss=self.update.last_loss)
+            self._end_if_hopeless(outcome.stop, diagnosis)
         return StepResult(
             step=self.step,
             loss=means.sum(),
@@ -179,10 +193,31 @@ class TrainStep:
             grad_norm=outcome.norm,
             lr=lr,
             skipped=outcome.skipped,
+            diagnosis=diagnosis,
             votes=outcome.votes[: len(votes)],
             spike=outcome.spike,
             clip_limit=outcome.clip_limit,
         )
+
+    def _end_if_hopeless(self, stop: str | None, diagnosis: Diagnosis) -> None:
+        if diagnosis.is_permanent:
+            raise TrainingDiverged(
+                f"step {self.step} is not finite, {diagnosis}. Resume from a checkpoint before it (--load auto)"
+            )
+        if stop is not None:
+            raise TrainingStopped(f"{stop} ({diagnosis})")
+
+    def require_finite(self) -> None:
+        """Check weights and moments before they are saved; all ranks call this together.
+
+        Raises:
+            TrainingDiverged: one of them is not finite.
+        """
+        if found := self.update.non_finite_state():
+            raise TrainingDiverged(
+                f"the state after step {self.step} is not finite and is not saved: first in forward order "
+                f"{describe_non_finite(found)}. Resume from the last checkpoint (--load auto)"
+            )
 
     def lr(self) -> float:
         """The learning rate of the last step."""
@@ -245,4 +280,9 @@ class TrainStep:
         manifest = load_checkpoint(directory, self.state(consumed_samples=0, buffers=buffers), self.mesh.world)
         self.step = manifest.step
         self.update.load_counters({"updates": manifest.step, **manifest.counters}, manifest.series)
+        if found := self.update.non_finite_state():
+            raise CheckpointError(
+                f"{directory} holds numbers that are not finite, first in forward order {describe_non_finite(found)}: "
+                "use an earlier checkpoint"
+            )
         return manifest

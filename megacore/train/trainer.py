@@ -26,6 +26,7 @@ from megacore.pipeline.partition import stage_ranges
 from megacore.plan.flops import CONVENTION
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.clock import StepClock
+from megacore.train.diagnosis import Source
 from megacore.train.history import History
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
@@ -88,6 +89,7 @@ class Trainer:
         if self.loaded is not None:
             self.rollbacks.load(self.loaded.series)
         self._train_data = train_data
+        self.train_steps.source = Source(dataset=train_data, micro_batch_size=config.training.micro_batch_size)
         self.batches = self._batches()
         self.valid_batches = None if valid_data is None else self._loader(valid_data, 0)
         self.stop_requests, self.decision = StopRequests(config.checkpoint), Decision()
@@ -100,14 +102,7 @@ class Trainer:
             quiet=mesh.world.rank != 0,
             may_drop=config.checkpoint.on_save_error == "warn",
         )
-        check = ReplicaCheck(
-            self.model,
-            self.update.optimizer,
-            mesh,
-            interval=config.watch.check_replicas_interval,
-            loaded=config.checkpoint.load,
-        )
-        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step), ReplicaChecks(check)]
+        watchers = [StepMarks(), Stragglers(mesh, self.report, first_step=self.step), *self._replica_checks()]
         self.callbacks = Callbacks(
             self,
             [
@@ -208,7 +203,8 @@ class Trainer:
             TrainingStopped: there are not enough samples left.
         """
         self.saving.finish()
-        assert self.saving.newest is not None
+        if self.saving.newest is None:  # the first save has just failed: the step is only skipped
+            return
         target, training, samples = read_manifest(self.saving.newest), self.config.training, len(self._train_data)
         rollback = self.rollbacks.add(
             spike,
@@ -227,6 +223,7 @@ class Trainer:
         self.batches = self._batches()
         self.clock.restart(self.step)
         self.callbacks.on_rollback(rollback, spike)
+        self.callbacks.before_save()
         self.saving.save_again(self.state())
 
     @section(Phase.SINK)
@@ -260,6 +257,7 @@ class Trainer:
             is_last: whether to wait for it, with --async-save too.
         """
         self.callbacks.before_save()
+        self.train_steps.require_finite()
         self.saving.save(self.state(), is_last=is_last)
 
     def request_stop(self, reason: str) -> None:
@@ -284,6 +282,12 @@ class Trainer:
         manifest = self.train_steps.load(directory)
         self.consumed_samples = manifest.consumed_samples
         return manifest
+
+    def _replica_checks(self) -> Iterator[ReplicaChecks]:
+        interval, loaded = self.config.watch.check_replicas_interval, self.config.checkpoint.load
+        if interval and self.mesh.world.size > 1:
+            optimizer = self.update.optimizer
+            yield ReplicaChecks(ReplicaCheck(self.model, optimizer, self.mesh, interval=interval, loaded=loaded))
 
     def _batches(self) -> DeviceLoader[Any]:
         """The training data from the run's position on."""
@@ -355,7 +359,7 @@ class Trainer:
             self.config,
             self.mesh,
             self.task.layers,
-            stage_ranges(self.task.layers, self.config.parallel),
+            stage_ranges(self.task.layers, self.config),
             samples=(train_samples, valid_samples),
             idle_share=self.metrics.predicted_bubble,
         )

@@ -168,11 +168,8 @@ def _differing(ranks: Sequence[int], by_rank: Mapping[int, Seen]) -> Verdict | N
         for member in members:
             groups.setdefault(f"{member.phase.in_words} of {member.nbytes:,} bytes", []).append(member.rank)
         if len(groups) > 1:
-            parts = [f"{ranks_in_words(those)} {{}}in {what}" for what, those in groups.items()]
-            verb = _plural(next(iter(groups.values())), "takes part ", "take part ")
-            why = (
-                ", ".join([parts[0].format(verb), *(part.format("") for part in parts[1:])]) + ", as the same operation"
-            )
+            sizes = ", ".join(f"{what} on {ranks_in_words(those)}" for what, those in groups.items())
+            why = f"they take part in the same operation with different sizes: {sizes}"
             odd = min(groups.values(), key=len)
             if len(groups) == 2 and len(odd) == 1 and len(members) > 2:
                 return Verdict(kind="deviates", ranks=tuple(odd), why=why)

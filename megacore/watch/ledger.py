@@ -400,9 +400,9 @@ class Ledger:
     def votes_on_operations(self) -> tuple[int, int]:
         """This rank's terms of two sums over all ranks, where all are at the same point of a step.
 
-        The first sum is the number of ranks that know their operations. If these are all, the second sum is a multiple
-        of AGREED where the members of every channel have posted the same operations of the same sizes; otherwise it is
-        none, but for one case in AGREED.
+        The first sum is the number of ranks that know all their operations. If that is every rank, the second sum is a
+        multiple of AGREED where the members of every channel have posted the same operations of the same sizes: the
+        first member adds what the others subtract. Otherwise it is no multiple, except with probability 1 / AGREED.
         """
         self.had_deviated = self._words[Word.DEVIATION] != 0
         if self._words[Word.FLAGS] & Flag.HIDDEN or len(self._numbers) == _CHANNELS:

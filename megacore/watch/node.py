@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import select
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from megacore.watch.blame import Seen
 from megacore.watch.ledger import SUFFIX, LedgerFile
-from megacore.watch.processes import send, state_of
+from megacore.watch.processes import send, started, state_of
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """On which a rank's faulthandler writes the Python stacks of its threads; it needs no lock of the interpreter."""
@@ -72,7 +73,8 @@ def directories() -> Iterator[Path]:
 
 
 class Node:
-    """The ledgers of one directory. A ledger whose process was gone before it was first looked at is an old one.
+    """The ledgers of one directory. One whose process is gone already is an old one, unless it was written after a rank
+    that lives had started.
 
     Args:
         directory: of the ledgers.
@@ -85,6 +87,7 @@ class Node:
 
     def look(self) -> list[Seen]:
         """The ranks of this node as they are now."""
+        gone = []
         for path in self.directory.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError, ValueError):  # being written
                 rank = int(path.stem.removeprefix("rank-"))
@@ -93,6 +96,11 @@ class Node:
                     if state_of(file.identity.pid, file.identity.born) != "gone":
                         self.files[rank] = file
                         self._open(rank, file.identity.pid)
+                    else:
+                        gone.append((rank, file, path.stat().st_mtime))
+        births = [file.identity.born for file in self.files.values() if file.identity.born]
+        run_began = min(map(started, births), default=math.inf)
+        self.files |= {rank: file for rank, file, written in gone if written > run_began}
         return [
             Seen(record=file.record(), state=state_of(file.identity.pid, file.identity.born))
             for _, file in sorted(self.files.items())

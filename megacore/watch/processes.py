@@ -20,6 +20,12 @@ def born(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
+def started(since: int) -> float:
+    """The time of day at which a process started, from `born`."""
+    boot = time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+    return boot + since / os.sysconf("SC_CLK_TCK")
+
+
 def state_of(pid: int, since: int) -> State:
     """The state of the process that had this number and start."""
     fields = _fields(pid)

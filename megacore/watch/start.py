@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +26,7 @@ from megacore.watch.ledger import Flag, Identity, Ledger
 from megacore.watch.marks import Current, on_ledger
 from megacore.watch.node import STACK_SIGNAL, Node, directory_of, make, report_file, stack_file
 from megacore.watch.processes import born
+from megacore.watch.report import deaths_in_words
 
 _LOCK = "watcher.lock"
 
@@ -79,12 +81,30 @@ def left_its_order() -> str:
     where another rank dies of that, or fails, they are the cause. Empty if there are none."""
     if Current.ledger is None:
         return ""
-    seen = Node(Current.ledger.directory).look()
+    seen = [one for one in Node(Current.ledger.directory).look() if one.state != "gone"]
     odd = [one.record for one in seen if one.record.deviation]
     if not odd or 2 * len(odd) > seen[0].record.identity.local_world_size:  # of which the dead are not seen
         return ""
     names = "; ".join(f"rank {r.rank} ({describe_rank(r.rank, r.identity.degrees)})" for r in odd)
     return f"; probably because of {names}, which left the order in which it communicates in step {odd[0].deviation}"
+
+
+def died_without_a_word(within_seconds: float) -> str:
+    """Names the ranks of this node that have ended and have not said why; empty if there are none.
+
+    Args:
+        within_seconds: to wait for the first of them.
+    """
+    if Current.ledger is None:
+        return ""
+    node, deadline = Node(Current.ledger.directory), time.monotonic() + within_seconds
+    while True:
+        ended = [one for one in node.look() if one.state == "gone" and not one.is_done]
+        if any(one.record.flags & Flag.SPOKE for one in ended):
+            return ""
+        if ended or time.monotonic() > deadline:
+            return deaths_in_words(ended) if ended else ""
+        time.sleep(0.05)
 
 
 def note_that_rank_spoke() -> None:

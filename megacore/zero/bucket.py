@@ -358,9 +358,10 @@ class Bucket:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return self._checks.sum()
 
-    def weight_check(self) -> Tensor:
-        """A scalar: 0 if this rank's shard of the parameters is finite, otherwise NaN. Costs one sum over the shard."""
-        return 0.0 * self._shard_params.sum(dtype=torch.float32)
+    def part_of_parameters(self, number: int, parts: int) -> Tensor:
+        """Part `number` of `parts` of this rank's shard of the parameters, flat."""
+        size = -(-self.layout.shard_size // parts)
+        return self._shard_params[number * size : (number + 1) * size]
 
     def contiguous_segments(self, kind: Callable[[Segment], bool]) -> list[list[Segment]]:
         """The shard's segments, grouped: a group is of one kind and contiguous, without padding inside. An elementwise

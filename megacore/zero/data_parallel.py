@@ -33,6 +33,8 @@ from megacore.zero.flat import Segment, assign_buckets
 # Least number of buckets per chunk, about: the first must be full early for its reduction to overlap with the rest of
 # backward.
 _BUCKETS = 4
+CHECKED_IN = 16
+"""Number of steps in which all parameters are checked for numbers that are not finite."""
 # Least number of unsplit parameters for which a shard of a bucket has room, so that padding stays small.
 _WHOLE_PER_SHARD = 4
 
@@ -415,9 +417,11 @@ class DataParallel:
         """A scalar: 0 if this rank's terms of exact sums were finite, otherwise not finite."""
         return torch.stack([bucket.overflow for bucket in self.buckets]).sum() if self.buckets else 0.0
 
-    def weight_check(self) -> Tensor | float:
-        """A scalar: 0 if the parameters that this rank updates are finite, otherwise NaN."""
-        return torch.stack([bucket.weight_check() for bucket in self.buckets]).sum() if self.buckets else 0.0
+    def weight_check(self, step: int) -> Tensor | float:
+        """A scalar: 0 if a part of the parameters that this rank updates is finite, otherwise not finite. Each step
+        checks another part, so that it costs next to nothing beside the update; in `CHECKED_IN` steps that is all."""
+        parts = [bucket.part_of_parameters(step % CHECKED_IN, CHECKED_IN) for bucket in self.buckets]
+        return 0.0 * torch.stack(torch._foreach_norm(parts, 2, torch.float32)).sum() if parts else 0.0
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, ShardedParameter)
@@ -512,8 +516,13 @@ class DataParallel:
         if not positions:
             return None
         name = self.parameters[positions[-1]].spec.name
+        return NonFiniteGradient(chunk=self.place_of(name)[0], position=positions[-1], name=name)
+
+    def place_of(self, name: str) -> tuple[int, int]:
+        """Where the forward uses a parameter: the number of its pipeline stage on this rank, and its number among the
+        rank's parameters."""
         chunk = next(c for c, buckets in enumerate(self._buckets_of_chunk) if self._bucket_of[name] in buckets)
-        return NonFiniteGradient(chunk=chunk, position=positions[-1], name=name)
+        return chunk, next(n for n, parameter in enumerate(self.parameters) if parameter.spec.name == name)
 
 
 @dataclass(frozen=True)

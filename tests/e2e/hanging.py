@@ -1,4 +1,4 @@
-"""pretrain_gpt.py in which one rank hangs: `HANG='{"rank": 2, "at": "step", "call": 7, "fault": "stop"}'`.
+"""pretrain_gpt.py in which one rank hangs: `HANG='{"rank": 2, "at": "step", "call": 7, "fault": "stop"}'`, or a list.
 
 Run as a script in place of pretrain_gpt.py. `at` is one of POINTS or "import", `call` counts the calls of that point on
 the rank from 1, and `fault` is one of FAULTS, which happens before the call, or in place of it.
@@ -58,14 +58,17 @@ FAULTS: dict[str, Callable[[], object]] = {
 }
 
 
-def resized(transfer: Any) -> Any:
+SIZES = {"lengthen": 3.0, "shorten": 0.5}  # of the messages that a transfer sends
+
+
+def resized(transfer: Any, factor: float) -> Any:
     """The transfer, with messages of another size if it sends any."""
-    tensors = tuple(tensor.new_zeros(3 * tensor.numel()) for tensor in getattr(transfer, "tensors", ()))
+    tensors = tuple(tensor.new_zeros(int(factor * tensor.numel())) for tensor in getattr(transfer, "tensors", ()))
     return dataclasses.replace(transfer, tensors=tensors) if tensors else transfer
 
 
-def plant(rank: int, at: str, call: int, fault: str) -> None:
-    """Put a fault into this process, if it is that rank."""
+def plant(rank: int, at: str, call: int, fault: str, seconds: float | None = None) -> None:
+    """Put a fault into this process, if it is that rank; a slow one takes so many seconds in every call."""
     if int(os.environ["RANK"]) != rank:
         return
     if at == "import":  # the first phase of all
@@ -80,15 +83,18 @@ def plant(rank: int, at: str, call: int, fault: str) -> None:
     @functools.wraps(called)
     def faulty(*given: Any, **named: Any) -> Any:
         nonlocal calls
-        calls += fault != "resize" or (Current.ledger is not None and Current.ledger.in_step)
-        if fault == "slow" or calls == call or (fault == "resize" and calls == call + 1):
+        calls += fault not in SIZES or (Current.ledger is not None and Current.ledger.in_step)
+        if fault == "slow" or calls == call or (fault in SIZES and calls == call + 1):
             if MARK in os.environ:
                 Path(os.environ[MARK]).write_text(str(time.time()))
             if fault == "skip":
                 return given[0]
-            if fault == "resize":
-                return resized(called(*given, **named))
-            FAULTS[fault]()
+            if fault in SIZES:
+                return resized(called(*given, **named), SIZES[fault])
+            if seconds is not None:
+                time.sleep(seconds)
+            else:
+                FAULTS[fault]()
         return called(*given, **named)
 
     setattr(holder, last, faulty)
@@ -102,7 +108,9 @@ def main() -> None:
 
     def begin_and_plant(config: Any) -> None:
         begin(config)
-        plant(**json.loads(os.environ[HANG]))
+        plans = json.loads(os.environ[HANG])
+        for plan in plans if isinstance(plans, list) else [plans]:
+            plant(**plan)
 
     pretrain_gpt.begin_watch = begin_and_plant
     status = pretrain_gpt.main(sys.argv[1:])

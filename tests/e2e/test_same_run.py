@@ -173,8 +173,8 @@ def test_other_code_or_another_library_is_named(monkeypatch: pytest.MonkeyPatch,
     assert any(name.startswith("megacore's kernels/") for name in before)
     monkeypatch.setattr(same_run.torch, "__version__", "2.0.0")
     text = differences([before, facts(config) | {"megacore's train/launch.py": "other"}])
-    assert text[0].startswith("rank 1 (pp 0, dp 1, tp 0): megacore's train/launch.py other, rank 0: ")
-    assert text[1].startswith("rank 1 (pp 0, dp 1, tp 0): version of torch 2.0.0, rank 0: ")
+    assert text[0].startswith("rank 1 (pp 0, dp 1, tp 0): version of torch 2.0.0, rank 0: ")
+    assert text[1].startswith("rank 1 (pp 0, dp 1, tp 0): megacore's train/launch.py other, rank 0: ")
 
 
 def test_ranks_that_differ_alike_share_a_line() -> None:

@@ -27,7 +27,9 @@ def test_every_launcher_goes_to_its_tensors_device(name: str, monkeypatch: pytes
         yield
         inside.append("left")
 
-    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device=device, current_device=lambda: current))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda _: SimpleNamespace(device=device, current_device=lambda: current)
+    )
     second, current = torch.device("xpu", 1), 0
     launchers = [
         function

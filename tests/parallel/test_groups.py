@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from megacore.config import ParallelConfig
 from megacore.errors import ConfigError
 from megacore.parallel import direct, mesh
-from megacore.parallel.collectives import all_reduce_tied_
-from megacore.parallel.mesh import Holders, agree_on_devices, build_mesh, join_job, select_device
+from megacore.parallel.collectives import all_gather_objects, all_reduce_tied_
+from megacore.parallel.mesh import Group, Holders, agree_on_devices, build_mesh, join_job, select_device
 from tests.accelerator.device import needs_pretend
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
@@ -43,6 +44,51 @@ def communicators_of_a_tied_model(rank: int, world_size: int, directory: str) ->
 
 def test_tied_parameters_need_no_communicator(tmp_path: Path) -> None:
     assert run_distributed(communicators_of_a_tied_model, 3, str(tmp_path)) == [1] * 3  # the world is the pipeline
+
+
+def groups_made(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """The ranks of all groups in whose making this rank takes part."""
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        build_mesh(make_config((2, 2, 1), "unused").parallel)
+    return [tuple(call.args[0]) for call in new_group.call_args_list]
+
+
+def test_a_rank_makes_no_groups_but_its_own() -> None:
+    assert run_distributed(groups_made, 4) == [[(0, 2), (0, 1)], [(1, 3), (0, 1)], [(0, 2), (2, 3)], [(1, 3), (2, 3)]]
+
+
+def objects(rank: int, world_size: int) -> bool:
+    """Whether every rank's object is there, of groups of 5, 3 and 2 ranks."""
+    world = build_mesh(make_config((1, 1, 5), "unused", global_batch_size=5).parallel).world
+    found = True
+    for ranks in ((0, 1, 2, 3, 4), (1, 2, 4), (0, 3)):
+        if rank not in ranks:
+            continue
+        handle = world.handle if len(ranks) == 5 else dist.new_group(list(ranks), use_local_synchronization=True)
+        group = Group(ranks=ranks, rank=ranks.index(rank), handle=handle)
+        expected = [{"rank": r, "text": "x" * (r * 50_000)} for r in ranks]
+        found &= all_gather_objects(expected[group.rank], group) == expected
+    return found
+
+
+def test_objects_of_all_ranks_arrive_in_group_order() -> None:
+    assert run_distributed(objects, 5) == [True] * 5
+
+
+def test_devices_are_compared_by_one_rank() -> None:
+    """What a rank reads from the store does not grow with the number of ranks."""
+    read: dict[int, int] = {}
+
+    def compare(rank: int) -> None:
+        store = mock.Mock(wraps=shared)
+        agree_on_devices(store, rank, 6, lambda: torch.device("cpu"))
+        asked = [1 for _ in store.get.call_args_list] + [len(call.args[0]) for call in store.multi_get.call_args_list]
+        read[rank] = sum(asked)
+
+    shared = dist.HashStore()
+    with ThreadPoolExecutor(6) as ranks:
+        list(ranks.map(compare, range(6)))
+    assert read == {0: 7} | dict.fromkeys(range(1, 6), 1)
 
 
 def sums_over_some(rank: int, world_size: int) -> list[bool]:

@@ -156,7 +156,7 @@ def test_every_key_that_differs_on_one_rank_is_named_at_launch(tmp_path: Path) -
 
 LAYERS: dict[str, Any] = {"layers": [Layer("a", nn.Linear, 6, 6), Layer("drop", nn.Dropout, 0.1)], "loss": F.mse_loss}
 ENGINES: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer": OptimizerConfig(lr=2e-3)}, "--lr 0.002, {others}: 0.001"),
+    ({"optimizer": OptimizerConfig(lr=2e-3, min_lr=1e-4)}, "--lr 0.002, {others}: 0.001"),
     ({"optimizer_settings": AdamWConfig(adam_eps=1e-6)}, "--adam-eps 1e-06, {others}: 1e-08"),
     ({"precision": PrecisionConfig(precision="bf16")}, "--precision bf16, {others}: fp32"),
     ({"seed": 5}, "--seed 5, {others}: 1234"),
@@ -173,7 +173,7 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
 
 
 def engines_made_differently(rank: int, world_size: int) -> list[str]:
-    usual = LAYERS | {"train_iters": 4, "optimizer": OptimizerConfig(lr=1e-3)}
+    usual = LAYERS | {"train_iters": 4, "optimizer": OptimizerConfig(lr=1e-3, min_lr=1e-4)}
     usual["parallel"] = ParallelConfig(dp=3, device="cpu")
     said = []
     for number, (changes, _) in enumerate(ENGINES):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megacore.config import OptimizerConfig, ParallelConfig, ResolvedConfig, WatchConfig
 from megacore.errors import EXIT_CORRUPT, ConfigError, SilentCorruption
+from megacore.layers.block import TransformerBlock
 from megacore.models.plain import Layer
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.pipeline.schedule import SCHEDULES, build_schedule, first_backward
@@ -39,8 +40,8 @@ KINDS: list[tuple[Layout, dict[str, Any]]] = [
 ]
 
 
-def with_and_without(rank: int, world_size: int, directory: str) -> None:
-    for layout, changes in KINDS:
+def with_and_without(rank: int, world_size: int, directory: str, kinds: list[tuple[Layout, dict[str, Any]]]) -> None:
+    for layout, changes in kinds:
         usual = {"num_layers": 4, "train_iters": 3, "recompute": "none", **changes}
         plain, replayed = (
             make_config(layout, f"{directory}/{layout}", replay_interval=interval, **usual) for interval in (0, 1)
@@ -49,8 +50,9 @@ def with_and_without(rank: int, world_size: int, directory: str) -> None:
         bitwise(train_on(mesh, replayed), train_on(mesh, plain), ("gradients", "initial", "final"))
 
 
-def test_replays_change_no_bit_and_raise_no_alarm(tmp_path: Path) -> None:
-    run_distributed(with_and_without, 4, str(tmp_path), timeout=120)
+@pytest.mark.parametrize("kinds", [KINDS[1:3], pytest.param(KINDS, marks=pytest.mark.slow)])
+def test_replays_change_no_bit_and_raise_no_alarm(kinds: list[tuple[Layout, dict[str, Any]]], tmp_path: Path) -> None:
+    run_distributed(with_and_without, 4, str(tmp_path), kinds, timeout=120)
 
 
 class Fault:
@@ -69,11 +71,9 @@ class Fault:
         if trainer.mesh.world.rank != rank:
             return
         layers = [layer for chunk in trainer.model.chunks for layer in chunk.layers]
-        modules = [
-            m for layer in layers for m in layer.modules() if isinstance(m, nn.LayerNorm) or "Norm" in str(type(m))
-        ]
-        module = draw.choice(modules)
-        microbatches = trainer.config.training.global_batch_size // 2 // trainer.mesh.batch.size
+        module = draw.choice([layer for layer in layers if isinstance(layer, TransformerBlock)])
+        training = trainer.config.training
+        microbatches = training.global_batch_size // training.micro_batch_size // trainer.mesh.batch.size
         # Two steps, of which the second is replayed; the first microbatch's backward is the first.
         self._at = microbatches + (microbatches if replay else 0)
         module.register_forward_hook(self.after)
@@ -88,7 +88,8 @@ class Fault:
 
     def flipped(self, values: Tensor) -> Tensor:
         changed = values.detach().clone()
-        changed.view(-1).view(torch.int32)[self._draw.randrange(values.numel())] ^= 1 << 21
+        token = values.shape[-1]  # of the first: all others may be masked in the loss
+        changed.view(-1).view(torch.int32)[self._draw.randrange(token)] ^= 1 << 21
         return changed
 
 
@@ -115,14 +116,14 @@ def examine(directory: Path, trials: list[int]) -> None:
         odd, said = results[0]
         assert all(other == results[0] for other in results), "the same on every rank"
         assert "step 2: a microbatch that was computed again gave other numbers" in said, (seed, odd, said)
-        named = rf"\n  rank {odd} \(pp \d, dp \d, tp \d, on \S+\), microbatch \d+: .* in forward order (first )?\w"
+        named = rf"\n  rank {odd} \(pp \d, dp \d, tp \d, on \S+\), microbatch \d+: .*in forward order (first )?\w"
         assert re.search(named, said), (seed, odd, said)
         if said.startswith("(1, 1, 4)"):  # other replicas have computed their own microbatches
             assert said.count("\n  rank ") == 1, said
 
 
 def test_a_rank_that_computes_otherwise_once_is_named(tmp_path: Path) -> None:
-    examine(tmp_path, list(range(4)))
+    examine(tmp_path, [1, 2])
 
 
 @pytest.mark.slow

@@ -93,6 +93,14 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "pp 2, dp 2, ZeRO 1": ((1, 2, 2), {"zero_stage": 1}),
     "tp 2, dp 2, ZeRO 3": ((2, 1, 2), {"zero_stage": 3}),
     "tp 2, sequence parallel, recomputed, dp 2": ((2, 1, 2), {"sequence_parallel": True, "recompute": "full"}),
+    "pp 2, GPipe": ((1, 2, 1), {"schedule": "gpipe"}),
+    "dp 4, ZeRO 2": ((1, 1, 4), {"zero_stage": 2, "micro_batch_size": 1}),
+    "tp 4": ((4, 1, 1), {}),
+    "tp 2, pp 2, sequence parallel, interleaved": (
+        (2, 2, 1),
+        {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    "pp 2, dp 2, ZeRO 3, zero-bubble": ((1, 2, 2), {"zero_stage": 3, "schedule": "zero-bubble"}),
 }
 
 

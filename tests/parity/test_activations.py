@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,16 @@ def test_long_sequences_keep_neither_masks_nor_weights(tmp_path: Path) -> None:
         assert kept == pytest.approx(by_formula(config), rel=0.01), case
 
 
-def test_the_planner_knows_from_which_length_on_attention_takes_blocks() -> None:
+def test_the_planner_knows_where_attention_takes_blocks(tmp_path: Path) -> None:
+    """It has the rule a second time, for it does not load torch."""
     attention = import_module("megacore.ops.attention")  # the package exports the function of this name
-    assert (activations.LONGEST_WHOLE, activations._BLOCK) == (attention.WHOLE, attention.BLOCK)
+    assert activations._BLOCK == attention.BLOCK
+    for length, window, dropout, on_cpu in itertools.product((1024, 1025), (None, 8), (0.0, 0.1), (False, True)):
+        config = activation_config(
+            (1, 1, 1), str(tmp_path), seq_length=length, window_size=window, attention_dropout=dropout
+        )
+        expected = attention.takes_blocks(length, masked=window is not None, dropout=dropout, on_cpu=on_cpu)
+        assert attends_in_blocks(config, config.model, on_cpu=on_cpu) == expected
     assert activations._ALIBI_BLOCK == block_attention._ALIBI_BLOCK
 
 

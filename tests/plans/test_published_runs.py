@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from megacore.plan.planner import gib, step_flops
-from tests.plans.published import BLOOM, Run, memory_runs, timed_runs
+from tests.plans.published import BLOOM, Run, memory_runs, single_node_runs, timed_runs
 
 # Models with one run or two of one layout: their errors are printed in docs/planner.md, and bounded loosely.
 SWEEPS = ("megatron-3.6B", "megatron-18.4B")
@@ -50,6 +50,14 @@ def test_models_that_were_measured_once(errors: dict[str, list[tuple[Run, float]
     of_models = [median_error(rows) for model, rows in errors.items() if model not in SWEEPS]
     assert statistics.median(of_models) <= 0.08
     assert max(of_models) <= 0.15
+
+
+@pytest.mark.parametrize("hidden", [1024, 2048])
+def test_small_models_on_one_node(hidden: int) -> None:
+    """Those whose launches take as long as their operators; a twelfth of the rows."""
+    rows = [(run, run.plan().time.seconds) for run in single_node_runs(every=12) if f"hidden {hidden}," in run.model]
+    assert len(rows) > 20
+    assert median_error(rows) <= 0.10
 
 
 @pytest.mark.parametrize("run", memory_runs(), ids=lambda run: run.model)

@@ -150,7 +150,7 @@ WRONG: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
         ("--pipeline-balance flops has no effect", "--pipeline-layout E,12*t,H", "leave it out"),
     ),
     ({"output_dir": ""}, 1, ("--output-dir is empty",)),
-    ({"output_dir": "\udcff"}, 1, ("--output-dir", "not valid UTF-8")),
+    ({"output_dir": "\udcff"}, 1, (r"--output-dir '\udcff' is not valid UTF-8",)),
 ]
 
 

@@ -118,6 +118,29 @@ BAD_LINES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "unit", "separator", "way_out"),
+    [
+        ("a.jsonl", "line", b"\n", "split it over several lines"),
+        ("a.txt", "line", b"\n", "--text-unit paragraph"),
+        ("a.txt.gz", "paragraph", b"\n\n", "--text-unit line"),
+        ("a.txt", "file", b"", "smaller files"),
+    ],
+)
+def test_a_document_too_long_for_memory_is_refused(
+    name: str, unit: TextUnit, separator: bytes, way_out: str, tmp_path: Path
+) -> None:
+    short = (b"x" * 9_999 + separator) * 50
+    path = tmp_path / name
+    content = short + b"x" * 3_000_000 + separator + short
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    lines = separator.count(b"\n") * (50 if unit != "file" else 0) + 1
+    with pytest.raises(DataError, match=rf"{name}:{lines}: the document .* 1,000,000 bytes, .*{way_out}"):
+        list(read_chunks(str(path), unit, 20_000, most_document_bytes=1_000_000))
+    whole = b"".join(chunk.data for chunk in read_chunks(str(path), unit, 20_000, most_document_bytes=4_000_000))
+    assert whole == content
+
+
 def test_bad_lines_are_located_and_explained(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join(b'{"text": "good"}\n\n' + line for line in BAD_LINES))

@@ -18,7 +18,7 @@ from megacore.checkpoint.lock import WriterLock, sees_lock
 from megacore.checkpoint.small_json import read_object
 from megacore.data.tokenizers.tokenizer import load_tokenizer
 from megacore.errors import CheckpointError, DataError, UserError
-from megacore.files import naming, read_bounded, replace_bytes, replacing, take_lock, write_all
+from megacore.files import append_bytes, naming, read_bounded, replace_bytes, replacing, take_lock, write_all
 from megacore.train.sinks import _keep_until as keep_until
 from tests.patience import patience
 
@@ -136,3 +136,20 @@ def test_a_file_is_read_up_to_a_size(tmp_path: Path) -> None:
         read_bounded(tmp_path / "a", 4)
     with pytest.raises(IsADirectoryError):
         read_bounded(tmp_path, 4)
+
+
+def test_appending_makes_a_file_and_refuses_what_would_block(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    append_bytes(path, b"one\n")
+    append_bytes(path, b"two\n")
+    assert path.read_bytes() == b"one\ntwo\n"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for other in (tmp_path / "pipe", Path("/dev/null")):
+            with pytest.raises(OSError, match="is not a regular file"):
+                append_bytes(other, b"three\n")
+    finally:
+        os.close(reader)
+    with pytest.raises(OSError, match="No such device or address"):  # nobody reads it: opening would wait
+        append_bytes(tmp_path / "pipe", b"three\n")

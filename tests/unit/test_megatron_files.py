@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -417,3 +419,20 @@ def test_copies_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
     made["model"]["language_model"]["encoder"]["layers.2.input_layernorm.bias"] += 1e-6
     torch.save(made, path)
     assert "copies of blocks.2.attention_norm.bias" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+
+
+def test_an_old_file_whose_storages_claim_more_than_it_holds_takes_no_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_legacy(tmp_path / "megatron", tensors_of(GPT), tp=1, pp=1, version=3.0)
+    path = tmp_path / "megatron" / "mp_rank_00" / "model_optim_rng.pt"
+    made = torch.load(path, weights_only=False)
+    made["model"]["bomb"] = torch.zeros(12_345)
+    torch.save(made, path, _use_new_zipfile_serialization=False)
+    content, size = path.read_bytes(), b"M" + struct.pack("<H", 12_345)
+    assert content.count(size) >= 2  # the storage's and the tensor's
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for claimed in (10**9, 10**14):
+        path.write_bytes(content.replace(size, b"\x8a\x08" + struct.pack("<q", claimed)))
+        assert "was not loaded" in refused(tmp_path / "megatron", tmp_path / "out", capsys)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # KiB

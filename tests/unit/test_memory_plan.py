@@ -230,7 +230,7 @@ def test_devices_split_the_sequence_unless_it_is_forbidden(on_cpu: bool, monkeyp
 
 
 def test_what_is_recommended_for_devices_splits_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of one device that is told to take four has the sequence split there; of two there is nothing to turn on."""
+    """A run of one device that is told to take four splits the sequence there; on two there is nothing to turn on."""
     flags = ("--preset", "gpt2-small", "--micro-batch-size", "32", "--recompute", "full")
     (way,) = (way for way in on_device(flags, 4, 100, monkeypatch) if way.startswith("--tp 4,"))
     ranks_of(4, monkeypatch)

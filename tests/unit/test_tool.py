@@ -40,3 +40,17 @@ def test_a_tool_whose_output_nobody_reads_ends_quietly(lines: int) -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_name_that_is_not_utf8_is_printed_where_the_terminal_takes_only_utf8() -> None:
+    code = TOOL.format(lines=1).replace('"a line of the output"', r'"/data/\udcff"')
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        timeout=patience(60),
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "/data/\\udcff\n", "")

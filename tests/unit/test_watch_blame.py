@@ -84,10 +84,10 @@ def test_the_rank_that_left_its_order_caused_the_circle() -> None:
 def test_operations_that_do_not_match_are_named_with_the_one_rank_that_differs() -> None:
     verdict = blame([in_collective(rank, nbytes=8 if rank > 1 else 16) for rank in range(4)], 4)
     assert (verdict.kind, verdict.ranks) == ("undetermined", ())
-    assert "ranks 0, 1 take part in all-reduce of 16 bytes, ranks 2, 3 in all-reduce of 8 bytes" in verdict.why
+    assert "all-reduce of 16 bytes on ranks 0, 1, all-reduce of 8 bytes on ranks 2, 3" in verdict.why
     verdict = blame([in_collective(rank, nbytes=8 if rank == 2 else 16) for rank in range(4)], 4)
     assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("deviates", (2,), False)
-    assert "ranks 0, 1, 3 take part in all-reduce of 16 bytes, rank 2 in all-reduce of 8 bytes" in verdict.why
+    assert "all-reduce of 16 bytes on ranks 0, 1, 3, all-reduce of 8 bytes on rank 2" in verdict.why
 
 
 def test_compiled_code_and_devices_leave_doubt() -> None:

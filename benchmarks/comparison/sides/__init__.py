@@ -1,3 +1,3 @@
-"""One module per framework. Each has `build(job) -> Step`, called on every rank with one thread and torchrun's variables,
+"""One module per framework. Each has `build(job) -> Step`, called on every rank with torchrun's variables,
 and `name(layout) -> str`: what of the framework is measured. `build` raises Unsupported where it has nothing.
 """

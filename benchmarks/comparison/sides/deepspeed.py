@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO 0 to 3, PipelineModule, and AutoTP (blocks only: it has no loss over a split vocabulary for any model)."""
+"""DeepSpeed: ZeRO 0 to 3, PipelineModule, and AutoTP for the blocks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def build(job: Job) -> Step:
 def _engine(job: Job, model: Any) -> Any:
     """DeepSpeed's engine, with torch's fused AdamW, which is faster on a CPU than DeepSpeed's choice."""
     config: dict[str, Any] = {
-        "train_batch_size": job.sizes.batch,
+        "gradient_accumulation_steps": job.layout.microbatches,
         "train_micro_batch_size_per_gpu": job.micro_batch,
         "gradient_clipping": 0.0,
         "steps_per_print": 1 << 30,

@@ -96,6 +96,8 @@ def build(job: Job) -> Step:
         config = _config(job)
         models = [_model(job, config, chunk) for chunk in range(layout.virtual_stages)]
         optimizer = get_megatron_optimizer(_optimizer_config(job), models)
+    for group in optimizer.param_groups:  # as its scheduler does in every step: vectors do not decay
+        group["weight_decay"] = job.weight_decay * group["wd_mult"]
     config.finalize_model_grads_func = finalize_model_grads
     run = get_forward_backward_func()
     batches = microbatches(job, parallel_state.get_data_parallel_rank())
@@ -129,7 +131,7 @@ def build(job: Job) -> Step:
 
 def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = losses.mean()
-    return loss, {"loss": loss.detach()}
+    return loss, {"loss": loss.detach().clone()}  # its schedules divide the loss in place
 
 
 def _config(job: Job) -> TransformerConfig:
@@ -160,6 +162,7 @@ def _config(job: Job) -> TransformerConfig:
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=layout.sequence_parallel,
         pipeline_dtype=torch.float32,
+        batch_p2p_comm=False,  # gloo matches the messages of a batch to one rank by their order, NCCL by direction
         **pipeline,
     )
 
@@ -187,6 +190,7 @@ def _model(job: Job, config: TransformerConfig, chunk: int) -> Any:
 def _load(model: GPTModel, job: Job) -> None:
     """This rank's slices of the job's weights."""
     rank = parallel_state.get_tensor_model_parallel_rank()
+    assert job.weights is not None
     with np.load(job.weights) as values:
         for theirs, parameter in model.named_parameters():
             whole = torch.from_numpy(values[_megacore_name(model, theirs)])

@@ -34,7 +34,7 @@ class Mark:
 
     Attributes:
         x: where, or where it begins.
-        style: class: resume, skip, or rollback.
+        style: class: resume, spike, skip, or rollback.
         text: what a browser shows under the pointer.
         end: where a range ends.
     """
@@ -156,9 +156,9 @@ class _Painter:
             height = self.bottom - _TOP
             box = f'x="{x:.1f}" y="{_TOP:g}" width="{width:.1f}" height="{height:g}"'
             return f'<rect class="{mark.style}" {box}>{title}</rect>'
-        if mark.style == "skip":
+        if mark.style in ("skip", "spike"):
             down = self.bottom
-            return f'<path class="skip" d="M{x:.1f} {down:g}l-4 -8h8z">{title}</path>'
+            return f'<path class="{mark.style}" d="M{x:.1f} {down:g}l-4 -8h8z">{title}</path>'
         return f'<path class="{mark.style}" d="M{x:.1f} {_TOP:g}V{self.bottom:g}">{title}</path>'
 
     def x(self, value: float) -> float:

@@ -161,7 +161,7 @@ class _Page:
             Curve(name="evaluation", style="dots", points=evaluated),
         ]
         marks = list(self._marks())
-        kinds = [("resume", "resumed"), ("skip", "not trained on"), ("rollback", "rolled back")]
+        kinds = [("resume", "resumed"), ("spike", "spike"), ("skip", "not trained on"), ("rollback", "rolled back")]
         keys = [(curve.style, curve.name) for curve in curves if any(p.y is not None for p in curve.points)]
         keys += [(style, name) for style, name in kinds if any(mark.style == style for mark in marks)]
         legend = "".join(f'<span class="key {style}">{escape(name)}</span>' for style, name in keys)
@@ -184,6 +184,10 @@ class _Page:
             yield Mark(
                 x=min(x, back), end=max(x, back), style="rollback", text=f"rolled back: {event.get('reason', '')}"
             )
+        spikes = self.run.events_of("spike")
+        for event in spikes[:: max(1, -(-len(spikes) // _MOST_MARKS))]:
+            text = f"step {event.get('step')}: {event.get('reason')}"
+            yield Mark(x=self._x_of_step(event), style="spike", text=text[:200])
         skips = [
             (self._x_of_step(e), f"step {e.get('step')} skipped: {e.get('reason')}") for e in self.run.events_of("skip")
         ]
@@ -213,7 +217,11 @@ class _Page:
     def gradient_norm(self) -> str:
         clip, norms = finite(self.run.setting("optimizer", "clip_grad")), _numbers(self.run.steps, "train/grad_norm")
         note, level = "before clipping", None
-        if clip and norms:
+        if self.run.setting("optimizer", "clip_grad_adaptive") is True and norms:
+            pairs = [(finite(r.get("train/grad_norm")), finite(r.get("train/clip_limit"))) for r in self.run.steps]
+            share = sum(norm is not None and limit is not None and norm > limit for norm, limit in pairs) / len(norms)
+            note = f"{share:.1%} of the logged steps are clipped, adaptively"
+        elif clip and norms:
             share = sum(norm > clip for norm in norms) / len(norms)
             note, level = f"{share:.1%} of the logged steps are clipped", (clip, f"clipped to {clip:g}")
         return self._chart("Gradient norm", "train/grad_norm", note=note, level=level)

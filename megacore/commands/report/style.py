@@ -39,7 +39,7 @@ circle.main,circle.soft{fill:var(--main)}
 circle.dots{fill:var(--second);stroke:var(--card);stroke-width:1}
 .level{stroke:var(--second);stroke-dasharray:4 4;fill:none}
 path.resume{stroke:var(--soft);stroke-dasharray:2 3;fill:none}
-path.skip{fill:var(--bad)}
+path.skip{fill:var(--bad)}path.spike{fill:none;stroke:var(--bad)}
 rect.rollback{fill:var(--shade)}
 .track{fill:var(--grid)}.bar{fill:var(--main)}.expected{stroke:var(--second);stroke-width:2}
 .legend{display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 0 0;color:var(--soft);font-size:13px}
@@ -49,6 +49,7 @@ rect.rollback{fill:var(--shade)}
 .key.resume::before{height:0;border-top:2px dotted var(--soft)}
 .key.skip::before{width:0;height:0;border:5px solid transparent;border-top:0;border-bottom:8px solid var(--bad);
 border-radius:0}
+.key.spike::before{width:0;height:8px;border-left:2px solid var(--bad);border-radius:0}
 .key.rollback::before{height:12px;background:var(--shade)}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}

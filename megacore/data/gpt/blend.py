@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,14 @@ class SampleDataset(Protocol):
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
         """Sample `index`."""
+
+
+@runtime_checkable
+class KnowsDocuments(Protocol):
+    """A dataset that can say which documents a sample consists of."""
+
+    def documents_of(self, index: int) -> str:
+        """The documents of sample `index` in words: numbers, and the dataset's prefix."""
 
 
 def blend_order(weights: Sequence[float], num_samples: int) -> NDArray[np.int16]:
@@ -102,3 +110,8 @@ class BlendedDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.datasets[int(self.dataset_index[index])][int(self.sample_index[index])]
+
+    def documents_of(self, index: int) -> str:
+        """The documents of sample `index` of the blend."""
+        dataset = self.datasets[int(self.dataset_index[index])]
+        return dataset.documents_of(int(self.sample_index[index])) if isinstance(dataset, KnowsDocuments) else "unknown"

@@ -187,6 +187,13 @@ class GPTDataset:
             mask[tokens == self._eod] = 0.0
         return {"tokens": tokens, "labels": labels, "loss_mask": mask}
 
+    def documents_of(self, index: int) -> str:
+        """The documents of sample `index`, by their numbers in the dataset."""
+        window = int(self.shuffle_index[index])
+        (first, _), (last, _) = self.sample_index[window : window + 2].tolist()
+        numbers = ", ".join(str(number) for number in self.document_index[first : last + 1].tolist())
+        return f"documents {numbers} of {self.indexed.prefix}"
+
     def window(self, window: int) -> NDArray[np.int64]:
         """int64 [s + 1]: the tokens of a window of the stream."""
         pieces = [self.indexed.tokens(start, stop) for start, stop in self._spans(window)]

@@ -23,6 +23,14 @@ from megacore.errors import DataError
 TextUnit = Literal["line", "paragraph", "file"]
 CHUNK_BYTES = 1 << 19
 _BLOCK = 1 << 18
+MOST_DOCUMENT_BYTES = 1 << 25
+"""Of one document: to tokenize it takes up to 200 bytes of memory per byte."""
+_WAYS_OUT = {
+    "json": "split it over several lines",
+    "line": "split the line, or use --text-unit paragraph if blank lines separate documents",
+    "paragraph": "separate its parts by blank lines, or use --text-unit line",
+    "file": "use --text-unit paragraph or line, or smaller files",
+}
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _BLANK_LINE = re.compile(rb"\n[ \t\r\f\v]*\n")
 _BOM = b"\xef\xbb\xbf"
@@ -73,11 +81,17 @@ def is_json(path: str | Path) -> bool:
     return (Path(name.stem) if name.suffix in (".gz", ".zst") else name).suffix in _JSON_SUFFIXES
 
 
-def read_chunks(path: str, text_unit: TextUnit = "line", chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
+def read_chunks(
+    path: str,
+    text_unit: TextUnit = "line",
+    chunk_bytes: int = CHUNK_BYTES,
+    most_document_bytes: int = MOST_DOCUMENT_BYTES,
+) -> Iterator[Chunk]:
     """Yield a file as chunks of about `chunk_bytes`, more where one document is longer.
 
     Raises:
-        DataError: The file cannot be read, or its compressed data is damaged or cut short.
+        DataError: The file cannot be read, its compressed data is damaged or cut short, or a document is longer than
+            `most_document_bytes`.
     """
     unit = "json" if is_json(path) else text_unit
     line, seen, first = 1, 0, True
@@ -92,9 +106,14 @@ def read_chunks(path: str, text_unit: TextUnit = "line", chunk_bytes: int = CHUN
                 first = False
                 if pending.startswith(_BOM):
                     del pending[: len(_BOM)]
-            if len(pending) < chunk_bytes or unit == "file":
+            if len(pending) < chunk_bytes:
                 continue
-            cut = _last_boundary(pending, unit, searched)
+            cut = 0 if unit == "file" else _last_boundary(pending, unit, searched)
+            if not cut and len(pending) > most_document_bytes:
+                raise DataError(
+                    f"{path}:{line}: the document that begins here has more than {most_document_bytes:,} bytes, "
+                    f"and would take too much memory: {_WAYS_OUT[unit]}"
+                )
             if cut:
                 data = bytes(pending[:cut])
                 del pending[:cut]

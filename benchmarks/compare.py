@@ -1,0 +1,331 @@
+"""megacore beside torch, DeepSpeed and Megatron-Core: speed, scaling, memory, and the largest model that fits.
+
+    make peers                                    # DeepSpeed and Megatron-Core, once
+    python benchmarks/compare.py --ranks 2        # data, tensor and pipeline parallelism, ZeRO 1 to 3
+    python benchmarks/compare.py --ranks 4 --measured         # and combinations; writes the section of docs/measured.md
+    python benchmarks/compare.py --ranks 2 --peers torch --modes dp,zero3 --memory-limit-mib 0
+
+Every rank is a process with one thread, and every framework has processes of its own. All start from the same weights
+and read the same tokens, and pipelines are cut at the same layers; losses are compared. The frameworks of a layout are
+in memory together, and their rounds alternate: while one computes, the others wait. With them alternate as many
+processes that only multiply matrices: the machine's limit at that moment. From 1 to N ranks, in powers of two.
+
+Writes results.json, results.md, results.svg and, with matplotlib, results.png into --output. A framework that is not
+installed, does not offer a layout or fails is named, and the others are measured.
+
+Exit status: 0 done, 1 the losses of two frameworks differ or megacore failed, 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.comparison.inputs import write_inputs  # noqa: E402
+from benchmarks.comparison.install import ENVIRONMENT, python_of  # noqa: E402
+from benchmarks.comparison.job import KINDS, PEERS, Job, Layout, Sizes, layouts, rank_counts  # noqa: E402
+from benchmarks.comparison.launcher import Side, SideFailed, Turn  # noqa: E402
+from benchmarks.comparison.picture import picture  # noqa: E402
+from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, replace_section  # noqa: E402
+from benchmarks.comparison.sides.products import FLOPS  # noqa: E402
+from benchmarks.comparison.stages import cut  # noqa: E402
+from megacore.plan.canvas import save  # noqa: E402
+
+PRODUCTS = "products"
+MEASURED = ROOT / "docs" / "measured.md"
+# Ways whose largest model is sought, and its sizes: few tokens and a wide model, so that state outweighs activations.
+LARGEST_KINDS = ("dp", "zero1", "zero2", "zero3", "tp", "pp", "tp-zero1")
+LARGEST_SIZES = Sizes(layers=2, hidden=512, heads=8, seq=128, vocab=8192, batch=4)
+_PROBES = 5  # models that are tried
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    pythons, missing = interpreters(arguments.peers)
+    results = Results(
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        machine=f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, gloo",
+        versions={"torch": version("torch").split("+")[0], **_versions(pythons)},
+        sizes=Sizes(**{name.name: getattr(arguments, name.name) for name in dataclasses.fields(Sizes)}),
+        missing=missing,
+    )
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as directory:
+        comparison = Comparison(results, pythons, Path(directory), arguments.output / "ranks.log")
+        for ranks in rank_counts(arguments.ranks):
+            for layout in layouts(arguments.modes, ranks):
+                comparison.measure(layout, rounds=arguments.rounds, steps=arguments.steps)
+        if arguments.memory_limit_mib:
+            results.limit_bytes = arguments.memory_limit_mib * MIB
+            comparison.find_largest([kind for kind in arguments.modes if kind in LARGEST_KINDS], arguments.ranks)
+    _write(results, arguments.output, measured=arguments.measured)
+    apart = list(results.disagreements())
+    for row, difference in apart:
+        print(f"{row.implementation}, {row.layout}: losses differ by {difference:.1e} from megacore's", file=sys.stderr)
+    failed = [what for what in results.missing if what.startswith("megacore")]
+    return 1 if apart or failed or not results.rows else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ranks", type=_positive, default=2, metavar="N", help="most ranks. Default: 2; combinations take 4")
+    add("--peers", type=_names(PEERS), default=list(PEERS), help=f"from {','.join(PEERS)}. Default: all")
+    add("--modes", type=_names(tuple(KINDS)), default=list(KINDS), help=f"from {','.join(KINDS)}. Default: all")
+    add("--rounds", type=_positive, default=6, metavar="N", help="rounds of each framework. Default: 6")
+    add("--steps", type=_positive, default=2, metavar="N", help="steps of a round. Default: 2")
+    add("--memory-limit-mib", type=int, default=1024, metavar="N",
+        help="memory per rank of the largest model; 0: do not seek it. Default: 1024")  # fmt: skip
+    add("--output", type=Path, default=ROOT / "output" / "compare", metavar="DIR", help="Default: output/compare")
+    add("--measured", action="store_true", help=f"write the section of {MEASURED.relative_to(ROOT)} as well")
+    for field in dataclasses.fields(Sizes):
+        add(f"--{field.name}", type=_positive, default=field.default, metavar="N", help=f"Default: {field.default}")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number from 1")
+    return int(text)
+
+
+def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """A type of argparse: names separated by commas."""
+
+    def names(text: str) -> list[str]:
+        given = [name for name in text.split(",") if name]
+        if unknown := [name for name in given if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not known; use {', '.join(known)}")
+        return given
+
+    return names
+
+
+def interpreters(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]:
+    """The interpreter of each framework that is installed, and why the others are missing.
+
+    Args:
+        peers: frameworks beside megacore.
+    """
+    here = Path(sys.executable)
+    found, missing = {"megacore": here, PRODUCTS: here}, {}
+    own = python_of(ENVIRONMENT)
+    for peer in peers:
+        module = peer.split("-")[0]
+        probe = f"import importlib.util as i, sys; sys.exit(i.find_spec({module!r}) is None)"
+        if importlib.util.find_spec(module) is not None:
+            found[peer] = here
+        elif own.exists() and subprocess.run([own, "-c", probe], check=False).returncode == 0:
+            found[peer] = own
+        else:
+            missing[peer] = "not installed; `make peers` installs it"
+    return found, missing
+
+
+def _versions(pythons: dict[str, Path]) -> dict[str, str]:
+    names = {"deepspeed": "DeepSpeed", "megatron-core": "Megatron-Core"}
+    found = {}
+    for peer, label in names.items():
+        if peer in pythons:
+            code = f"from importlib.metadata import version; print(version({peer!r}))"
+            run = subprocess.run([pythons[peer], "-c", code], capture_output=True, text=True, check=True)
+            found[label] = run.stdout.strip()
+    return found
+
+
+class Comparison:
+    """Measures layouts one after the other.
+
+    Args:
+        results: where figures are added.
+        pythons: the interpreter of each framework.
+        directory: for inputs and what runs write.
+        log: what the ranks print.
+    """
+
+    def __init__(self, results: Results, pythons: dict[str, Path], directory: Path, log: Path) -> None:
+        self.results, self._pythons, self._directory, self._log = results, pythons, directory, log
+        self._inputs = write_inputs(results.sizes, directory)
+        log.unlink(missing_ok=True)
+
+    def measure(self, layout: Layout, *, rounds: int, steps: int) -> None:
+        """All frameworks on one layout, in turns.
+
+        Args:
+            layout: how the model is divided.
+            rounds: of each framework.
+            steps: of a round; one more after each change is not timed.
+        """
+        self._say(f"{layout.kind} on {layout.ranks} ranks")
+        try:
+            self._require_divisible(layout)
+            stages = cut(self.results.sizes, layout)
+        except ValueError as error:
+            self.results.missing[f"{layout.kind} on {layout.ranks} ranks"] = str(error).splitlines()[0]
+            return
+        with ExitStack() as stack:
+            sides: dict[str, Side] = {}
+            for name, python in self._pythons.items():
+                job = self._job(name, self.results.sizes, layout, stages=stages, inputs=self._inputs)
+                try:
+                    sides[name] = stack.enter_context(Side(job, python, self._log))
+                except SideFailed as error:
+                    self._miss(name, layout, error)
+            turns = self._turns(sides, layout, rounds=rounds, steps=steps)
+            limits = [FLOPS * layout.ranks * steps / turn.seconds for turn in turns.pop(PRODUCTS)[1::2]]
+            for name, taken in turns.items():
+                last = taken[-1]
+                self.results.rows.append(
+                    Row(
+                        side=name,
+                        implementation=sides[name].name,
+                        layout=layout,
+                        seconds=[turn.seconds / steps for turn in taken[1::2]],
+                        limit=sorted(limits)[len(limits) // 2],
+                        peak=last.peak,
+                        process_peak=last.process_peak,
+                        losses=[loss for turn in taken for loss in turn.losses],
+                    )
+                )
+
+    def _require_divisible(self, layout: Layout) -> None:
+        pieces, batch = layout.dp * layout.microbatches, self.results.sizes.batch
+        if batch % pieces:
+            raise ValueError(f"--batch {batch} must be a multiple of {pieces}: replicas x microbatches")
+
+    def _turns(self, sides: dict[str, Side], layout: Layout, *, rounds: int, steps: int) -> dict[str, list[Turn]]:
+        """Pairs of turns: one step after the change, and the timed ones. A side that fails takes part no more."""
+        turns: dict[str, list[Turn]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name in list(turns):
+                try:
+                    turns[name] += [sides[name].run(1), sides[name].run(steps)]
+                except SideFailed as error:
+                    self._miss(name, layout, error)
+                    del turns[name]
+        return turns
+
+    def find_largest(self, kinds: Sequence[str], ranks: int) -> None:
+        """The largest model of every framework that fits the limit.
+
+        Args:
+            kinds: ways to divide a model.
+            ranks: processes.
+        """
+        self.results.largest_sizes = LARGEST_SIZES
+        for layout in layouts(kinds, ranks):
+            for name, python in self._pythons.items():
+                if name == PRODUCTS or f"{name}, {layout.kind} on {layout.ranks} ranks" in self.results.missing:
+                    continue
+                self._say(f"largest model: {name}, {layout.kind}")
+                try:
+                    found = self._largest(name, python, layout)
+                except SideFailed as error:
+                    self._miss(f"{name}, largest model", layout, error)
+                    continue
+                if found is not None:
+                    self.results.largest.append(found)
+
+    def _largest(self, name: str, python: Path, layout: Layout) -> Largest | None:
+        """Models are tried until one fits and the next larger one does not, or for `_PROBES` times."""
+        limit, unit = self.results.limit_bytes, layout.pp * layout.virtual_stages
+        layers: int | None = max(2, unit)
+        peaks: dict[int, int] = {}
+        while layers is not None and len(peaks) < _PROBES:
+            peaks[layers] = self._peak(name, python, layout, layers)
+            layers = next_layers(peaks, limit, unit)
+        most = max((count for count, peak in peaks.items() if peak <= limit), default=None)
+        if most is None:
+            return None
+        parameters = dataclasses.replace(LARGEST_SIZES, layers=most).parameters
+        return Largest(side=name, layout=layout, layers=most, parameters=parameters, peak=peaks[most])
+
+    def _peak(self, name: str, python: Path, layout: Layout, layers: int) -> int:
+        sizes = dataclasses.replace(LARGEST_SIZES, layers=layers)
+        job = self._job(name, sizes, layout, stages=cut(sizes, layout), inputs=(self._tokens(sizes), None))
+        with Side(job, python, self._log) as side:
+            return side.run(2).peak
+
+    def _tokens(self, sizes: Sizes) -> Path:
+        directory = self._directory / "largest"
+        if not directory.exists():
+            directory.mkdir()
+            write_inputs(dataclasses.replace(sizes, layers=1), directory)
+        return directory / "tokens.npy"
+
+    def _job(
+        self, side: str, sizes: Sizes, layout: Layout, *,
+        stages: tuple[tuple[int, int], ...], inputs: tuple[Path, Path | None],
+    ) -> Job:  # fmt: skip
+        tokens, weights = inputs
+        return Job(
+            side=side, sizes=sizes, layout=layout, stages=stages, tokens=tokens, weights=weights,
+            directory=self._directory,
+        )  # fmt: skip
+
+    def _miss(self, name: str, layout: Layout, error: SideFailed) -> None:
+        reason = str(error).splitlines()[0].removeprefix("Unsupported: ")
+        self.results.missing[f"{name}, {layout.kind} on {layout.ranks} ranks"] = reason
+        self._say(f"  {name}: {reason}")
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def next_layers(peaks: dict[int, int], limit: int, unit: int) -> int | None:
+    """The next number of layers to try: where a line through the two peaks next to the limit reaches it. None: the
+    largest that fits and the smallest that does not are neighbours.
+
+    Args:
+        peaks: bytes by number of layers, at least one.
+        limit: bytes.
+        unit: layers are multiples of it.
+    """
+    fits = max((count for count, peak in peaks.items() if peak <= limit), default=0)
+    over = min((count for count, peak in peaks.items() if peak > limit), default=None)
+    if over is not None and over - fits <= unit:
+        return None
+    if len(peaks) == 1:
+        return 3 * fits if over is None else max(over // 2 // unit, 1) * unit
+    a, b = sorted(sorted(peaks, key=lambda count: abs(peaks[count] - limit))[:2])
+    slope = max((peaks[b] - peaks[a]) / (b - a), 1.0)
+    guess = max(int(a + (limit - peaks[a]) / slope) // unit * unit, fits + unit)
+    return guess if over is None else min(guess, over - unit)
+
+
+def _write(results: Results, output: Path, *, measured: bool) -> None:
+    (output / "results.json").write_text(json.dumps(results.to_json(), indent=1), encoding="utf-8")
+    text = markdown(results)
+    (output / "results.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    if results.rows:
+        for path in _pictures(output):
+            save(picture(results), path)
+    if measured:
+        replace_section(MEASURED, text)
+
+
+def _pictures(output: Path) -> Iterator[Path]:
+    yield output / "results.svg"
+    if importlib.util.find_spec("matplotlib") is not None:
+        yield output / "results.png"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

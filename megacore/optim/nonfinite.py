@@ -1,0 +1,108 @@
+"""Which weights and moments are not finite, of all ranks, in the order in which the forward uses them.
+
+For the launch, for saves, and after a step in which something was not finite: it reads all of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.optim.optimizer import Optimizer
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Mesh
+from megacore.zero.data_parallel import DataParallel
+
+WEIGHT = "weight"
+ROUNDED = "rounded weight"
+"""The weight in the 16-bit format of training, where the fp32 weight itself is finite."""
+
+
+@dataclass(frozen=True, order=True)
+class NonFinite:
+    """A tensor that is not finite on a rank; in order of their use in the forward.
+
+    Attributes:
+        stage: number of the pipeline stage.
+        position: of the parameter among those of its rank.
+        rank: that holds the numbers.
+        kind: weight, rounded weight, or a kind of the optimizer's state such as exp_avg.
+        name: global name of the parameter.
+        count: numbers that are not finite, on this rank.
+        size: numbers on this rank.
+    """
+
+    stage: int
+    position: int
+    rank: int
+    kind: str
+    name: str
+    count: int
+    size: int
+
+    def __str__(self) -> str:
+        kind = "" if self.kind == WEIGHT else f"{self.kind} of "
+        return f"{kind}{self.name} on rank {self.rank} ({self.count:,} of {self.size:,} numbers)"
+
+
+@torch.no_grad()
+def non_finite_state(data_parallel: DataParallel, optimizer: Optimizer[Any], mesh: Mesh) -> list[NonFinite]:
+    """The weights and moments of all ranks that are not finite, in forward order; all ranks call this together.
+
+    Args:
+        data_parallel: holds the weights.
+        optimizer: holds the moments.
+        mesh: this rank's groups.
+    """
+    known = list(_state(data_parallel, optimizer))
+    counts = _counts([tensor for _, _, tensor in known])
+    bad: dict[tuple[str, str], list[int]] = {}  # of one tensor the segments add up
+    for (kind, name, tensor), count in zip(known, counts, strict=True):
+        total = bad.setdefault((kind, name), [0, 0])
+        total[0] += count
+        total[1] += tensor.numel()
+    found = []
+    for (kind, name), (count, size) in bad.items():
+        if count and not (kind == ROUNDED and bad[WEIGHT, name][0]):
+            chunk, position = data_parallel.place_of(name)
+            stage = chunk * mesh.pipeline.size + mesh.pipeline.rank
+            found.append(NonFinite(stage, position, mesh.world.rank, kind, name, count, size))
+    return sorted(each for of_rank in all_gather_objects(found, mesh.world) for each in of_rank)
+
+
+def describe_non_finite(found: Sequence[NonFinite]) -> str:
+    """The first of them in forward order, and how many follow; there is one at least."""
+    first = found[0]
+    beside = [each.kind for each in found if each.name == first.name and each.rank == first.rank and each != first]
+    names = len({each.name for each in found}) - 1
+    also = f", its {' and '.join(beside)} too" if beside else ""
+    return f"{first}{also}" + (f"; {names} more parameters" if names else "")
+
+
+def _state(data_parallel: DataParallel, optimizer: Optimizer[Any]) -> Iterator[tuple[str, str, Tensor]]:
+    """Kind, parameter's name and values of everything that this rank updates."""
+    for local in data_parallel.segments:
+        name = local.spec.name
+        yield WEIGHT, name, local.master
+        parameters = local.bucket.part_of_parameters(0, 1)
+        if parameters.dtype != torch.float32:
+            yield ROUNDED, name, parameters[local.segment.shard_slice]
+        for kind in optimizer.state[local.run]:
+            if kind != "step" and (values := local.state(optimizer, kind)) is not None:
+                yield kind, name, values
+
+
+def _counts(tensors: Sequence[Tensor]) -> list[int]:
+    """How many numbers of each tensor are not finite. A sum, which is many times as fast, shows where to count."""
+    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+    counts = [0] * len(tensors)
+    for device in {each.device for each in sums}:
+        here = [number for number, each in enumerate(sums) if each.device == device]
+        finite = torch.stack([sums[number] for number in here]).isfinite().tolist()  # one copy to the host
+        for number in (number for number, is_finite in zip(here, finite, strict=True) if not is_finite):
+            counts[number] = int(torch.count_nonzero(~tensors[number].isfinite()))
+    return counts

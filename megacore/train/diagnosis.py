@@ -1,0 +1,263 @@
+"""Why a step was not finite: weights, moments, data or overflow; which layer, rank, microbatch and samples.
+
+It runs only after such a step, whose weights are as before, and may take the time of a few steps. All ranks take part:
+
+1. Weights and moments are counted. What is not finite there never heals.
+2. The losses of the microbatches say which of them are bad. The first of these runs forward again, and the outputs of
+   all layers are looked at, in forward order.
+3. If all losses are finite, a gradient is not: the step is computed again with some of its microbatches in place of the
+   others, by bisection. Dropout masks belong to the microbatch, so they are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from megacore.data.gpt.blend import KnowsDocuments
+from megacore.optim.nonfinite import describe_non_finite
+from megacore.parallel.collectives import all_gather_objects
+from megacore.pipeline.stage import tensors_of
+
+if TYPE_CHECKING:
+    from megacore.optim.update import Culprit
+    from megacore.train.step import BatchWeight, TrainStep
+
+_LARGE = {"fp16": 1e3, "bf16": 1e12, "fp32": 1e12}
+"""Activations above this are near an overflow, because products of them are summed; by --precision."""
+IMPLAUSIBLE_LOSS = 1e3
+"""No useful loss is that large: a model that knows nothing has the logarithm of the vocabulary's size."""
+_MOST_NAMED = 4  # documents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where microbatches come from, so that a bad one can be looked up.
+
+    Attributes:
+        dataset: the training data.
+        micro_batch_size: samples of a microbatch.
+    """
+
+    dataset: Any
+    micro_batch_size: int
+
+    def describe(self, index: int) -> str:
+        """The samples of microbatch number `index` of the run, and their documents where the data know them."""
+        samples = range(index * self.micro_batch_size, (index + 1) * self.micro_batch_size)
+        text = (
+            f"sample {samples.start:,}" if len(samples) == 1 else f"samples {samples.start:,} to {samples.stop - 1:,}"
+        )
+        if not isinstance(self.dataset, KnowsDocuments):
+            return text
+        documents = list(dict.fromkeys(self.dataset.documents_of(sample) for sample in samples))
+        more = f" and {len(documents) - _MOST_NAMED} more" if len(documents) > _MOST_NAMED else ""
+        return f"{text}: {'; '.join(documents[:_MOST_NAMED])}{more}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The cause of a step that was not finite, equal on every rank.
+
+    Attributes:
+        cause: weights, moments, data, overflow or undetermined.
+        lines: the evidence, each a sentence.
+        is_permanent: whether no further step can be finite.
+    """
+
+    cause: str
+    lines: tuple[str, ...]
+    is_permanent: bool = False
+
+    def __str__(self) -> str:
+        return f"likely cause: {self.cause}: {'; '.join(self.lines)}"
+
+
+class _Microbatch(NamedTuple):
+    """A microbatch of the step.
+
+    Attributes:
+        replica: rank in the batch group.
+        number: in the step.
+        in_run: its number in the run.
+        loss: summed, or NaN.
+        bad_inputs: names of its tensors that are not finite.
+    """
+
+    replica: int
+    number: int
+    in_run: int
+    loss: float
+    bad_inputs: tuple[str, ...]
+
+
+class _Output(NamedTuple):
+    """The output of a layer: its place in forward order, whether it is finite, its largest finite magnitude."""
+
+    layer: int
+    name: str
+    rank: int
+    replica: int
+    is_finite: bool
+    largest: float
+
+
+def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight, *, last_loss: float) -> Diagnosis:
+    """Find the cause; all ranks call this together, after a step that was skipped.
+
+    Args:
+        steps: took the step.
+        microbatches: of this replica.
+        weight: of the step's loss.
+        last_loss: mean loss of the last finite step.
+    """
+    found = steps.update.non_finite_state()
+    if found:
+        is_weight = any("weight" in each.kind for each in found)
+        text = f"first in forward order {describe_non_finite(found)}; no later step can be finite"
+        return Diagnosis(cause="weights" if is_weight else "moments", lines=(text,), is_permanent=True)
+    case, remarks = _Case(steps, microbatches, weight), list[str]()
+    if last_loss >= IMPLAUSIBLE_LOSS:
+        remarks.append(f"the loss of the last finite step was {last_loss:.3g}: training had diverged already")
+    return case.of_loss(remarks) if case.bad else case.of_gradient(remarks)
+
+
+class _Case:
+    """The step that was not finite.
+
+    Args:
+        steps: took it.
+        microbatches: of this replica.
+        weight: of its loss.
+    """
+
+    def __init__(self, steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight) -> None:
+        self._steps, self._microbatches, self._weight = steps, list(microbatches), weight
+        self._mesh, self._model = steps.mesh, steps.model
+        self._replicas: list[int] = all_gather_objects(self._mesh.batch.rank, self._mesh.world)  # of every rank
+        self.everyone = self._losses()
+        self.bad = [each for each in self.everyone if not math.isfinite(each.loss)]
+
+    def _losses(self) -> list[_Microbatch]:
+        """Every microbatch of the step, by its number in the run."""
+        mesh, mine = self._mesh, list[_Microbatch]()
+        for number, loss in self._model.runtime.losses.items() if mesh.layer.is_first and mesh.copies.is_first else ():
+            microbatch = self._microbatches[number]
+            bad_inputs = tuple(_bad_inputs(microbatch))
+            mine.append(_Microbatch(mesh.batch.rank, number, microbatch.index, float(loss.sum()), bad_inputs))
+        gathered = (each for of_rank in all_gather_objects(mine, mesh.world) for each in of_rank)
+        return sorted(gathered, key=lambda each: each.in_run)
+
+    def of_loss(self, remarks: Sequence[str]) -> Diagnosis:
+        """The cause of losses that are not finite."""
+        broken = next((each for each in self.bad if each.bad_inputs), None)
+        if broken is not None:
+            text = f"{' and '.join(broken.bad_inputs)} of {self._describe(broken)} has numbers that are not finite"
+            return Diagnosis(cause="data", lines=(text, *remarks))
+        first, count = self.bad[0], f"{len(self.bad)} of {len(self.everyone)} microbatches"
+        lines = [f"the loss of {count} is not finite, first that of {self._describe(first)}", *remarks]
+        outputs = [each for each in self._forward(first.number) if each.replica == first.replica]
+        culprit = next((each for each in outputs if not each.is_finite), None)
+        before = (each.largest for each in outputs if culprit is None or each.layer < culprit.layer)
+        largest = max(before, default=0.0)
+        if culprit is not None:
+            where = f"the output of {culprit.name} on rank {culprit.rank}"
+            lines.append(f"first not finite in forward order: {where}, after activations of up to {largest:.3g}")
+        if remarks or largest >= _LARGE[self._steps.config.precision.precision]:
+            return Diagnosis(cause="overflow", lines=tuple(lines))
+        return self._data_or_not(lines, others_are_finite=len(self.bad) < len(self.everyone))
+
+    def of_gradient(self, remarks: Sequence[str]) -> Diagnosis:
+        """The cause of gradients that are not finite, where all losses are finite."""
+        numbers = list(range(len(self._microbatches)))
+        if self._backward(numbers) is None:
+            text = "the gradients of all microbatches are finite if they are computed again: their sum overflowed, or "
+            return Diagnosis(cause="overflow", lines=(text + "the computer was in error", *remarks))
+        while len(numbers) > 1:
+            half = numbers[: len(numbers) // 2]
+            numbers = half if self._backward(half) is not None else numbers[len(numbers) // 2 :]
+        (number,), found = numbers, self._backward(numbers)
+        if found is None:
+            text = "the gradient of no microbatch alone is not finite: a sum of them overflowed"
+            return Diagnosis(cause="overflow", lines=(text, *remarks))
+        replica = self._replicas[found.rank]
+        which = next(each for each in self.everyone if (each.replica, each.number) == (replica, number))
+        lines = (f"first in the backward of {self._describe(which)}: the gradient of {found}", *remarks)
+        if remarks or self._steps.config.precision.precision == "fp16":
+            return Diagnosis(cause="overflow", lines=lines)
+        others = [each for each in range(len(self._microbatches)) if each != number]
+        is_alone = {self._replicas[rank] for rank in found.ranks} == {replica} and len(self.everyone) > 1
+        return self._data_or_not(lines, others_are_finite=is_alone and not (others and self._backward(others)))
+
+    def _data_or_not(self, lines: Sequence[str], *, others_are_finite: bool) -> Diagnosis:
+        if others_are_finite:
+            return Diagnosis(cause="data", lines=(*lines, "other microbatches are finite with the same weights"))
+        return Diagnosis(cause="undetermined", lines=(*lines, "weights and moments are finite"))
+
+    def _describe(self, microbatch: _Microbatch) -> str:
+        rank = self._replicas.index(microbatch.replica)
+        text = f"microbatch {microbatch.number} of replica {microbatch.replica} (rank {rank}"
+        source = self._steps.source
+        return f"{text})" if source is None else f"{text}; {source.describe(microbatch.in_run)})"
+
+    # ---- the step once more
+
+    def _forward(self, number: int) -> list[_Output]:
+        """The outputs of all layers for microbatch `number` of each replica, in forward order; in evaluation mode."""
+        mesh, outputs = self._mesh, list[_Output]()
+
+        def look(layer: int, name: str) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                numbers = [tensor.detach().float() for tensor in tensors_of(output) if tensor.is_floating_point()]
+                finite = all(bool(tensor.isfinite().all()) for tensor in numbers)
+                largest = max((float(_magnitude(tensor)) for tensor in numbers), default=0.0)
+                outputs.append(_Output(layer, name, mesh.world.rank, mesh.batch.rank, finite, largest))
+
+            return hook
+
+        with ExitStack() as stack:
+            for chunk in self._model.chunks:
+                stage = self._model.stages[chunk.number * mesh.pipeline.size + mesh.pipeline.rank]
+                for layer, name, module in zip(stage, chunk.names, chunk.layers, strict=True):
+                    stack.enter_context(_hooked(module, look(layer, name)))
+            self._model.runtime.evaluate([self._microbatches[number]])
+        return sorted(each for of_rank in all_gather_objects(outputs, mesh.world) for each in of_rank)
+
+    def _backward(self, numbers: Sequence[int]) -> Culprit | None:
+        """Compute the step with only some of its microbatches, each as often as it takes: what is not finite first."""
+        count, model = len(self._microbatches), self._model
+        chosen = [self._microbatches[numbers[position % len(numbers)]] for position in range(count)]
+        kept = [(buffer, buffer.clone()) for chunk in model.chunks for buffer in chunk.buffers()]
+        model.data_parallel.begin_step(self._steps.update.scaler.scale)
+        model.runtime.train_step(chosen, self._weight, model.data_parallel)
+        for buffer, before in kept:
+            buffer.copy_(before)
+        return self._steps.update.non_finite_gradient()
+
+
+def _magnitude(tensor: Tensor) -> Tensor:
+    """The largest finite magnitude; 0 where there is none."""
+    return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax() if tensor.numel() else tensor.new_zeros(())
+
+
+def _bad_inputs(microbatch: Any) -> Iterator[str]:
+    """The fields of a microbatch that hold numbers that are not finite."""
+    for field in fields(microbatch):
+        value = getattr(microbatch, field.name)
+        tensors = [part for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, Tensor)]
+        if any(tensor.is_floating_point() and not bool(tensor.isfinite().all()) for tensor in tensors):
+            yield field.name
+
+
+@contextmanager
+def _hooked(module: nn.Module, hook: Callable[[nn.Module, Any, Any], None]) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,217 @@
+"""Why a step is not finite: weights, moments, data or overflow, with the parameter, the rank and the microbatch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.errors import CheckpointError, TrainingDiverged, TrainingStopped
+from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.mesh import Mesh, build_mesh
+from megacore.train.step import StepResult
+from megacore.train.trainer import Trainer
+from megacore.zero.data_parallel import CHECKED_IN
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, RaggedData, make_config, make_trainer
+
+NAME = "blocks.1.mlp.down.weight"
+LAYOUTS: list[Any] = [
+    ((1, 2, 2), {"zero_stage": 2}),
+    ((2, 1, 2), {"zero_stage": 3, "precision": "bf16"}),
+    *(
+        pytest.param(layout, changes, marks=pytest.mark.slow)
+        for layout, changes in [
+            ((1, 2, 2), {"zero_stage": 1, "schedule": "zero-bubble", "reproducible": True}),
+            ((1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1}),
+            ((2, 2, 1), {"precision": "fp16", "loss_scale": 8.0}),
+        ]
+    ),
+]
+
+
+class Described(RaggedData):
+    """Samples whose documents have a name, and of which one may have a loss mask that is infinite."""
+
+    def __init__(self, samples: int, bad: int | None = None) -> None:
+        super().__init__(samples)
+        self._bad = bad
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        if index == self._bad:
+            sample["loss_mask"] = np.full_like(sample["loss_mask"], np.inf)
+        return sample
+
+    def documents_of(self, index: int) -> str:
+        return f"document {100 + index}"
+
+
+def start(
+    mesh: Mesh | None, layout: Layout, directory: str, changes: dict[str, Any], bad: int | None = None
+) -> Trainer:
+    config = make_config(layout, directory, num_layers=4, **changes)
+    return make_trainer(config, mesh or build_mesh(config.parallel), Described(200, bad))
+
+
+def step(trainer: Trainer) -> StepResult:
+    return trainer.train_step(next(trainer.batches))
+
+
+def holder_of(trainer: Trainer, name: str) -> int:
+    """The first rank that updates a part of a parameter; all ranks call this together."""
+    has = bool(trainer.model.data_parallel.segments_of(name)) if name in trainer.parameters else False
+    holders: list[bool] = all_gather_objects(has, trainer.mesh.world)
+    return holders.index(True)
+
+
+def cases(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
+    first = start(None, layout, directory, changes)
+    mesh = first.mesh
+    data_is_to_blame(first)
+    gradients_are_traced_to_their_microbatch(start(mesh, layout, directory, changes), layout)
+    masks_are_looked_at(start(mesh, layout, directory, changes, bad=9), layout)
+    large_activations_are_an_overflow(start(mesh, layout, directory, changes))
+    weights_are_to_blame(start(mesh, layout, directory, changes))
+    moments_are_to_blame(start(mesh, layout, directory, changes))
+
+
+def data_is_to_blame(trainer: Trainer) -> None:
+    """The loss of the last microbatch of the last replica is NaN, whatever computes it."""
+    sound = trainer.task.loss
+    last = trainer.config.training.global_batch_size // trainer.config.training.micro_batch_size - 1
+
+    def loss(output: Tensor, microbatch: Any) -> Tensor:
+        return sound(output, microbatch) * (math.nan if microbatch.index == last else 1.0)
+
+    trainer.task.loss = loss  # type: ignore[method-assign]
+    found = step(trainer)
+    assert found.skipped is not None
+    assert found.diagnosis is not None
+    assert found.diagnosis.cause == "data"
+    size = trainer.config.training.micro_batch_size
+    samples = f"samples {8 - size} to 7" if size > 1 else "sample 7"
+    assert f"the loss of 1 of {last + 1} microbatches is not finite" in str(found.diagnosis)
+    assert f"replica {trainer.mesh.batch.size - 1}" in str(found.diagnosis)
+    assert f"{samples}: document {108 - size}" in str(found.diagnosis)
+    assert "other microbatches are finite" in str(found.diagnosis)
+
+
+def gradients_are_traced_to_their_microbatch(trainer: Trainer, layout: Layout) -> None:
+    """Of one parameter, in one microbatch, with finite losses."""
+    count = trainer.config.training.global_batch_size // trainer.config.training.micro_batch_size
+    target, streams = count - 2, trainer.task.streams
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return gradient * (math.nan if streams.microbatch == target else 1.0)
+
+    if NAME in trainer.parameters:
+        trainer.parameters[NAME].register_hook(spoil)
+    found = step(trainer)
+    assert found.diagnosis is not None
+    assert f"the gradient of {NAME} on rank" in str(found.diagnosis)
+    size = trainer.config.training.micro_batch_size
+    expected = f"samples {target * size} to {target * size + size - 1}:" if size > 1 else f"sample {target}:"
+    assert expected in str(found.diagnosis)
+    assert found.diagnosis.cause == ("overflow" if trainer.config.precision.precision == "fp16" else "data")
+
+
+def masks_are_looked_at(trainer: Trainer, layout: Layout) -> None:
+    """Sample 9 is of the second step."""
+    assert step(trainer).diagnosis is None
+    found = step(trainer)
+    assert found.diagnosis is not None
+    assert found.diagnosis.cause == "data"
+    assert "loss_mask of microbatch" in str(found.diagnosis)
+    assert "document 109" in str(found.diagnosis)
+
+
+def large_activations_are_an_overflow(trainer: Trainer) -> None:
+    """Weights that are finite, of a block in the middle, give activations that are not."""
+    for local in trainer.model.data_parallel.segments:
+        if local.spec.name in ("blocks.1.mlp.up.weight", NAME):
+            local.master.fill_(1e25 if trainer.config.precision.precision != "fp16" else 6e4)
+    trainer.model.data_parallel.publish()
+    found = step(trainer)
+    assert found.diagnosis is not None
+    assert "in forward order: the output of blocks.1 on rank" in str(found.diagnosis)
+
+
+def weights_are_to_blame(trainer: Trainer) -> None:
+    """One number of one weight on one rank: it spreads to all activations after it and all gradients before it."""
+    culprit = holder_of(trainer, NAME)
+    if trainer.mesh.world.rank == culprit:
+        trainer.model.data_parallel.segments_of(NAME)[0].master[1] = math.nan
+    trainer.model.data_parallel.publish()
+    text = rf"step 1 is not finite, likely cause: weights: first in forward order {NAME} on rank {culprit} \(1 of "
+    with pytest.raises(TrainingDiverged, match=text):
+        step(trainer)
+
+
+def moments_are_to_blame(trainer: Trainer) -> None:
+    """A second moment that is infinite freezes its weight silently: it is found before a checkpoint has it."""
+    step(trainer)
+    culprit = holder_of(trainer, NAME)
+    if trainer.mesh.world.rank == culprit:
+        square = trainer.model.data_parallel.segments_of(NAME)[0].state(trainer.update.optimizer, "exp_avg_sq")
+        assert square is not None
+        square[0] = math.inf
+    text = rf"after step 1 .* not saved: first in forward order exp_avg_sq of {NAME} on rank {culprit} \(1 of"
+    with pytest.raises(TrainingDiverged, match=text):
+        trainer.save()
+    for chunk in trainer.model.chunks if trainer.mesh.pipeline.is_last else ():
+        chunk.layers[-1].register_forward_hook(lambda module, inputs, output: output * math.nan)
+    with pytest.raises(TrainingDiverged, match=rf"likely cause: moments: first in forward order exp_avg_sq of {NAME}"):
+        step(trainer)
+
+
+@pytest.mark.parametrize(("layout", "changes"), LAYOUTS, ids=str)
+def test_the_cause_is_named(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
+    run_distributed(cases, math.prod(layout), layout, str(tmp_path), changes)
+
+
+def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = Mesh(device=torch.device("cpu"))
+    trainer = start(mesh, (1, 1, 1), str(tmp_path), {})
+    step(trainer)
+    trainer.model.data_parallel.segments_of("blocks.0.attention.qkv.weight")[0].master[3:5] = math.inf
+    with pytest.raises(TrainingDiverged, match=r"blocks\.0\.attention\.qkv\.weight on rank 0 \(2 of 3,072 numbers\)"):
+        trainer.save()
+    assert not list(tmp_path.glob("step_*"))
+    monkeypatch.setattr(trainer.train_steps, "require_finite", lambda: None)  # a checkpoint from elsewhere
+    trainer.save()
+    with pytest.raises(CheckpointError, match=r"not finite, first in forward order blocks\.0\.attention\.qkv\.weight"):
+        start(mesh, (1, 1, 1), str(tmp_path), {"load": str(tmp_path / "step_00000001")})
+
+
+def test_every_weight_is_checked_in_turn(tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path, num_layers=1, precision="bf16")
+    data_parallel = make_trainer(config, Mesh(device=torch.device("cpu")), Described(200)).model.data_parallel
+    for parameter in data_parallel.parameters:
+        flat = parameter.data.view(-1)
+        for place in (0, -1):
+            before, flat[place] = float(flat[place]), math.nan
+            checks = [float(data_parallel.weight_check(number)) for number in range(CHECKED_IN)]
+            assert sum(map(math.isnan, checks)) == 1
+            assert [check for check in checks if check == 0.0] == [0.0] * (CHECKED_IN - 1)
+            flat[place] = before
+
+
+def test_a_loss_beyond_reason_is_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then the loss overflows, and that is the likely cause."""
+    config = make_config((1, 1, 1), tmp_path, num_layers=1, log_interval=1, train_iters=3, max_bad_steps=1)
+    trainer = make_trainer(config, Mesh(device=torch.device("cpu")), Described(200))
+    sound, factors = trainer.task.loss, iter([1e11] * 4 + [math.inf] * 4)
+    trainer.task.loss = lambda output, batch: sound(output, batch) * next(factors)  # type: ignore[method-assign]
+    with pytest.raises(
+        TrainingStopped, match=r"likely cause: overflow: .*the loss of the last finite step was \d\.\de?"
+    ):
+        trainer.run()
+    assert "of step 1 is beyond that of a model that knows nothing" in capsys.readouterr().out
