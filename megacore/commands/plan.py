@@ -21,7 +21,6 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.config.dimensions import degree_fields
 from megacore.config.messages import did_you_mean, one_of
-from megacore.config.sections import AUTO
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError, UserError
@@ -29,7 +28,6 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.calibration import calibrate
 from megacore.plan.canvas import require_writable, save
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
-from megacore.plan.fastest_schedule import typical_cluster
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
@@ -130,6 +128,7 @@ def _full_parser(entry: str) -> _Parser:
         allow_abbrev=False,
     )
     _add_common_flags(parser)
+    parser.set_defaults(cluster="h100")  # for a job of GPUs: any of them, as no time is computed
     # What only the plan has.
     parser.set_defaults(search=False, timeline=None, memory_timeline=None, picture=None, price_per_hour=None)
     return parser
@@ -209,11 +208,10 @@ def _run_fully(args: argparse.Namespace) -> None:
     from megacore.commands.dry_run import report_ranks
 
     request = _read(args)
-    config, device = request.config, request.config.parallel.device
-    # The job is one for accelerators, unless it is said to run elsewhere.
-    on_cpu = device == "cpu" or (device == AUTO and args.cluster is not None and request.cluster.on_cpu)
-    cluster = typical_cluster(on_cpu=on_cpu) if args.cluster is None else request.cluster
-    report_ranks(scheduled(_on_cluster(config, cluster), cluster), on_cpu=on_cpu, as_json=args.json)
+    if request.config.parallel.device == "cpu" and not request.cluster.on_cpu:
+        raise ConfigError([f"--device cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu"])
+    config = scheduled(_on_cluster(request.config, request.cluster), request.cluster)
+    report_ranks(config, on_cpu=request.cluster.on_cpu, as_json=args.json)
 
 
 def _draw(args: argparse.Namespace, plan: Plan) -> None:

@@ -95,9 +95,9 @@ class PipelineEngine:
         logging: trackers for `log` and the steps to profile: `LoggingConfig(csv=True, wandb_project="mine")`; None:
             none of them.
         output_dir: directory of metrics.csv, of the profile and of W&B's files.
+        spikes: what to do at a spike of the loss or the gradient norm: none, warn or skip; None: a warning.
         callbacks: called on this rank, as `Trainer` calls them: around a step, after `log` (with what it is given),
             `evaluate` and `save`, by `close`, and at an error in a step.
-        spikes: what to do at a spike of the loss or the gradient norm: none, warn or skip; None: a warning.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
         watch: how often replicas are compared, and how long the ranks may stand still in a step before the watchdog
             names the one that holds them up and ends the run (docs/watching.md); None: the defaults. One process is
@@ -137,8 +137,8 @@ class PipelineEngine:
         mesh: Mesh | None = None,
         logging: LoggingConfig | None = None,
         output_dir: Path | str = "output",
-        callbacks: Sequence[Callback] = (),
         spikes: SpikeConfig | None = None,
+        callbacks: Sequence[Callback] = (),
         memory_check: bool = True,
         watch: WatchConfig | None = None,
     ) -> None:

@@ -22,7 +22,7 @@ from megacore.config import ResolvedConfig
 from megacore.config.messages import counted
 from megacore.errors import ConfigError, SilentCorruption
 from megacore.parallel.bit_hash import bit_hash
-from megacore.parallel.collectives import all_gather_objects, all_reduce_
+from megacore.parallel.collectives import all_gather_objects, all_reduce_job_
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import LossWeight
 from megacore.pipeline.schedule import first_backward
@@ -107,7 +107,7 @@ class Replay:
         pad = torch.zeros((), dtype=torch.int64, device=self._mesh.device)  # a stage may have no parameter
         first, second = (torch.stack([pad, *(seen.get(name, pad) for name in names)]) for seen in (once, again))
         different = (first != second).any().to(torch.int64)
-        if not all_reduce_(different, self._mesh.world, "max").item():
+        if not all_reduce_job_(different, self._mesh, "max").item():
             return
         ordered = [_LOSS, *(parameter.spec.name for parameter in self._model.data_parallel.parameters)]
         own = [name for name in ordered if int(once.get(name, pad)) != int(again.get(name, pad))]
