@@ -6,6 +6,7 @@ from __future__ import annotations
 START_UP = "torch takes seconds to load; a wrong flag or input is refused before that"
 LATE_IMPORTS = {
     ("megacore/convert/start.py", "megacore.convert.from_hf"): START_UP,
+    ("megacore/commands/plan.py", "megacore.commands.dry_run"): "loads torch, which only --dry-run=full needs",
     ("megacore/watch/nodes.py", "torch.distributed"): "only a watcher of a job over several nodes needs it",
     ("tools/roofline.py", "megacore.train.step_trace"): START_UP,
     ("megacore/plan/canvas.py", "matplotlib"): "optional, and only PNG needs it",
