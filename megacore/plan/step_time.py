@@ -292,9 +292,10 @@ def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total
     exposed_forward = max(gather - total.forward.total, 0.0)
     exposed_backward = max(gather + reduce - backward, 0.0)
     hidden = 2 * gather + reduce - exposed_forward - exposed_backward
-    waiting = Passes(Parts(exposed=exposed_forward), Parts(exposed=exposed_backward), Parts())
+    apart = gather if config.parallel.may_split_backward else 0.0  # of all weights, before their gradients
+    waiting = Passes(Parts(exposed=exposed_forward), Parts(exposed=exposed_backward), Parts(exposed=apart))
     return StageTime(
-        passes=total + waiting, replicas_hidden=hidden, replicas_exposed=exposed_forward + exposed_backward
+        passes=total + waiting, replicas_hidden=hidden, replicas_exposed=exposed_forward + exposed_backward + apart
     )
 
 

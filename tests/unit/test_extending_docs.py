@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,6 @@ import pytest
 import torch
 from torch import nn
 
-import pretrain_gpt
 from megacore.config import Config, ResolvedConfig, optimizers, sections_of
 from megacore.config.fields import field_docs
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
@@ -173,7 +173,8 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_as_in(program: str, config: ResolvedConfig) -> Mesh:
     """What `train` of the page's program does, with the names that pretrain_gpt.py has."""
     mesh = build_mesh(config.parallel)
-    definitions(program, **vars(pretrain_gpt))["train"](config, mesh)
+    names = runpy.run_path(str(PAGE.parents[1] / "pretrain_gpt.py"), run_name="pretrain_gpt")
+    definitions(program, **names)["train"](config, mesh)
     return mesh
 
 
