@@ -112,19 +112,27 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
     [
         ("data", "sleep", 1, {"dp": 2}, ["data (next batch)", "hanging.py"]),
         ("forward", "lock", 1, {"pp": 2}, ["forward of microbatch", "hold_the_interpreter"]),
-        ("collective", "skip", 0, {"dp": 2, "pp": 2}, ["left the order"]),
     ],
 )
 def test_what_a_rank_hangs_in_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, fault: str, rank: int, layout: Any, words: list[str]
 ) -> None:
-    call = 16 if at == "collective" else 31  # which each step has once
-    monkeypatch.setenv(HANG, json.dumps({"rank": rank, "at": at, "call": call, "fault": fault}))
+    monkeypatch.setenv(HANG, json.dumps({"rank": rank, "at": at, "call": 31, "fault": fault}))
     ranks = 4 if len(layout) == 2 else 2
     with under_torchrun(tmp_path / "logs", ranks, HANGING, *flags(tmp_path / "out", **layout)) as job:
         said = reported(job)
     assert f": rank {rank} (" in said.splitlines()[0], said
     assert all(word in said for word in words), said
+
+
+def test_a_rank_that_leaves_a_collective_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run hangs, or gloo aborts a rank that gets a message of another size: the report names the cause in both."""
+    monkeypatch.setenv(HANG, json.dumps({"rank": 0, "at": "collective", "call": 16, "fault": "skip"}))
+    with under_torchrun(tmp_path / "logs", 4, HANGING, *flags(tmp_path / "out", dp=2, pp=2)) as job:
+        until(lambda: "megacore: " in job.said(), START, "no report")
+        job.ends(END)
+        said = job.said()
+    assert re.search(r"^megacore: (hang at step \d+: |.* because of )?rank 0 \(", said, re.MULTILINE), said
 
 
 def test_slow_ranks_saves_and_sinks_are_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
