@@ -451,11 +451,12 @@ def totals(
             ballot[number].fill_(vote)
     if exact:
         units = torch.stack([square_sum_units(gradient) for gradient in (*gradients, sums.new_zeros(0))]).sum(0)
-        all_reduce_job_(units, mesh)
     else:
         for gradient in gradients:
             squares += square_sum(gradient)
-    all_reduce_job_(sums, mesh)
+    if mesh.world.size > 1:
+        for numbers in (units, sums) if exact else (sums,):
+            all_reduce_job_(numbers, mesh)
     square = square_sum_from_units(units) if exact else squares[0]
     poison = 0.0 * sums[1 : 3 + shares.numel()].sum()  # of a loss, a weight or an overflow that is not finite: NaN
     total = losses.view_as(shares)
