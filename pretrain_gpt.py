@@ -5,7 +5,7 @@
 
 The way of one batch: data/gpt -> data/loading -> train/trainer -> pipeline/runtime -> models/gpt -> layers/block.
 
-torch is imported inside the functions, on purpose: loading it takes seconds a rank, and a wrong flag or a broken
+torch is imported inside the functions, on purpose: loading it takes seconds per rank, and a wrong flag or a broken
 input file is refused before that.
 """
 

@@ -3,7 +3,7 @@
     make peers                                    # DeepSpeed and Megatron-Core, once
     python benchmarks/compare.py --ranks 2        # data, tensor and pipeline parallelism, ZeRO 1 to 3
     python benchmarks/compare.py --ranks 4 --measured         # and combinations; writes the section of docs/measured.md
-    python benchmarks/compare.py --ranks 2 --peers torch --modes dp zero3 --memory-limit-mib 0
+    python benchmarks/compare.py --ranks 2 --peers torch --modes dp,zero3 --memory-limit-mib 0
 
 Every rank is a process with one thread, and every framework has processes of its own. All start from the same weights
 and read the same tokens, and pipelines are cut at the same layers; losses are compared. The frameworks of a layout are
@@ -27,7 +27,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -104,7 +104,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _names(known: tuple[str, ...]) -> type[list[str]]:
+def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     """A type of argparse: names separated by commas."""
 
     def names(text: str) -> list[str]:
@@ -113,7 +113,7 @@ def _names(known: tuple[str, ...]) -> type[list[str]]:
             raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not known; use {', '.join(known)}")
         return given
 
-    return names  # type: ignore[return-value]
+    return names
 
 
 def interpreters(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]:
@@ -126,9 +126,9 @@ def interpreters(peers: Sequence[str]) -> tuple[dict[str, Path], dict[str, str]]
     found, missing = {"megacore": here, PRODUCTS: here}, {}
     own = python_of(ENVIRONMENT)
     for peer in peers:
-        module = {"megatron-core": "megatron.core"}.get(peer, peer)
-        probe = f"import importlib.util as i, sys; sys.exit(i.find_spec({module.split('.')[0]!r}) is None)"
-        if importlib.util.find_spec(module.split(".")[0]) is not None:
+        module = peer.split("-")[0]
+        probe = f"import importlib.util as i, sys; sys.exit(i.find_spec({module!r}) is None)"
+        if importlib.util.find_spec(module) is not None:
             found[peer] = here
         elif own.exists() and subprocess.run([own, "-c", probe], check=False).returncode == 0:
             found[peer] = own

@@ -6,8 +6,8 @@
 Steps differ from each other by far more than the watchdog takes, so that a comparison of whole runs would show nothing.
 
 With --side-by-side all that is on by default and needs no step (the watchdog, slow ranks, the log, metrics.jsonl,
-events.jsonl) is switched on and off in turn, in one run, for as many steps as lie between two logged ones. CPU time is
-compared beside wall-clock time: where ranks share cores it is what a step costs, and other programs change it less.
+events.jsonl) is switched on in every second step of one run. CPU time is compared beside wall-clock time: where ranks
+share cores it is what a step costs, and other programs change it less.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from megacore.watch.start import begin_watch
 from tests.distributed import run_distributed
 
 _REPEATS = 20_000
+_WARM_UP = 2  # pairs of steps
 
 
 class Counted(Ledger):
@@ -99,7 +100,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, directory: 
 
 
 def everything(rank: int, world_size: int, options: argparse.Namespace, directory: str) -> list[tuple[float, float]]:
-    """On one rank: wall-clock and CPU seconds of each block of steps, with everything off and on in turn."""
+    """On one rank: wall-clock and main thread CPU seconds of each step, with everything off and on in turn."""
     torch.set_num_threads(1)
     parallel = ParallelConfig(tp=options.tp, pp=options.pp, dp=options.dp, device="cpu")
     config = configuration(options, directory, parallel=parallel, micro_batch=options.micro_batch)
@@ -108,30 +109,28 @@ def everything(rank: int, world_size: int, options: argparse.Namespace, director
     trainer = megacore_trainer(config, mesh)
     ledger, callbacks, nothing = Current.ledger, trainer.callbacks, Callbacks(trainer, [])
     seconds = []
-    for block in range(2 * options.side_by_side + 2):
-        is_on = block % 2 == 1
+    for number in range(2 * (options.side_by_side + _WARM_UP)):
+        is_on = number % 2 == 1
         Current.ledger, trainer.callbacks = (ledger, callbacks) if is_on else (None, nothing)
         barrier(mesh.world)
-        wall, cpu = time.perf_counter(), time.process_time()
-        trainer.clock.restart(trainer.step)
-        for _ in range(config.logging.log_interval):
-            result = trainer.train_step(next(trainer.batches))
-        if is_on:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        result = trainer.train_step(next(trainer.batches))
+        if is_on and number // 2 % config.logging.log_interval == 0:
             trainer.log(result, StepTimes(trainer.clock.per_step(trainer.step), trainer.clock.data_share))
-        barrier(mesh.world)
-        seconds.append((time.perf_counter() - wall, time.process_time() - cpu))
-    return seconds[2:]  # the first two blocks allocate memory
+        seconds.append((time.perf_counter() - wall, time.thread_time() - cpu))
+    return seconds[2 * _WARM_UP :]
 
 
 def compare(ranks: list[list[tuple[float, float]]]) -> None:
-    """Print what everything costs, from the blocks of all ranks."""
-    for name, place in (("wall-clock time", 0), ("CPU time of all ranks", 1)):
-        blocks = [sum(rank[block][place] for rank in ranks) for block in range(len(ranks[0]))]
-        off, on = blocks[::2], blocks[1::2]
-        shares = [with_it / without - 1 for without, with_it in zip(off, on, strict=True)]
-        spread = statistics.stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else float("nan")
-        total = sum(on) / sum(off) - 1
-        print(f"{name}: {total:+.2%} (median of {len(shares)} pairs {statistics.median(shares):+.2%}, +- {spread:.2%})")
+    """Print what everything costs, from the steps of all ranks."""
+    for name, place in (("wall-clock time", 0), ("CPU time of the ranks' main threads", 1)):
+        steps = [sum(rank[number][place] for rank in ranks) for number in range(len(ranks[0]))]
+        off, on = steps[::2], steps[1::2]
+        extra = [with_it - without for without, with_it in zip(off, on, strict=True)]
+        error = statistics.stdev(extra) / len(extra) ** 0.5 / statistics.mean(off) if len(extra) > 1 else float("nan")
+        print(
+            f"{name}: {sum(extra) / sum(off):+.2%} +- {error:.2%} of {statistics.mean(off) / len(ranks):.3f} s per step"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -140,9 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     add_sizes(parser, micro_batch=1, rounds=10, steps=1, threads=1)
     for name in ("tp", "pp", "dp"):
         parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument(
-        "--side-by-side", type=int, default=0, help="pairs of blocks of steps, with everything off and on"
-    )
+    parser.add_argument("--side-by-side", type=int, default=0, help="pairs of steps, with everything off and on")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         if options.side_by_side:

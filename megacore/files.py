@@ -70,7 +70,7 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+            raise OSError(error.errno, error.strerror or os.strerror(error.errno), str(path)) from error
         raise
 
 

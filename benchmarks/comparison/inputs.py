@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,8 @@ def write_inputs(sizes: Sizes, directory: Path, *, seed: int = 1) -> tuple[Path,
     tokens, weights = directory / "tokens.npy", directory / "weights.npz"
     rng = np.random.default_rng(seed)
     np.save(tokens, _tokens(sizes, rng))
-    np.savez(weights, **dict(_weights(sizes, rng)))
+    values: dict[str, Any] = dict(_weights(sizes, rng))
+    np.savez(weights, **values)
     return tokens, weights
 
 

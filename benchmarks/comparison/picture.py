@@ -4,6 +4,7 @@ the largest model that fits."""
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from megacore.plan.canvas import Box, Drawing, Line, Words
 _COLORS = {"megacore": "#2f66b0", "torch": "#d9861f", "deepspeed": "#2e8f6b", "megatron-core": "#8b5fb5"}
 _SHADES = ("#b9cce4", "#7da3d2", "#2f66b0", "#1c3f70")
 _GREY, _LIMIT, _GRID = "#6b7280", "#c2410c", "#e5e7eb"
-_LEFT, _WIDTH, _HEIGHT, _GAP = 78.0, 1060.0, 170.0, 112.0
+_LEFT, _WIDTH, _HEIGHT, _GAP = 78.0, 1060.0, 170.0, 86.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Bars:
     Attributes:
         title: the question.
         unit: of the values.
-        groups: two lines of text below each group.
+        groups: text below each group, and a last line.
         values: of each group, by series; None: no bar.
         colors: by series.
         limits: of each group, drawn as a line above it.
@@ -74,7 +75,7 @@ def _scaling(results: Results) -> Bars | None:
     return Bars(
         title="1. Does megacore's throughput grow with ranks?",
         unit="tokens/s",
-        groups=[_two_lines(NAMES[kind]) for kind in kinds],
+        groups=[(NAMES[kind], "") for kind in kinds],
         values=values,
         colors={_ranks(count): _SHADES[-len(counts) :][i] for i, count in enumerate(counts)},
     )
@@ -110,7 +111,7 @@ def _speed(results: Results) -> Bars | None:
 
 
 def _memory(results: Results) -> Bars | None:
-    title = f"   And which takes least memory on {_ranks(_most(results))}?"
+    title = f"And which takes least memory on {_ranks(_most(results))}?"
     return _by_layout(results, title, "MiB of the fullest rank", lambda row: row.peak / MIB)
 
 
@@ -135,25 +136,14 @@ def _largest(results: Results) -> Bars | None:
 
 
 def _label(layout: Layout) -> tuple[str, str]:
-    first, second = _two_lines(NAMES[layout.kind])
     named = degrees(layout)
-    return (first, second) if named.isdigit() else (first, f"{second} ({named})".strip())
-
-
-def _two_lines(text: str) -> tuple[str, str]:
-    """A text broken near its middle."""
-    words = text.split()
-    cuts = range(1, len(words))
-    if len(text) <= 12 or not cuts:
-        return text, ""
-    cut = min(cuts, key=lambda i: abs(len(" ".join(words[:i])) - len(" ".join(words[i:]))))
-    return " ".join(words[:cut]), " ".join(words[cut:])
+    return NAMES[layout.kind], "" if named.isdigit() else named
 
 
 def _draw(drawing: Drawing, panel: Bars, y: float) -> float:
     """One panel from a height on; the height below it."""
     marks = drawing.marks
-    marks.append(Words(x=_LEFT, y=y + 6, text=panel.title.strip(), size=15, bold=True))
+    marks.append(Words(x=_LEFT, y=y + 6, text=panel.title, size=15, bold=True))
     x = _LEFT
     for name, color in panel.colors.items():
         marks.append(Box(x=x, y=y + 22, width=11, height=11, fill=color))
@@ -162,7 +152,7 @@ def _draw(drawing: Drawing, panel: Bars, y: float) -> float:
     top, bottom = y + 50, y + 50 + _HEIGHT
     values = [value for group in panel.values for value in group.values() if value is not None]
     most = max([*values, *panel.limits]) * 1.08
-    step = _round_step(most / 4)
+    step = _round_step(most / 5)
     for number in range(int(most / step) + 1):
         height = bottom - _HEIGHT * number * step / most
         marks.append(Line(x1=_LEFT, y1=height, x2=_LEFT + _WIDTH, y2=height, color=_GRID))
@@ -177,7 +167,7 @@ def _draw(drawing: Drawing, panel: Bars, y: float) -> float:
             if value is None:
                 continue
             height = _HEIGHT * value / most
-            note = f"{' '.join(labels)}, {series}: {value:,.0f} {panel.unit}"
+            note = f"{' '.join(filter(None, labels))}, {series}: {value:,.0f} {panel.unit}"
             color = panel.colors[series]
             marks.append(
                 Box(x=left + place * bar, y=bottom - height, width=bar - 2, height=height, fill=color, note=note)
@@ -185,10 +175,14 @@ def _draw(drawing: Drawing, panel: Bars, y: float) -> float:
         if panel.limits:
             limit = bottom - _HEIGHT * panel.limits[number] / most
             marks.append(Box(x=middle - 0.42 * group, y=limit - 1, width=0.84 * group, height=2, fill=_LIMIT))
-        for line, label in enumerate(labels):
+        lines = [
+            *textwrap.wrap(labels[0], max(int(group / 6.5), 8), break_long_words=False, break_on_hyphens=False),
+            *filter(None, labels[1:]),
+        ]
+        for line, label in enumerate(lines):
             marks.append(Words(x=middle, y=bottom + 13 + 14 * line, text=label, size=11, anchor="middle"))
     marks.append(Line(x1=_LEFT, y1=bottom, x2=_LEFT + _WIDTH, y2=bottom, color=_GREY))
-    return bottom + _GAP - 50
+    return bottom + _GAP
 
 
 def _round_step(least: float) -> float:

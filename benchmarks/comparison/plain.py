@@ -33,7 +33,7 @@ class Attention(nn.Module):
         b, s, _ = qkv.shape
         q, k, v = qkv.view(b, s, -1, 3, self.head_size).transpose(1, 2).unbind(3)  # [b, n, s, d]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.output(y.transpose(1, 2).reshape(b, s, -1))  # type: ignore[no-any-return]
+        return self.output(y.transpose(1, 2).reshape(b, s, -1))
 
 
 class MLP(nn.Module):
@@ -44,7 +44,7 @@ class MLP(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Positions(nn.Module):
@@ -82,7 +82,7 @@ class Embedding(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.positions(self.tokens(tokens))  # type: ignore[no-any-return]
+        return self.positions(self.tokens(tokens))
 
 
 class Head(nn.Module):
@@ -94,7 +94,7 @@ class Head(nn.Module):
         self.output = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.norm(x))  # type: ignore[no-any-return]
+        return self.output(self.norm(x))
 
 
 class PlainGPT(nn.Module):

@@ -147,9 +147,9 @@ def _head(results: Results) -> str:
     )
     return (
         f"Measured on {results.date}: {results.machine}, {versions}. {model}; {s.batch} sequences = {s.tokens:,} "
-        "tokens per step, 4 microbatches in pipelines; AdamW, fp32, no clipping. Every rank is a process with one thread. All "
-        "frameworks start from the same weights, read the same tokens and cut pipelines at the same layers, and their "
-        f"rounds alternate.{same}"
+        "tokens per step, 4 microbatches in pipelines; AdamW, fp32, no clipping. Every rank is a process with one "
+        "thread. All frameworks start from the same weights, read the same tokens and cut pipelines at the same "
+        f"layers, and their rounds alternate.{same}"
     )
 
 

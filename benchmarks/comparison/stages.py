@@ -12,11 +12,11 @@ from megacore.plan.outline import outline
 
 
 def cut(sizes: Sizes, layout: Layout) -> tuple[tuple[int, int], ...]:
-    """Layers [start, stop) of every stage. What is not 1F1B is cut for two stages per rank, which torch's
-    zero-bubble schedule wants."""
-    many = layout.schedule != "1f1b"
+    """Layers [start, stop) of every stage. torch's zero-bubble schedule wants two per rank: where the
+    model has enough blocks, it is cut for them."""
+    many = layout.schedule == "interleaved" or (layout.schedule == "zero-bubble" and sizes.layers >= 2 * layout.pp)
     parallel = ParallelConfig(
         pp=layout.pp, dp=1, schedule="interleaved" if many else "1f1b", virtual_stages=2 if many else 1
     )
     config = configuration(replace(sizes, batch=4), ".", parallel=parallel, micro_batch=1, ranks=layout.pp)
-    return tuple((stage.start, stage.stop) for stage in stage_ranges(outline(config), config.parallel))
+    return tuple((stage.start, stage.stop) for stage in stage_ranges(outline(config), config))

@@ -200,7 +200,7 @@ def measure(run: Run, micro_batch: int, records: Records) -> None:
         records.add("profile", shape=run.shape, mode=run.mode, **heaviest(step, run.device))
 
 
-def step_seconds(step: Callable[[], None], device: torch.device, *, most: int) -> list[float]:
+def step_seconds(step: Callable[[], object], device: torch.device, *, most: int) -> list[float]:
     """Seconds of consecutive steps: as many as fit into the time for them, but a few at least."""
     marks, started = [_Mark(device)], time.perf_counter()
     while len(marks) <= most:

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from megacore.plan.canvas import require_writable, save
 from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
-from megacore.plan.planner import Plan, make_plan
+from megacore.plan.planner import Plan, make_plan, scheduled
 from megacore.plan.search import Constraints, Found, search, search_json, search_table
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
@@ -39,12 +39,38 @@ _DATA_FLAGS = {"--mock-data", "--data-path"}
 MOST_RANKS = 1 << 20
 
 
+# Limits of --search: flags without their dashes and "max" or "min".
+_LEAST = degree_fields()
+_MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
+
+
 class _Parser(ToolParser):
-    """Leaves the flags that it does not know to the trainer's parser."""
+    """Leaves the flags that it does not know to the trainer's parser, and collects what is wrong with the values of its
+    own in `problems`, to be reported with the trainer's."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._problems: list[str] = []
+        super().__init__(**settings)
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """As argparse has it."""
+        if (kind := settings.get("type")) is not None:
+            settings["type"] = self._collecting(names[0], kind)
+        return super().add_argument(*names, **settings)
+
+    def _collecting(self, flag: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+        def value(text: str) -> Any:
+            try:
+                return kind(text)
+            except (argparse.ArgumentTypeError, ValueError) as error:
+                self._problems.append(f"{flag} {error}")
+                return None
+
+        return value
 
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
         known, rest = self.parse_known_args(argv, namespace)
-        known.flags = rest
+        known.flags, known.problems = rest, self._problems
         return known
 
 
@@ -139,14 +165,14 @@ def _parser(prog: str, usage: str) -> _Parser:
     add("--search", action="store_true", help="rank all layouts of --world-size ranks instead of planning one")
     add("--top", type=positive, default=10, metavar="N", help="layouts that --search prints. Default: 10")
     add("--picture", type=Path, metavar="FILE", help="draw the time and memory of what --search found (.svg or .png)")
-    for name in (*degree_fields(), "micro-batch-size", "zero-stage", "virtual-stages"):
+    for name in _MOST:
         add(
             f"--max-{name}",
             type=positive if name != "zero-stage" else _stage,
             metavar="N",
             help=f"--search: largest --{name}",
         )
-        if name in degree_fields():
+        if name in _LEAST:
             add(f"--min-{name}", type=positive, metavar="N", help=f"--search: smallest --{name}")
     add("--max-memory-gb", type=_price, metavar="GB", help="--search: most memory of a device. Default: the cluster's")
     parser.set_defaults(is_dry_run=False)
@@ -166,10 +192,11 @@ def _plan(args: argparse.Namespace) -> None:
         _calibrate(args)
         return
     request = _read(args)
+    request = replace(request, config=_on_cluster(request.config, request.cluster))
     if args.search:
         _search(args, request)
         return
-    plan = make_plan(request.config, request.cluster)
+    plan = make_plan(scheduled(request.config, request.cluster), request.cluster)
     if args.json:
         print(json.dumps(as_json(plan, tokens=args.tokens, goodput=args.goodput), indent=1))
     else:
@@ -183,7 +210,8 @@ def _run_fully(args: argparse.Namespace) -> None:
     request = _read(args)
     if request.config.parallel.device == "cpu" and not request.cluster.on_cpu:
         raise ConfigError([f"--device cpu: {_DRY_RUN}=full takes the job for one of {args.cluster}; add --cluster cpu"])
-    report_ranks(request.config, on_cpu=request.cluster.on_cpu, as_json=args.json)
+    config = scheduled(_on_cluster(request.config, request.cluster), request.cluster)
+    report_ranks(config, on_cpu=request.cluster.on_cpu, as_json=args.json)
 
 
 def _draw(args: argparse.Namespace, plan: Plan) -> None:
@@ -195,7 +223,7 @@ def _draw(args: argparse.Namespace, plan: Plan) -> None:
 
 def _read(args: argparse.Namespace) -> _Request:
     """The configuration and the cluster, or a refusal with everything that is wrong with both."""
-    problems: list[str] = []
+    problems: list[str] = list(args.problems)
     cluster = _cluster(args, problems)
     entry = Path(args.entry).name if args.entry else None
     if entry not in ENTRIES:
@@ -213,8 +241,9 @@ def _read(args: argparse.Namespace) -> _Request:
         for name in ("timeline", "memory_timeline"):
             if getattr(args, name) is not None:
                 problems.append(f"--{name.replace('_', '-')} draws one layout: leave --search out, or use --picture")
-        if args.world_size is None:
+        if args.world_size is None and not any(problem.startswith("--world-size") for problem in problems):
             problems.append("--search needs --world-size: the number of ranks, as in --world-size 64")
+    problems += _wrong_limits(args)
     if args.world_size is not None and args.world_size > MOST_RANKS:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
     config = parse_config(
@@ -230,7 +259,20 @@ def _read(args: argparse.Namespace) -> _Request:
         problems=problems,
     )
     assert cluster is not None
-    return _Request(_on_cluster(config, cluster), cluster)
+    return _Request(config, cluster)
+
+
+def _wrong_limits(args: argparse.Namespace) -> Iterator[str]:
+    """Limits of a search that are not asked for, or that no layout can keep."""
+    flags = [*(f"max-{name}" for name in _MOST), *(f"min-{name}" for name in _LEAST), "max-memory-gb"]
+    given = {flag: value for flag in flags if (value := getattr(args, flag.replace("-", "_"), None)) is not None}
+    if not args.search:
+        for flag, value in given.items():
+            yield f"--{flag} {value} limits --search: add --search, or leave it out"
+    for name in _LEAST:
+        least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
+        if least is not None and most is not None and least > most:
+            yield f"--min-{name} {least} must be at most --max-{name} {most}"
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
@@ -284,10 +326,10 @@ def _search(args: argparse.Namespace, request: _Request) -> None:
         world_size=args.world_size,
         most={
             name: value
-            for name in (*degree_fields(), "micro_batch_size", "zero_stage", "virtual_stages")
+            for name in (flag.replace("-", "_") for flag in _MOST)
             if (value := getattr(args, f"max_{name}")) is not None
         },
-        least={name: value for name in degree_fields() if (value := getattr(args, f"min_{name}")) is not None},
+        least={name: value for name in _LEAST if (value := getattr(args, f"min_{name}")) is not None},
         memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
     )
     found = search(request.config, request.cluster, constraints)
@@ -315,6 +357,8 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
 
 
 def _calibrate(args: argparse.Namespace) -> None:
+    if args.problems:
+        raise ConfigError(args.problems)
     base = cluster_named(args.cluster or "cpu")
     fitted = calibrate(args.calibrate, base)
     path = args.calibrate / "cluster.toml"

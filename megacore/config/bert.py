@@ -227,4 +227,6 @@ class BertConfig(Config):
 class ResolvedBertConfig(ResolvedConfig, BertConfig):
     """The configuration of a run of pretrain_bert.py whose number of processes and vocabulary are known."""
 
+    is_causal: ClassVar[bool] = False
+
     bert: ResolvedBert = field()

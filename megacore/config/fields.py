@@ -219,6 +219,10 @@ class Section:
         wrong = self.wrong_fields()
         return [*wrong.values(), *self.constraints(frozenset(wrong))]
 
+    def as_written(self) -> dict[str, Any]:
+        """The fields as a file has them that repeats the run."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
     def resolved_as(self, kind: type[R], **values: Any) -> R:
         """This section as its resolved class, with the values of the fields that were derived."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def help_text(topic: str, kind: type[Config], *, prog: str, description: str) ->
         UserError: there is no such topic. The message names those that exist.
     """
     page = _Page(kind)
-    name = topic.strip().replace("_", "-")
+    name = topic.strip().lower().replace("_", "-")
     if topic == _SHORT:
         lines = page.short(prog, description)
     elif name == _ALL:
@@ -213,10 +213,14 @@ class _Page:
             names = f"{info.flag}, --no-{info.flag.removeprefix('--')}"
         else:
             names = f"{', '.join(info.flags)} {info.metavar}"
-        for number_of_line, line in enumerate(textwrap.wrap(names, self.width - 2, subsequent_indent="    ")):
+        for number_of_line, line in enumerate(self._wrapped_names(names)):
             yield "  " + self._bold(line) if number_of_line == 0 else "  " + line
         default = f"Default: {text.default}." if text.default else "Required."
         yield from self._wrapped(f"{text.meaning} {default}", indent=6)
+
+    def _wrapped_names(self, names: str) -> list[str]:
+        """The names of a flag in lines; no flag is cut at its hyphens."""
+        return textwrap.wrap(names, self.width - 2, subsequent_indent="    ", break_on_hyphens=False)
 
     def _summary(self, info: FieldInfo) -> Iterator[str]:
         """A flag with the first sentence of its text and its default."""

@@ -166,7 +166,13 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Config):
-    """The configuration of a run whose number of processes and vocabulary are known."""
+    """The configuration of a run whose number of processes and vocabulary are known.
+
+    Attributes:
+        is_causal: whether a position attends to itself and earlier ones only.
+    """
+
+    is_causal: ClassVar[bool] = True
 
     model: ResolvedModel = field()
     parallel: ResolvedParallel = field()

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from megacore.config.dimensions import degrees_of
 from megacore.config.fields import Choices, Flag, Range, Section, field_infos, flag_and_value
@@ -26,8 +26,12 @@ from megacore.config.optimizers import OPTIMIZERS
 MAX_SEED = 2**63 - 1
 AUTO = "auto"
 """The value of `--load` that selects the newest checkpoint of the output directory, or a fresh start without one."""
+AUTO_SCHEDULE = "auto"
+"""The value of `--schedule` before a schedule is chosen."""
 OR_AUTO = f"or --load {AUTO}, which starts from the beginning if --output-dir has no checkpoint"
 """The way out for who gives --load on the first start too, as Megatron-LM's scripts do."""
+
+ScheduleName = Literal["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"]
 
 # Backward starts from the loss scale in fp32, where it must be neither 0 nor infinite.
 _LOSS_SCALES = Range(1e-37, 1e38)
@@ -38,6 +42,8 @@ _FORMER_INITIAL_SCALE = 65536.0
 class ParallelConfig(Section):
     """How the --tp x --pp x --dp processes share the work."""
 
+    former_defaults: ClassVar[Mapping[str, Any]] = {"pipeline_balance": "parameters", "schedule": "1f1b"}
+
     tp: Annotated[int, Range(1), Flag(("--tensor-model-parallel-size",))] = 1
     """Tensor-parallel degree: number of ranks that share the weights of each layer. They are neighbouring ranks."""
     pp: Annotated[int, Range(1), Flag(("--pipeline-model-parallel-size",))] = 1
@@ -45,24 +51,25 @@ class ParallelConfig(Section):
     dp: Annotated[int | None, Range(1), Flag(("--data-parallel-size",))] = None
     """Data-parallel degree: number of model replicas that share the batch. Default: the number of processes divided by
     --tp x --pp."""
-    schedule: Literal["1f1b", "gpipe", "interleaved", "zero-bubble"] = "1f1b"
-    """Pipeline schedule. gpipe: all forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b
-    over --virtual-stages smaller stages per rank, which divides the bubble by that number. zero-bubble: weight
-    gradients fill the bubble, which shrinks to about a third (ZB-H1)."""
+    schedule: ScheduleName = "auto"
+    """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
+    forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
+    stages per rank, which divides the bubble by that number. zero-bubble: weight gradients fill the bubble, which
+    shrinks to about a third (ZB-H1)."""
     virtual_stages: Annotated[int, Range(1, 10_000)] = 1
     """Number of stages on each pipeline rank. --schedule interleaved needs 2 or more."""
     schedule_csv: Annotated[str | None, Flag(metavar="FILE")] = None
     """Reads the pipeline schedule from a CSV file instead of --schedule. The file has one row per rank and one
     computation per cell (0F0,0F1,0B0,0B1). Default: no file."""
-    pipeline_balance: Literal["parameters", "flops", "uniform"] = "parameters"
-    """What the division of layers into stages balances: parameters, floating-point operations, or the number of
-    layers (uniform)."""
+    pipeline_balance: Literal["time", "parameters", "flops", "uniform"] = "time"
+    """What the division of layers into stages balances: predicted time, parameters (for memory), floating-point
+    operations, or the number of layers (uniform)."""
     pipeline_layout: Annotated[str | None, Flag(metavar="E,3*t|4*t,H")] = None
     """Layers of each stage, written out. Stages are separated by |, layers by commas: E is the embedding, t a
     transformer block, H the head. Default: balanced as --pipeline-balance says."""
     zero_stage: Annotated[int, Range(0, 3)] = 0
-    """ZeRO stage: what the --dp ranks shard instead of replicating. 0: nothing. 1: optimizer state and master weights.
-    2: gradients too. 3: parameters too. The results are the same for every stage."""
+    """ZeRO stage, 0 to 3: what the --dp ranks shard. 0: nothing. 1: optimizer state and master weights. 2: gradients
+    too. 3: parameters too. The results are the same for every stage."""
     sequence_parallel: bool | None = None
     """Sequence parallelism: norms, dropout and residuals are split along the sequence over the --tp ranks. --tp must
     divide --seq-length. Default: on where the ranks compute on accelerators and --tp divides --seq-length, else off."""
@@ -82,6 +89,11 @@ class ParallelConfig(Section):
     The backend is NCCL on cuda and gloo on cpu."""
     distributed_timeout_minutes: Annotated[float, Range(0.05, 10080)] = 10.0
     """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
+
+    @property
+    def schedule_name(self) -> ScheduleName:
+        """The schedule; 1F1B, which needs the least memory, until one is chosen."""
+        return "1f1b" if self.schedule == AUTO_SCHEDULE else self.schedule
 
     @property
     def may_split_backward(self) -> bool:
@@ -129,6 +141,15 @@ class ResolvedParallel(ParallelConfig):
     def ranks(self) -> int:
         """The number of processes."""
         return math.prod(self.degrees.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenSchedule(ResolvedParallel):
+    """The parallel section of a run with --schedule auto, after the choice. A file keeps auto, because another layout
+    may need another schedule."""
+
+    def as_written(self) -> dict[str, Any]:
+        return super().as_written() | {"schedule": AUTO_SCHEDULE, "virtual_stages": 1}
 
 
 @dataclass(frozen=True, kw_only=True)

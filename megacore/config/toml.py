@@ -7,7 +7,6 @@ two files with the same meaning look the same.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import stat
@@ -24,6 +23,7 @@ from megacore.config.fields import FieldInfo, field_infos
 from megacore.config.flags import Given, all_fields
 from megacore.config.messages import did_you_mean, nearest_name, one_of
 from megacore.config.schema import Config, sections_of
+from megacore.files import replace_bytes
 
 _HEADER = """\
 # megacore {version}: the resolved configuration of a run. Give it back with --config, and override it with flags.
@@ -44,24 +44,12 @@ def save_toml(config: Config, path: str | Path) -> None:
     """Writes a configuration so that `--config PATH` reads an equal one. The file is replaced atomically."""
     path = Path(path)
     tables = {
-        name: {key: value for key, value in dataclasses.asdict(getattr(config, name)).items() if value is not None}
+        name: {key: value for key, value in getattr(config, name).as_written().items() if value is not None}
         for name in sections_of(type(config))
     }
     text = _HEADER.format(version=megacore.__version__) + tomli_w.dumps(tables)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        if error.errno is not None and error.filename is None:  # the error of a full disk names no file
-            error.filename = str(path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_bytes(path, text.encode())
 
 
 def read_toml(path: str | Path, kind: type[Config] = Config) -> Given:

@@ -10,8 +10,7 @@ from megacore.config.fields import Flag, Range, Section
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig(Section):
-    """The watchdog, which ends a run that hangs and names the rank that holds it up; and checks for silent corruption
-    (docs/watching.md)."""
+    """Checks for hangs and for silent corruption (docs/watching.md)."""
 
     hang_timeout_minutes: Annotated[float, Range(0, 10080)] = 5.0
     """Minutes that a run may stand still in a step before it is reported and ended as hung. A run whose steps are long

@@ -44,8 +44,8 @@ class BuildContext:
         recompute_attention: attention keeps only queries, keys and values, and is computed again in backward.
         recompute_light: the outputs of norms and activations are computed again in backward, and not kept.
         recompute_full: blocks keep only their input, and are computed again in backward.
-        split_backward: input and weight gradients are computed apart, at different times or to the same bits as if.
-        attention: which implementation mixes them.
+        split_backward: input and weight gradients are computed separately, as some schedules and --reproducible need.
+        attention: which implementation computes attention.
         products: computes the matrix products of every linear layer, the output layer's included.
         loss_chunks: in how many the output layer computes its logits, and the loss with them; 1: it gives the logits.
         loss_options: label smoothing and z-loss of training, for an output layer that computes the loss.

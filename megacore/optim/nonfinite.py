@@ -97,11 +97,12 @@ def _state(data_parallel: DataParallel, optimizer: Optimizer[Any]) -> Iterator[t
 
 
 def _counts(tensors: Sequence[Tensor]) -> list[int]:
-    """How many numbers of each tensor are not finite; one copy to the host for each device."""
-    counts = [torch.count_nonzero(~tensor.isfinite()) for tensor in tensors]
-    result = [0] * len(counts)
-    for device in {count.device for count in counts}:
-        here = [number for number, count in enumerate(counts) if count.device == device]
-        for number, value in zip(here, torch.stack([counts[number] for number in here]).tolist(), strict=True):
-            result[number] = value
-    return result
+    """How many numbers of each tensor are not finite. A sum, which is many times as fast, shows where to count."""
+    sums = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+    counts = [0] * len(tensors)
+    for device in {each.device for each in sums}:
+        here = [number for number, each in enumerate(sums) if each.device == device]
+        finite = torch.stack([sums[number] for number in here]).isfinite().tolist()  # one copy to the host
+        for number in (number for number, is_finite in zip(here, finite, strict=True) if not is_finite):
+            counts[number] = int(torch.count_nonzero(~tensors[number].isfinite()))
+    return counts

@@ -228,7 +228,9 @@ class LinearLayers:
 
     def __init__(self, products: Products, parameters: Parameters, *, joined: bool = False) -> None:
         self.products, self.joined = products, joined
-        self._sums, self._has_bias, self._rows = list[GradientSum | None](), list[bool](), list[int]()
+        self._sums: list[GradientSum | None] = []  # not list[...](), which torch.compile cannot trace
+        self._has_bias: list[bool] = []
+        self._rows: list[int] = []
         for weight, bias in _pairs(parameters):
             self._sums.append(gradient_sum(weight))
             self._has_bias.append(bias is not None)

@@ -1,8 +1,8 @@
 """Splitting a model's layers into consecutive pipeline stages of balanced cost.
 
-The cost of a layer is its number of parameters (what a stage must hold), its operations (what it must compute), or one.
-Embedding and head count, so that the first and last stages get fewer blocks where the vocabulary is large (BLOOM's 70
-blocks on 12 stages come out as 5, ten times 6, 5).
+The cost of a layer is its predicted time, its number of parameters (what a stage must hold), its operations, or one.
+Embedding and head count: by time the last stage gets fewer blocks where the vocabulary is large, by parameters the
+first stage too (BLOOM's 70 blocks on 12 stages come out as 5, ten times 6, 5).
 """
 
 from __future__ import annotations
@@ -12,40 +12,41 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from megacore.config import ParallelConfig
+from megacore.config import ResolvedConfig
 from megacore.config.pipeline_layout import parse_layout
+from megacore.plan.layer_time import TimedLayer, layer_seconds
 
 
-class LayerCost(Protocol):
+class LayerCost(TimedLayer, Protocol):
     """What is asked of a layer: a `LayerSpec`, or a `LayerOutline` before torch is loaded."""
 
-    @property
-    def parameters(self) -> int: ...
-    @property
-    def flops(self) -> float: ...
     @property
     def is_block(self) -> bool: ...
 
 
-def costs(layers: Sequence[LayerCost], balance: str) -> list[float]:
-    """The cost of each layer.
-
-    Args:
-        layers: the whole model.
-        balance: `parameters`, `flops`, or `uniform`.
-    """
+def layer_costs(layers: Sequence[LayerCost], config: ResolvedConfig) -> list[float]:
+    """What `--pipeline-balance` counts of each layer."""
+    balance = config.parallel.pipeline_balance
+    if balance == "time":
+        seconds: dict[tuple[int | str, int], float] = {}  # of each kind of layer: blocks are alike
+        keys = [(id(layer.block) if layer.block else layer.name, layer.parameters) for layer in layers]
+        for key, layer in zip(keys, layers, strict=True):
+            if key not in seconds:
+                seconds[key] = layer_seconds(config, layer)
+        return [seconds[key] for key in keys]
     return [{"parameters": layer.parameters, "flops": layer.flops, "uniform": 1}[balance] for layer in layers]
 
 
-def stage_ranges(layers: Sequence[LayerCost], config: ParallelConfig) -> list[range]:
+def stage_ranges(layers: Sequence[LayerCost], config: ResolvedConfig) -> list[range]:
     """Which layers every stage of the model holds: as laid out by hand, or balanced."""
-    count = config.pp * config.virtual_stages
-    if config.pipeline_layout is not None:
-        return parse_layout(config.pipeline_layout, stages=count, blocks=sum(layer.is_block for layer in layers))
-    return partition(layers, count, config.pipeline_balance)
+    parallel = config.parallel
+    count = parallel.pp * parallel.virtual_stages
+    if parallel.pipeline_layout is not None:
+        return parse_layout(parallel.pipeline_layout, stages=count, blocks=sum(layer.is_block for layer in layers))
+    return partition(layers, count, layer_costs(layers, config))
 
 
-def partition(layers: Sequence[LayerCost], stages: int, balance: str = "parameters") -> list[range]:
+def partition(layers: Sequence[LayerCost], stages: int, costs: Sequence[float]) -> list[range]:
     """Consecutive layer ranges, one per stage, with the smallest possible largest cost; every stage holds a block.
 
     Among equal largest costs the smallest sum of squares wins, so that what remains is even too.
@@ -53,7 +54,7 @@ def partition(layers: Sequence[LayerCost], stages: int, balance: str = "paramete
     Args:
         layers: the whole model.
         stages: number of stages, at most the number of blocks.
-        balance: what a layer costs, as for `costs`.
+        costs: of each layer.
 
     Raises:
         ValueError: more stages than blocks.
@@ -61,7 +62,7 @@ def partition(layers: Sequence[LayerCost], stages: int, balance: str = "paramete
     blocks = sum(layer.is_block for layer in layers)
     if stages > blocks:
         raise ValueError(f"{stages} stages are more than the model's {blocks} blocks: use {blocks} or less")
-    return list(_partition(tuple(costs(layers, balance)), tuple(layer.is_block for layer in layers), stages))
+    return list(_partition(tuple(costs), tuple(layer.is_block for layer in layers), stages))
 
 
 @functools.lru_cache(maxsize=256)  # the planner asks for the same stages with other batches and precisions

@@ -181,11 +181,6 @@ def peer_stage(transfer: Action) -> int:
     return transfer.stage + (1 if transfer.op in (Op.SEND_OUTPUT, Op.RECV_GRAD) else -1)
 
 
-def show(actions: Sequence[Action]) -> str:
-    """Actions on one line, for messages."""
-    return ", ".join(map(str, actions))
-
-
 # ---- the schedules
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")

@@ -86,7 +86,7 @@ def training_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
     """
     if parallel.schedule_csv is not None:
         return load_schedule(Path(parallel.schedule_csv))
-    return _built_schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
+    return _built_schedule(parallel.schedule_name, parallel.pp, microbatches, parallel.virtual_stages)
 
 
 def _action(cell: str, path: Path, rank: int) -> Action:

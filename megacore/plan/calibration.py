@@ -22,6 +22,7 @@ from megacore.errors import ConfigError, UserError
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Device, Link, Range
 from megacore.plan.outline import outline
+from megacore.plan.planner import scheduled
 from megacore.plan.simulator import Costs
 from megacore.plan.step_time import pipeline_costs, speed_of, step_time
 from megacore.plan.trace import read_trace
@@ -53,7 +54,7 @@ def calibrate(directory: Path, base: Cluster) -> Calibration:
     seconds = _step_seconds(directory / "metrics.jsonl", problems)
     if problems or config is None or seconds is None:
         raise ConfigError(problems)
-    layers = outline(config)
+    config, layers = scheduled(config, base), outline(config)
 
     def step(cluster: Cluster) -> float:
         return step_time(config, layers, cluster).seconds

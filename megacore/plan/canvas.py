@@ -158,14 +158,20 @@ def _save_png(drawing: Drawing, path: Path) -> None:
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, drawing.width), ylim=(drawing.height, 0))
     axes.axis("off")
     points = 72 / _DOTS_PER_INCH  # of a pixel
-    for mark in drawing.marks:
+    for order, mark in enumerate(drawing.marks):
         if isinstance(mark, Box):
             rectangle = ((mark.x, mark.y), mark.width, mark.height)
-            axes.add_patch(Rectangle(*rectangle, facecolor=mark.fill, edgecolor=mark.edge or "none", linewidth=points))
+            axes.add_patch(
+                Rectangle(
+                    *rectangle, facecolor=mark.fill, edgecolor=mark.edge or "none", linewidth=points, zorder=order
+                )
+            )
             if mark.hatched:
-                axes.add_patch(Rectangle(*rectangle, fill=False, edgecolor=_HATCH, hatch="////", linewidth=0))
+                axes.add_patch(
+                    Rectangle(*rectangle, fill=False, edgecolor=_HATCH, hatch="////", linewidth=0, zorder=order)
+                )
         elif isinstance(mark, Line):
-            axes.plot((mark.x1, mark.x2), (mark.y1, mark.y2), color=mark.color, linewidth=points)
+            axes.plot((mark.x1, mark.x2), (mark.y1, mark.y2), color=mark.color, linewidth=points, zorder=order)
         else:
             weight, side = "bold" if mark.bold else "normal", _ANCHORS[mark.anchor]
             style: dict[str, Any] = {
@@ -173,6 +179,7 @@ def _save_png(drawing: Drawing, path: Path) -> None:
                 "weight": weight,
                 "size": mark.size * points * 0.92,
                 "ha": side,
+                "zorder": order,
             }
             axes.text(mark.x, mark.y, mark.text, va="center_baseline", **style)
     with rc_context({"hatch.linewidth": 0.6}):

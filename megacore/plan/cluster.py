@@ -197,7 +197,7 @@ def _base(table: Mapping[str, Any], path: Path, problems: list[str]) -> Cluster 
     name = table.get("based_on")
     if name is None:
         return None
-    if name not in CLUSTERS:
+    if not isinstance(name, str) or name not in CLUSTERS:
         problems.append(f"{path}: based_on = {name!r} is not known: use {one_of(list(CLUSTERS))}")
         return None
     return CLUSTERS[name]
@@ -256,9 +256,12 @@ def _peaks(table: Mapping[str, Any], path: Path, problems: list[str], base: Clus
 
 
 def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, Range]:
-    ranges = {}
+    ranges: dict[str, Range] = {}
     given = table.get("efficiency", {})
-    for name, values in given.items() if isinstance(given, dict) else ():
+    if not isinstance(given, dict):
+        problems.append(f"{path}: efficiency = {given!r} must be a table, as in [efficiency] and products = 0.7")
+        return ranges
+    for name, values in given.items():
         if name not in _RANGES:
             problems.append(f"{path}: efficiency.{name} is not known: use {one_of(list(_RANGES))}")
             continue

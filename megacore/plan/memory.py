@@ -165,7 +165,7 @@ def plan_memory(
         torch_is_loaded: whether what torch takes of host memory is taken already, and does not count again.
     """
     config = config.for_device(on_cpu=on_cpu)
-    stages = stage_ranges(layers, config.parallel)
+    stages = stage_ranges(layers, config)
     count = ranks_of_role("pipeline", config.parallel)
     ranks = [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in range(count)]
     if on_cpu and torch_is_loaded:
@@ -255,7 +255,7 @@ def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: 
         return _peak(order, parallel.pp, parallel.virtual_stages, until)
     if parallel.schedule != "gpipe":  # in all others the most are in flight after the first few
         microbatches = min(microbatches, 4 * parallel.pp)
-    return _in_flight(parallel.schedule, rank, parallel.pp, microbatches, parallel.virtual_stages, until)
+    return _in_flight(parallel.schedule_name, rank, parallel.pp, microbatches, parallel.virtual_stages, until)
 
 
 @functools.lru_cache(maxsize=4096)

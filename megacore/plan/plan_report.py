@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megacore.config.messages import counted
+from megacore.plan.flops import Attention
 from megacore.plan.memory import GIB
 from megacore.plan.planner import Figure, Plan, exact, gib, largest_term, memory_terms, rank_kinds
 from megacore.plan.traffic import ROLE_NAMES
@@ -116,7 +117,8 @@ def _time(plan: Plan) -> Iterator[str]:
 def throughput(plan: Plan) -> dict[str, Figure]:
     """Rates, by what they are."""
     figures = {"tokens/s": plan.timed(plan.tokens_per_second, "tokens/s", of="rate")}
-    for attention in ("full", "causal"):
+    conventions: tuple[Attention, ...] = ("full", "causal") if plan.config.is_causal else ("full",)
+    for attention in conventions:
         for hardware in (False, True):
             kind = "hardware FLOPs" if hardware else "model FLOPs"
             name = "HFU" if hardware else "MFU"

@@ -15,6 +15,7 @@ from megacore.config import ResolvedConfig
 from megacore.plan.activations import ELEMENT_BYTES, logits_bytes, residual_bytes
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
+from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time
 from megacore.plan.flops import Attention, block_flops, flops_per_sequence
 from megacore.plan.memory import GIB, RankMemory, plan_memory, whole_parameters
 from megacore.plan.outline import LayerOutline, outline
@@ -80,9 +81,7 @@ class Plan:
     @property
     def capacity(self) -> float:
         """Bytes that a rank may take."""
-        device = self.cluster.device
-        shared = min(self.config.parallel.ranks, device.node_ranks) if self.cluster.on_cpu else 1
-        return device.memory_bytes * _USABLE / shared
+        return usable_bytes(self.config, self.cluster)
 
     @property
     def fullest(self) -> RankMemory:
@@ -160,6 +159,24 @@ class Plan:
         seconds = tokens / self.tokens_per_second / goodput
         hours = seconds / 3600 * self.config.parallel.ranks
         return seconds / 86400, hours * self.cluster.price_per_hour
+
+
+def usable_bytes(config: ResolvedConfig, cluster: Cluster) -> float:
+    """Bytes that a rank may take."""
+    shared = min(config.parallel.ranks, cluster.device.node_ranks) if cluster.on_cpu else 1
+    return cluster.device.memory_bytes * _USABLE / shared
+
+
+def scheduled(config: ResolvedConfig, cluster: Cluster) -> ResolvedConfig:
+    """The configuration with the schedule that --schedule auto is on a cluster."""
+    if not is_open(config):
+        return config
+    layers, most = outline(config), usable_bytes(config, cluster)
+
+    def fits(candidate: ResolvedConfig) -> bool:
+        return max(rank.expected for rank in plan_memory(candidate, layers, on_cpu=cluster.on_cpu)) <= most
+
+    return choose_schedule(config, schedules_by_time(config, layers, cluster), fits)
 
 
 def make_plan(config: ResolvedConfig, cluster: Cluster, *, software: Software = MEGACORE) -> Plan:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,11 +65,11 @@ class Layout:
         """The flags that make it."""
         parallel, training = self.config.parallel, self.config.training
         parts = [f"--tp {parallel.tp} --pp {parallel.pp} --dp {parallel.dp}"]
-        if parallel.pp > 1 and parallel.schedule != "1f1b":
+        if parallel.pp > 1:
             parts.append(f"--schedule {parallel.schedule}")
         if parallel.virtual_stages > 1:
             parts.append(f"--virtual-stages {parallel.virtual_stages}")
-        if parallel.pp > 1 and parallel.pipeline_balance != "parameters":
+        if parallel.pp > 1 and parallel.pipeline_balance != "time":
             parts.append(f"--pipeline-balance {parallel.pipeline_balance}")
         parts.append(f"--micro-batch-size {training.micro_batch_size}")
         if parallel.zero_stage:
@@ -91,6 +92,7 @@ class Found:
         least_memory: of all of them, bytes, at least; None: none is valid.
         capacity: bytes that a rank may take.
         cluster: that computes.
+        wall_seconds: that the search took.
     """
 
     layouts: Sequence[Layout]
@@ -98,6 +100,7 @@ class Found:
     least_memory: float | None
     capacity: float
     cluster: Cluster
+    wall_seconds: float
 
     @property
     def frontier(self) -> list[Layout]:
@@ -117,6 +120,7 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
         cluster: that computes.
         constraints: what a layout may be.
     """
+    start = time.perf_counter()
     capacity = make_capacity(config, cluster, constraints)
     fitting: list[Layout] = []
     tried, least = 0, None
@@ -146,7 +150,12 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
     best = [_simulated(layout, cluster) for layout in fitting[:_SIMULATED]]
     best.sort(key=lambda layout: layout.seconds)
     return Found(
-        layouts=[*best, *fitting[_SIMULATED:]], tried=tried, least_memory=least, capacity=capacity, cluster=cluster
+        layouts=[*best, *fitting[_SIMULATED:]],
+        tried=tried,
+        least_memory=least,
+        capacity=capacity,
+        cluster=cluster,
+        wall_seconds=time.perf_counter() - start,
     )
 
 
@@ -233,13 +242,13 @@ def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping
 def _shapes(config: ResolvedConfig, constraints: Constraints, pp: int) -> list[dict[str, Any]]:
     """Schedules, stages per rank and partitions."""
     if pp == 1:
-        return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "parameters"}]
+        return [{"schedule": "1f1b", "virtual_stages": 1, "pipeline_balance": "time"}]
     shapes: list[dict[str, Any]] = []
-    for balance in ("parameters", "flops"):
+    for balance in ("time", "parameters"):
         shapes += [
             {"schedule": name, "virtual_stages": 1, "pipeline_balance": balance} for name in ("1f1b", "zero-bubble")
         ]
-        if balance == "flops":
+        if balance == "time":
             shapes += [
                 {"schedule": "interleaved", "virtual_stages": v, "pipeline_balance": balance}
                 for v in _VIRTUAL_STAGES
@@ -260,7 +269,7 @@ def search_table(found: Found, *, top: int, tokens: float | None = None, goodput
     frontier = {id(layout) for layout in found.frontier}
     lines = [
         f"# {len(found.layouts):,} of {found.tried:,} valid layouts fit {found.capacity / GIB:.1f} GiB per rank of "
-        f"{found.cluster.name}",
+        f"{found.cluster.name} (searched in {found.wall_seconds:.1f} s)",
         "",
         f"| # | s/step | range | tokens/s | GiB | flags |{' days | USD |' if tokens else ''}",
         f"|---|---|---|---|---|---|{'---|---|' if tokens else ''}",
@@ -301,6 +310,7 @@ def search_json(found: Found, *, top: int) -> dict[str, Any]:
         "cluster": found.cluster.name,
         "capacity_bytes": found.capacity,
         "valid": found.tried,
+        "wall_seconds": found.wall_seconds,
         "fit": len(found.layouts),
         "layouts": [row(layout) for layout in found.layouts[:top]],
         "frontier": [row(layout) for layout in found.frontier],

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -26,29 +26,23 @@ from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case, Range
+from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.simulator import Costs, Timeline, simulate
 from megacore.plan.traffic import (
     Sent,
     layer_traffic,
-    rank_traffic,
     recomputed_whole,
     replica_traffic,
     stage_message,
     tied_gradients,
 )
 
-# Elements that the memory-bound operators of a block read and write, in the order of the code: two norms (read, write),
-# two residual sums with bias and dropout (read two, write one), of tensors [b, s, h]; of the inner width the activation
-# (read one, or gate and up, write one); queries, keys and values moved to heads and back (read, write).
-_RESIDUAL_PASSES, _HEAD_PASSES = 10.0, 4.0
 _OPERATORS_FORWARD, _OPERATORS_BACKWARD = 16, 28  # launched per block, without fused ones
 # Unfused attention's tensors [b, n/t, s, s]: scores written, read and written by the softmax, read by the mix; dropout
 # reads and writes them once more, with a mask of a byte. Backward reads and writes twice as many.
 _SCORE_PASSES, _DROPOUT_PASSES = 4.0, 2.5
-_LOGIT_PASSES = 4.0
-DEFAULT_CASES: tuple[Case, ...] = ("slow", "expected", "fast")
 
 
 class Parts(NamedTuple):
@@ -183,7 +177,7 @@ def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tu
         moved = speed.memory(2 * speed.element * count * 2 * s * d)
         forward = Parts(attention=whole + moved + speed.memory(scores))
         return forward, forward.times(2.0)
-    seen = flops * (1 - keys / (2.0 * s))  # causal: fused kernels skip what no position sees
+    seen = flops * (1 - keys / (2.0 * s)) if config.is_causal else flops  # fused kernels skip what no position sees
     return Parts(attention=speed.attention(seen)), Parts(attention=speed.attention(2.5 * seen))
 
 
@@ -205,7 +199,7 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     gemm = sum(speed.product(tokens, k, n) for k, n in products)
     heads = block.num_attention_heads * block.head_size / t
     inner = (3 if block.gated else 2) * block.inner_size / t
-    passes = tokens * e * (_RESIDUAL_PASSES * block.hidden_size / split + inner + _HEAD_PASSES * heads)
+    passes = tokens * e * (RESIDUAL_PASSES * block.hidden_size / split + inner + HEAD_PASSES * heads)
     elementwise = speed.memory(passes)
     attention, attention_backward = _attention(config, block, speed)
     traffic = layer_traffic(config, layer, again=again)
@@ -245,7 +239,7 @@ def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> P
         return Passes(moved + exposed[0], exposed[1], moved)
     rows = vocabulary_rows(config.model, t)
     product = Parts(gemm=speed.product(tokens, h, rows))
-    logits = Parts(memory=speed.memory(_LOGIT_PASSES / 2 * tokens * rows * e))
+    logits = Parts(memory=speed.memory(LOGIT_PASSES / 2 * tokens * rows * e))
     again = product if loss_chunks(config) > 1 else Parts()
     return Passes(product + logits + exposed[0], product + logits + again + exposed[1], product)
 
@@ -298,9 +292,10 @@ def _with_replicas(config: ResolvedConfig, layers: Sequence[PlannedLayer], total
     exposed_forward = max(gather - total.forward.total, 0.0)
     exposed_backward = max(gather + reduce - backward, 0.0)
     hidden = 2 * gather + reduce - exposed_forward - exposed_backward
-    waiting = Passes(Parts(exposed=exposed_forward), Parts(exposed=exposed_backward), Parts())
+    apart = gather if config.parallel.may_split_backward else 0.0  # of all weights, before their gradients
+    waiting = Passes(Parts(exposed=exposed_forward), Parts(exposed=exposed_backward), Parts(exposed=apart))
     return StageTime(
-        passes=total + waiting, replicas_hidden=hidden, replicas_exposed=exposed_forward + exposed_backward
+        passes=total + waiting, replicas_hidden=hidden, replicas_exposed=exposed_forward + exposed_backward + apart
     )
 
 
@@ -363,7 +358,7 @@ def step_time(
     """
     speed = replace(speed_of(config, cluster, case), software=software)
     parallel, m = config.parallel, config.microbatches
-    ranges = stage_ranges(layers, parallel)
+    ranges = stage_ranges(layers, config)
     stages = _stage_times(config, layers, ranges, speed)
     costs = pipeline_costs(config, stages, speed)
     busy = [
@@ -408,6 +403,19 @@ def step_time(
     )
 
 
+def pipeline_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster) -> float:
+    """Seconds from a step's first forward to its last backward, by simulation: what its schedule decides.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        cluster: that computes it.
+    """
+    speed = speed_of(config, cluster, "expected")
+    stages = _stage_times(config, layers, stage_ranges(layers, config), speed)
+    return pipeline_seconds(config, pipeline_costs(config, stages, speed))
+
+
 def _stage_times(
     config: ResolvedConfig, layers: Sequence[PlannedLayer], ranges: Sequence[range], speed: Speed
 ) -> tuple[StageTime, ...]:
@@ -449,7 +457,7 @@ def schedule_of(config: ResolvedConfig, microbatches: int) -> Schedule:
     parallel = config.parallel
     if parallel.schedule_csv is not None:
         return load_schedule(Path(parallel.schedule_csv))
-    return _schedule(parallel.schedule, parallel.pp, microbatches, parallel.virtual_stages)
+    return _schedule(parallel.schedule_name, parallel.pp, microbatches, parallel.virtual_stages)
 
 
 @functools.lru_cache(maxsize=64)
@@ -525,8 +533,3 @@ def _step_end(
         hidden=hidden_reduce + hidden_gather,
         optimizer=speed.memory(moved),
     )
-
-
-def per_rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> Iterator[list[Sent]]:
-    """What each rank of a pipeline sends."""
-    return (rank_traffic(config, layers, rank) for rank in range(config.parallel.pp))

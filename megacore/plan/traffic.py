@@ -165,7 +165,8 @@ class ReplicaTraffic:
 
     Attributes:
         gradients: per reduction; on stages 2 and 3 there is one in each microbatch.
-        parameters: per gathering; on stage 3 there are two in each microbatch.
+        parameters: per gathering; on stage 3 there are two in each microbatch, and a third one where the gradients of
+            weights are computed apart from those of inputs.
     """
 
     gradients: Sent | None
@@ -192,7 +193,7 @@ def replica_traffic(config: ResolvedConfig, parameters: int, *, used_twice: int 
 
     reduction: Pattern = "all-reduce" if stage == 0 else "reduce-scatter"
     gradients = sent(reduction, "gradients", float(parameters * summed), m if stage >= 2 else 1)
-    gathered = {0: 0, 1: 1, 2: 1, 3: 2 * m}[stage]
+    gathered = {0: 0, 1: 1, 2: 1, 3: (3 if config.parallel.may_split_backward else 2) * m}[stage]
     if not gathered:
         return ReplicaTraffic(gradients=gradients, parameters=None)
     whole = parameters + (used_twice if stage == 3 else 0)
@@ -208,7 +209,7 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: i
         rank: its number in the pipeline.
     """
     parallel, m = config.parallel, config.microbatches
-    stages = stage_ranges(layers, parallel)
+    stages = stage_ranges(layers, config)
     found: list[Sent] = []
     for number in range(rank, len(stages), parallel.pp):
         held = [layers[i] for i in stages[number]]

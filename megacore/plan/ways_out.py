@@ -110,6 +110,7 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
                 ways[change.flags] = f"{' '.join(change.flags)}{_where(change, config, limits)}{note}: {demand}"
                 return
 
+    add(_even_state(start))
     add(_savings(start, on_cpu=limits.on_cpu))
     add(_more_replicas(config, limits))
     add(_more_stages(config, limits))
@@ -144,6 +145,13 @@ def _where(change: Change, config: ResolvedConfig, limits: Limits) -> str:
     if number is None:
         return ""
     return f", on {counted(number, 'machine')} with as much memory" if limits.on_cpu else f", on {number} devices"
+
+
+def _even_state(start: Change) -> Iterator[Change]:
+    """The same ranks with as much state on every stage, where stages are balanced by time."""
+    parallel = start.config.parallel
+    if parallel.pp > 1 and parallel.pipeline_balance == "time" and parallel.pipeline_layout is None:
+        yield start.and_("parallel", "--pipeline-balance parameters", pipeline_balance="parameters")
 
 
 def _savings(start: Change, *, on_cpu: bool) -> Iterator[Change]:

@@ -37,6 +37,8 @@ from megacore.config import (
     validate,
 )
 from megacore.config.dimensions import fill_degrees, size_of_role
+from megacore.config.fields import field_infos
+from megacore.config.messages import one_of
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
 from megacore.models.plain import Layer, describe_call, describe_layers, is_split
@@ -48,12 +50,14 @@ from megacore.parallel.recompute import Recomputed
 from megacore.parallel.sharding import ShardSpec
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageShapes
+from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.memory_check import check_memory_of_ranks
 from megacore.train.plain_task import LossFunction, Pair, PlainMicrobatch, PlainTask, cut, moved, samples_of
 from megacore.train.profiling import StepProfiler
 from megacore.train.replicas import ReplicaCheck
 from megacore.train.same_run import refuse_different_ranks
 from megacore.train.step import TrainStep
+from megacore.train.task import DTYPES
 from megacore.train.trackers.callback import Trackers, chosen_trackers
 from megacore.train.trackers.tracker import RunInfo
 from megacore.train.watching import begin_step
@@ -62,7 +66,6 @@ from megacore.watch.marks import on_ledger, phase, section
 from megacore.watch.start import begin_watch, end_watch
 
 __all__ = ["Layer", "PipelineEngine"]
-from megacore.train.task import DTYPES
 
 
 class PipelineEngine:
@@ -79,8 +82,9 @@ class PipelineEngine:
         num_microbatches: of one step, on each data-parallel replica.
         parallel: tp, pp, dp, schedule, ZeRO stage and so on. tp is for layers that are split, such as
             ColumnParallelLinear; pipeline_layout and sequence_parallel are GPT's.
-        optimizer: which one, its learning-rate schedule and the clipping of gradients.
-        optimizer_settings: of that optimizer, such as `AdamWConfig(adam_beta2=0.95)`; None: its defaults.
+        optimizer: its learning-rate schedule and the clipping of gradients.
+        optimizer_settings: which optimizer, and its settings: `SGDConfig(sgd_momentum=0.8)`; None: the defaults of the
+            one that `optimizer` names.
         precision: format of parameters and activations; None: fp32.
         recompute: "full" keeps only the input of each layer, and computes the layer again in backward.
         seed: of initial weights and dropout.
@@ -88,10 +92,12 @@ class PipelineEngine:
         compile: run the layers as compiled code (torch.compile); what cannot be captured runs as it is.
         compile_backend: "inductor" generates kernels, "aot-eager" runs PyTorch's operators.
         mesh: this rank's groups and device; None: made from `parallel`.
-        logging: trackers for `log` and the steps to profile: `LoggingConfig(csv=True, wandb_project="mine")`. Its
-            intervals and its trace are GPT's; None: none of them.
+        logging: trackers for `log` and the steps to profile: `LoggingConfig(csv=True, wandb_project="mine")`; None:
+            none of them.
         output_dir: directory of metrics.csv, of the profile and of W&B's files.
         spikes: what to do at a spike of the loss or the gradient norm: none, warn or skip; None: a warning.
+        callbacks: called on this rank, as `Trainer` calls them: around a step, after `log` (with what it is given),
+            `evaluate` and `save`, by `close`, and at an error in a step.
         memory_check: refuse, before any layer is built, a model whose state needs more memory than there is.
         watch: how often replicas are compared, and how long the ranks may stand still in a step before the watchdog
             names the one that holds them up and ends the run (docs/watching.md); None: the defaults. One process is
@@ -101,6 +107,8 @@ class PipelineEngine:
         lr: learning rate of the last step.
         grad_norm: global gradient norm of the last step before clipping, an fp64 scalar.
         stages: numbers of the layers of every pipeline stage.
+        stop_reason: why a callback of any rank has asked to stop (`request_stop`), or None. It is the same on all ranks
+            after a step, and the program's loop must end.
 
     Raises:
         ConfigError: everything that is wrong with the layers' names and ties, or with the configuration; or the ranks
@@ -130,6 +138,7 @@ class PipelineEngine:
         logging: LoggingConfig | None = None,
         output_dir: Path | str = "output",
         spikes: SpikeConfig | None = None,
+        callbacks: Sequence[Callback] = (),
         memory_check: bool = True,
         watch: WatchConfig | None = None,
     ) -> None:
@@ -146,7 +155,7 @@ class PipelineEngine:
         )
         self.config = _checked_config(
             layers,
-            parallel=parallel or ParallelConfig(),
+            parallel=_without_times(parallel or ParallelConfig()),
             optimizer=optimizer or OptimizerConfig(),
             settings=optimizer_settings,
             precision=precision or PrecisionConfig(precision="fp32"),
@@ -185,22 +194,39 @@ class PipelineEngine:
         self._trackers: Trackers | None = None  # made by the first `log`, which knows the step that the run begins with
         steps, rank = self.config.logging.profiled_steps(), self.mesh.world.rank
         self._profiler = StepProfiler(steps, output_dir=Path(output_dir), rank=rank, device=self.mesh.device)
+        self._callbacks = Callbacks(self, callbacks)
+        self._request: str | None = None
+        self.stop_reason: str | None = None
 
     @property
     def step(self) -> int:
         """Steps taken."""
         return self.train_steps.step
 
+    # ---- what callbacks may use besides the attributes
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the program to end its loop: after the next step `stop_reason` has the reason, on every rank."""
+        self._request = self._request or reason
+
+    def unclocked(self) -> contextlib.AbstractContextManager[None]:
+        """A context without effect, because the engine does not time steps."""
+        return contextlib.nullcontext()
+
     # ---- steps
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[None]:
-        """Marks a step for the profiler and the watchdog."""
+        """Marks a step for the profiler, the watchdog and the callbacks."""
         number = self.step + 1
+        self._callbacks.on_step_begin(number)
         self._profiler.begin(number)
         begin_step(number, self.config, self.mesh)
         try:
             yield
+        except BaseException as error:
+            self._callbacks.on_error(error)
+            raise
         finally:
             on_ledger(Ledger.end_step)
         self._profiler.end(number)
@@ -216,7 +242,8 @@ class PipelineEngine:
             The mean loss over the batch of all replicas, an fp64 scalar that is equal on every rank.
 
         Raises:
-            UserError: the number of microbatches is not the one that was announced, or a layer cannot take them.
+            UserError: the number of microbatches or of steps is not the one that was announced, or a layer cannot take
+                the microbatches.
             TrainingStopped: losses or gradients of many steps in a row were not finite.
             SilentCorruption: replicas differ; on every rank.
         """
@@ -225,16 +252,24 @@ class PipelineEngine:
                 f"train_batch got {len(microbatches)} microbatches, but num_microbatches is {self.num_microbatches}: "
                 "give that many, or announce another number"
             )
+        if self.step >= (last := self.config.training.train_iters):
+            raise UserError(
+                f"train_batch is called after step {last}, but train_iters is {last}, where the learning "
+                "rate's schedule ends: announce more steps"
+            )
         with self._step():
             self.train_steps.compute_gradients(self._prepare(microbatches))
-            result = self.train_steps.update_weights()
+            result = self.train_steps.update_weights(votes=[int(self._request is not None)])
             self._replicas.after_step(result.step)
+        if result.votes[0]:
+            self.stop_reason = self._request or "a callback of another rank"
         if result.skipped is not None and self.mesh.world.rank == 0:
             cause = "" if result.diagnosis is None else f" ({result.diagnosis})"
             warnings.warn(f"step {result.step} is skipped: {result.skipped}{cause}", stacklevel=2)
         elif result.spike is not None and self.mesh.world.rank == 0:
             warnings.warn(f"step {result.step} is a spike: {result.spike}", stacklevel=2)
         self.lr, self.grad_norm = result.lr, result.grad_norm
+        self._callbacks.on_step_end(result)
         return result.loss
 
     def evaluate(self, microbatches: Sequence[Pair], metric: LossFunction | None = None) -> float:
@@ -255,7 +290,9 @@ class PipelineEngine:
                 "and with zero_stage 3 all the same number"
             )
         self.task.metric = metric
-        return float(self.train_steps.evaluate([self._prepare(microbatches)]).means)
+        mean = float(self.train_steps.evaluate([self._prepare(microbatches)]).means)
+        self._callbacks.on_evaluate({"step": self.step, "eval/loss" if metric is None else "eval/metric": mean})
+        return mean
 
     def split(self, inputs: Any, targets: Any) -> list[Pair]:
         """This replica's microbatches of a batch that every rank has in full.
@@ -280,7 +317,9 @@ class PipelineEngine:
         return list(zip(cut(inputs, pieces)[share], cut(targets, pieces)[share], strict=True))
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Pass metrics of the last step on to the trackers of `logging`, on rank 0; returns at once.
+        """Pass metrics of the last step on to the callbacks, and on rank 0 to the trackers of `logging`.
+
+        With callbacks, all ranks call this together.
 
         Args:
             values: by name; docs/metrics.md has the names that GPT's trainer uses.
@@ -290,11 +329,14 @@ class PipelineEngine:
             directory.mkdir(parents=True, exist_ok=True)
             run = RunInfo(output_dir=directory, first_step=max(self.step - 1, 0), config=self.config)
             self._trackers = Trackers(chosen_trackers(self.config.logging), run)
+        record = {"step": self.step, **values, **self._callbacks.figures()}
         if self._trackers is not None:
-            self._trackers.put({"step": self.step, **values})
+            self._trackers.put(record)
+        self._callbacks.on_log(record)
 
     def close(self) -> None:
-        """Close the trackers, wait for all ranks and leave the job; the last thing to do."""
+        """End the callbacks, close the trackers, wait for all ranks and leave the job; the last thing to do."""
+        self._callbacks.on_stop(self.stop_reason)
         with section(Phase.EXIT):
             if self._trackers is not None:
                 self._trackers.finish()
@@ -369,6 +411,7 @@ class PipelineEngine:
         self._replicas.saved(saved.path)
         for note in saved.notes if self.mesh.world.rank == 0 else ():
             warnings.warn(f"{note}; the checkpoint itself is whole", stacklevel=2)
+        self._callbacks.on_save(saved)
         return saved.path
 
     def load(self, directory: Path | str) -> None:
@@ -427,6 +470,12 @@ def _replicas(parallel: ParallelConfig) -> int:
     return max(1, size_of_role("batch", fill_degrees(parallel, world_size())))
 
 
+def _without_times(parallel: ParallelConfig) -> ParallelConfig:
+    """Without choices by the time of layers, which is not known for plain ones."""
+    balance = "parameters" if parallel.pipeline_balance == "time" else parallel.pipeline_balance
+    return dataclasses.replace(parallel, pipeline_balance=balance, schedule=parallel.schedule_name)
+
+
 def _checked_config(
     layers: Sequence[Layer],
     *,
@@ -444,7 +493,12 @@ def _checked_config(
     Raises:
         ConfigError: everything that is wrong with it.
     """
-    problems, stages = [], parallel.pp * parallel.virtual_stages
+    problems: list[str] = []
+    stages = parallel.pp * parallel.virtual_stages
+    optimizer, chosen = _optimizer_of(optimizer, settings, problems)
+    for name in ("log_interval", "trace", "trace_steps", "peak_tflops"):
+        if (value := getattr(logging, name)) != field_infos(LoggingConfig)[name].default:
+            problems.append(f"{name} {value} is GPT's, whose trainer logs by itself: leave it out")
     if parallel.tp > 1 and not is_split(layers):
         problems.append(
             f"tp {parallel.tp}: no layer is split; use tp 1, or layers such as ColumnParallelLinear with "
@@ -480,11 +534,30 @@ def _checked_config(
             logging=logging,
             watch=watch,
             spikes=spikes,
+            **chosen,
         )
-        if settings is not None:
-            sections: dict[str, Any] = {name: settings for name, kind in OPTIMIZERS.items() if kind is type(settings)}
-            config = dataclasses.replace(config, **sections)
         problems += validate(config, world_size())
         if not problems:
             return config.resolve(world_size())
     raise ConfigError(problems)
+
+
+def _optimizer_of(
+    optimizer: OptimizerConfig, settings: OptimizerSettings | None, problems: list[str]
+) -> tuple[OptimizerConfig, dict[str, Any]]:
+    """The optimizer's section with the name that its settings have, and the section of the settings by that name."""
+    if settings is None:
+        return optimizer, {}
+    name = next((name for name, kind in OPTIMIZERS.items() if kind is type(settings)), None)
+    if name is None:
+        kinds = one_of([kind.__name__ for kind in OPTIMIZERS.values()])
+        problems.append(f"optimizer_settings {type(settings).__name__} is of no registered optimizer: use {kinds}")
+        return optimizer, {}
+    if optimizer.optimizer not in (name, field_infos(OptimizerConfig)["optimizer"].default):
+        problems.append(
+            f"optimizer {optimizer.optimizer} and optimizer_settings {type(settings).__name__}, which is of {name}, "
+            f"exclude each other: use {OPTIMIZERS[optimizer.optimizer].__name__}, or leave one of them out"
+            if optimizer.optimizer in OPTIMIZERS
+            else f"optimizer {optimizer.optimizer} is not known: use {one_of(list(OPTIMIZERS))}"
+        )
+    return dataclasses.replace(optimizer, optimizer=name), {name: settings}

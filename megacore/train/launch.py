@@ -10,7 +10,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -28,6 +28,7 @@ from megacore.errors import (
     UserError,
     WorkerDied,
 )
+from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import why_not_compile
 from megacore.parallel.mesh import (
     Mesh,
@@ -39,15 +40,19 @@ from megacore.parallel.mesh import (
     serves_store,
     world_size,
 )
+from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
+from megacore.plan.outline import outline
 from megacore.train.causes import outside_cause
 from megacore.train.ending import exit_with, report_cause
+from megacore.train.memory_check import all_have_room
+from megacore.train.metrics import device_name
 from megacore.train.output import output_directory
 from megacore.train.peers import PeerWatch
 from megacore.train.same_run import refuse_different_ranks
 from megacore.watch.ledger import Flag, Phase
 from megacore.watch.marks import on_ledger, section
 from megacore.watch.report import EXIT_HUNG
-from megacore.watch.start import begin_watch, end_watch, hang_is_reported, left_its_order
+from megacore.watch.start import begin_watch, died_without_a_word, end_watch, hang_is_reported, left_its_order
 
 __all__ = ["exit_with", "launch"]
 
@@ -80,6 +85,7 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
         config = config.for_device(on_cpu=device.type == "cpu", bf16=has_fast_bf16(device))
         refuse_different_ranks(config, world)
         mesh = build_mesh(config.parallel)
+        config = _with_schedule(config, mesh)
         _choose_implementations(config.training, mesh.device)
         watch = PeerWatch(mesh)
         on_ledger(lambda ledger: ledger.set_flag(Flag.GUARDED))
@@ -106,7 +112,21 @@ def launch(config: C, body: Callable[[C, Mesh], None]) -> int:
             return _end(f"{_this_rank(watch)} failed: {cause}", EXIT_FAILED, watch)
         if watch is not None and (gone := watch.dead(_SECONDS_FOR_A_PEER_TO_DIE)):
             watch.give_up(gone)  # the exception is only the echo of a death
+        if watch is None and (deaths := died_without_a_word(_SECONDS_FOR_A_PEER_TO_DIE)):
+            return _end(f"{deaths}; stopping the others", EXIT_FAILED, watch)
         return _end(f"{_this_rank(watch)} failed{left_its_order()}:\n{traceback.format_exc()}", EXIT_FAILED, watch)
+
+
+def _with_schedule(config: C, mesh: Mesh) -> C:
+    """The configuration with the schedule that --schedule auto is here: the first rank predicts, and all need room."""
+    if not is_open(config):
+        return config
+    layers, found = outline(config), None
+    if mesh.world.is_first:
+        cluster = typical_cluster(on_cpu=mesh.device.type == "cpu", device_name=device_name(mesh.device))
+        found = schedules_by_time(config, layers, cluster)
+    choices = all_gather_objects(found, mesh.world)[0]
+    return cast(C, choose_schedule(config, choices, lambda candidate: all_have_room(candidate, mesh, layers)))
 
 
 def _choose_implementations(training: TrainingConfig, device: torch.device) -> None:

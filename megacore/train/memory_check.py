@@ -45,6 +45,15 @@ def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[P
     return next((verdict.warning for verdict in named if verdict.warning is not None), None)
 
 
+def all_have_room(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> bool:
+    """Whether a run fits on every rank by what is expected; always without --memory-check. Arguments as for
+    `check_memory_of_ranks`."""
+    if not config.training.memory_check:
+        return True
+    verdict = _verdict(config, mesh, layers)
+    return all(all_gather_objects(verdict == _Verdict(), mesh.world))
+
+
 @dataclass(frozen=True)
 class _Verdict:
     """Why a rank is refused, or a warning for it."""

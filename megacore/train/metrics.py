@@ -17,6 +17,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import TimedPass
 from megacore.pipeline.schedule_file import training_schedule
+from megacore.plan.layer_time import layer_seconds
 from megacore.plan.memory import fullest_state, plan_memory
 from megacore.plan.peaks import Format, peak_tflops
 from megacore.plan.simulator import Costs, simulate
@@ -132,10 +133,11 @@ class StepMetrics:
         return "tf32" if precision == "fp32" and torch.get_float32_matmul_precision() != "highest" else precision
 
     def _predict_bubble(self) -> float:
-        layers, parallel = self._task.layers, self._config.parallel
-        flops = [sum(layers[i].flops for i in stage) for stage in stage_ranges(layers, parallel)]
-        schedule = training_schedule(parallel, self._config.microbatches)
-        return simulate(schedule, Costs.proportional(flops)).idle_share
+        layers, config = self._task.layers, self._config
+        seconds = [layer_seconds(config, layer) for layer in layers]
+        times = [sum(seconds[i] for i in stage) for stage in stage_ranges(layers, config)]
+        schedule = training_schedule(config.parallel, config.microbatches)
+        return simulate(schedule, Costs.proportional(times)).idle_share
 
     def _measured_bubble(self, timed: TimedPass) -> float:
         """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""

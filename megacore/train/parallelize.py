@@ -68,7 +68,7 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
         config: resolved.
         mesh: this rank's groups.
     """
-    stages = stage_ranges(task.layers, config.parallel)
+    stages = stage_ranges(task.layers, config)
     held = stages[mesh.pipeline.rank :: mesh.pipeline.size]
     shared = _holders_of_tied(task.layers, stages, mesh)
     parameters: dict[str, ShardedParameter] = {}

@@ -11,6 +11,7 @@ from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.config.messages import counted
+from megacore.config.sections import ChosenSchedule
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.plan.activations import loss_chunks
@@ -46,8 +47,9 @@ def launch_summary(
         f"{layers[stage[0]].name} .. {layers[stage[-1]].name}: {count / 1e6:,.2f}M"
         for stage, count in zip(stages, held, strict=True)
     ]
-    virtual = f" of {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
-    bubble = f"{parallel.schedule}{virtual}; by the stages' operations {idle_share:.1%} of a step's time is bubble"
+    virtual = f", of {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
+    chosen = " (fastest by simulation that fits)" if isinstance(parallel, ChosenSchedule) else ""
+    bubble = f"{parallel.schedule_name}{chosen}{virtual}; predicted bubble {idle_share:.1%} of a step"
     lines = [
         ("topology", f"{describe_degrees(mesh.degrees)} = {counted(mesh.world.size, 'rank')}"),
         (

@@ -17,6 +17,7 @@ from megacore.checkpoint.check import changed_settings
 from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
+from megacore.data.gpt.blend import SampleDataset
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
 from megacore.errors import TrainingStopped
@@ -56,7 +57,7 @@ class Trainer:
         task: the model's layers and its loss.
         train_data: training samples; at least train_iters x global_batch_size of them.
         valid_data: validation samples, or None for no evaluation.
-        callbacks: of this rank, besides the trainer's report and tracer.
+        callbacks: of this rank. They are called after those of the trainer.
 
     Attributes:
         decision: what all ranks do after the last step.
@@ -68,8 +69,8 @@ class Trainer:
         config: ResolvedConfig,
         mesh: Mesh,
         task: Task,
-        train_data: Any,
-        valid_data: Any | None,
+        train_data: SampleDataset,
+        valid_data: SampleDataset | None,
         *,
         callbacks: Sequence[Callback] = (),
     ) -> None:
@@ -202,7 +203,8 @@ class Trainer:
             TrainingStopped: there are not enough samples left.
         """
         self.saving.finish()
-        assert self.saving.newest is not None
+        if self.saving.newest is None:  # the first save has just failed: the step is only skipped
+            return
         target, training, samples = read_manifest(self.saving.newest), self.config.training, len(self._train_data)
         rollback = self.rollbacks.add(
             spike,
@@ -319,7 +321,7 @@ class Trainer:
             rank, device = self.mesh.world.rank, self.mesh.device
             yield Profiling(StepProfiler(steps, output_dir=output_dir, rank=rank, device=device), self.report.say)
 
-    def _loader(self, dataset: Any, consumed_samples: int) -> BatchLoader[Any]:
+    def _loader(self, dataset: SampleDataset, consumed_samples: int) -> BatchLoader[Any]:
         training = self.config.training
         return BatchLoader(
             dataset,
@@ -357,7 +359,7 @@ class Trainer:
             self.config,
             self.mesh,
             self.task.layers,
-            stage_ranges(self.task.layers, self.config.parallel),
+            stage_ranges(self.task.layers, self.config),
             samples=(train_samples, valid_samples),
             idle_share=self.metrics.predicted_bubble,
         )
@@ -378,4 +380,4 @@ class Trainer:
         training = self.config.training
         ended = f"stopped by {stopped}: {self.step} of {training.train_iters}" if stopped else f"done: {self.step}"
         skipped = f", {self.update.skipped_steps} of them skipped" if self.update.skipped_steps else ""
-        return f"{ended} steps{skipped}, {self.consumed_samples:,} samples; everything lies in {training.output_dir}"
+        return f"{ended} steps{skipped}, {self.consumed_samples:,} samples; the output is in {training.output_dir}"

@@ -38,6 +38,8 @@ from megacore.errors import EXIT_REFUSED, UserError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, leave, world_size
 from megacore.pipeline.schedule_file import check_schedule
+from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
+from megacore.plan.outline import outline
 from megacore.verify.compare import Verdict, as_json, compare, describe
 from megacore.verify.defects import BY_NAME, DEFECTS, Defect, planted
 from megacore.verify.narrow import STEPS, WARMUP_STEPS, narrow
@@ -217,6 +219,9 @@ def _config(name: str, words: Sequence[str]) -> ResolvedConfig:
             vocabulary=vocabulary_size,
             checks=program.checks,
         )
+    if is_open(config):  # as a launch on a CPU chooses
+        choices = schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))
+        return choose_schedule(config, choices, lambda candidate: True)
     return config
 
 

@@ -159,7 +159,6 @@ class Recorder:
         self.steps, self.mesh, self.pieces = steps, steps.mesh, list[Piece]()
         self._shapes = {name: tuple(p.shape) for name, p in steps.model.parameters.items()}
         self._step = 0
-        self._removals: list[Any] = []
 
     def run(self, microbatches: Iterable[Sequence[Any]], *, masks: AbstractContextManager[None] | None = None) -> None:
         """Train `STEPS` steps.

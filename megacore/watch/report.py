@@ -134,6 +134,12 @@ def hang_report(
     return "\n".join(lines)
 
 
+def deaths_in_words(dead: Sequence[Seen]) -> str:
+    """`rank 3 (pid 8) on node-a has died in the phase: import of libraries`, for ranks of one node, one or more."""
+    names = ", ".join(f"rank {one.rank} (pid {one.record.identity.pid})" for one in dead)
+    return f"{names} on {dead[0].record.identity.host} has died in the phase: {phase_in_words(dead[0].record)}"
+
+
 def headline(verdict: Verdict, records: Mapping[int, Record], degrees: Mapping[str, int]) -> str:
     """Who, in one line."""
     named = ", ".join(_described(rank, records, degrees) for rank in verdict.ranks[:4])

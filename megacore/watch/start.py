@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -21,10 +21,12 @@ import megacore
 from megacore.config import ResolvedConfig
 from megacore.config.cli import leave_for_launcher
 from megacore.config.dimensions import describe_rank
+from megacore.files import take_lock
 from megacore.watch.ledger import Flag, Identity, Ledger
 from megacore.watch.marks import Current, on_ledger
 from megacore.watch.node import STACK_SIGNAL, Node, directory_of, make, report_file, stack_file
 from megacore.watch.processes import born
+from megacore.watch.report import deaths_in_words
 
 _LOCK = "watcher.lock"
 
@@ -87,6 +89,24 @@ def left_its_order() -> str:
     return f"; probably because of {names}, which left the order in which it communicates in step {odd[0].deviation}"
 
 
+def died_without_a_word(within_seconds: float) -> str:
+    """Names the ranks of this node that have ended and have not said why; empty if there are none.
+
+    Args:
+        within_seconds: to wait for the first of them.
+    """
+    if Current.ledger is None:
+        return ""
+    node, deadline = Node(Current.ledger.directory), time.monotonic() + within_seconds
+    while True:
+        ended = [one for one in node.look() if one.state == "gone" and not one.is_done]
+        if any(one.record.flags & Flag.SPOKE for one in ended):
+            return ""
+        if ended or time.monotonic() > deadline:
+            return deaths_in_words(ended) if ended else ""
+        time.sleep(0.05)
+
+
 def note_that_rank_spoke() -> None:
     """This rank ends, and says itself why."""
     on_ledger(lambda ledger: ledger.set_flag(Flag.SPOKE))
@@ -117,7 +137,7 @@ def _start_watcher(directory: Path) -> None:
     messages = os.dup(2)
     try:
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(lock)
             root = str(Path(megacore.__file__).resolve().parents[1])
             path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
             _Kept.watcher = subprocess.Popen(

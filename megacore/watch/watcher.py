@@ -26,7 +26,7 @@ from megacore.watch.ledger import Flag, Phase
 from megacore.watch.node import Node, report_file
 from megacore.watch.nodes import Nodes
 from megacore.watch.processes import end, was_asked_to_end
-from megacore.watch.report import EXIT_HUNG, hang_report, phase_in_words, table
+from megacore.watch.report import EXIT_HUNG, deaths_in_words, hang_report, table
 
 _SLOWEST_LOOK, _FASTEST_LOOK = 1.0, 0.05
 _LOOKS = 40  # per timeout
@@ -159,11 +159,8 @@ class Watcher:
             living = [one for one in living if one.rank in still]
         if True in asked or not living:
             return False
-        where = ", ".join(f"in the phase: {phase_in_words(one.record)}" for one in dead[:1])
         rows = "\n".join(f"  {row}" for row in table(seen))
-        names = ", ".join(f"rank {one.rank} (pid {one.record.identity.pid})" for one in dead)
-        host = seen[0].record.identity.host
-        self._pronounce(f"{names} on {host} has died {where}; stopping the others\n{rows}")
+        self._pronounce(f"{deaths_in_words(dead)}; stopping the others\n{rows}")
         end([one.record.identity.pid for one in living], _SECONDS_TO_END)
         return True
 

@@ -38,7 +38,7 @@ POINTS = {
     "evaluate": ("megacore.pipeline.runtime", "PipelineRuntime.evaluate"),
     "save": ("megacore.checkpoint.save", "CheckpointSaver._stage"),
     "message": ("megacore.pipeline.runtime", "_Run.as_transfer"),
-    "collective": ("megacore.optim.update", "all_reduce_"),
+    "collective": ("megacore.optim.update", "all_reduce_job_"),
 }
 
 
@@ -67,6 +67,14 @@ def resized(transfer: Any, factor: float) -> Any:
     return dataclasses.replace(transfer, tensors=tensors) if tensors else transfer
 
 
+def without_the_first_group(tensor: Any, mesh: Any, **named: Any) -> Any:
+    """A sum over the job in which this rank leaves out the first of its collectives."""
+    collectives: Any = importlib.import_module("megacore.parallel.collectives")
+    for group in mesh.sum_groups[1:]:
+        collectives.all_reduce_(tensor, group, **named)
+    return tensor
+
+
 def plant(rank: int, at: str, call: int, fault: str, seconds: float | None = None) -> None:
     """Put a fault into this process, if it is that rank; a slow one takes so many seconds in every call."""
     if int(os.environ["RANK"]) != rank:
@@ -88,7 +96,7 @@ def plant(rank: int, at: str, call: int, fault: str, seconds: float | None = Non
             if MARK in os.environ:
                 Path(os.environ[MARK]).write_text(str(time.time()))
             if fault == "skip":
-                return given[0]
+                return without_the_first_group(*given, **named)
             if fault in SIZES:
                 return resized(called(*given, **named), SIZES[fault])
             if seconds is not None:

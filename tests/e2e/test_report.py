@@ -172,6 +172,7 @@ def test_markup_in_any_string_of_a_run_is_text(tmp_path: Path) -> None:
     launch = {"event": "launch", "step": 0, "version": evil, "git": evil, "command": evil, "host": evil, "time": evil}
     launch |= {"device": evil, "platform": evil, "degrees": {evil: evil}, "packages": {evil: evil}}
     skip = {"event": "skip", "step": 1, "reason": evil}
+    spike = {"event": "spike", "step": 2, "reason": evil}
     rollback = {"event": "rollback", "step": 2, "to_step": 1, "reason": evil}
     memory = {
         "event": "memory",
@@ -179,7 +180,7 @@ def test_markup_in_any_string_of_a_run_is_text(tmp_path: Path) -> None:
         "ranks": [{"rank": evil, evil: evil, "peak_bytes": 1, "predicted_bytes": None}],
     }
     end = {"event": "end", "step": 2, "reason": evil}
-    events: list[dict[str, Any]] = [launch, memory, {**launch, "step": 1}, skip, rollback, memory, end]
+    events: list[dict[str, Any]] = [launch, memory, {**launch, "step": 1}, skip, spike, rollback, memory, end]
     events += [{"event": evil}, {"event": "error"}]
     run = write(tmp_path / "a<b>&c", [step(1), step(2)], events)
     (run / "config.toml").write_text(f"[model]\npreset = {json.dumps(evil)}\n[data]\nsplit = {json.dumps(evil)}\n")

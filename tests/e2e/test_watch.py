@@ -118,7 +118,8 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path: Path) -> None:
 def test_what_a_rank_hangs_in_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, fault: str, rank: int, layout: Any, words: list[str]
 ) -> None:
-    monkeypatch.setenv(HANG, json.dumps({"rank": rank, "at": at, "call": 31, "fault": fault}))
+    call = 16 if at == "collective" else 31  # which each step has once
+    monkeypatch.setenv(HANG, json.dumps({"rank": rank, "at": at, "call": call, "fault": fault}))
     ranks = 4 if len(layout) == 2 else 2
     with under_torchrun(tmp_path / "logs", ranks, HANGING, *flags(tmp_path / "out", **layout)) as job:
         said = reported(job)

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,9 +42,11 @@ def started(script: Path, output: Path, *given: object, **variables: object) -> 
         program.kill_all()
 
 
-def rank_of(tmp_path: Path, rank: int, port: int, **variables: object) -> contextlib.AbstractContextManager[Started]:
+def rank_of(
+    tmp_path: Path, rank: int, port: int, *, minutes: float = MINUTES, **variables: object
+) -> contextlib.AbstractContextManager[Started]:
     """A rank of two, started by hand as Slurm does."""
-    flags = small_run(tmp_path / "out", dp=2, hang_timeout_minutes=MINUTES)
+    flags = small_run(tmp_path / "out", dp=2, hang_timeout_minutes=minutes)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     script = HANGING if HANG in variables else PROGRAM
@@ -60,14 +63,28 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_in_its_imports_is_named_and_ends_the_others(tmp_path: Path) -> None:
-    fault = {HANG: json.dumps({"rank": 1, "at": "import", "call": 1, "fault": "kill"})}
+    fault: dict[str, Any] = {HANG: json.dumps({"rank": 1, "at": "import", "call": 1, "fault": "kill"})}
     port = free_port()
-    with rank_of(tmp_path, 0, port, **fault) as one, rank_of(tmp_path, 1, port, **fault) as other:
+    ranks = [rank_of(tmp_path, rank, port, minutes=5.0, **fault) for rank in range(2)]
+    with ranks[0] as one, ranks[1] as other:
         assert other.wait(patience(START)) == -signal.SIGKILL
         assert one.wait(patience(START)) == -signal.SIGTERM
     said = (tmp_path / "0.err").read_text() + (tmp_path / "1.err").read_text()
     assert re.match(r"megacore: rank 1 \(pid \d+\) on \S+ has died in the phase: import of libraries; ", said), said
     assert said.count("megacore: ") == 1
+
+
+def test_a_rank_that_dies_while_the_ranks_meet_is_named_and_not_the_one_that_notices(tmp_path: Path) -> None:
+    fault: dict[str, Any] = {HANG: json.dumps({"rank": 0, "at": "start", "call": 1, "fault": "kill"})}
+    port = free_port()
+    ranks = [rank_of(tmp_path, rank, port, minutes=5.0, **fault) for rank in range(2)]
+    with ranks[0] as one, ranks[1] as other:
+        assert one.wait(patience(START)) == -signal.SIGKILL
+        assert other.wait(patience(START)) != 0
+    said = (tmp_path / "1.err").read_text() + (tmp_path / "0.err").read_text()
+    assert re.search(r"^megacore: rank 0 \(pid \d+\) on \S+ has died in the phase: ", said, re.MULTILINE), said
+    assert said.count("megacore: ") == 1
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from megacore.config import OptimizerConfig, ParallelConfig, WatchConfig
+from megacore.checkpoint.save import Saved
+from megacore.config import AdamWConfig, LoggingConfig, OptimizerConfig, ParallelConfig, SGDConfig, WatchConfig
 from megacore.errors import ConfigError, UserError
+from megacore.optim.sgd import SGD
+from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import Layer, PipelineEngine
+from megacore.train.step import StepResult
 from tests.distributed import run_distributed
 
 BUILT: list[str] = []
@@ -74,13 +79,107 @@ def odd_layers() -> list[Layer]:
 def engine_of(layers: list[Layer], pp: int = 1, dp: int = 1, **changes: Any) -> PipelineEngine:
     parallel = ParallelConfig(pp=pp, dp=dp, device="cpu", bucket_size_mb=1e-4, **changes.pop("parallel", {}))
     optimizer = OptimizerConfig(lr=1e-2, lr_decay_style="constant")
-    settings: dict[str, Any] = {"loss": F.mse_loss, "train_iters": 10, "num_microbatches": 4 // dp, **UNWATCHED}
-    return PipelineEngine(layers, parallel=parallel, optimizer=optimizer, **settings | changes)
+    settings: dict[str, Any] = {
+        "optimizer": optimizer,
+        "loss": F.mse_loss,
+        "train_iters": 10,
+        "num_microbatches": 4 // dp,
+        **UNWATCHED,
+    }
+    return PipelineEngine(layers, parallel=parallel, **settings | changes)
 
 
 def batch(step: int, samples: int = 12) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     return torch.randn(samples, 6, generator=draw), torch.randn(samples, 6, generator=draw)
+
+
+def test_the_settings_choose_the_optimizer() -> None:
+    engine = engine_of([linear("a")], optimizer_settings=SGDConfig(sgd_momentum=0.8))
+    assert engine.config.optimizer.optimizer == "sgd"
+    assert isinstance(engine.update.optimizer, SGD)
+    assert engine.update.optimizer.settings == SGDConfig(sgd_momentum=0.8)
+
+
+class Quick(AdamWConfig):
+    """Settings that no optimizer is registered for."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer_settings": Quick()}, "Quick is of no registered optimizer: use AdamWConfig"),
+        (
+            {"optimizer": OptimizerConfig(optimizer="sgd"), "optimizer_settings": AdamWConfig()},
+            "optimizer sgd and optimizer_settings AdamWConfig, which is of adamw, exclude each other: use SGDConfig",
+        ),
+        ({"logging": LoggingConfig(trace=True, trace_steps=1)}, "trace True is GPT's"),
+        ({"logging": LoggingConfig(log_interval=5)}, "log_interval 5 is GPT's"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_of([linear("a")], **{"optimizer": OptimizerConfig(), **settings})
+
+
+class Events(Callback):
+    """Every event with what identifies it; asks to stop in step 2."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        self.seen.append(("begin", step))
+        if step == 2:
+            run.request_stop("enough")
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.seen.append(("end", result.step, run.step))
+
+    def figures(self, run: Run) -> dict[str, float]:
+        return {"mine": 7.0}
+
+    def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
+        self.seen.append(("log", record))
+
+    def on_evaluate(self, run: Run, record: Mapping[str, Any]) -> None:
+        self.seen.append(("evaluate", record["step"], record["eval/loss"]))
+
+    def on_save(self, run: Run, saved: Saved) -> None:
+        self.seen.append(("save", saved.step))
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        self.seen.append(("stop", reason))
+
+    def on_error(self, run: Run, error: BaseException) -> None:
+        self.seen.append(("error", str(error)))
+
+
+def test_callbacks_see_the_events_of_the_engine(tmp_path: Path) -> None:
+    events = Events()
+    engine = engine_of([linear("a")], train_iters=3, callbacks=[events], output_dir=tmp_path)
+    for step in range(2):
+        assert engine.stop_reason is None
+        engine.train_batch(engine.split(*batch(step)))
+    assert engine.stop_reason == "enough"
+    engine.log({"train/loss": 0.5})
+    mean = engine.evaluate(engine.split(*batch(0)))
+    engine.save(tmp_path)
+    steps = [("begin", 1), ("end", 1, 1), ("begin", 2), ("end", 2, 2)]
+    logged = ("log", {"step": 2, "train/loss": 0.5, "mine": 7.0})
+    assert events.seen == [*steps, logged, ("evaluate", 2, mean), ("save", 2)]
+    with pytest.raises(UserError, match="layer 'a' fails") as raised:
+        engine.train_batch([(torch.zeros(3, 5), torch.zeros(3, 6))] * 4)
+    assert events.seen[-1] == ("error", str(raised.value))
+    engine.close()
+    assert events.seen[-1] == ("stop", "enough")
+
+
+def test_a_step_after_the_last_is_refused() -> None:
+    engine = engine_of([linear("a")], train_iters=1)
+    engine.train_batch(engine.split(*batch(0)))
+    with pytest.raises(UserError, match="after step 1, but train_iters is 1"):
+        engine.train_batch(engine.split(*batch(1)))
 
 
 def train_odd(rank: int, world_size: int, pp: int, changes: list[dict[str, Any]]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import mse_loss
 
+from megacore import ops
+from megacore.checkpoint.check import samples_of_run
 from megacore.checkpoint.manifest import read_manifest
 from megacore.config import SpikeConfig
+from megacore.errors import ConfigError, TrainingDiverged, TrainingStopped
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train.callbacks import Callback, Run
+from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.rollback import rollbacks_of
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
@@ -84,7 +90,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return state
 
 
-GUARD: dict[str, Any] = {"spike_window": 4, "spike_threshold": 8.0}
+GUARD: dict[str, Any] = {"spike_window": 4, "spike_threshold": 6.0}
 
 
 def rolls_back(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> None:
@@ -112,6 +118,20 @@ def rolls_back(rank: int, world_size: int, layout: Layout, directory: str, chang
     assert found.skipped == [10]
     if rank == 0:
         _look_at_files(Path(directory, "run"))
+    if world_size == 4:
+        _resume_elsewhere(layout, Path(directory), expected, changes)
+
+
+def _resume_elsewhere(layout: Layout, directory: Path, expected: Losses, changes: dict[str, Any]) -> None:
+    """A run that is started again after the rollback, on another layout, before it has saved again."""
+    tp, pp, dp = layout
+    again, newest = Losses(), directory / "run" / f"step_{LAST_SAVED:08d}.2"
+    guard, options = SpikeConfig(on_spike="rollback", **GUARD), {**changes, "zero_stage": 1, "load": str(newest)}
+    run = trainer_on(None, (pp, tp, dp), directory / "again", Text(POISON), again, guard, **options)
+    run.run()
+    assert again.skipped == []
+    assert again.by_step == pytest.approx(expected.by_step, rel=1e-5 if "precision" not in changes else 1e-2)
+    assert len(run.rollbacks.done) == 1
 
 
 def _look_at_files(directory: Path) -> None:
@@ -149,3 +169,112 @@ def test_a_poisoned_range_is_rolled_back_and_skipped(layout: Layout, changes: di
     """The run is bit for bit the one that never saw the range, from the checkpoint on."""
     tp, pp, dp = layout
     run_distributed(rolls_back, tp * pp * dp, layout, str(tmp_path), changes)
+
+
+def outcome(directory: Path, mode: str, *, one_pass: bool = False, **changes: Any) -> tuple[Trainer, Losses]:
+    """A run of one process, with the poison in steps 10 and 11."""
+    losses = Losses()
+    options = {"on_spike": mode, **(GUARD if mode != "none" else {})}
+    with ops.kernels_chosen("triton" if one_pass else "torch"):
+        mesh = Mesh(device=torch.device("cpu"))
+        run = trainer_on(mesh, (1, 1, 1), directory, Text(POISON), losses, SpikeConfig(**options), **changes)
+    assert run.model.data_parallel.options.one_pass is one_pass
+    return run, losses
+
+
+def test_a_warning_changes_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    silent, expected = outcome(tmp_path / "none", "none")
+    silent.run()
+    assert "| spike" not in capsys.readouterr().out
+    warned, found = outcome(tmp_path / "warn", "warn")
+    warned.run()
+    assert found.by_step == expected.by_step
+    assert found.skipped == []
+    one, other = state_of(warned), state_of(silent)
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+    said = capsys.readouterr().out
+    assert said.count("warning: step 10/14 | spike: the loss") == said.count("| spike:") == 1  # of two in a row
+    assert warned.update.guard.total >= 2
+    events = [json.loads(line) for line in (tmp_path / "warn" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "spike"][:2] == [10, 11]
+
+
+FP16: dict[str, Any] = {"precision": "fp16", "initial_loss_scale": 256.0}  # nothing overflows
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize("mode", ["skip", "rollback"])  # before its first checkpoint, a rollback skips
+def test_a_skipped_spike_leaves_the_state_as_it_is(tmp_path: Path, mode: str, one_pass: bool) -> None:
+    run, losses = outcome(tmp_path, mode, one_pass=one_pass, save_interval=100, **FP16)
+    for number in range(1, STEPS + 1):
+        before, updates, scaler = state_of(run) if number > 1 else {}, run.update.updates, run.update.scaler.state()
+        result = run.train_step(next(run.batches))
+        assert run.consumed_samples == number * BATCH
+        if number in (10, 11):
+            assert result.skipped is not None
+            assert result.skipped == result.spike
+            after = state_of(run)
+            assert not [name for name in before if not torch.equal(before[name], after[name])]
+            assert (run.update.updates, run.update.scaler.state()) == (updates, scaler)
+    assert losses.skipped == [10, 11]
+    assert (run.step, run.update.updates, run.update.skipped_steps) == (STEPS, STEPS - 2, 2)
+    assert losses.by_step[12] < losses.by_step[9] < losses.by_step[10]
+
+
+def test_spikes_without_end_stop_the_run(tmp_path: Path) -> None:
+    losses = Losses()
+    spikes = SpikeConfig(on_spike="skip", **GUARD)
+    data = Text(range(9 * BATCH, 40 * BATCH))
+    run = trainer_on(Mesh(device=torch.device("cpu")), (1, 1, 1), tmp_path, data, losses, spikes, max_bad_steps=3)
+    with pytest.raises(TrainingDiverged, match=r"a spike for 3 step\(s\) in a row \(--max-bad-steps 3\)"):
+        run.run()
+    assert losses.skipped == [10, 11]
+
+
+def test_the_same_fault_twice_stops_the_run(tmp_path: Path) -> None:
+    """More of the data is bad than is skipped. A run that is started again stops at the same place."""
+    spikes = SpikeConfig(on_spike="rollback", spike_skip_batches=0, **GUARD)
+    for load in (None, "auto"):
+        losses, mesh = Losses(), Mesh(device=torch.device("cpu"))
+        newest = str(tmp_path / f"step_{LAST_SAVED:08d}.2") if load else None
+        run = trainer_on(mesh, (1, 1, 1), tmp_path, Text(POISON), losses, spikes, load=newest)
+        with pytest.raises(TrainingDiverged, match="a spike again after the rollback to step 8, on other samples"):
+            run.run()
+        assert losses.skipped == [10, 9][1 if load else 0 :]
+        assert len(run.rollbacks.done) == 1
+
+
+def test_data_that_are_too_few_for_a_rollback_stop_the_run(tmp_path: Path) -> None:
+    spikes = SpikeConfig(on_spike="rollback", spike_skip_batches=1, **GUARD)
+    data = Text(POISON, samples=STEPS * BATCH)
+    run = trainer_on(Mesh(device=torch.device("cpu")), (1, 1, 1), tmp_path, data, Losses(), spikes)
+    with pytest.raises(TrainingStopped, match=r"the training data have 112 samples, too few for a rollback \(step 10"):
+        run.run()
+
+
+def test_a_run_reads_as_many_samples_as_its_rollbacks_may_skip(tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path, **OPTIONS, on_spike="rollback", save_interval=4, spike_skip_batches=1)
+    assert samples_of_run(config) == (STEPS + 3 * (4 + 1)) * BATCH
+    assert samples_of_run(make_config((1, 1, 1), tmp_path, **OPTIONS)) == STEPS * BATCH
+
+
+def test_metrics_csv_has_every_step_once(tmp_path: Path) -> None:
+    spikes = SpikeConfig(on_spike="rollback", spike_skip_batches=1, **GUARD)
+    run = trainer_on(Mesh(device=torch.device("cpu")), (1, 1, 1), tmp_path, Text(POISON), Losses(), spikes, csv=True)
+    run.run()
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+
+
+def test_the_engine_skips_and_refuses_a_rollback() -> None:
+    layers = [Layer("linear", torch.nn.Linear, 2, 1, bias=False)]
+    with pytest.raises(ConfigError, match="on_spike rollback: the engine does not read the data: use skip, or call"):
+        PipelineEngine(layers, loss=mse_loss, train_iters=9, spikes=SpikeConfig(on_spike="rollback"))
+    engine = PipelineEngine(layers, loss=mse_loss, train_iters=9, spikes=SpikeConfig(on_spike="skip", spike_window=4))
+    inputs, targets = torch.ones(4, 2), torch.full((4, 1), 9.0)
+    for _ in range(4):
+        engine.train_batch([(inputs, targets)])
+    before = engine.state_dict()["linear.weight"]
+    with pytest.warns(UserWarning, match="step 5 is skipped: the loss .* is above"):
+        engine.train_batch([(inputs, targets * 100)])
+    assert torch.equal(engine.state_dict()["linear.weight"], before)

@@ -113,7 +113,7 @@ def test_every_layout_loads_its_slices(converted: Converted, tp: int, pp: int) -
         group = Group(ranks=tuple(range(tp)), rank=rank)
         context = BuildContext(layer_group=group, device=CPU, streams=RandomStreams(0, CPU))
         layers = gpt_layers(hf.config, context)
-        for numbers in partition(layers, pp, "parameters"):
+        for numbers in partition(layers, pp, [layer.parameters for layer in layers]):
             parameters = Stage([layers[number] for number in numbers]).by_name()
             load_parameters(checkpoint, parameters.values())
             for name, parameter in parameters.items():

@@ -191,8 +191,8 @@ def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(
         start(mesh, (1, 1, 1), str(tmp_path), {"load": str(tmp_path / "step_00000001")})
 
 
-def test_every_weight_is_checked_in_turn() -> None:
-    config = make_config((1, 1, 1), "unused", num_layers=1, precision="bf16")
+def test_every_weight_is_checked_in_turn(tmp_path: Path) -> None:
+    config = make_config((1, 1, 1), tmp_path, num_layers=1, precision="bf16")
     data_parallel = make_trainer(config, Mesh(device=torch.device("cpu")), Described(200)).model.data_parallel
     for parameter in data_parallel.parameters:
         flat = parameter.data.view(-1)
@@ -209,7 +209,7 @@ def test_a_loss_beyond_reason_is_remarked_on(tmp_path: Path, capsys: pytest.Capt
     config = make_config((1, 1, 1), tmp_path, num_layers=1, log_interval=1, train_iters=3, max_bad_steps=1)
     trainer = make_trainer(config, Mesh(device=torch.device("cpu")), Described(200))
     sound, factors = trainer.task.loss, iter([1e11] * 4 + [math.inf] * 4)
-    trainer.task.loss = lambda output, batch: sound(output, batch) * next(factors)  # type: ignore[method-assign]
+    trainer.task.loss = lambda output, microbatch: sound(output, microbatch) * next(factors)  # type: ignore[method-assign]
     with pytest.raises(
         TrainingStopped, match=r"likely cause: overflow: .*the loss of the last finite step was \d\.\de?"
     ):

@@ -155,5 +155,6 @@ def test_a_window_counts_the_keys_that_it_holds() -> None:
 
 def test_bloom_balances_as_its_authors_had_it() -> None:
     """70 blocks on 12 stages: 6 each, one fewer beside the embedding and beside the head."""
-    stages = partition(layers_of(preset("bloom-176b"), META), 12)
+    layers = layers_of(preset("bloom-176b"), META)
+    stages = partition(layers, 12, [layer.parameters for layer in layers])
     assert [len(stage) for stage in stages] == [6, *[6] * 10, 6]

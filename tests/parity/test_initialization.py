@@ -42,7 +42,7 @@ def whole_model(model: ResolvedModel, tp: int, pp: int, seed: int = 1234) -> dic
     for tp_rank in range(tp):
         group = Group(ranks=tuple(range(tp)), rank=tp_rank)
         layers = gpt_layers(model, BuildContext(layer_group=group, device=CPU, streams=RandomStreams(0, CPU)))
-        for part in partition(layers, pp):
+        for part in partition(layers, pp, [layer.parameters for layer in layers]):
             stage = Stage([layers[i] for i in part])
             initialize(stage.by_name().values(), model, seed=seed)
             for name, parameter in stage.by_name().items():

@@ -65,7 +65,8 @@ class Run:
     @property
     def config(self) -> ResolvedConfig:
         """The run's configuration."""
-        flags = f"--mock-data --train-iters 10 {self.flags}".split()
+        schedule = "" if "--schedule" in self.flags else "--schedule 1f1b"
+        flags = f"--mock-data --train-iters 10 --pipeline-balance parameters {schedule} {self.flags}".split()
         if "--sequence-parallel" not in flags:  # those trainers' default
             flags.append("--no-sequence-parallel")
         return parse_config(flags, prog="test", description="", kind=Config, planned=True)
@@ -79,7 +80,7 @@ def shape(hidden: int, layers: int, heads: int, *, vocabulary: int = 51200, sequ
     """Flags of a model."""
     return (
         f"--hidden-size {hidden} --num-layers {layers} --num-attention-heads {heads} --vocab-size {vocabulary} "
-        f"--seq-length {sequence}"
+        f"--seq-length {sequence} --hidden-dropout 0.1 --attention-dropout 0.1"
     )
 
 

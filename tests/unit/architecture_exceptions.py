@@ -5,13 +5,7 @@ from __future__ import annotations
 # Imports that are not at the head of the module, with the reason: (file, imported module) -> why.
 START_UP = "torch takes seconds to load; a wrong flag or input is refused before that"
 LATE_IMPORTS = {
-    ("pretrain_gpt.py", "megacore.train.launch"): START_UP,
-    ("pretrain_gpt.py", "megacore.train.gpt_task"): START_UP,
-    ("pretrain_gpt.py", "megacore.train.trainer"): START_UP,
     ("megacore/convert/start.py", "megacore.convert.from_hf"): START_UP,
-    ("pretrain_bert.py", "megacore.train.launch"): START_UP,
-    ("pretrain_bert.py", "megacore.train.bert_task"): START_UP,
-    ("pretrain_bert.py", "megacore.train.trainer"): START_UP,
     ("megacore/watch/nodes.py", "torch.distributed"): "only a watcher of a job over several nodes needs it",
     ("tools/roofline.py", "megacore.train.step_trace"): START_UP,
     ("megacore/plan/canvas.py", "matplotlib"): "optional, and only PNG needs it",
@@ -25,6 +19,14 @@ OPERATORS = ("activation", "adamw", "block_attention", "dropout", "loss", "norm"
 LATE_IMPORTS |= {(f"megacore/ops/{name}.py", "megacore.kernels"): TRITON for name in OPERATORS}
 # Who besides megacore.ops may import kernels: what compiles them without running them.
 KERNEL_USERS = {"tools/kernel_cases.py"}
+# Who locks and replaces files: one module, and those that replace a file of another kind, with the reason.
+FILES = "megacore/files.py"
+FILE_REPLACERS = {
+    FILES: "locks and atomic writes",
+    "megacore/checkpoint/storage.py": "the tests stop it between the writing and the renaming of the pointer",
+    "megacore/data/indexed/writer.py": "publishes files that were written over hours",
+    "megacore/watch/ledger.py": "the file is mapped into memory before it gets its name",
+}
 # Who proposes flags such as --dp, and therefore names degrees.
 DEGREES_BY_NAME = {"megacore/plan/search.py", "megacore/plan/ways_out.py"}
 # Who may load torch before the configuration is accepted: nobody of `config`, and of `data` the loader alone.

@@ -18,6 +18,8 @@ from tests.unit.architecture_exceptions import (
     DEGREES_BY_NAME,
     DEVICE_SEAM,
     DISTRIBUTED,
+    FILE_REPLACERS,
+    FILES,
     KERNEL_USERS,
     LATE_IMPORTS,
     PICKLE_READERS,
@@ -189,11 +191,14 @@ def cycles(sources: Iterable[Source]) -> list[str]:
 
 
 def late_imports(sources: Iterable[Source]) -> list[str]:
-    """Imports inside functions or conditions that are not on the list; `from a import b` is listed under a."""
+    """Imports inside functions or conditions that are not on the list; `from a import b` is listed under a.
+
+    An entry point imports inside its functions what loads torch (`early_torch`).
+    """
     found = {
         f"{source.path}:{item.line} imports {item.module} inside a function, a condition or a try"
         for source in sources
-        if source.is_ours
+        if source.is_ours and source.group != "scripts"
         for item in source.imports
         if item.late and not any((source.path, name) in LATE_IMPORTS for name in _prefixes(item.module))
     }
@@ -206,7 +211,7 @@ def _prefixes(module: str) -> list[str]:
 
 
 def early_torch(sources: Iterable[Source]) -> list[str]:
-    """Modules of `config`, `plan`, `watch` and `data` whose import loads torch (or transformers, which loads it)."""
+    """Entry points and modules of `config`, `plan`, `watch` and `data` whose import loads torch (or transformers)."""
     sources = list(sources)
     by_name = {source.module: source for source in sources}
     graph = import_graph(sources, late=False)
@@ -218,7 +223,8 @@ def early_torch(sources: Iterable[Source]) -> list[str]:
                 return by_name[name].path
         return next((path for near in graph[name] - seen if (path := reaches(near, seen))), None)
 
-    checked = [s for s in sources if s.group in ("config", "plan", "watch", "data") and s.path not in TORCH_IN_DATA]
+    groups = ("scripts", "config", "plan", "watch", "data")
+    checked = [s for s in sources if s.group in groups and s.path not in TORCH_IN_DATA]
     return [f"{s.path} loads torch, through {path}" for s in checked if (path := reaches(s.module, set()))]
 
 
@@ -282,6 +288,21 @@ def replicas_by_name(sources: Iterable[Source]) -> list[str]:
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Attribute) and node.attr == "dp"
     ]
+
+
+def stray_file_replacement(sources: Iterable[Source]) -> list[str]:
+    """Locks and atomic writes outside the one module that has them."""
+    found = []
+    for source in sources:
+        if not source.path.startswith("megacore/") or source.path in FILE_REPLACERS:
+            continue
+        found += [f"{source.path}:{i.line} imports fcntl: use {FILES}" for i in source.imports if i.module == "fcntl"]
+        found += [
+            f"{source.path}:{node.lineno} calls os.replace: use replacing of {FILES}"
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "os.replace"
+        ]
+    return found
 
 
 def pickles(sources: Iterable[Source]) -> list[str]:

@@ -19,6 +19,7 @@ RULES = (
     rules.stray_communication,
     rules.cuda_by_name,
     rules.replicas_by_name,
+    rules.stray_file_replacement,
     rules.pickles,
     rules.stray_kernels,
     rules.undocumented,
@@ -50,7 +51,7 @@ def test_every_exception_is_still_needed(repository: list[Source]) -> None:
     for path, module in exceptions.LATE_IMPORTS:
         assert any(item.late and item.module == module for item in texts[path].imports), (path, module)
     assert set(exceptions.DISTRIBUTED) | exceptions.TORCH_IN_DATA | set(exceptions.CUDA_NAMES) <= set(texts)
-    assert set(texts) >= exceptions.KERNEL_USERS | exceptions.DEGREES_BY_NAME
+    assert set(texts) >= exceptions.KERNEL_USERS | exceptions.DEGREES_BY_NAME | set(exceptions.FILE_REPLACERS)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +119,13 @@ def test_torch_behind_the_configuration_is_found() -> None:
         megacore__data__gpt="import numpy\nimport torch",
         megacore__data__loading__loader="import torch",
         megacore__data__clean="import numpy\ndef f():\n    import torch",
+        pretrain_gpt="from megacore.data.clean import f\nfrom megacore.data import build",
     )
     assert rules.early_torch(sources) == [
         "megacore/config/cli.py loads torch, through megacore/data/gpt.py",
         "megacore/data/build.py loads torch, through megacore/data/gpt.py",
         "megacore/data/gpt.py loads torch, through megacore/data/gpt.py",
+        "pretrain_gpt.py loads torch, through megacore/data/gpt.py",
     ]
 
 
@@ -147,6 +150,11 @@ def test_communication_outside_its_file_is_found(path: str, text: str) -> None:
 def test_cuda_by_name_is_found_outside_the_seam(text: str) -> None:
     assert len(rules.cuda_by_name(planted(megacore__layers__mlp=text))) == 1
     assert rules.cuda_by_name(planted(megacore__parallel__mesh=text)) == []
+
+
+@pytest.mark.parametrize("text", ["import fcntl", "import os\nos.replace(a, b)"])
+def test_a_lock_or_an_atomic_write_elsewhere_is_found(text: str) -> None:
+    assert len(rules.stray_file_replacement(planted(megacore__data__gpt=text, megacore__files=text))) == 1
 
 
 def test_a_number_of_replicas_by_name_is_found() -> None:

@@ -173,7 +173,7 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--no-mock-dat"], ("did you mean --no-mock-data?",)),
     (["--zzzzzz"], ("--zzzzzz is not a flag", "--help")),
     (["--swiglu"], ("--swiglu", "Megatron-LM's", "use --activation swiglu")),
-    (["--squared-relu"], ("--squared-relu", "Megatron-LM's", "not have it yet")),
+    (["--start-weight-decay"], ("--start-weight-decay", "Megatron-LM's", "not have it yet")),
     (["--distributed-backend", "nccl"], ("use --device",)),
     (["--reset-attention-mask"], ("--reset-attention-mask is Megatron-LM's", "BERT always attends within a document")),
     (["--masked-softmax-fusion"], ("--masked-softmax-fusion is Megatron-LM's", "leave it out")),

@@ -132,7 +132,7 @@ def test_a_key_in_its_table_and_in_that_of_an_earlier_version_is_refused(
     ("flags", "note"),
     [
         (["--seq-length", "16"], "derives it from the other flags, which gives 16"),
-        (["--preset", "gpt2-tiny"], None),  # without the file's key it would be its seq_length, 24, and not the preset's
+        (["--preset", "gpt2-tiny"], None),  # without the file's key: its seq_length, 24, and not the preset's
     ],
 )
 def test_a_note_on_a_kept_value_says_what_would_be_derived(

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megacore.data.gpt.blend import BlendedDataset
 from megacore.data.gpt.dataset import GPTDataset, build_indices, extent
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.errors import DataError
@@ -54,6 +55,25 @@ def test_samples_are_windows_of_the_brute_force_stream(tmp_path: Path) -> None:
             assert sample["tokens"].tolist() == expected[:-1]
             assert sample["labels"].tolist() == expected[1:]
             assert sample["loss_mask"].tolist() == [1.0] * seq_length
+
+
+def test_a_sample_names_the_documents_of_its_tokens(tmp_path: Path) -> None:
+    indexed = random_dataset(tmp_path, 3)
+    documents = range(indexed.num_documents)
+    dataset = GPTDataset(indexed, documents, num_samples=20, seq_length=7, seed=0)
+    starts = [indexed.document_start(number) for number in (*documents, documents.stop)]
+    holder = {
+        token: number for number in documents for token in indexed.tokens(starts[number], starts[number + 1]).tolist()
+    }
+    blended = BlendedDataset([dataset, dataset], {"dataset": np.array([0, 1]), "sample": np.array([5, 6])})
+    assert blended.documents_of(1) == dataset.documents_of(6)
+    for k in range(20):
+        sample = dataset[k]
+        words, prefix = dataset.documents_of(k).split(" of ")
+        named = [int(number) for number in words.removeprefix("documents ").split(", ")]
+        held = {holder[token] for token in [*sample["tokens"].tolist(), *sample["labels"].tolist()]}
+        assert prefix == indexed.prefix
+        assert held == {number for number in named if starts[number] < starts[number + 1]}  # some are empty
 
 
 def test_every_epoch_holds_every_document_and_every_window_once() -> None:

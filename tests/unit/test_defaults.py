@@ -191,3 +191,14 @@ def test_without_a_trained_checkpoint_the_defaults_are_todays(what: str, tmp_pat
     if what == "unreadable values":
         checkpoint(tmp_path, changes=dict.fromkeys(FORMER, "a") | {"precision": 1, "eval_iters": "b"})
     assert settings(parse(*GOOD, "--load", str(tmp_path), continued=settings_to_continue)) == DECODER
+
+
+def test_a_file_of_an_earlier_version_with_a_pipeline_by_hand_is_read(tmp_path: Path) -> None:
+    """Such a run wrote the defaults of that time also where they have no effect."""
+    file = tmp_path / "config.toml"
+    file.write_text('[parallel]\nschedule = "1f1b"\npipeline_balance = "parameters"\npipeline_layout = "E,12*t,H"\n')
+    assert parse(*GOOD, "--config", str(file)).parallel.pipeline_layout == "E,12*t,H"
+    csv = tmp_path / "own.csv"
+    csv.write_text("0F0,0B0\n")
+    file.write_text(f'[parallel]\nschedule = "1f1b"\nschedule_csv = "{csv}"\n')
+    assert parse(*GOOD, "--config", str(file)).parallel.schedule_csv == str(csv)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import csv
+import importlib
 import json
+import math
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +21,16 @@ import pytest
 import torch
 from torch import nn
 
-from megacore.config import Config, optimizers, sections_of
+from megacore.config import Config, ResolvedConfig, optimizers, sections_of
 from megacore.config.fields import field_docs
 from megacore.config.optimizers import OPTIMIZERS, OptimizerSettings
 from megacore.config.sections import OptimizerConfig
 from megacore.optim.optimizers import OPTIMIZER_CLASSES
+from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.zero.data_parallel import LocalRun
+from tests.parity.runs import make_config
+from tests.unit import architecture_rules as rules
+from tests.unit.architecture_rules import Source
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -156,14 +163,56 @@ print(settings, OPTIMIZER_CLASSES[type(settings)].__module__)
     assert done.stdout == "LionConfig(lion_beta1=0.8, lion_beta2=0.99) megacore.optim.lion\n", done.stderr
 
 
-def test_the_metric_sink_appends_on_the_first_rank_only(tmp_path: Path) -> None:
-    sink = definitions("sink")["CsvSink"]()
-    config = SimpleNamespace(training=SimpleNamespace(output_dir=str(tmp_path)))
-    for step in (1, 2):
-        for rank in (0, 1):
-            run = SimpleNamespace(config=config, mesh=SimpleNamespace(world=SimpleNamespace(rank=rank)))
-            sink.on_log(run, {"step": step, "train/loss": 0.5, "train/lr": 0.1})
-    assert list(csv.reader((tmp_path / "metrics.csv").open())) == [["1", "0.5", "0.1"], ["2", "0.5", "0.1"]]
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder from which modules can be imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def run_as_in(program: str, config: ResolvedConfig) -> Mesh:
+    """What `train` of the page's program does, with the names that pretrain_gpt.py has."""
+    mesh = build_mesh(config.parallel)
+    names = runpy.run_path(str(PAGE.parents[1] / "pretrain_gpt.py"), run_name="pretrain_gpt")
+    definitions(program, **names)["train"](config, mesh)
+    return mesh
+
+
+def test_the_metric_sink_writes_beside_the_files_of_a_run(beside: Path) -> None:
+    (beside / "my_sink.py").write_text(code("sink"), encoding="utf-8")
+    for _ in range(2):  # the second run begins the file anew
+        config = make_config((1, 1, 1), beside / "run", num_layers=1, train_iters=4, eval_interval=2, mock_data=True)
+        config = replace(config, logging=replace(config.logging, csv=True))
+        mesh = run_as_in("with a sink", config)
+    lines = [line.split() for line in (beside / "run" / "perplexity.txt").read_text().splitlines()]
+    records = [json.loads(line) for line in (beside / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {str(record["step"]): record["eval/loss"] for record in records if "eval/loss" in record}
+    assert {step: float(value) for step, value in lines} == {k: math.exp(v) for k, v in losses.items()}
+    assert [step for step, _ in lines] == ["2", "4"]
+    sink: Any = importlib.import_module("my_sink").PerplexityFile()
+    second = replace(mesh, world=replace(mesh.world, ranks=(0, 1), rank=1))
+    sink.on_evaluate(SimpleNamespace(config=config, mesh=second), {"step": 9, "eval/loss": 1.0})
+    assert len((beside / "run" / "perplexity.txt").read_text().splitlines()) == 2
+
+
+def test_the_products_round_what_they_multiply(beside: Path) -> None:
+    (beside / "my_products.py").write_text(code("products"), encoding="utf-8")
+    config = make_config((1, 1, 1), beside / "run", num_layers=1, train_iters=1, mock_data=True)
+    run_as_in("with products", config)
+    products = importlib.import_module("my_products").RoundedProducts()
+    x, weight = torch.randn(3, 5), torch.randn(4, 5)
+    expected = x.to(torch.bfloat16).float() @ weight.to(torch.bfloat16).float().T
+    torch.testing.assert_close(products.output(x, weight, None), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_what_the_page_adds_keeps_the_rules(with_lion: Path) -> None:
+    files = [*with_lion.rglob("*.py")]
+    sources = [Source(file.relative_to(with_lion).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+    train = code("with a sink")
+    entry = (PAGE.parents[1] / "pretrain_gpt.py").read_text(encoding="utf-8")
+    sources.append(Source("pretrain_gpt.py", entry[: entry.index("def train(")] + train))
+    for rule in (rules.undocumented, rules.late_imports, rules.early_torch, rules.upward_imports):
+        assert [line for line in rule(sources) if re.search(r"lion|^pretrain_gpt|^megacore/config", line)] == []
 
 
 def test_the_optimizer_is_lion(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,15 @@ import re
 
 import pytest
 
+from megacore.config import Config, ResolvedConfig
+from megacore.config.cli import parse_config
 from megacore.config.pipeline_layout import parse_layout
 from megacore.models.spec import LayerSpec
-from megacore.pipeline.partition import partition
+from megacore.pipeline.partition import partition, stage_ranges
+from megacore.plan.cluster import CLUSTERS
+from megacore.plan.layer_time import layer_seconds
+from megacore.plan.outline import outline
+from megacore.plan.step_time import speed_of, stage_time
 
 
 def layer(cost: int, *, is_block: bool) -> LayerSpec:
@@ -25,17 +31,18 @@ def test_bloom_stages() -> None:
         *(layer(12 * h * h, is_block=True) for _ in range(70)),
         layer(table, is_block=False),
     ]
-    blocks = [sum(layers[i].is_block for i in stage) for stage in partition(layers, 12)]
+    stages = partition(layers, 12, [layer.parameters for layer in layers])
+    blocks = [sum(layers[i].is_block for i in stage) for stage in stages]
     assert blocks == [5, *[6] * 10, 5]
 
 
-@pytest.mark.parametrize("balance", ["parameters", "flops", "uniform"])
-def test_partition_is_the_best_of_all(balance: str) -> None:
+@pytest.mark.parametrize("exponent", [0, 1, 2])
+def test_partition_is_the_best_of_all(exponent: int) -> None:
     for sizes in ([5, 1, 1, 1, 1, 5], [9, 3, 3, 3, 3, 3, 2], [1, 2, 2, 2, 2, 2, 2, 8]):
         layers = [layer(c, is_block=0 < i < len(sizes) - 1) for i, c in enumerate(sizes)]
-        cost = {"parameters": sizes, "flops": [c * c for c in sizes], "uniform": [1] * len(sizes)}[balance]
+        cost = [c**exponent for c in sizes]
         for stages in range(1, len(sizes) - 1):
-            found = partition(layers, stages, balance)
+            found = partition(layers, stages, cost)
             assert [i for stage in found for i in stage] == list(range(len(sizes)))
             assert max(sum(cost[i] for i in stage) for stage in found) == best_largest_cost(layers, cost, stages)
             assert all(any(layers[i].is_block for i in stage) for stage in found)
@@ -52,7 +59,7 @@ def best_largest_cost(layers: list[LayerSpec], cost: list[int], stages: int) -> 
 
 def test_more_stages_than_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="3 stages are more than the model's 2 blocks: use 2 or less"):
-        partition([layer(1, is_block=False), *[layer(1, is_block=True)] * 2], 3)
+        partition([layer(1, is_block=False), *[layer(1, is_block=True)] * 2], 3, [1, 1, 1])
 
 
 def test_a_layout_by_hand() -> None:
@@ -78,3 +85,66 @@ def test_a_layout_by_hand() -> None:
 def test_a_wrong_layout_is_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         parse_layout(text, stages=3, blocks=4)
+
+
+# ---- by time
+
+
+W1 = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8192 --pp 2"
+W1 += " --micro-batch-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights"
+
+
+def planned(flags: str) -> ResolvedConfig:
+    words = [*flags.split(), "--mock-data", "--train-iters", "1"]
+    return parse_config(words, prog="pretrain_gpt.py", description="", kind=Config, planned=True)
+
+
+def blocks_of_stages(config: ResolvedConfig) -> list[int]:
+    layers = outline(config)
+    return [sum(layers[i].is_block for i in stage) for stage in stage_ranges(layers, config)]
+
+
+def test_a_layer_by_hand() -> None:
+    """W1 on a core of 48 GFLOP/s and 5.6 GB/s: forward and two as long of backward, then the sum of 12 bytes of
+    gradient per parameter; without the norms' 1,024 parameters a block has 4 h^2 of attention and 8 h^2 of MLP."""
+    config, h, tokens = planned(W1), 256, 512
+    seconds = [layer_seconds(config, layer) for layer in outline(config)]
+    parameters = [(8192 + 256) * h, 12 * h * h + 13 * h, 8192 * h + 2 * h]
+    sums = [12 * count / 5.6e9 for count in parameters]
+    head = tokens * (3 * 2 * h * 8192 / 48e9 + 4 * 4 * 8192 / 5.6e9)
+    scores = 2.0 * 256 * h  # of the causal half
+    block = tokens * (3 * (24 * h * h + scores) / 48e9 + scores / 2 / 48e9 + 3 * 4 * (10 + 8 + 4) * h / 5.6e9)
+    expected = [3 * tokens * 4 * h / 5.6e9, *[block] * 4, head]
+    assert seconds == pytest.approx([e + sums[min(i, 1) + (i == 5)] for i, e in enumerate(expected)], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        W1,
+        "--preset gpt2-small --pp 4 --micro-batch-size 4",
+        "--preset llama-3.2-1b --pp 4 --tp 2 --precision bf16 --recompute full",
+        "--preset llama-3-8b --pp 8 --precision bf16",
+        "--preset bloom-176b --pp 12 --tp 4 --precision bf16 --micro-batch-size 2",
+        "--preset mistral-7b --pp 4 --precision bf16 --seq-length 32768",
+    ],
+)
+def test_the_slowest_stage_is_near_the_best_that_the_step_time_knows(flags: str) -> None:
+    """step_time.py predicts the same layers with more detail: transfers, launches, short products."""
+    config = planned(flags)
+    layers, cluster = outline(config), CLUSTERS["laptop" if config.precision.precision == "fp32" else "a100-80g"]
+    speed = speed_of(config, cluster, "expected")
+    costs = [stage_time(config, [layer], speed).passes.sum.total for layer in layers]
+
+    def slowest(stages: list[range]) -> float:
+        return max(sum(costs[i] for i in stage) for stage in stages)
+
+    best = slowest(partition(layers, config.parallel.pp, costs))
+    assert slowest(stage_ranges(layers, config)) <= 1.06 * best
+
+
+def test_the_head_counts_by_the_vocabulary_and_attention_by_the_length() -> None:
+    assert blocks_of_stages(planned(W1)) == [3, 1]
+    assert blocks_of_stages(planned(W1.replace("8192", "64"))) == [2, 2]
+    assert blocks_of_stages(planned(W1.replace("256 --vocab", "16384 --vocab"))) == [2, 2]
+    assert blocks_of_stages(planned(W1 + " --pipeline-balance parameters")) == [2, 2]

@@ -18,7 +18,7 @@ from tools.plan import main
 ROOT = Path(__file__).resolve().parent.parent.parent
 BLOOM = (
     "pretrain_gpt.py --preset bloom-176b --tp 4 --pp 12 --dp 8 --global-batch-size 2048 --micro-batch-size 2 "
-    "--zero-stage 1 --recompute full --cluster a100-80g"
+    "--zero-stage 1 --recompute full --schedule 1f1b --pipeline-balance parameters --cluster a100-80g"
 )
 
 
@@ -43,11 +43,21 @@ def test_the_parts_of_a_step_add_up_to_it(capsys: pytest.CaptureFixture[str]) ->
         assert figure["origin"] == "assumed"
 
 
-def test_what_does_not_fit_names_the_stage_the_term_and_ways_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["pretrain_gpt.py", "--preset", "bloom-176b", "--tp", "4", "--pp", "2", "--dp", "4", "--cluster", "h100"])
-        == 0
+def test_a_run_of_bert_is_planned_with_attention_to_all_positions(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--cluster a100-80g --vocab-size 30522 --seq-length 512 --tp 2 --dp 4 --global-batch-size 64"
+    bert = planned(capsys, f"pretrain_bert.py {flags} --micro-batch-size 8")
+    assert bert["parameters"]["value"] == 110_106_428  # of transformers' BertForPreTraining, bert-base-uncased
+    assert not any("causal" in name for name in bert["throughput"])
+    gpt = planned(
+        capsys,
+        f"pretrain_gpt.py {flags} --micro-batch-size 8 --num-layers 12 --hidden-size 768 --num-attention-heads 12",
     )
+    assert bert["step_parts"]["attention"]["value"] > 1.8 * gpt["step_parts"]["attention"]["value"]
+
+
+def test_what_does_not_fit_names_the_stage_the_term_and_ways_out(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset bloom-176b --tp 4 --pp 2 --dp 4 --pipeline-balance parameters --cluster h100"
+    assert main(flags.split()) == 0
     text = capsys.readouterr().out
     assert "DOES NOT FIT: pipeline rank 1" in text
     assert "largest term is optimizer state" in text
@@ -82,6 +92,38 @@ def test_a_cluster_file_is_read_back_and_refused_whole(tmp_path: Path, capsys: p
     text = capsys.readouterr().err
     for part in ("memory_gb = -3 must be", "nics_per_node is missing", "peak_tflops.bf17", "nic is not a field"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--cluster moon --goodput 2 --tp 5", ["--cluster moon", "--goodput 2 must be", "--tp 5 must divide"]),
+        ("--tokens many --world-size x --search", ["--tokens many", "--world-size 'x' is not", "--cluster is missing"]),
+        ("--cluster h100 --search --world-size 8 --min-tp 4 --max-tp 2", ["--min-tp 4 must be at most --max-tp 2"]),
+        ("--cluster h100 --max-pp 2 --max-memory-gb 9", ["--max-pp 2 limits --search", "--max-memory-gb 9.0 limits"]),
+        ("--cluster h100 --pp 99 --nonsense 3 --top 0", ["--pp 99 must be at most", "--nonsense", "--top 0 must be"]),
+    ],
+)
+def test_wrong_values_of_the_plans_flags_are_reported_with_the_rest(
+    flags: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(["pretrain_gpt.py", "--preset", "gpt2-small", *flags.split()]))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert all(part in text for part in said), text
+
+
+@pytest.mark.parametrize("text", ['based_on = ["h100"]', 'based_on = "h100"\nefficiency = 3', "memory_gb = ["])
+def test_a_cluster_file_of_wrong_types_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(["pretrain_gpt.py", "--preset", "gpt2-small", "--cluster", str(path)]))
+    assert stop.value.code == 2
+    assert str(path) in capsys.readouterr().err
 
 
 def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

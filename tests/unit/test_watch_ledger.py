@@ -18,6 +18,7 @@ from megacore.watch.marks import Current, phase, post, section
 from megacore.watch.node import Node
 from megacore.watch.processes import born, end, started, state_of
 from megacore.watch.report import hang_report, main_stack, phase_in_words, table
+from megacore.watch.start import died_without_a_word
 from tests.patience import patience
 from tests.unit.packaging_builds import ROOT
 from tests.unit.watch_records import identity, seen
@@ -132,7 +133,9 @@ def test_a_ledger_is_readable_while_its_process_is_stopped_and_after_it_was_kill
         assert (file.record().phase, file.record().stage, file.record().microbatch) == (Phase.BACKWARD, 3, 2)
 
 
-def test_a_rank_that_died_before_it_was_looked_at_is_seen_and_one_of_an_earlier_run_is_not(tmp_path: Path) -> None:
+def test_a_rank_that_died_before_it_was_looked_at_is_seen_and_one_of_an_earlier_run_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with subprocess.Popen(["sleep", "60"]) as living:
         ledger = {"pid": living.pid, "born": born(living.pid)}
         Ledger(tmp_path, identity(0, 3, **ledger))
@@ -144,7 +147,11 @@ def test_a_rank_that_died_before_it_was_looked_at_is_seen_and_one_of_an_earlier_
         os.utime(tmp_path / "rank-2.ledger", (before, before))
         node = Node(tmp_path)
         assert [(one.rank, one.state) for one in node.look()] == [(0, "running"), (1, "gone")]
+        own = Ledger(tmp_path, identity(2, 3, pid=os.getpid(), born=born(os.getpid())))
+        monkeypatch.setattr(Current, "ledger", own)
+        assert died_without_a_word(0.0) == f"rank 1 (pid {dead.pid}) on host has died in the phase: import of libraries"
         living.kill()
+    (tmp_path / "rank-2.ledger").unlink()  # of this process
     assert Node(tmp_path).look() == []
 
 

@@ -190,6 +190,7 @@ def _model(job: Job, config: TransformerConfig, chunk: int) -> Any:
 def _load(model: GPTModel, job: Job) -> None:
     """This rank's slices of the job's weights."""
     rank = parallel_state.get_tensor_model_parallel_rank()
+    assert job.weights is not None
     with np.load(job.weights) as values:
         for theirs, parameter in model.named_parameters():
             whole = torch.from_numpy(values[_megacore_name(model, theirs)])

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.comparison.job import Job, Layout, Step
+from benchmarks.comparison.job import Job, Layout, Step, Unsupported
 from benchmarks.comparison.plain import PlainGPT, adamw, built, cross_entropy, decay_groups, microbatches
 
 
@@ -148,9 +148,9 @@ def _optimizer(model: nn.Module, job: Job, mesh: DeviceMesh) -> torch.optim.Opti
     if job.layout.dp == 1 or _stage(job.layout) != 1:
         return adamw(model, job)
     groups = decay_groups(dict(model.named_parameters()), job.weight_decay)
-    settings = {"lr": job.lr, "betas": job.betas, "eps": job.eps, "fused": True}
+    settings: dict[str, Any] = {"lr": job.lr, "betas": job.betas, "eps": job.eps, "fused": True}
     return ZeroRedundancyOptimizer(
-        groups,  # type: ignore[arg-type]
+        groups,
         torch.optim.AdamW,
         process_group=mesh["dp"].get_group(),
         **settings,
@@ -162,8 +162,11 @@ def _optimizer(model: nn.Module, job: Job, mesh: DeviceMesh) -> torch.optim.Opti
 
 def _pipeline(job: Job, mesh: DeviceMesh) -> Step:
     layout = job.layout
+    if layout.schedule == "zero-bubble" and len(job.stages) == layout.pp:
+        raise Unsupported("its zero-bubble schedule takes two stages per rank, for which the model has too few blocks")
     rank, last = mesh["pp"].get_local_rank(), len(job.stages) - 1
-    stages, modules = [], []
+    stages: list[Any] = []
+    modules: list[nn.Module] = []
     for number in range(rank, len(job.stages), layout.pp):
         modules.append(_parallel(built(job, job.stages[number]), job, mesh))
         stages.append(PipelineStage(modules[-1], number, last + 1, torch.device("cpu"), group=mesh["pp"].get_group()))

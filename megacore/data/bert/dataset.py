@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megacore.data.bert.masking import Masking
 from megacore.data.bert.text import BertText
+from megacore.data.gpt.blend import KnowsDocuments
 from megacore.data.loading.batch import Batch
 
 if TYPE_CHECKING:
@@ -94,6 +95,10 @@ class BertDataset:
             "loss_mask": self._padded(predicted.astype(np.float32), 0),
             "sentence_labels": np.array(layout.label, np.int64),
         }
+
+    def documents_of(self, index: int) -> str:
+        """The documents of sample `index`, where the text knows them."""
+        return self.text.documents_of(index) if isinstance(self.text, KnowsDocuments) else "generated text"
 
     def _padded(self, values: NDArray, filling: int) -> NDArray:
         """[s]: the values, then padding."""

@@ -68,6 +68,10 @@ class PairText:
             tokens=tokens, token_types=types, documents=np.ones(len(tokens), np.int64), begins=begins, label=label
         )
 
+    def documents_of(self, index: int) -> str:
+        """The document of sample `index`; a second segment may be another document's."""
+        return f"document {int(self._chunks['document'][int(self._order[index])])} of {self._indexed.prefix}"
+
     def _sentences(self, chunk: int, rng: np.random.Generator) -> tuple[NDArray[np.int64], int]:
         """Token offsets where the sentences of a sample begin and the last one ends, and the room for their tokens."""
         first, stop = int(self._chunks["first"][chunk]), int(self._chunks["stop"][chunk])
@@ -115,7 +119,7 @@ class SegmentText:
 
     def __init__(self, split: Split, shape: Shape) -> None:
         self._shape, self._room = shape, shape.seq_length - 2
-        self._reader = Reader(split.indexed, shape.vocab_size)
+        self._reader, self._first = Reader(split.indexed, shape.vocab_size), split.documents.start
         self._offsets = split.indexed.document_offsets(split.documents.start, split.documents.stop)
         lengths = np.diff(self._offsets)
         _require_tokens(lengths, split)
@@ -140,6 +144,11 @@ class SegmentText:
             begins = np.concatenate(([False], self._reader.begins(start, stop), [False]))
         zeros = np.zeros(len(tokens), np.int64)
         return Layout(tokens=tokens, token_types=zeros, documents=zeros + 1, begins=begins)
+
+    def documents_of(self, index: int) -> str:
+        """The document of sample `index`."""
+        document = int(np.searchsorted(self._pieces, int(self._order[index]), side="right"))
+        return f"document {self._first + document} of {self._reader.indexed.prefix}"
 
 
 class PackedText:
@@ -213,6 +222,13 @@ class PackedText:
             if self._shape.mark_sentences:
                 begins[text] = self._reader.begins(first, last)
         return stop - offset
+
+    def documents_of(self, index: int) -> str:
+        """The documents of sample `index`."""
+        window = int(self._arrays["shuffle_index"][index])
+        (first, _), (last, _) = self._arrays["sample_index"][window : window + 2].tolist()
+        numbers = ", ".join(str(number) for number in self._arrays["document_index"][first : last + 1].tolist())
+        return f"documents {numbers} of {self._reader.indexed.prefix}"
 
 
 def truncated(

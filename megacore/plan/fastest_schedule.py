@@ -1,0 +1,85 @@
+"""The schedule of --schedule auto: of those that fit into memory, the one that the simulator predicts to be fastest.
+
+Predictions are of step_time.py. Another schedule than 1F1B must be faster by a margin, because predictions err and 1F1B
+needs the least memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from megacore.config import ResolvedConfig
+from megacore.config.sections import AUTO_SCHEDULE, ChosenSchedule, ScheduleName
+from megacore.plan.cluster import CLUSTERS, Cluster
+from megacore.plan.memory import PlannedLayer
+from megacore.plan.step_time import pipeline_time
+
+_VIRTUAL_STAGES = 2  # more of them send more messages, and rarely pay
+_MARGIN = 0.02
+
+
+def typical_cluster(*, on_cpu: bool, device_name: str = "") -> Cluster:
+    """The cluster by which a launch predicts: of the device that the driver names so, else of a common one."""
+    known = (cluster for cluster in CLUSTERS.values() if cluster.device.reported_as == device_name)
+    return CLUSTERS["laptop"] if on_cpu else next(known, CLUSTERS["a100-80g"])
+
+
+def is_open(config: ResolvedConfig) -> bool:
+    """Whether there is a schedule to choose."""
+    parallel = config.parallel
+    return parallel.schedule == AUTO_SCHEDULE and parallel.pp > 1 and parallel.schedule_csv is None
+
+
+class ScheduleChoice(NamedTuple):
+    """Values of `--schedule` and `--virtual-stages`."""
+
+    name: ScheduleName
+    virtual_stages: int = 1
+
+
+_ONE_BY_ONE = ScheduleChoice("1f1b")
+
+
+def schedules_by_time(config: ResolvedConfig, layers: Sequence[PlannedLayer], cluster: Cluster) -> list[ScheduleChoice]:
+    """The schedules that are faster than 1F1B, the fastest first, and last 1F1B.
+
+    Args:
+        config: a resolved configuration with several pipeline ranks.
+        layers: the whole model.
+        cluster: that computes.
+    """
+    if cluster.peak(config.precision.precision) is None and config.logging.peak_tflops is None:
+        return [_ONE_BY_ONE]
+    others = [ScheduleChoice("zero-bubble")]
+    by_hand = config.parallel.pipeline_layout is not None
+    if config.parallel.pp * _VIRTUAL_STAGES <= config.model.num_layers and not by_hand:
+        others.append(ScheduleChoice("interleaved", _VIRTUAL_STAGES))
+
+    def seconds(choice: ScheduleChoice) -> float:
+        return pipeline_time(_with_schedule(config, choice), layers, cluster)
+
+    most = (1.0 - _MARGIN) * seconds(_ONE_BY_ONE)
+    timed = sorted((seconds(choice), choice) for choice in others)
+    return [*(choice for time, choice in timed if time <= most), _ONE_BY_ONE]
+
+
+def choose_schedule(
+    config: ResolvedConfig, choices: Sequence[ScheduleChoice], fits: Callable[[ResolvedConfig], bool]
+) -> ResolvedConfig:
+    """The configuration with the first schedule that fits, or the last.
+
+    Args:
+        config: a resolved configuration.
+        choices: as `schedules_by_time` returns them.
+        fits: whether every rank has the memory for a configuration. The last choice is not asked about.
+    """
+    *faster, last = (_with_schedule(config, choice) for choice in choices)
+    return next((candidate for candidate in faster if fits(candidate)), last)
+
+
+def _with_schedule(config: ResolvedConfig, choice: ScheduleChoice) -> ResolvedConfig:
+    name, virtual_stages = choice
+    parallel = config.parallel.resolved_as(ChosenSchedule, schedule=name, virtual_stages=virtual_stages)
+    return dataclasses.replace(config, parallel=parallel)

@@ -1,0 +1,81 @@
+"""How long a layer takes beside the other layers of its model, by which pipeline stages are balanced.
+
+The stages must be the same for every rank, for the planner and for a checkpoint's readers, before any device is known.
+So the speeds are those of a typical device: a CPU core for fp32, an A100 for 16 bits. Only the ratios of layers count,
+and these depend little on the device: products and attention take most of the time everywhere. Memory-bound work is
+counted as in step_time.py, which predicts seconds on a given device; transfers are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.bert import BertConfig
+from megacore.config.dimensions import ranks_of_role
+from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
+from megacore.plan.cluster import CLUSTERS
+from megacore.plan.flops import Attention, block_flops
+
+# Elements that the memory-bound operators of a block read and write, in the order of the code: two norms (read, write),
+# two residual sums with bias and dropout (read two, write one), of tensors [b, s, h]; of the inner width the activation
+# (read one, or gate and up, write one); queries, keys and values moved to heads and back (read, write).
+RESIDUAL_PASSES, HEAD_PASSES = 10.0, 4.0
+LOGIT_PASSES = 4.0
+
+
+class TimedLayer(Protocol):
+    """What is asked of a layer."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def flops(self) -> float: ...
+    @property
+    def block(self) -> ResolvedModel | None: ...
+
+
+def layer_seconds(config: ResolvedConfig, layer: TimedLayer) -> float:
+    """Forward and backward of one microbatch on a typical device.
+
+    Args:
+        config: a resolved configuration.
+        layer: of a GPT or BERT: its embedding, a block, or its head.
+    """
+    cluster = CLUSTERS["laptop" if config.precision.precision == "fp32" else "a100-80g"]
+    device, peak = cluster.device, cluster.peak(config.precision.precision)
+    assert peak is not None
+    t, e, tokens = ranks_of_role("layer", config.parallel), ELEMENT_BYTES[config.precision.precision], _tokens(config)
+    flops_per_second = peak * device.product_efficiency.expected
+    bandwidth = device.memory_bandwidth * device.memory_efficiency.expected
+    sums = layer.parameters / t * (8.0 + e) / bandwidth  # of weights' gradients, in fp32
+    if layer.block is not None:
+        return _block_seconds(config, layer.block, flops_per_second, bandwidth) + sums
+    if layer.name == "embedding":
+        return 3.0 * tokens * e * config.model.hidden_size / bandwidth + sums
+    logits = LOGIT_PASSES * e * config.model.vocab_size / bandwidth
+    products = (4.0 if loss_chunks(config) > 1 else 3.0) * layer.flops / flops_per_second
+    return tokens / t * (products + logits) + sums
+
+
+def _block_seconds(config: ResolvedConfig, block: ResolvedModel, flops_per_second: float, bandwidth: float) -> float:
+    t, e, tokens = ranks_of_role("layer", config.parallel), ELEMENT_BYTES[config.precision.precision], _tokens(config)
+    sees: Attention = "full" if isinstance(config, BertConfig) else "causal"
+    # A sequence of no keys leaves the products.
+    products = block_flops(block, 0)
+    attention = block_flops(block, config.data.seq_length, attention=sees) - products
+    heads = block.num_attention_heads * block.head_size
+    inner = (3 if block.gated else 2) * block.inner_size
+    residual = RESIDUAL_PASSES * block.hidden_size / (t if config.parallel.sequence_parallel else 1)
+    memory = e * (residual + (inner + HEAD_PASSES * heads) / t) / bandwidth
+    forward = (products + attention) / t / flops_per_second + memory
+    passes = 4.0 if config.training.recompute == "full" and config.training.recompute_num_layers is None else 3.0
+    # Backward of fused attention computes its scores once more.
+    return tokens * (passes * forward + attention / 2 / t / flops_per_second)
+
+
+def _tokens(config: ResolvedConfig) -> int:
+    """Tokens of a microbatch."""
+    return config.training.micro_batch_size * config.data.seq_length

@@ -1,0 +1,110 @@
+"""benchmarks/compare.py without a framework: layouts, the search for the largest model, the page, the picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.compare import main, next_layers
+from benchmarks.comparison.inputs import write_inputs
+from benchmarks.comparison.job import KINDS, ONE, Job, Layout, Sizes, layouts, rank_counts
+from benchmarks.comparison.picture import picture
+from benchmarks.comparison.results import Largest, Results, Row, markdown, replace_section
+from benchmarks.comparison.stages import cut
+from megacore.plan.canvas import to_svg
+
+TINY = Sizes(layers=4, hidden=16, heads=2, seq=8, vocab=100, batch=8)
+
+
+def row(side: str, layout: Layout, seconds: list[float], losses: list[float]) -> Row:
+    return Row(
+        side=side, implementation=f"{side}: it", layout=layout, seconds=seconds, limit=1e9, peak=3 << 20,
+        process_peak=9 << 20, losses=losses,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def results() -> Results:
+    """Two frameworks on one process and on two ranks; the rounds of the second are twice as slow."""
+    found = Results(date="2026-01-02", machine="2 CPU cores", versions={"torch": "2"}, sizes=TINY)
+    for layout in (ONE, KINDS["dp"](2)):
+        found.rows.append(row("megacore", layout, [0.5, 1.0, 1.5], [4.0, 3.0]))
+        found.rows.append(row("torch", layout, [1.0, 2.0, 3.0], [4.0, 3.0]))
+    found.largest_sizes, found.limit_bytes = TINY, 1 << 30
+    found.largest.append(Largest(side="torch", layout=KINDS["dp"](2), layers=7, parameters=5_000_000, peak=1 << 29))
+    found.missing["deepspeed"] = "not installed"
+    return found
+
+
+def test_every_layout_takes_the_ranks_that_it_is_given() -> None:
+    assert rank_counts(6) == [1, 2, 4, 6]
+    for ranks in (2, 4, 8):
+        assert {layout.ranks for layout in layouts(list(KINDS), ranks)} == {ranks}
+    assert "tp-dp" not in {layout.kind for layout in layouts(list(KINDS), 2)}
+    assert len(list(layouts(list(KINDS), 4))) == len(KINDS)
+
+
+def test_a_job_is_read_back(tmp_path: Path) -> None:
+    layout = KINDS["pp"](2)
+    job = Job(
+        side="torch", sizes=TINY, layout=layout, stages=cut(TINY, layout), tokens=tmp_path / "t", weights=None,
+        directory=tmp_path,
+    )  # fmt: skip
+    assert Job.from_json(job.to_json()) == job
+    assert (job.stages[0][0], job.stages[-1][1]) == (0, TINY.layers + 2)
+
+
+def test_inputs_have_the_parameters_that_are_counted(tmp_path: Path) -> None:
+    tokens, weights = write_inputs(TINY, tmp_path)
+    with np.load(weights) as values:
+        assert sum(values[name].size for name in values.files) == TINY.parameters
+    ids = np.load(tokens)
+    assert ids.shape[1] == TINY.seq + 1 and ids.min() >= 0 and ids.max() < TINY.vocab
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+@pytest.mark.parametrize(("base", "each", "limit"), [(100, 10, 205), (100, 10, 130), (0, 7, 700), (50, 100, 320)])
+def test_the_largest_model_is_found(base: int, each: int, limit: int, unit: int) -> None:
+    """Against trying every number of layers."""
+    peaks: dict[int, int] = {}
+    layers: int | None = 2
+    while layers is not None:
+        assert layers not in peaks and layers % unit == 0 and len(peaks) < 6
+        peaks[layers] = base + each * layers
+        layers = next_layers(peaks, limit, unit)
+    fitting = [count for count in range(unit, 200, unit) if base + each * count <= limit]
+    assert max(count for count, peak in peaks.items() if peak <= limit) == max(fitting)
+
+
+def test_the_page_has_ratios_of_rounds_and_names_what_is_missing(results: Results, tmp_path: Path) -> None:
+    text = markdown(results)
+    assert "| data parallel | 2 | 64 | 2.00 |" in text
+    assert "5M (7 layers)" in text
+    assert "- deepspeed: not installed" in text
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- written by benchmarks/compare.py: begin -->\nold\n<!-- end -->\nb\n", encoding="utf-8")
+    replace_section(page, text)
+    assert page.read_text(encoding="utf-8").startswith("a\n<!-- written")
+    assert "old" not in page.read_text(encoding="utf-8")
+
+
+def test_losses_that_differ_are_named(results: Results) -> None:
+    assert not list(results.disagreements())
+    results.rows.append(row("megatron-core", ONE, [1.0], [4.0, 3.01]))
+    ((found, apart),) = results.disagreements()
+    assert found.side == "megatron-core" and apart == pytest.approx(0.01 / 3)
+
+
+def test_the_picture_has_a_bar_for_every_figure(results: Results) -> None:
+    svg = to_svg(picture(results))
+    assert "data parallel, torch: 32 tokens/s" in svg and "5 million parameters" in svg
+
+
+@pytest.mark.parametrize("flags", ["--peers jax", "--modes dp,xyz", "--ranks 0"])
+def test_wrong_flags_are_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(flags.split())
+    assert stop.value.code == 2
+    assert flags.split()[0] in capsys.readouterr().err

@@ -1,0 +1,126 @@
+"""--schedule auto: which schedule it is, where memory decides, and what is recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megacore.config import Config, ResolvedConfig
+from megacore.config.cli import parse_config, save_toml
+from megacore.config.sections import ChosenSchedule
+from megacore.plan.cluster import CLUSTERS
+from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time, typical_cluster
+from megacore.plan.memory import plan_memory
+from megacore.plan.outline import outline
+from megacore.plan.planner import scheduled
+from megacore.plan.room import Room
+from megacore.plan.step_time import step_time
+from megacore.plan.ways_out import Limits, ways_out
+
+W1 = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 8192"
+W1 += " --micro-batch-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights"
+LAPTOP = CLUSTERS["laptop"]
+
+
+def planned(flags: str) -> ResolvedConfig:
+    words = [*flags.split(), "--mock-data", "--train-iters", "1"]
+    return parse_config(words, prog="pretrain_gpt.py", description="", kind=Config, planned=True)
+
+
+def shape(config: ResolvedConfig) -> tuple[str, int]:
+    return config.parallel.schedule, config.parallel.virtual_stages
+
+
+@pytest.mark.parametrize(
+    ("flags", "cluster"),
+    [
+        (f"{W1} --pp 2", "laptop"),
+        (f"{W1} --pp 4", "laptop"),
+        (f"{W1} --pp 2 --global-batch-size 2", "laptop"),
+        ("--preset llama-3-8b --pp 4 --tp 2 --precision bf16 --global-batch-size 32", "h100"),
+    ],
+)
+def test_the_order_is_that_of_whole_steps(flags: str, cluster: str) -> None:
+    """Each schedule by its name, in the prediction of a step that tools/plan.py prints."""
+    flags = flags.replace("--global-batch-size 8", "") if flags.count("global-batch") == 2 else flags
+    config = planned(flags)
+    layers = outline(config)
+    found = schedules_by_time(config, layers, CLUSTERS[cluster])
+    seconds = {}
+    for name, stages in (("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2)):
+        if config.parallel.pp * stages <= config.model.num_layers:
+            named = planned(f"{flags} --schedule {name}" + (f" --virtual-stages {stages}" if stages > 1 else ""))
+            seconds[name, stages] = step_time(named, layers, CLUSTERS[cluster]).seconds
+    assert found[-1] == ("1f1b", 1)
+    assert found[0] == min(seconds, key=seconds.__getitem__)
+    assert [seconds[one] for one in found] == sorted(seconds[one] for one in found)
+
+
+def test_on_a_cpu_w1_is_fastest_with_zero_bubble() -> None:
+    """As measured (docs/measured.md)."""
+    config = planned(f"{W1} --pp 2")
+    assert schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))[0] == ("zero-bubble", 1)
+
+
+def test_memory_decides() -> None:
+    config = planned("--preset llama-3-8b --pp 4 --tp 2 --precision bf16 --global-batch-size 32")
+    choices = schedules_by_time(config, outline(config), CLUSTERS["h100"])
+    assert len(choices) > 1
+    asked: list[ResolvedConfig] = []
+
+    def refuses(candidate: ResolvedConfig) -> bool:
+        asked.append(candidate)
+        return False
+
+    last = choose_schedule(config, choices, refuses)
+    assert shape(last) == choices[-1]
+    assert list(map(shape, asked)) == choices[:-1]
+    assert dataclasses.replace(last, parallel=config.parallel) == config  # paths, which may differ between nodes
+    assert shape(choose_schedule(config, choices, lambda one: True)) == choices[0]
+    assert shape(scheduled(planned(f"{W1} --pp 2"), LAPTOP)) == ("zero-bubble", 1)
+    small = dataclasses.replace(LAPTOP, device=dataclasses.replace(LAPTOP.device, memory_bytes=1e6))
+    assert shape(scheduled(planned(f"{W1} --pp 2"), small)) == ("1f1b", 1)
+
+
+@pytest.mark.parametrize("flags", ["--pp 1", "--pp 2 --schedule 1f1b", "--pp 2 --schedule gpipe"])
+def test_what_is_given_is_kept(flags: str) -> None:
+    config = planned(f"{W1} {flags}")
+    assert not is_open(config)
+    assert scheduled(config, LAPTOP) is config
+
+
+def test_a_file_lets_the_next_run_choose(tmp_path: Path) -> None:
+    """It may have another layout: interleaved, for one, needs more blocks the more ranks there are."""
+    flags = "--preset llama-3-8b --pp 4 --tp 2 --precision bf16 --global-batch-size 32"
+    config = scheduled(planned(flags), CLUSTERS["h100"])
+    assert isinstance(config.parallel, ChosenSchedule)
+    file = tmp_path / "config.toml"
+    save_toml(config, file)
+    again = parse_config(["--config", str(file)], prog="", description="", kind=Config, planned=True)
+    assert is_open(again)
+    assert shape(scheduled(again, CLUSTERS["h100"])) == shape(config)
+    argv = ["--config", str(file), "--pp", "32", "--dp", "1"]
+    assert parse_config(argv, prog="", description="", kind=Config, planned=True).parallel.pp == 32
+
+
+def test_a_device_is_known_by_its_driver() -> None:
+    assert typical_cluster(on_cpu=False, device_name="NVIDIA H200").name == "h200"
+    assert typical_cluster(on_cpu=False, device_name="Another").name == "a100-80g"
+
+
+# ---- stages where time does not fit
+
+
+def test_stages_by_parameters_are_recommended_where_they_fit() -> None:
+    """GPT-2 small on four stages: by time the first has three blocks beside the embedding, by parameters one."""
+    flags = "--preset gpt2-small --pp 4 --recompute full --micro-batch-size 1 --schedule 1f1b"
+    by_time, by_parameters = planned(flags), planned(f"{flags} --pipeline-balance parameters")
+    most, least = (
+        max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=False))
+        for config in (by_time, by_parameters)
+    )
+    assert least < 0.9 * most
+    lines = ways_out(by_time, Limits(room=Room((most + least) / 2, ""), on_cpu=False, local_ranks=1))
+    assert any(line.startswith("--pipeline-balance parameters:") for line in lines), lines
