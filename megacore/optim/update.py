@@ -455,9 +455,8 @@ def totals(
         for gradient in gradients:
             squares += square_sum(gradient)
     if mesh.world.size > 1:
-        if exact:
-            all_reduce_job_(units, mesh)
-        all_reduce_job_(sums, mesh)
+        for numbers in (units, sums) if exact else (sums,):
+            all_reduce_job_(numbers, mesh)
     square = square_sum_from_units(units) if exact else squares[0]
     poison = 0.0 * sums[1 : 3 + shares.numel()].sum()  # of a loss, a weight or an overflow that is not finite: NaN
     total = losses.view_as(shares)
