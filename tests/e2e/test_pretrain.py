@@ -30,11 +30,12 @@ POSITION = {"step", "consumed_samples", "consumed_tokens"}
 TRAIN_KEYS = POSITION | {"train/loss", "train/grad_norm", "train/lr"}
 TRAIN_KEYS |= {"perf/step_time_s", "perf/tokens_per_sec", "perf/tflops_per_rank", "mem/peak_gib"}
 TRAIN_KEYS |= {"perf/bubble_predicted", "perf/bubble_measured", "train/skipped_steps", "perf/data_wait_fraction"}
+TRAIN_KEYS |= {"train/spikes"}
 KINDS = ("params", "grads", "optimizer", "buffers")  # docs/memory.md
 STATE_KEYS = {f"mem/{kind}_bytes{what}" for kind in KINDS for what in ("", "_predicted")}
 EVAL_KEYS = POSITION | {"eval/loss"}
-# What may be zero: the bubble in one process, steps that were skipped, the wait for data.
-EXEMPT = STATE_KEYS | {"perf/bubble_predicted", "train/skipped_steps", "perf/data_wait_fraction"}
+# What may be zero: the bubble in one process, steps that were skipped, spikes, the wait for data.
+EXEMPT = STATE_KEYS | {"perf/bubble_predicted", "train/skipped_steps", "train/spikes", "perf/data_wait_fraction"}
 
 MODEL: dict[str, object] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64}
 NO_DROPOUT: dict[str, object] = {"hidden_dropout": 0, "attention_dropout": 0}
@@ -111,10 +112,9 @@ def metrics(output_dir: Path, name: str = "metrics.jsonl") -> list[Record]:
 
 
 def results(records: list[Record]) -> list[Record]:
-    """What must repeat: all but time and memory."""
-    return [
-        {key: value for key, value in record.items() if not key.startswith(("perf/", "mem/"))} for record in records
-    ]
+    """What must repeat: all but time, memory, and checks that one process has no need of."""
+    others = ("perf/", "mem/", "watch/")
+    return [{key: value for key, value in record.items() if not key.startswith(others)} for record in records]
 
 
 def due(interval: int, last: int) -> list[int]:

@@ -378,9 +378,9 @@ def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bytes_of_the_update_are_those_of_the_parameters_that_a_rank_updates(
     zero_stage: str, moved: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By hand: 30 of AdamW, 4 of the norm and 1/4 of the check of a 16th of the weights, which on stage 0 each of 8 ranks
-    takes of its part; on stage 1 the sum over the replicas is copied into the gradients. Groups of weight decay take a
-    byte for 32 elements."""
+    """By hand: 30 of AdamW, 4 of the norm and 1/4 of the check of a 16th of the weights, which on stage 0 each of 8
+    ranks takes of its part; on stage 1 the sum over the replicas is copied into the gradients. Groups of weight decay
+    take a byte for 32 elements."""
     flags = ["--dp", "8", "--zero-stage", zero_stage, "--global-batch-size", "8", "--hidden-size", "512"]
     assert roofline.main([*TINY, *flags, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["update_bytes_per_parameter"] == pytest.approx(moved, abs=0.2)
