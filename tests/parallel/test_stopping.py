@@ -168,7 +168,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
         trainer.saving.save(trainer.state())
         with torch.no_grad():
             for _, _, tensor in entries:
-                tensor.fill_(torch.nan)
+                tensor.fill_(7.0)
         ready.set()
         trainer.save()
         with torch.no_grad():

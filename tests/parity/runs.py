@@ -132,7 +132,9 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
             init_method_std=0.1,
             make_vocab_size_divisible_by=8,
         ),
-        "parallel": ParallelConfig(tp=tp, pp=pp, dp=dp, bucket_size_mb=0.02, device="cpu"),
+        "parallel": ParallelConfig(
+            tp=tp, pp=pp, dp=dp, bucket_size_mb=0.02, device="cpu", pipeline_balance="parameters"
+        ),
         "precision": PrecisionConfig(precision="fp32"),
         "data": DataConfig(seq_length=SEQUENCE, mock_data=True),
         "adamw": AdamWConfig(adam_beta2=0.999),

@@ -178,9 +178,10 @@ def entries_read_for_norms(rank: int, world_size: int, directory: str, stage: in
     counted: list[int] = []
     foreach_norm, square_sum = torch._foreach_norm, update.square_sum
 
-    def counting_norms(tensors: list[torch.Tensor]) -> Any:
-        counted.extend(tensor.numel() for tensor in tensors)
-        return foreach_norm(tensors)
+    def counting_norms(tensors: list[torch.Tensor], *options: Any) -> Any:
+        if not options:  # with a dtype it is the check of weights
+            counted.extend(tensor.numel() for tensor in tensors)
+        return foreach_norm(tensors, *options)
 
     def counting_squares(tensor: torch.Tensor) -> torch.Tensor:
         counted.append(tensor.numel())
