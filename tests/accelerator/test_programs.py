@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import random
+import re
 import runpy
 from functools import partial
 from pathlib import Path
@@ -97,8 +98,9 @@ def test_it_continues_from_a_checkpoint_of_another_layout(
 ) -> None:
     options: dict[str, Any] = {"load": on_device[0] / "step_00000002", "tokenizer": tokenizer, "vocab_size": None}
     assert run(tmp_path, "pretend", **options, **changes) == pytest.approx(later(on_cpu[1]), rel=1e-6)
-    splits = changes.get("tp", 1) > 1
-    assert f"sequence_parallel = {str(splits).lower()}\n" in (tmp_path / "config.toml").read_text()
+    # Without tensor parallelism nothing is split, and another layout decides anew.
+    written = re.findall(r"^sequence_parallel = (\w+)$", (tmp_path / "config.toml").read_text(), re.MULTILINE)
+    assert written == (["true"] if changes.get("tp", 1) > 1 else [])
 
 
 def test_checkpoints_travel_between_the_device_and_the_cpu(

@@ -156,7 +156,7 @@ def _look_at_files(directory: Path) -> None:
     [
         ((1, 1, 1), {"async_save": True}),
         ((1, 2, 2), {"zero_stage": 2, "clip_grad_adaptive": True, "clip_grad_warmup_iters": 5}),
-        ((2, 1, 2), {"zero_stage": 3, "precision": "bf16", "keep_last": 9}),
+        pytest.param((2, 1, 2), {"zero_stage": 3, "precision": "bf16", "keep_last": 9}, marks=pytest.mark.slow),
         pytest.param(
             (1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}, marks=pytest.mark.slow
         ),
