@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_settings_may_change
     content[-1] ^= 1
     file.write_bytes(content)
     (tmp_path / "step_00000009.tmp-0123abcd").mkdir()
-    changed = {**OPTIONS, "train_iters": 12, "lr": 1e-5, "lr_decay_iters": STEPS}
+    changed = {**OPTIONS, "train_iters": 12, "lr": 1e-5, "lr_decay_iters": STEPS, "eval_iters": 4}
     done = alone(*small_run(tmp_path, **changed), timeout=PATIENCE)
     assert done.returncode == 0
     lines = done.stderr.splitlines()

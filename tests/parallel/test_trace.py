@@ -13,6 +13,7 @@ import pytest
 
 from megacore.parallel.mesh import build_mesh
 from megacore.pipeline.schedule import build_schedule, requirements, result
+from megacore.plan.layer_time import layer_seconds
 from tests.distributed import run_distributed
 from tests.parity.runs import Layout, make_config, make_trainer
 from tests.unit.test_picture import boxes, drawn_spans
@@ -23,11 +24,11 @@ PLAIN: dict[str, Any] = {"train_iters": 5, "log_interval": 1, "trace": True, "nu
 
 
 def run(rank: int, world_size: int, layout: Layout, output_dir: str, changes: dict[str, Any]) -> tuple[float, ...]:
-    """Train on one rank; returns the operations of every stage."""
+    """Train on one rank; returns the predicted seconds of every stage."""
     config = make_config(layout, output_dir, **changes)
     trainer = make_trainer(config, build_mesh(config.parallel))
     trainer.run()
-    return tuple(sum(trainer.task.layers[i].flops for i in stage) for stage in trainer.model.stages)
+    return tuple(sum(layer_seconds(config, trainer.task.layers[i]) for i in stage) for stage in trainer.model.stages)
 
 
 def train(layout: Layout, output_dir: Path, **changes: Any) -> tuple[float, ...]:

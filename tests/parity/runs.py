@@ -133,7 +133,13 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
             make_vocab_size_divisible_by=8,
         ),
         "parallel": ParallelConfig(
-            tp=tp, pp=pp, dp=dp, bucket_size_mb=0.02, device="cpu", pipeline_balance="parameters"
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            bucket_size_mb=0.02,
+            device="cpu",
+            schedule="1f1b",
+            pipeline_balance="parameters",
         ),
         "precision": PrecisionConfig(precision="fp32"),
         "data": DataConfig(seq_length=SEQUENCE, mock_data=True),

@@ -32,7 +32,7 @@ def test_the_summary_comes_before_the_model(
     with pytest.raises(AssertionError, match="built"):
         make_trainer(config, build_mesh(config.parallel))
     said = capsys.readouterr().out
-    assert "topology  pp 1 x dp 1 x tp 1 = 1 ranks" in said
+    assert "topology  pp 1 x dp 1 x tp 1 = 1 rank" in said
     assert "MFU is a share of 2 TFLOP/s (cpu, fp32)" in said
     assert "MiB of state on the fullest rank, by formula" in said
 
