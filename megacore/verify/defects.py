@@ -155,7 +155,7 @@ def _own_share(shard: Tensor, whole: Tensor, group: Group) -> Pending:
 def _without_tp_sums() -> Iterator[None]:
     with (
         replaced(tensor, "Sum", _Unsummed),
-        replaced(tensor, "_scattered", partial(_Unsummed, scattered=True)),
+        replaced(tensor, "_WholeScatter", partial(_Unsummed, scattered=True)),
         replaced(tensor, "start_reduce_scatter", _own_share),
         replaced(tensor, "reduce_from_group", lambda x, group, in_place=False: x),
     ):
