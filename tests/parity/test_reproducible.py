@@ -22,19 +22,19 @@ def plain(layout: Layout, size: Size) -> dict[str, Any]:
     "layout, changes",
     [
         ((1, 2, 1), {}),
-        ((1, 3, 1), {}),
+        pytest.param((1, 3, 1), {}, marks=pytest.mark.slow),
         ((1, 4, 1), {}),
         ((1, 1, 2), {"zero_stage": 0}),
-        ((1, 1, 2), {"zero_stage": 1}),
+        pytest.param((1, 1, 2), {"zero_stage": 1}, marks=pytest.mark.slow),
         ((1, 1, 2), {"zero_stage": 2}),
-        ((1, 1, 2), {"zero_stage": 3}),
-        ((1, 1, 4), {"zero_stage": 0}),
+        pytest.param((1, 1, 2), {"zero_stage": 3}, marks=pytest.mark.slow),
+        pytest.param((1, 1, 4), {"zero_stage": 0}, marks=pytest.mark.slow),
         ((1, 1, 4), {"zero_stage": 2, "bucket_size_mb": 1e-6}),
         ((1, 1, 4), {"zero_stage": 3, "recompute": "full"}),
         ((1, 2, 2), {"zero_stage": 1, "overlap_grad_reduce": False, "overlap_param_gather": False}),
-        ((1, 2, 2), {"zero_stage": 2, "bucket_size_mb": 100.0}),
+        pytest.param((1, 2, 2), {"zero_stage": 2, "bucket_size_mb": 100.0}, marks=pytest.mark.slow),
         ((1, 3, 2), {"zero_stage": 3, "recompute": "selective"}),
-        ((1, 2, 4), {"zero_stage": 0}),
+        pytest.param((1, 2, 4), {"zero_stage": 0}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -43,8 +43,18 @@ def test_no_layout_changes_a_bit(layout: Layout, changes: dict[str, Any], size: 
 
 
 @in_both_sizes
-@pytest.mark.parametrize("stage, layout", [(0, (2, 2, 2)), (3, (2, 1, 2)), (1, (2, 3, 1))], ids=str)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "stage, layout, sequence_parallel",
+    [
+        (0, (2, 2, 2), True),
+        (3, (2, 1, 2), True),
+        (1, (2, 3, 1), False),
+        pytest.param(0, (2, 2, 2), False, marks=pytest.mark.slow),
+        pytest.param(3, (2, 1, 2), False, marks=pytest.mark.slow),
+        pytest.param(1, (2, 3, 1), True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_nor_beside_tensor_parallelism(
     stage: int, layout: Layout, sequence_parallel: bool, size: Size, run: Run
 ) -> None:
@@ -52,19 +62,23 @@ def test_nor_beside_tensor_parallelism(
     bitwise(run(layout, zero_stage=stage, **changes), run((2, 1, 1), **changes))
 
 
+MODES: list[dict[str, Any]] = [
+    {"precision": "bf16"},
+    {"precision": "fp16"},
+    {"untie_embeddings_and_output_weights": True, "optimizer": "sgd", "lr": 0.1},
+    {"hidden_dropout": 0.2, "attention_dropout": 0.2},
+    {"micro_batch_size": 2},
+]
+# Each mode on one of the two layouts, in turn; in `make test-slow` on the other one too.
+IN_TURN = [
+    pytest.param(stage, layout, mode, marks=[pytest.mark.slow] if (number + turn) % 2 else [])
+    for number, mode in enumerate(MODES)
+    for turn, (stage, layout) in enumerate([(1, (1, 2, 2)), (3, (1, 1, 4))])
+]
+
+
 @in_both_sizes
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"precision": "bf16"},
-        {"precision": "fp16"},
-        {"untie_embeddings_and_output_weights": True, "optimizer": "sgd", "lr": 0.1},
-        {"hidden_dropout": 0.2, "attention_dropout": 0.2},
-        {"micro_batch_size": 2},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("stage, layout", [(1, (1, 2, 2)), (3, (1, 1, 4))], ids=str)
+@pytest.mark.parametrize("stage, layout, changes", IN_TURN, ids=str)
 def test_nor_in_any_other_mode(stage: int, layout: Layout, changes: dict[str, Any], size: Size, run: Run) -> None:
     changes = plain(layout, size) | changes
     bitwise(run(layout, zero_stage=stage, **changes), run((1, 1, 1), **changes))

@@ -57,7 +57,7 @@ def check(config: ResolvedConfig) -> None:
     assert (small.num_layers % stages == 0) == (model.num_layers % stages == 0)
     microbatches = copy.training.global_batch_size // (copy.training.micro_batch_size * config.parallel.dp)
     assert microbatches >= 2
-    build_schedule(copy.parallel.schedule, copy.parallel.pp, microbatches, copy.parallel.virtual_stages)
+    build_schedule(copy.parallel.schedule_name, copy.parallel.pp, microbatches, copy.parallel.virtual_stages)
     assert copy.precision.precision == "fp32" and copy.checkpoint.load is None
 
 
