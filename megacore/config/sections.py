@@ -172,8 +172,8 @@ class PrecisionConfig(Section):
     loss_scale_window: Annotated[int, Range(1)] = 1000
     """Number of consecutive steps without overflow after which the loss scale doubles."""
     hysteresis: Annotated[int, Range(1)] = 2
-    """Number of overflows after which the loss scale halves. Every further overflow halves it again, until it has
-    doubled once."""
+    """Number of overflows at which the dynamic loss scale first halves. After that each overflow halves it, until it
+    doubles again (--loss-scale-window); then counting restarts."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if "precision" in wrong:
@@ -331,8 +331,8 @@ class OptimizerConfig(Section):
     """The optimizer, its learning-rate schedule, weight decay and clipping."""
 
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
-    """Optimizer; each has a section of settings. adamw: Adam with decoupled weight decay. sgd: stochastic gradient
-    descent with --sgd-momentum."""
+    """Optimizer. adamw: Adam with decoupled weight decay. sgd: stochastic gradient descent with --sgd-momentum. The
+    section of the same name has its settings."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None
@@ -426,7 +426,7 @@ class TrainingConfig(Section):
     leaves the weights unchanged. With a dynamic loss scale only the loss counts."""
     recompute: Literal["none", "selective", "light", "full"] = "none"
     """Activation recomputation: what backward computes again instead of keeping it in memory. selective: attention
-    between its projections. light: the outputs of norms and of the MLP's activation, without a matrix product; no
+    between its projections. light: the outputs of norms and of the MLP's activation, but no matrix product; it has no
     effect with --compile. full: whole transformer blocks; only their inputs are kept. The results are bitwise the
     same."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
