@@ -385,7 +385,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.liger and not is_installed():
         parser.error("--liger needs Liger-Kernel, which is not installed: pip install liger-kernel --no-deps")
     if options.liger and (options.json or options.shapes != "common"):
-        parser.error("--liger has shapes and a table of its own: leave out --json and --shapes")
+        parser.error("--liger has other shapes and another table: leave out --json and --shapes")
     architectures = [options.architecture] if options.architecture else [90] if options.liger else list(ARCHITECTURES)
     shapes = "liger" if options.liger else options.shapes
     compiled = compile_all(shapes, options.only, architectures, options.jobs)

@@ -360,11 +360,11 @@ def _source_of(local: NonFiniteGradient | None, mesh: Mesh) -> _Source | None:
 
 def _first_of(sources: Sequence[_Source | None]) -> Culprit | None:
     """Of the ranks' sources the one that the forward uses last, because backward computes it first."""
-    found = [(source, -rank) for rank, source in enumerate(sources) if source is not None]
-    if not found:
+    ranked = [(source, -rank) for rank, source in enumerate(sources) if source is not None]
+    if not ranked:
         return None
-    source, negative_rank = max(found, key=lambda pair: (pair[0][:2], pair[1]))
-    return Culprit(source.name, -negative_rank, tuple(-rank for _, rank in found))
+    source, negative_rank = max(ranked, key=lambda pair: (pair[0][:2], pair[1]))
+    return Culprit(source.name, -negative_rank, tuple(-rank for _, rank in ranked))
 
 
 # ---- sums over all ranks: the gradient norm, the loss and the votes of a step

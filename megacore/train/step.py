@@ -213,10 +213,10 @@ class TrainStep:
         Raises:
             TrainingDiverged: one of them is not finite.
         """
-        if found := self.update.non_finite_state():
+        if non_finite := self.update.non_finite_state():
             raise TrainingDiverged(
                 f"the state after step {self.step} is not finite and is not saved: first in forward order "
-                f"{describe_non_finite(found)}. Resume from the last checkpoint (--load auto)"
+                f"{describe_non_finite(non_finite)}. Resume from the last checkpoint (--load auto)"
             )
 
     def lr(self) -> float:
@@ -280,9 +280,9 @@ class TrainStep:
         manifest = load_checkpoint(directory, self.state(consumed_samples=0, buffers=buffers), self.mesh.world)
         self.step = manifest.step
         self.update.load_counters({"updates": manifest.step, **manifest.counters}, manifest.series)
-        if found := self.update.non_finite_state():
+        if non_finite := self.update.non_finite_state():
             raise CheckpointError(
-                f"{directory} holds numbers that are not finite, first in forward order {describe_non_finite(found)}: "
-                "use an earlier checkpoint"
+                f"{directory} holds numbers that are not finite, first in forward order "
+                f"{describe_non_finite(non_finite)}: use an earlier checkpoint"
             )
         return manifest
