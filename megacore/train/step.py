@@ -43,8 +43,9 @@ class StepResult:
     Attributes:
         step: its number, from 1.
         loss: mean loss of the global batch, the sum of `means`; an fp64 scalar on the device.
-        means: of each sum of the loss over the global batch, fp64 [sums] or a scalar, on the device.
-        counts: by which the sums were divided, likewise.
+        means: mean of each term of the loss over the global batch, fp64 [terms] or a scalar, on the device.
+        counts: the numbers (of tokens, for example) that the sums of the terms were divided by; shape and dtype as
+            `means`.
         grad_norm: global gradient norm before clipping, an fp64 scalar in host memory.
         lr: learning rate.
         skipped: why the weights were left as they are, or None.
@@ -79,7 +80,7 @@ class BatchWeight:
     """The loss weight, 1 / the global batch's counts; they are summed over ranks while the first forward runs.
 
     Args:
-        counts: of this rank's microbatches, fp64; replaced in place by the sum over `group`.
+        counts: the counts of this rank's microbatches, fp64; replaced in place by their sum over `group`.
         group: ranks with different samples.
         loss_scale: the fp16 loss scale, a further factor of `value`.
     """

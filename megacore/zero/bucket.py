@@ -41,12 +41,12 @@ class ZeroOptions:
         reduce_dtype: in which gradients are accumulated and reduced.
         overlap_grad_reduce: reduce gradients while backward runs; otherwise wait at once.
         overlap_param_gather: gather updated parameters while the next forward runs; otherwise wait at once.
-        exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks, and
-            then they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
-        products_add: linear layers add the gradients of their weights to the sums themselves, where these are fp32 and
-            parameters are not (see `products.adds_in_fp32`).
+        exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks.
+            If positive, they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
+        products_add: linear layers add the gradients of their weights to the sums themselves. This applies where the
+            sums are fp32 and the parameters are not (see `products.adds_in_fp32`).
         offload: keep master weights, and what the optimizer needs beside them, in host memory.
-        one_pass: the optimizer updates the shard of a bucket as one flat tensor, whose gradients must therefore be one
+        one_pass: the optimizer updates the shard of a bucket as one flat tensor, so its gradients are one flat tensor
             too.
         optimizer: says which parameters no shard may split.
     """
