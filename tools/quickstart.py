@@ -115,7 +115,7 @@ def steps(gpus: int, training: dict[str, int]) -> list[Step]:
         Step(title="train a tokenizer", words=(python, "tools/train_tokenizer.py", "--input", str(CORPUS), *tokenizer)),
         Step(title="tokenize", words=(python, "tools/preprocess_data.py", "--input", str(CORPUS), *dataset)),
         Step(
-            title=f"train on {layout.processes} {'GPU' if gpus else 'CPU'} process(es)",
+            title=f"train on {layout.processes} {'GPU' if gpus else 'CPU'} process{'es' if layout.processes > 1 else ''}",
             words=train,
             environment=(("OMP_NUM_THREADS", "1"),),
         ),

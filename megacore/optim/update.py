@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import PrecisionConfig, ResolvedConfig
+from megacore.config.messages import counted
 from megacore.errors import TrainingDiverged, TrainingStopped
 from megacore.optim.adaptive_clip import AdaptiveClip
 from megacore.optim.nonfinite import NonFinite, non_finite_state
@@ -217,8 +218,8 @@ class WeightUpdate:
         self.skipped_steps += 1
         if self.guard.in_a_row >= self._max_bad_steps:
             raise TrainingDiverged(
-                f"{spike}, a spike for {self.guard.in_a_row} step(s) in a row (--max-bad-steps {self._max_bad_steps}), "
-                "which left the weights unchanged: resume from an earlier checkpoint with a smaller --lr or "
+                f"{spike}, a spike for {counted(self.guard.in_a_row, 'step')} in a row "
+                f"(--max-bad-steps {self._max_bad_steps}), which left the weights unchanged: resume from an earlier checkpoint with a smaller --lr or "
                 "--clip-grad-adaptive, or use a larger --spike-threshold"
             )
 
@@ -306,7 +307,7 @@ class WeightUpdate:
             scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if scaled else ""
             wider = " --precision bf16," if self._fp16 else ""
             stop = (
-                f"{where} was not finite for {self._bad_steps} step(s) in a row "
+                f"{where} was not finite for {counted(self._bad_steps, 'step')} in a row "
                 f"(--max-bad-steps {self._max_bad_steps}): look at the data of these steps, "
                 f"or use{scale}{wider} a smaller --lr, a longer warm-up or --clip-grad"
             )
