@@ -219,8 +219,8 @@ class WeightUpdate:
         if self.guard.in_a_row >= self._max_bad_steps:
             raise TrainingDiverged(
                 f"{spike}, a spike for {counted(self.guard.in_a_row, 'step')} in a row "
-                f"(--max-bad-steps {self._max_bad_steps}), which left the weights unchanged: resume from an earlier checkpoint with a smaller --lr or "
-                "--clip-grad-adaptive, or use a larger --spike-threshold"
+                f"(--max-bad-steps {self._max_bad_steps}), which left the weights unchanged: resume from an earlier "
+                "checkpoint with a smaller --lr or --clip-grad-adaptive, or use a larger --spike-threshold"
             )
 
     def _factor(self, norm: Tensor, scale: float) -> Tensor:
