@@ -36,6 +36,7 @@ ScheduleName = Literal["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"]
 # Backward starts from the loss scale in fp32, where it must be neither 0 nor infinite.
 _LOSS_SCALES = Range(1e-37, 1e38)
 _FORMER_INITIAL_SCALE = 65536.0
+_TRACED_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +221,18 @@ class ResolvedPrecision(PrecisionConfig):
 
     precision: Literal["fp32", "bf16", "fp16"] = field()
 
+    @property
+    def has_dynamic_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.precision == "fp16" and self.loss_scale is None
+
+    @property
+    def first_loss_scale(self) -> float:
+        """The loss scale of the first step; 1 where gradients are not scaled."""
+        if self.has_dynamic_scale and self.initial_loss_scale is not None:  # `resolve` has filled it in
+            return self.initial_loss_scale
+        return 1.0 if self.loss_scale is None else self.loss_scale
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ResolvedPrecision) and astuple(self) == astuple(other)
 
@@ -361,6 +374,11 @@ class OptimizerConfig(Section):
     """Decay rate of the moving mean and variance of --clip-grad-adaptive."""
     clip_grad_warmup_iters: Annotated[int, Range(2, 1_000_000)] = 25
     """Number of steps that give --clip-grad-adaptive its first mean and variance. In these only --clip-grad clips."""
+
+    @property
+    def final_decay_iters(self) -> int:
+        """Length of the final decay of --lr-decay-style WSD, in steps; 0 with other styles."""
+        return self.lr_wsd_decay_iters or 0
 
     @property
     def end_lr(self) -> float:
@@ -566,6 +584,13 @@ class LoggingConfig(Section):
                 self.profiled_steps()
             except ValueError as error:
                 yield str(error)
+
+    @property
+    def traced_steps(self) -> int:
+        """The number of steps that --trace records; 0 without it."""
+        if not self.trace:
+            return 0
+        return _TRACED_STEPS if self.trace_steps is None else self.trace_steps
 
     def profiled_steps(self) -> range:
         """The numbers of the steps of --profile-steps; empty without it.

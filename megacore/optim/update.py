@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megacore.config import PrecisionConfig, ResolvedConfig
+from megacore.config import ResolvedConfig, ResolvedPrecision
 from megacore.config.messages import counted
 from megacore.errors import TrainingDiverged, TrainingStopped
 from megacore.optim.adaptive_clip import AdaptiveClip
@@ -521,13 +521,9 @@ class LossScaler:
         config: precision and the scale's rules, resolved.
     """
 
-    def __init__(self, config: PrecisionConfig) -> None:
+    def __init__(self, config: ResolvedPrecision) -> None:
         self._config = config
-        self.dynamic = config.precision == "fp16" and config.loss_scale is None
-        self.scale = config.loss_scale if config.loss_scale is not None else 1.0
-        if self.dynamic:
-            assert config.initial_loss_scale is not None, "resolve() fills it in"
-            self.scale = config.initial_loss_scale
+        self.dynamic, self.scale = config.has_dynamic_scale, config.first_loss_scale
         self._good_steps, self._allowance = 0, config.hysteresis
 
     def good_step(self) -> None:
