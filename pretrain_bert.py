@@ -3,9 +3,9 @@
     python pretrain_bert.py --mock-data --vocab-size 512 --preset bert-tiny --train-iters 20
     torchrun --nproc-per-node 8 pretrain_bert.py --tp 2 --pp 2 --dp 2 --config examples/bert_tiny.toml
 
-The way of one batch is GPT's, but for its ends: data/bert -> data/loading -> train/trainer -> pipeline/runtime ->
-models/bert -> layers/block. As in pretrain_gpt.py, torch is imported inside the functions: what cannot run is
-refused before it is loaded.
+The path of a batch differs from GPT's only at its ends: data/bert -> data/loading -> train/trainer ->
+pipeline/runtime -> models/bert -> layers/block. As in pretrain_gpt.py, torch is imported inside the functions: what
+cannot run is refused before it is loaded.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python pretrain_gpt.py --mock-data --vocab-size 512 --preset gpt2-tiny --train-iters 20
     torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 2 --dp 2 --config examples/quickstart.toml
 
-The way of one batch: data/gpt -> data/loading -> train/trainer -> pipeline/runtime -> models/gpt -> layers/block.
+The path of a batch: data/gpt -> data/loading -> train/trainer -> pipeline/runtime -> models/gpt -> layers/block.
 
 torch is imported inside the functions, on purpose: loading it takes seconds per rank, and a wrong flag or a broken
 input file is refused before that.

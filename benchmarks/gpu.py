@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         left = options.minutes * 60 - (time.monotonic() - start) - _SECONDS_TO_END
         run_parts(parts, folder, seconds=left, environment=environment_of(site), report=note)
     print((options.output / "gpu-report.md").read_text(encoding="utf-8"))
-    print(f"everything lies in {options.output}")
+    print(f"the output is in {options.output}")
     if outcomes[0].status != "done":
         return 2
     return 0 if all(outcome.status == "done" for outcome in outcomes) else 1

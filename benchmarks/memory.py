@@ -5,7 +5,7 @@
     python benchmarks/memory.py operators      the same for each operator of large blocks on a device, bytes per token
 
 The numbers are counts, not samples: they are the same on every machine with the same torch. The model is a small one
-and the ranks are CPU processes; what counts is bytes a parameter, and bytes an element of the residual stream. Large
+and the ranks are CPU processes; what counts is bytes per parameter, and bytes per element of the residual stream. Large
 blocks compute on fake tensors. Only the table goes to standard output.
 """
 

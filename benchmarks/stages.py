@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 def report(seconds: dict[str, list[float]], tokens: int) -> None:
     """A Markdown table; ratios to the first row with their quartiles."""
     first, *_ = seconds.values()
-    print(f"\n| {tokens:,} tokens a step | tokens/s | / the first |\n|---|---|---|")
+    print(f"\n| {tokens:,} tokens per step | tokens/s | / the first |\n|---|---|---|")
     for name, values in seconds.items():
         low, middle, high = statistics.quantiles((a / b for a, b in zip(first, values, strict=True)), n=4)
         rate = tokens / statistics.median(values)

@@ -1,6 +1,6 @@
 """The workload that benchmarks share: a small GPT under megacore's trainer.
 
-Sizes by default: 4 layers, hidden 256, sequence 256, vocabulary 8192, 8 sequences a step; AdamW.
+Sizes by default: 4 layers, hidden 256, sequence 256, vocabulary 8192, 8 sequences per step; AdamW.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -139,7 +140,7 @@ def _planned(args: argparse.Namespace) -> Panel:
     else:
         schedule = build_schedule(args.schedule, args.pp, args.microbatches, args.virtual_stages or 1)
         title = TITLES[args.schedule]
-    costs = _per_stage(args.costs or (1.0, 1.0, 1.0), args.transfer or 0.0, schedule)
+    costs = _per_stage(args.costs or _RankTimes(), args.transfer or 0.0, schedule)
     timeline = simulate(schedule, costs)
     bubble = f"bubble {timeline.bubble:.1%} of the ideal time"
     form = closed_form(schedule, costs) if args.schedule is not None else None
@@ -154,19 +155,27 @@ def _planned(args: argparse.Namespace) -> Panel:
     )
 
 
-def _per_stage(times: tuple[float, float, float], transfer: float, schedule: Schedule) -> Costs:
+class _RankTimes(NamedTuple):
+    """The times of one microbatch on a rank, in any unit."""
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+
+
+def _per_stage(times: _RankTimes, transfer: float, schedule: Schedule) -> Costs:
     """A rank's times, divided evenly over its stages."""
     forward, input_grad, weight_grad = ([time / schedule.virtual_stages] * schedule.stages for time in times)
     return Costs(forward=forward, input_grad=input_grad, weight_grad=weight_grad, transfer=transfer)
 
 
-def _costs(text: str) -> tuple[float, float, float]:
+def _costs(text: str) -> _RankTimes:
     values = [_time(part) for part in text.split(",")]
     if len(values) != 3 or not all(SHORTEST <= value <= LONGEST for value in values):
         raise argparse.ArgumentTypeError(
             f"{text} must be three times from {SHORTEST:g} to {LONGEST:,.0f}, in any unit, as in 1,1,1"
         )
-    return values[0], values[1], values[2]
+    return _RankTimes(*values)
 
 
 def _transfer(text: str) -> float:

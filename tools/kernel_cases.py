@@ -1,8 +1,8 @@
-"""Which launches of which kernels are compiled and looked at: the shapes of common models, in the dtypes of training.
+"""The kernel launches that are compiled and examined: shapes of common models, in the dtypes of training.
 
 A case calls a launcher of `megacore.kernels` with meta tensors. `narrow` says how many global accesses of less than 128
-bits a kernel rightly has: numbers that there is one of a row. `minimum` says how many bytes a kernel must move between
-memory and the processors: each tensor of full size once for a read and once for a write.
+bits a kernel may have: those of numbers of which a row has one. `minimum` says how many bytes a kernel must move
+between memory and the processors: each tensor of full size once for a read and once for a write.
 """
 
 from __future__ import annotations

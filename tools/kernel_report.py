@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -223,7 +223,7 @@ def compile_case(case: Case, architecture: int) -> list[_Binary]:
 def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], jobs: int) -> list[Compiled]:
     """Compile the cases of a set whose name contains one of `only`, or all, in their order, in several processes."""
     chosen = [
-        (shapes, i, architecture)
+        _Chosen(shapes, i, architecture)
         for i, case in enumerate(SETS[shapes]())
         if not only or any(part in case.name for part in only)
         for architecture in architectures
@@ -244,9 +244,16 @@ def compile_all(shapes: str, only: Sequence[str], architectures: Sequence[int], 
     ]  # fmt: skip
 
 
-def _compile_numbered(chosen: tuple[str, int, int]) -> list[_Binary]:
-    shapes, number, architecture = chosen
-    return compile_case(SETS[shapes]()[number], architecture)
+class _Chosen(NamedTuple):
+    """What a process compiles: the case of this number in a set of SETS, for an architecture."""
+
+    shapes: str
+    number: int
+    architecture: int
+
+
+def _compile_numbered(chosen: _Chosen) -> list[_Binary]:
+    return compile_case(SETS[chosen.shapes]()[chosen.number], chosen.architecture)
 
 
 def _disassembled(cubins: Collection[bytes], architecture: int) -> dict[bytes, dict[str, int]]:
@@ -385,7 +392,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.liger and not is_installed():
         parser.error("--liger needs Liger-Kernel, which is not installed: pip install liger-kernel --no-deps")
     if options.liger and (options.json or options.shapes != "common"):
-        parser.error("--liger has shapes and a table of its own: leave out --json and --shapes")
+        parser.error("--liger has other shapes and another table: leave out --json and --shapes")
     architectures = [options.architecture] if options.architecture else [90] if options.liger else list(ARCHITECTURES)
     shapes = "liger" if options.liger else options.shapes
     compiled = compile_all(shapes, options.only, architectures, options.jobs)

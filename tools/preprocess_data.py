@@ -94,7 +94,9 @@ def worker_count(text: str) -> int:
     count, cores = positive(text), available_cores()
     most = max(64, 4 * cores)
     if count > most:
-        raise ArgumentTypeError(f"{count} processes on {cores} core(s) only wait for each other: use at most {most}")
+        raise ArgumentTypeError(
+            f"{count} processes on {counted(cores, 'core')} only wait for each other: use at most {most}"
+        )
     return count
 
 

@@ -99,6 +99,7 @@ def steps(gpus: int, training: dict[str, int]) -> list[Step]:
     python = _shown(Path(sys.executable))
     layout = layout_for(gpus)
     batch = global_batch_for(layout.dp, training)
+    processes = "process" if layout.processes == 1 else "processes"
     train = (
         *_torchrun(python, layout.processes),
         *("pretrain_gpt.py", "--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp)),
@@ -115,7 +116,7 @@ def steps(gpus: int, training: dict[str, int]) -> list[Step]:
         Step(title="train a tokenizer", words=(python, "tools/train_tokenizer.py", "--input", str(CORPUS), *tokenizer)),
         Step(title="tokenize", words=(python, "tools/preprocess_data.py", "--input", str(CORPUS), *dataset)),
         Step(
-            title=f"train on {layout.processes} {'GPU' if gpus else 'CPU'} process(es)",
+            title=f"train on {layout.processes} {'GPU' if gpus else 'CPU'} {processes}",
             words=train,
             environment=(("OMP_NUM_THREADS", "1"),),
         ),

@@ -1,7 +1,7 @@
-"""Which checkpoint a run continues from: the one that was named, or the last published one that is whole.
+"""Which checkpoint a run continues from: the one that was named, or the last published one that is intact.
 
-A pointer may be behind, a directory damaged: every file of a candidate is checked, by all ranks together, and what is
-refused on the way is told.
+The pointer may name an older checkpoint, and a directory may be damaged. All ranks together check every file of a
+candidate. The report names each candidate that they refuse, and the reason.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.config.dimensions import degree_fields
+from megacore.config.help import DRY_RUN_FLAGS
 from megacore.config.messages import did_you_mean, one_of
 from megacore.convert.start import shape_from_hf
 from megacore.data.gpt.build import vocabulary_size
@@ -113,8 +114,7 @@ def _add_dry_run(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="plan",
         choices=("plan", "full"),
-        help="plan: print the plan in place of training; full: build every kind of rank and take a step on tensors "
-        "without values, to find errors in shapes, types and devices. Default: plan",
+        help=DRY_RUN_FLAGS[_DRY_RUN].text,
     )
 
 

@@ -194,7 +194,7 @@ class _Reading(Generic[C]):
         problems: what every rank finds wrong.
         local_problems: what is wrong with the files and the environment of this machine.
         notes: what to tell the user although nothing is wrong.
-        source: path of the configuration file.
+        source: path of the configuration file; None if none is given, or there is no such file.
     """
 
     config: C
@@ -242,7 +242,8 @@ def _read(
         usual = _build(kind, _with_defaults(kind, {**shape_values, **given}))
         notes += _defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += _kept_from_checkpoint(former, config, usual)
-    return _Reading(config, problems, local_problems, notes, path)
+    source = path if path is not None and os.path.isfile(path) else None
+    return _Reading(config, problems, local_problems, notes, source)
 
 
 def _shape_values(shape: Shape | None, given: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megacore.config import megatron_flags
@@ -32,6 +32,36 @@ _USUAL = {
 }
 _ALL = "all"
 _SHORT = ""
+
+
+class DryRunFlag(NamedTuple):
+    """A flag that is no setting of a run: it asks for a dry run, or describes the job of one.
+
+    Attributes:
+        value: what follows the flag, for the help.
+        text: the help text; "Default: ..." ends it.
+    """
+
+    value: str
+    text: str
+
+
+DRY_RUN_FLAGS: Mapping[str, DryRunFlag] = {
+    "--dry-run": DryRunFlag(
+        "[plan|full]",
+        "Examines the run instead of starting it. plan: predicts memory, time per step and traffic. full: builds every "
+        "kind of rank and takes a step on tensors without values, to find errors in shapes, types and devices. "
+        "--dry-run --help lists all flags of a plan. Default: no dry run; plan, where no value follows.",
+    ),
+    "--world-size": DryRunFlag("N", "Number of ranks of the job that --dry-run examines. Default: --tp x --pp x --dp."),
+    "--cluster": DryRunFlag(
+        "NAME",
+        "Cluster that --dry-run plans for: its name, or a FILE.toml (docs/planner.md). Default: laptop; h100 with "
+        "--dry-run=full.",
+    ),
+}
+"""The flags that `megacore.commands.plan` reads, which are fields of no section; it shows these texts too."""
+
 _WIDEST = 120
 _COLUMN = 26  # where the texts of the short page begin
 
@@ -81,6 +111,8 @@ def help_text(topic: str, kind: type[Config], *, prog: str, description: str) ->
         lines = page.everything(prog)
     elif name in sections_of(kind):
         lines = page.section(name)
+    elif (flag := f"--{name.removeprefix('--')}") in DRY_RUN_FLAGS:
+        lines = page.dry_run_flag(flag)
     else:
         lines = page.flag(_field_of(name, kind))
     return "\n".join(lines)
@@ -140,7 +172,7 @@ def _field_of(topic: str, kind: type[Config]) -> FieldInfo:
     if advice := megatron_flags.advice(name):
         raise UserError(f"{name} {advice} (docs/coming-from-megatron.md)")
     sections = list(sections_of(kind))
-    known = [*sections, *(flag for flag, field in flags.items() if field.name not in kind.unsupported)]
+    known = [*sections, *DRY_RUN_FLAGS, *(flag for flag, info in flags.items() if info.name not in kind.unsupported)]
     raise UserError(
         f"--help {topic}: there is no such section or flag: use {one_of([*sections, _ALL])}, or the name of a flag"
         f"{did_you_mean(topic, known)}"
@@ -187,6 +219,11 @@ class _Page:
         for name in sections_of(self.kind):
             yield ""
             yield from self.section(name)
+        yield ""
+        yield self._bold("Dry runs")
+        for flag in DRY_RUN_FLAGS:
+            yield ""
+            yield from self.dry_run_flag(flag)
 
     def section(self, name: str) -> Iterator[str]:
         """Every flag of a section."""
@@ -205,6 +242,12 @@ class _Page:
             yield from self._wrapped(f"Range: {info.range}.", indent=6)
         if info.name != CONFIG_INFO.name:
             yield from self._wrapped(f"In a file: {info.name} under [{_section_of(info.name, self.kind)}].", indent=6)
+
+    def dry_run_flag(self, flag: str) -> Iterator[str]:
+        """One flag of dry runs. It has no key in a configuration file."""
+        value, text = DRY_RUN_FLAGS[flag]
+        yield f"  {self._bold(f'{flag} {value}')}"
+        yield from self._wrapped(text, indent=6)
 
     def _entry(self, info: FieldInfo) -> Iterator[str]:
         """A flag with its aliases, its whole text and its default."""

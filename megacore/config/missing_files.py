@@ -133,7 +133,7 @@ def _unwritable(flag: str, directory: Path) -> list[str]:
             pass
     except OSError as error:
         return [
-            f"{flag} {directory} cannot be written: {existing}: {error.strerror}: choose another directory, "
-            "or make this one writable"
+            f"{flag} {directory} cannot be written: {existing}: no file can be created there ({error.strerror}): use a "
+            "directory in which you can create files, such as one in your home directory"
         ]
     return []

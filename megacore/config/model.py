@@ -36,9 +36,9 @@ class ModelConfig(Section):
     num_attention_heads: Annotated[int, Range(1, 1_000_000)] = 12
     """Number of attention heads per block. A multiple of --tp."""
     num_query_groups: Annotated[int | None, Range(1, 1_000_000)] = None
-    """Grouped-query attention: number of key and value heads per block, each shared by several query heads. Divides
-    --num-attention-heads; is a multiple of --tp or divides it. In the latter case --tp / --num-query-groups
-    divides 2 x --kv-channels. Default: --num-attention-heads."""
+    """Grouped-query attention: number of key and value heads per block. Each serves --num-attention-heads / this number
+    query heads, which must be a whole number. Must be a multiple of --tp or divide it. If it is below --tp,
+    --tp / --num-query-groups must divide 2 x --kv-channels. Default: --num-attention-heads."""
     kv_channels: Annotated[int | None, Range(1, 1_000_000)] = None
     """Number of dimensions of an attention head. Default: --hidden-size / --num-attention-heads."""
     ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None

@@ -36,6 +36,7 @@ ScheduleName = Literal["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"]
 # Backward starts from the loss scale in fp32, where it must be neither 0 nor infinite.
 _LOSS_SCALES = Range(1e-37, 1e38)
 _FORMER_INITIAL_SCALE = 65536.0
+_TRACED_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +173,8 @@ class PrecisionConfig(Section):
     loss_scale_window: Annotated[int, Range(1)] = 1000
     """Number of consecutive steps without overflow after which the loss scale doubles."""
     hysteresis: Annotated[int, Range(1)] = 2
-    """Number of overflows after which the loss scale halves. Every further overflow halves it again, until it has
-    doubled once."""
+    """Number of overflows at which the dynamic loss scale first halves. After that each overflow halves it, until it
+    doubles again (--loss-scale-window); then counting restarts."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
         if "precision" in wrong:
@@ -219,6 +220,18 @@ class ResolvedPrecision(PrecisionConfig):
     """The precision section of a run whose number format is known. Two are equal if their settings are."""
 
     precision: Literal["fp32", "bf16", "fp16"] = field()
+
+    @property
+    def has_dynamic_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.precision == "fp16" and self.loss_scale is None
+
+    @property
+    def first_loss_scale(self) -> float:
+        """The loss scale of the first step; 1 where gradients are not scaled."""
+        if self.has_dynamic_scale and self.initial_loss_scale is not None:  # `resolve` has filled it in
+            return self.initial_loss_scale
+        return 1.0 if self.loss_scale is None else self.loss_scale
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ResolvedPrecision) and astuple(self) == astuple(other)
@@ -331,8 +344,8 @@ class OptimizerConfig(Section):
     """The optimizer, its learning-rate schedule, weight decay and clipping."""
 
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = "adamw"
-    """Optimizer; each has a section of settings. adamw: Adam with decoupled weight decay. sgd: stochastic gradient
-    descent with --sgd-momentum."""
+    """Optimizer. adamw: Adam with decoupled weight decay. sgd: stochastic gradient descent with --sgd-momentum. The
+    section of the same name has its settings."""
     lr: Annotated[float, Range(above=0)] = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     min_lr: Annotated[float | None, Range(0)] = None
@@ -361,6 +374,11 @@ class OptimizerConfig(Section):
     """Decay rate of the moving mean and variance of --clip-grad-adaptive."""
     clip_grad_warmup_iters: Annotated[int, Range(2, 1_000_000)] = 25
     """Number of steps that give --clip-grad-adaptive its first mean and variance. In these only --clip-grad clips."""
+
+    @property
+    def final_decay_iters(self) -> int:
+        """Length of the final decay of --lr-decay-style WSD, in steps; 0 with other styles."""
+        return self.lr_wsd_decay_iters or 0
 
     @property
     def end_lr(self) -> float:
@@ -426,7 +444,7 @@ class TrainingConfig(Section):
     leaves the weights unchanged. With a dynamic loss scale only the loss counts."""
     recompute: Literal["none", "selective", "light", "full"] = "none"
     """Activation recomputation: what backward computes again instead of keeping it in memory. selective: attention
-    between its projections. light: the outputs of norms and of the MLP's activation, without a matrix product; no
+    between its projections. light: the outputs of norms and of the MLP's activation, but no matrix product; it has no
     effect with --compile. full: whole transformer blocks; only their inputs are kept. The results are bitwise the
     same."""
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
@@ -566,6 +584,13 @@ class LoggingConfig(Section):
                 self.profiled_steps()
             except ValueError as error:
                 yield str(error)
+
+    @property
+    def traced_steps(self) -> int:
+        """The number of steps that --trace records; 0 without it."""
+        if not self.trace:
+            return 0
+        return _TRACED_STEPS if self.trace_steps is None else self.trace_steps
 
     def profiled_steps(self) -> range:
         """The numbers of the steps of --profile-steps; empty without it.

@@ -25,7 +25,7 @@ from megacore.ops.visibility import Visibility, distances
 
 BLOCK = 512
 """Queries, and keys, of a block."""
-_ALIBI_BLOCK = 128  # queries of a block of the fused operator where each head has a bias of its own
+_ALIBI_BLOCK = 128  # queries of a block of the fused operator where the bias differs between heads
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 

@@ -29,8 +29,7 @@ def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> fl
     if step >= end:
         return config.end_lr
     if config.lr_decay_style == "WSD":
-        assert config.lr_wsd_decay_iters is not None, "validate() asks for it"
-        begin = max(warmup, end - config.lr_wsd_decay_iters)
+        begin = max(warmup, end - config.final_decay_iters)
         return config.end_lr + (config.lr - config.end_lr) * _remaining(config.lr_wsd_decay_style, step, begin, end)
     return config.end_lr + (config.lr - config.end_lr) * _remaining(config.lr_decay_style, step, warmup, end)
 

@@ -65,20 +65,20 @@ def non_finite_state(data_parallel: DataParallel, optimizer: Optimizer[Any], mes
         total = bad.setdefault((kind, name), [0, 0])
         total[0] += count
         total[1] += tensor.numel()
-    found = []
+    entries = []
     for (kind, name), (count, size) in bad.items():
         if count and not (kind == ROUNDED and bad[WEIGHT, name][0]):
             chunk, position = data_parallel.place_of(name)
             stage = chunk * mesh.pipeline.size + mesh.pipeline.rank
-            found.append(NonFinite(stage, position, mesh.world.rank, kind, name, count, size))
-    return sorted(each for of_rank in all_gather_objects(found, mesh.world) for each in of_rank)
+            entries.append(NonFinite(stage, position, mesh.world.rank, kind, name, count, size))
+    return sorted(each for of_rank in all_gather_objects(entries, mesh.world) for each in of_rank)
 
 
-def describe_non_finite(found: Sequence[NonFinite]) -> str:
+def describe_non_finite(entries: Sequence[NonFinite]) -> str:
     """The first of them in forward order, and how many follow; there is one at least."""
-    first = found[0]
-    beside = [each.kind for each in found if each.name == first.name and each.rank == first.rank and each != first]
-    names = len({each.name for each in found}) - 1
+    first = entries[0]
+    beside = [each.kind for each in entries if each.name == first.name and each.rank == first.rank and each != first]
+    names = len({each.name for each in entries}) - 1
     also = f", its {' and '.join(beside)} too" if beside else ""
     return f"{first}{also}" + (f"; {names} more parameters" if names else "")
 

@@ -45,13 +45,13 @@ class Limits:
     def exceeded(self, loss: float, norm: float) -> str | None:
         """Which limit is exceeded, in words; None if neither is."""
         pairs = (("loss", loss, self.loss), ("gradient norm", norm, self.norm))
-        found = [
+        exceeded = [
             f"the {name} {value:.4g} is above {limit.value:.4g} (median {limit.median:.4g}, robust deviation "
             f"{limit.deviation:.3g})"
             for name, value, limit in pairs
             if value > limit.value
         ]
-        return " and ".join(found) or None
+        return " and ".join(exceeded) or None
 
 
 _NO_LIMITS = Limits()

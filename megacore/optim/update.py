@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megacore.config import PrecisionConfig, ResolvedConfig
+from megacore.config import ResolvedConfig, ResolvedPrecision
+from megacore.config.messages import counted
 from megacore.errors import TrainingDiverged, TrainingStopped
 from megacore.optim.adaptive_clip import AdaptiveClip
 from megacore.optim.nonfinite import NonFinite, non_finite_state
@@ -217,9 +218,9 @@ class WeightUpdate:
         self.skipped_steps += 1
         if self.guard.in_a_row >= self._max_bad_steps:
             raise TrainingDiverged(
-                f"{spike}, a spike for {self.guard.in_a_row} step(s) in a row (--max-bad-steps {self._max_bad_steps}), "
-                "which left the weights unchanged: resume from an earlier checkpoint with a smaller --lr or "
-                "--clip-grad-adaptive, or use a larger --spike-threshold"
+                f"{spike}, a spike for {counted(self.guard.in_a_row, 'step')} in a row "
+                f"(--max-bad-steps {self._max_bad_steps}), which left the weights unchanged: resume from an earlier "
+                "checkpoint with a smaller --lr or --clip-grad-adaptive, or use a larger --spike-threshold"
             )
 
     def _factor(self, norm: Tensor, scale: float) -> Tensor:
@@ -306,7 +307,7 @@ class WeightUpdate:
             scale = f" a smaller --loss-scale than {self.scaler.scale:g}," if scaled else ""
             wider = " --precision bf16," if self._fp16 else ""
             stop = (
-                f"{where} was not finite for {self._bad_steps} step(s) in a row "
+                f"{where} was not finite for {counted(self._bad_steps, 'step')} in a row "
                 f"(--max-bad-steps {self._max_bad_steps}): look at the data of these steps, "
                 f"or use{scale}{wider} a smaller --lr, a longer warm-up or --clip-grad"
             )
@@ -360,11 +361,11 @@ def _source_of(local: NonFiniteGradient | None, mesh: Mesh) -> _Source | None:
 
 def _first_of(sources: Sequence[_Source | None]) -> Culprit | None:
     """Of the ranks' sources the one that the forward uses last, because backward computes it first."""
-    found = [(source, -rank) for rank, source in enumerate(sources) if source is not None]
-    if not found:
+    ranked = [(source, -rank) for rank, source in enumerate(sources) if source is not None]
+    if not ranked:
         return None
-    source, negative_rank = max(found, key=lambda pair: (pair[0][:2], pair[1]))
-    return Culprit(source.name, -negative_rank, tuple(-rank for _, rank in found))
+    source, negative_rank = max(ranked, key=lambda pair: (pair[0][:2], pair[1]))
+    return Culprit(source.name, -negative_rank, tuple(-rank for _, rank in ranked))
 
 
 # ---- sums over all ranks: the gradient norm, the loss and the votes of a step
@@ -520,13 +521,9 @@ class LossScaler:
         config: precision and the scale's rules, resolved.
     """
 
-    def __init__(self, config: PrecisionConfig) -> None:
+    def __init__(self, config: ResolvedPrecision) -> None:
         self._config = config
-        self.dynamic = config.precision == "fp16" and config.loss_scale is None
-        self.scale = config.loss_scale if config.loss_scale is not None else 1.0
-        if self.dynamic:
-            assert config.initial_loss_scale is not None, "resolve() fills it in"
-            self.scale = config.initial_loss_scale
+        self.dynamic, self.scale = config.has_dynamic_scale, config.first_loss_scale
         self._good_steps, self._allowance = 0, config.hysteresis
 
     def good_step(self) -> None:

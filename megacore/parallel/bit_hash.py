@@ -40,7 +40,7 @@ def bit_hash(tensor: Tensor) -> Tensor:
 
 
 def _row_weights(rows: int, device: torch.device) -> Tensor:
-    """Of at least so many rows."""
+    """Of at least this number of rows."""
     return _weights(1, 1 << (rows - 1).bit_length(), device)
 
 

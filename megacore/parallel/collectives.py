@@ -287,28 +287,6 @@ class _Reduce(torch.autograd.Function):
         return grad, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.width = group, x.shape[-1]
-        return torch.cat(tuple(all_gather(x, group)), dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.narrow(-1, ctx.group.rank * ctx.width, ctx.width).contiguous(), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.chunk(group.size, dim=-1)[group.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.cat(tuple(all_gather(grad, ctx.group)), dim=-1), None
-
-
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """Enter a tensor-parallel region: identity forward, gradients summed over the group backward."""
     return x if group.size == 1 else _Copy.apply(x, group)
@@ -324,19 +302,3 @@ def reduce_from_group(x: Tensor, group: Group, *, in_place: bool = False) -> Ten
             operator that made it reads it again.
     """
     return x if group.size == 1 else _Reduce.apply(x, group, in_place)
-
-
-def gather_from_group(x: Tensor, group: Group) -> Tensor:
-    """Concatenate the ranks' slices along the last dimension; backward takes this rank's slice."""
-    return x if group.size == 1 else _Gather.apply(x, group)
-
-
-def scatter_to_group(x: Tensor, group: Group) -> Tensor:
-    """Take this rank's slice of the last dimension; backward concatenates the ranks' gradients.
-
-    Raises:
-        ValueError: the last dimension does not divide by the group's size.
-    """
-    if x.shape[-1] % group.size:
-        raise ValueError(f"last dimension {x.shape[-1]} does not divide over {group.size} ranks")
-    return x if group.size == 1 else _Scatter.apply(x, group)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,8 +75,8 @@ class ChunkedLoss:
         x = self._entered(x)
         setting = _Setting(self, self._share(), options)
         with torch.no_grad():
-            loss, sums, _ = setting.forward(x, weight, bias, targets, likeliest=False)
-        loss = loss.view(targets.shape)
+            made = setting.forward(x, weight, bias, targets, likeliest=False)
+        loss, sums = made.loss.view(targets.shape), made.sums
         if not torch.is_grad_enabled():
             return loss
         if not (self.split_backward and weight.requires_grad):
@@ -93,8 +93,9 @@ class ChunkedLoss:
     ) -> tuple[Tensor, Tensor]:
         """`losses`, and the likeliest token at each position, [b, s] int64; for an evaluation."""
         setting = _Setting(self, self._share(), options)
-        loss, _, best = setting.forward(self._entered(x), weight, bias, targets, likeliest=True)
-        return loss.view(targets.shape), likeliest_of_ranks(*best, setting.share).view(targets.shape)
+        made = setting.forward(self._entered(x), weight, bias, targets, likeliest=True)
+        likeliest = likeliest_of_ranks(*made.likeliest, setting.share)
+        return made.loss.view(targets.shape), likeliest.view(targets.shape)
 
     def _entered(self, x: Tensor) -> Tensor:
         """All of the input, [b, s, h]."""
@@ -132,10 +133,8 @@ class _Setting:
                 columns=min(height, columns - start),
             )
 
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, likeliest: bool
-    ) -> tuple[Tensor, SoftmaxSums, tuple[Tensor, Tensor]]:
-        """The losses [n], what backward needs, and, if wanted, this rank's largest logit of each token and its id."""
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, likeliest: bool) -> _Forward:
+        """The losses, and if wanted the likeliest tokens."""
         tokens, ids = x.flatten(0, -2), targets.reshape(-1)
         partial_sums, bounds = [], []
         best = tokens.new_full((len(ids),), -torch.inf, dtype=torch.float32), ids
@@ -150,7 +149,21 @@ class _Setting:
         vocab_size = self.share.vocab_size
         local = merged(torch.stack(partial_sums), ids, bounds=bounds, vocab_size=vocab_size, options=self.options)
         loss, sums = losses(local, ids, share=self.share, options=self.options)
-        return loss, sums, best
+        return _Forward(loss, sums, best)
+
+
+class _Forward(NamedTuple):
+    """What a forward computes for n tokens.
+
+    Attributes:
+        loss: per token, [n] fp32.
+        sums: what backward needs.
+        likeliest: this rank's largest logit of each token and its id, [n] each; only computed if wanted.
+    """
+
+    loss: Tensor
+    sums: SoftmaxSums
+    likeliest: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -257,8 +257,8 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
         dimensions: the table, outermost first.
 
     Raises:
-        ConfigError: the product of the degrees is not the number of processes; or the device that is asked for is not
-            here, another rank has it too, or one of another kind.
+        ConfigError: the product of the degrees is not the number of processes; or this rank's device does not exist, is
+            also that of another rank, or is of another kind than the other ranks' devices.
     """
     degrees = {name: max(1, degree) for name, degree in fill_degrees(config, world_size(), dimensions).items()}
     if (needed := math.prod(degrees.values())) != world_size():

@@ -2,7 +2,7 @@
 
 A linear layer computes three products: its output x W^T, the gradient of its input dY W, and the gradient of its weight
 dY^T X. Every layer asks the `Products` object of its `BuildContext` for them, so that another way to multiply (FP8, for
-example) is a subclass in a file of its own. `TorchProducts` is the default.
+example) is a subclass in a separate file. `TorchProducts` is the default.
 
 Where a parameter has a `gradient_sum`, the product of its gradient adds to that sum in fp32, and autograd gets no
 gradient: 16-bit gradients are neither written, nor read again, nor rounded.
@@ -29,7 +29,7 @@ class Products:
     """How linear layers multiply; a subclass overrides one product or all three.
 
     The layers call `linear` where autograd may do the bookkeeping, and the three products themselves where they put
-    communication between them. `linear` calls the same three, each in a node of its own, so that a schedule that splits
+    communication between them. `linear` calls the same three, each in a separate node, so that a schedule that splits
     backward computes none of them twice.
     """
 

@@ -95,10 +95,10 @@ class _Sliced:
     """A parameter with its `spec`: the global tensor, and the slice of it on this rank.
 
     Attributes:
-        spec: see above.
+        spec: the global tensor, and this rank's slice of it.
         gradient_sum: where linear layers add the gradient; None: they give it to autograd.
-        beside_next: a bucket of parameters that holds the layer's next parameter holds this one too, right behind it,
-            so that one product can read both.
+        beside_next: keep this parameter and the layer's next one in the same bucket, adjacent in memory, so that one
+            product can read both.
     """
 
     spec: ShardSpec

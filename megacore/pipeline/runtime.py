@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -473,6 +473,15 @@ class TimedPass:
         return sum(timed.end - timed.start for timed in self.computations)
 
 
+class _Record(NamedTuple):
+    """One entry of the timer: what was done, and the marks before and after it."""
+
+    kind: Kind
+    actions: tuple[Action, ...]
+    start: Mark
+    end: Mark
+
+
 class ActionTimer:
     """Records the times of the actions of a training step.
 
@@ -487,7 +496,7 @@ class ActionTimer:
     def __init__(self, device: torch.device) -> None:
         self.enabled = self.tracing = False
         self._device = device
-        self._records: list[tuple[Kind, tuple[Action, ...], Mark, Mark]] = []
+        self._records: list[_Record] = []
         self._pass: tuple[Mark, Mark] | None = None
         self._is_open = False
 
@@ -520,11 +529,11 @@ class ActionTimer:
     def read(self) -> TimedPass:
         """The times of the last step; waits until an accelerator has computed it."""
         assert self._pass is not None, "the last step was not timed"
-        marks = [*self._pass, self.mark(), *(mark for _, _, *both in self._records for mark in both)]
+        marks = [*self._pass, self.mark(), *(mark for one in self._records for mark in (one.start, one.end))]
         start, end, read, *seconds = self._seconds(marks)
         actions = (
-            Timed(kind, actions, begin, stop)
-            for (kind, actions, _, _), begin, stop in zip(self._records, seconds[::2], seconds[1::2], strict=True)
+            Timed(one.kind, one.actions, begin, stop)
+            for one, begin, stop in zip(self._records, seconds[::2], seconds[1::2], strict=True)
         )
         return TimedPass(start=start, end=end, read=read, actions=tuple(actions))
 
@@ -533,7 +542,7 @@ class ActionTimer:
 
     def record(self, kind: Kind, actions: tuple[Action, ...], start: Mark) -> None:
         """Record something that ends now."""
-        self._records.append((kind, actions, start, self.mark()))
+        self._records.append(_Record(kind, actions, start, self.mark()))
 
     def mark(self) -> Mark:
         """The time now; on an accelerator an event after all that is queued now."""

@@ -51,13 +51,13 @@ class Stage(nn.Module):
     Args:
         layers: the layers to build, in order.
         earlier: parameters of earlier stages on this rank, by global name, with which layers may be tied.
-        number: of this stage among those of its rank.
+        number: number of this stage among those of its rank.
         build: whether to build all layers at once; otherwise `build_layers` builds them one by one.
 
     Attributes:
-        specs: of the layers, built or to be built.
-        names: of the layers, for messages.
-        number: of this stage among those of its rank.
+        specs: descriptions of the layers, which are built or to be built.
+        names: the layers' names, which messages show.
+        number: number of this stage among those of its rank.
         runner: applies the layers; None: they are called.
         first_outputs: graph edges of the output of the first layer that has gradients, in the last forward.
         tied_copies: parameters that are first used on another stage, by global name.

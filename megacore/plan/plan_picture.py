@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megacore.pipeline.schedule import Op
 from megacore.plan.canvas import Box, Drawing, Line, Words
@@ -23,15 +24,29 @@ _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
 _MOST_ROUNDS = 2  # microbatches per rank that are drawn
 
 
-def _drawn(plan: Plan) -> tuple[Timeline, int, float]:
-    """The time line in milliseconds of as many microbatches as can be told apart, their number, and a transfer."""
+class _Drawn(NamedTuple):
+    """What is drawn of a step.
+
+    Attributes:
+        timeline: of the first microbatches, in milliseconds.
+        microbatches: their number.
+        transfer: time of a transfer between two stages, in milliseconds.
+    """
+
+    timeline: Timeline
+    microbatches: int
+    transfer: float
+
+
+def _drawn(plan: Plan) -> _Drawn:
+    """The time line of as many microbatches as can be told apart."""
     config = plan.config
     m, p = config.microbatches, config.parallel.pp
     count = m if config.parallel.schedule_csv is not None else min(m, max(_MOST_ROUNDS * p, 8))
     if config.parallel.schedule == "interleaved":
         count = max(count // p * p, min(p, m))
     costs = pipeline_costs(config, plan.time.stages, speed_of(config, plan.cluster, "expected")).times(1e3)
-    return timeline(config, costs, count), count, costs.transfer
+    return _Drawn(timeline(config, costs, count), count, costs.transfer)
 
 
 def timeline_picture(plan: Plan) -> Drawing:

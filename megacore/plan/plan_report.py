@@ -172,7 +172,7 @@ def _number(value: float) -> str:
 def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) -> dict[str, Any]:
     """All figures of a plan; arguments as for `markdown`."""
     parallel, training = plan.config.parallel, plan.config.training
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "cluster": plan.cluster.name,
         "cluster_source": plan.cluster.source,
         "gpus": parallel.ranks,
@@ -201,11 +201,11 @@ def as_json(plan: Plan, *, tokens: float | None = None, goodput: float = 0.9) ->
         "low_confidence": plan.is_small,
     }
     if not plan.fits:
-        found["ways_out"] = plan.ways_out()
+        report["ways_out"] = plan.ways_out()
     if tokens is not None:
         days, price = cost_figures(plan, tokens, goodput)
-        found["training"] = {"tokens": tokens, "goodput": goodput, "days": asdict(days), "price": asdict(price)}
-    return found
+        report["training"] = {"tokens": tokens, "goodput": goodput, "days": asdict(days), "price": asdict(price)}
+    return report
 
 
 def _rank_json(plan: Plan, number: int) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class Plan:
         return ways_out(self.config, Limits(room=room, on_cpu=self.cluster.on_cpu, local_ranks=local))
 
     def cost(self, tokens: float, *, goodput: float) -> tuple[float, float]:
-        """Days and USD of training on so many tokens, if a share of the time makes progress."""
+        """Days and USD of training on this number of tokens, if a share of the time makes progress."""
         seconds = tokens / self.tokens_per_second / goodput
         hours = seconds / 3600 * self.config.parallel.ranks
         return seconds / 86400, hours * self.cluster.price_per_hour

@@ -1,7 +1,7 @@
 """How long a step takes on a device, from the launches and transfers that it consists of: a roofline, and a time line.
 
 A launch takes as long as its bytes need at the memory's bandwidth or its FLOPs at the peak, whichever is longer
-(Williams et al. 2009, CACM 52(4)), and a fixed time before it computes. A transfer runs on a stream of its own beside
+(Williams et al. 2009, CACM 52(4)), and a fixed time before it computes. A transfer runs on a separate stream beside
 what is launched after it, until a launch reads its result; what that launch waits for is exposed. The host issues one
 operator after the other; where it is late, that is, issues an operator after the device has finished those before
 it, the device waits.

@@ -141,7 +141,7 @@ def _arrows(ranks: Sequence[RankTrace], stages: int, origin: float) -> Iterator[
     ends: dict[Any, tuple[int, Timed]] = {}
     begins: list[tuple[int, Timed, list[Any]]] = []
     for pid, rank in enumerate(ranks):
-        replica = tuple(place for name, place in rank.coordinates.items() if name != pipeline)
+        replica = tuple(coordinate for name, coordinate in rank.coordinates.items() if name != pipeline)
         for step in rank.steps:
             for timed in step.done:
                 if timed.kind == "compute":

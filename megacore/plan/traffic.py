@@ -210,21 +210,21 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: i
     """
     parallel, m = config.parallel, config.microbatches
     stages = stage_ranges(layers, config)
-    found: list[Sent] = []
+    transfers: list[Sent] = []
     for number in range(rank, len(stages), parallel.pp):
         held = [layers[i] for i in stages[number]]
         for layer, again in zip(held, recomputed_whole(config, held), strict=True):
             passes = layer_traffic(config, layer, again=again)
-            found += [replace(sent, count=sent.count * m) for group in passes for sent in group]
+            transfers += [replace(sent, count=sent.count * m) for group in passes for sent in group]
         neighbours = (number > 0) + (number < len(stages) - 1)
         if neighbours and parallel.pp > 1:
-            found.append(replace(stage_message(config), count=neighbours * m))
+            transfers.append(replace(stage_message(config), count=neighbours * m))
     held_here = held_parameters(layers, stages[rank :: parallel.pp])
     both = rank == 0 and parallel.pp == 1 and bool(layers[-1].tied)  # embedding and head, with one bucket of the former
     replicas = replica_traffic(config, held_here, used_twice=(layers[0].held or 0) if both else 0)
-    found += [sent for sent in (replicas.gradients, replicas.parameters) if sent is not None]
-    found += _further_sums(config, layers, [i for numbers in stages[rank :: parallel.pp] for i in numbers])
-    return list(_joined(found))
+    transfers += [sent for sent in (replicas.gradients, replicas.parameters) if sent is not None]
+    transfers += _further_sums(config, layers, [i for numbers in stages[rank :: parallel.pp] for i in numbers])
+    return list(_joined(transfers))
 
 
 def tied_gradients(config: ResolvedConfig) -> Sent | None:
@@ -239,20 +239,20 @@ def tied_gradients(config: ResolvedConfig) -> Sent | None:
 
 
 def _further_sums(config: ResolvedConfig, layers: Sequence[PlannedLayer], held: Sequence[int]) -> list[Sent]:
-    found = []
+    transfers = []
     tied = tied_gradients(config)
     if tied is not None and (0 in held) != (len(layers) - 1 in held):
-        found.append(tied)
+        transfers.append(tied)
     t, d = ranks_of_role("layer", config.parallel), ranks_of_role("replicas", config.parallel)
     if t > 1 and config.parallel.sequence_parallel:
         count = sum(_replicated(config.model, layers[i]) for i in held)
         size = 4.0 * count / (d if config.parallel.zero_stage else 1)
-        found.append(
+        transfers.append(
             Sent(
                 role="layer", pattern="all-reduce", what="replicated gradients", bytes=size, count=1, ranks=t, stride=1
             )
         )
-    return found
+    return transfers
 
 
 def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
@@ -268,18 +268,18 @@ def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
     return learned + (norm if model.embedding_layernorm else 0)
 
 
-def _joined(found: Iterable[Sent]) -> Iterator[Sent]:
+def _joined(transfers: Iterable[Sent]) -> Iterator[Sent]:
     """Transfers that differ only in their number as one."""
     counts: Counter[Sent] = Counter()
-    for sent in found:
+    for sent in transfers:
         counts[replace(sent, count=1)] += sent.count
     return (replace(sent, count=count) for sent, count in counts.items())
 
 
-def bytes_by_link(found: Iterable[Sent], node_ranks: int) -> dict[tuple[Role, LinkClass], float]:
+def bytes_by_link(transfers: Iterable[Sent], node_ranks: int) -> dict[tuple[Role, LinkClass], float]:
     """Bytes that a rank sends in a step, by role and class of links."""
     total: dict[tuple[Role, LinkClass], float] = {}
-    for sent in found:
+    for sent in transfers:
         key = sent.role, sent.link(node_ranks)
         total[key] = total.get(key, 0.0) + sent.sent_bytes
     return total

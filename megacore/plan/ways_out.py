@@ -6,7 +6,9 @@ is certain.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacore.config import ModelConfig, ResolvedConfig, validate
+from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos
 from megacore.config.messages import counted
 from megacore.plan.memory import GIB, plan_memory, whole_parameters
@@ -112,6 +115,8 @@ def ways_out(config: ResolvedConfig, limits: Limits) -> list[str]:
 
     add(_even_state(start))
     add(_savings(start, on_cpu=limits.on_cpu))
+    if not ways:
+        add(_longest(start, limits), ", the longest sequences that fit")
     add(_more_replicas(config, limits))
     add(_more_stages(config, limits))
     add(_smaller_models(start), ", a smaller model")
@@ -318,11 +323,33 @@ def _fewer_layers(start: Change) -> Iterator[Change]:
             yield from _thrifty(start.and_("model", f"--num-layers {fewer}", num_layers=fewer))
 
 
+def _longest(start: Change, limits: Limits) -> Iterator[Change]:
+    """The longest sequences that fit with the same other flags, to a multiple of 16 that the ranks can split."""
+    unit = 16 * ranks_of_role("layer", start.config.parallel)
+    fits = functools.partial(_fits_with_length, start, limits)
+    units = bisect.bisect_left(range(1, start.config.data.seq_length // unit), True, key=lambda n: not fits(n * unit))
+    if units:
+        yield _with_length(start, units * unit)
+
+
+def _fits_with_length(start: Change, limits: Limits, length: int) -> bool:
+    return limits.allow(limits.demand(_with_length(start, length).config))
+
+
+def _with_length(start: Change, length: int) -> Change:
+    """Shorter sequences. A model without a preset that has a position per token then has as many positions fewer."""
+    change, model = start.and_("data", f"--seq-length {length}", seq_length=length), start.config.model
+    is_derived = model.preset is None and model.max_position_embeddings == start.config.data.seq_length
+    if not is_derived or not _may_change_model(start.config):
+        return change
+    return change.and_("model", f"--max-position-embeddings {length}", max_position_embeddings=length)
+
+
 def _shorter(start: Change) -> Iterator[Change]:
     """Half the sequence, a quarter, and so on."""
     length = start.config.data.seq_length
     while (length := length // 2) >= 16:
-        change = start.and_("data", f"--seq-length {length}", seq_length=length)
+        change = _with_length(start, length)
         yield from _thrifty(change)
         yield _thriftiest(change)
 

@@ -116,10 +116,10 @@ def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight,
         weight: of the step's loss.
         last_loss: mean loss of the last finite step.
     """
-    found = steps.update.non_finite_state()
-    if found:
-        is_weight = any("weight" in each.kind for each in found)
-        text = f"first in forward order {describe_non_finite(found)}; no later step can be finite"
+    non_finite = steps.update.non_finite_state()
+    if non_finite:
+        is_weight = any("weight" in each.kind for each in non_finite)
+        text = f"first in forward order {describe_non_finite(non_finite)}; no later step can be finite"
         return Diagnosis(cause="weights" if is_weight else "moments", lines=(text,), is_permanent=True)
     case, remarks = _Case(steps, microbatches, weight), list[str]()
     if last_loss >= IMPLAUSIBLE_LOSS:
@@ -181,17 +181,17 @@ class _Case:
         while len(numbers) > 1:
             half = numbers[: len(numbers) // 2]
             numbers = half if self._backward(half) is not None else numbers[len(numbers) // 2 :]
-        (number,), found = numbers, self._backward(numbers)
-        if found is None:
+        (number,), culprit = numbers, self._backward(numbers)
+        if culprit is None:
             text = "the gradient of no microbatch alone is not finite: a sum of them overflowed"
             return Diagnosis(cause="overflow", lines=(text, *remarks))
-        replica = self._replicas[found.rank]
+        replica = self._replicas[culprit.rank]
         which = next(each for each in self.everyone if (each.replica, each.number) == (replica, number))
-        lines = (f"first in the backward of {self._describe(which)}: the gradient of {found}", *remarks)
+        lines = (f"first in the backward of {self._describe(which)}: the gradient of {culprit}", *remarks)
         if remarks or self._steps.config.precision.precision == "fp16":
             return Diagnosis(cause="overflow", lines=lines)
         others = [each for each in range(len(self._microbatches)) if each != number]
-        is_alone = {self._replicas[rank] for rank in found.ranks} == {replica} and len(self.everyone) > 1
+        is_alone = {self._replicas[rank] for rank in culprit.ranks} == {replica} and len(self.everyone) > 1
         return self._data_or_not(lines, others_are_finite=is_alone and not (others and self._backward(others)))
 
     def _data_or_not(self, lines: Sequence[str], *, others_are_finite: bool) -> Diagnosis:

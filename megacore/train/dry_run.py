@@ -90,17 +90,17 @@ class RankReport:
         """Where what was counted is not what the formulas say."""
         if self.problem is not None:
             return []
-        found = []
+        lines = []
         if self.parameters != self.planned.parameters:
-            found.append(f"{self.parameters:,} parameters, {self.planned.parameters:,} by formula")
+            lines.append(f"{self.parameters:,} parameters, {self.planned.parameters:,} by formula")
         for kind, held in self.state.items():
             formula = self.planned_state[kind]
             if abs(held - formula) > (_ROUNDING + self.padding) * formula + _SCALARS:
-                found.append(f"{held:,} bytes of {kind}, {formula:,.0f} by formula")
+                lines.append(f"{held:,} bytes of {kind}, {formula:,.0f} by formula")
         least, most = self.planned.certain - self.planned.overhead[0], self.planned.expected_tensors
         if self.is_filled and not (1 - _TRANSIENT) * least <= self.peak <= (1 + _TRANSIENT) * most + _SMALL:
-            found.append(f"peak of {self.peak:,} bytes, {least:,.0f} to {most:,.0f} by formula")
-        return found
+            lines.append(f"peak of {self.peak:,} bytes, {least:,.0f} to {most:,.0f} by formula")
+        return lines
 
 
 def run_ranks(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator[RankReport]:

@@ -121,11 +121,11 @@ def _with_schedule(config: C, mesh: Mesh) -> C:
     """The configuration with the schedule that --schedule auto is here: the first rank predicts, and all need room."""
     if not is_open(config):
         return config
-    layers, found = outline(config), None
+    layers, schedules = outline(config), None
     if mesh.world.is_first:
         cluster = typical_cluster(on_cpu=mesh.device.type == "cpu", device_name=device_name(mesh.device))
-        found = schedules_by_time(config, layers, cluster)
-    choices = all_gather_objects(found, mesh.world)[0]
+        schedules = schedules_by_time(config, layers, cluster)
+    choices = all_gather_objects(schedules, mesh.world)[0]
     return cast(C, choose_schedule(config, choices, lambda candidate: all_have_room(candidate, mesh, layers)))
 
 

@@ -232,11 +232,11 @@ class ReplicaCheck:
         """Whether every group agrees; the same answer on every rank."""
         assert self._sharers is not None
         rows = all_gather(mixed, self._mesh.world).tolist()
-        found: dict[Sharers, set[int]] = {}
+        values_of: dict[Sharers, set[int]] = {}
         for row, sharers_of_rank in zip(rows, self._sharers, strict=True):
             for value, sharers in zip(row, sharers_of_rank, strict=False):
-                found.setdefault(sharers, set()).add(value)
-        return all(len(values) == 1 for values in found.values())
+                values_of.setdefault(sharers, set()).add(value)
+        return all(len(values) == 1 for values in values_of.values())
 
     # ---- the report
 

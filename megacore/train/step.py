@@ -43,8 +43,9 @@ class StepResult:
     Attributes:
         step: its number, from 1.
         loss: mean loss of the global batch, the sum of `means`; an fp64 scalar on the device.
-        means: of each sum of the loss over the global batch, fp64 [sums] or a scalar, on the device.
-        counts: by which the sums were divided, likewise.
+        means: mean of each term of the loss over the global batch, fp64 [terms] or a scalar, on the device.
+        counts: the numbers (of tokens, for example) that the sums of the terms were divided by; shape and dtype as
+            `means`.
         grad_norm: global gradient norm before clipping, an fp64 scalar in host memory.
         lr: learning rate.
         skipped: why the weights were left as they are, or None.
@@ -79,7 +80,7 @@ class BatchWeight:
     """The loss weight, 1 / the global batch's counts; they are summed over ranks while the first forward runs.
 
     Args:
-        counts: of this rank's microbatches, fp64; replaced in place by the sum over `group`.
+        counts: the counts of this rank's microbatches, fp64; replaced in place by their sum over `group`.
         group: ranks with different samples.
         loss_scale: the fp16 loss scale, a further factor of `value`.
     """
@@ -213,10 +214,10 @@ class TrainStep:
         Raises:
             TrainingDiverged: one of them is not finite.
         """
-        if found := self.update.non_finite_state():
+        if non_finite := self.update.non_finite_state():
             raise TrainingDiverged(
                 f"the state after step {self.step} is not finite and is not saved: first in forward order "
-                f"{describe_non_finite(found)}. Resume from the last checkpoint (--load auto)"
+                f"{describe_non_finite(non_finite)}. Resume from the last checkpoint (--load auto)"
             )
 
     def lr(self) -> float:
@@ -280,9 +281,9 @@ class TrainStep:
         manifest = load_checkpoint(directory, self.state(consumed_samples=0, buffers=buffers), self.mesh.world)
         self.step = manifest.step
         self.update.load_counters({"updates": manifest.step, **manifest.counters}, manifest.series)
-        if found := self.update.non_finite_state():
+        if non_finite := self.update.non_finite_state():
             raise CheckpointError(
-                f"{directory} holds numbers that are not finite, first in forward order {describe_non_finite(found)}: "
-                "use an earlier checkpoint"
+                f"{directory} holds numbers that are not finite, first in forward order "
+                f"{describe_non_finite(non_finite)}: use an earlier checkpoint"
             )
         return manifest

@@ -49,7 +49,7 @@ def launch_summary(
     ]
     virtual = f", of {parallel.virtual_stages} stages per rank" if parallel.virtual_stages > 1 else ""
     chosen = " (fastest by simulation that fits)" if isinstance(parallel, ChosenSchedule) else ""
-    bubble = f"{parallel.schedule_name}{chosen}{virtual}; predicted bubble {idle_share:.1%} of a step"
+    bubble = f"{parallel.schedule_name}{chosen}{virtual}; predicted bubble {idle_share:.1%} of the step"
     lines = [
         ("topology", f"{describe_degrees(mesh.degrees)} = {counted(mesh.world.size, 'rank')}"),
         (
@@ -86,7 +86,7 @@ def launch_summary(
 
 
 def summary_line(label: str, text: str) -> str:
-    """A line of the summary, which goes on in lines under it where it is wider than a line of the log."""
+    """A line of the summary. A text wider than a line of the log is wrapped, with its further lines indented."""
     return textwrap.fill(
         text,
         LINE_WIDTH,

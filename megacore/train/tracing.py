@@ -23,8 +23,6 @@ from megacore.watch.ledger import Phase
 from megacore.watch.marks import Current
 from megacore.watch.report import group_in_words
 
-DEFAULT_STEPS = 3
-
 
 class _Collectives:
     """Notes when this rank was in which collective.
@@ -88,8 +86,7 @@ class Tracer(Callback):
     ) -> None:
         last = config.training.train_iters
         first = min(first_step + 2, last)
-        count = (config.logging.trace_steps or DEFAULT_STEPS) if config.logging.trace else 0
-        self.steps = range(first, min(first + count, last + 1))
+        self.steps = range(first, min(first + config.logging.traced_steps, last + 1))
         self.path = Path(config.training.output_dir) / "trace.json"
         self._mesh, self._runtime, self._report, self._microbatches = mesh, runtime, report, microbatches
         self._traced: list[TracedStep] = []

@@ -105,16 +105,17 @@ class _Parser(ToolParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; the exit status is 0 everything agrees, 1 something differs or a run failed, 2 refused."""
-    parser = _parser()
+    parser = make_parser()
     status = [0]
 
     def action(args: argparse.Namespace) -> None:
-        status[0] = _list_defects() if args.list_defects else _verify(_request(parser, args))
+        status[0] = _list_defects() if args.list_defects else _verify(request_of(parser, args))
 
     return run_tool(parser, argv, action) or status[0]
 
 
-def _parser() -> _Parser:
+def make_parser() -> ToolParser:
+    """The parser of the tool's flags. It leaves the others to the trainer, as `words`."""
     parser = _Parser(
         prog="verify.py",
         usage="verify.py {pretrain_gpt.py,pretrain_bert.py} [flags of the trainer] [--self-test] [--json FILE]",
@@ -151,17 +152,16 @@ def _list_defects() -> int:
 # ---- the request
 
 
-def request_of(argv: Sequence[str]) -> Request:
+def request_of(parser: ToolParser, args: argparse.Namespace) -> Request:
     """What a command line asks for.
+
+    Args:
+        parser: of `make_parser`, for its refusals.
+        args: what it has read.
 
     Raises:
         SystemExit: the trainer refuses its flags; the message is printed.
     """
-    parser = _parser()
-    return _request(parser, parser.parse_args(argv))
-
-
-def _request(parser: _Parser, args: argparse.Namespace) -> Request:
     program, *words = args.words or [""]
     name = Path(program).name
     if name not in PROGRAMS:
@@ -190,7 +190,7 @@ def _request(parser: _Parser, args: argparse.Namespace) -> Request:
     return Request(config=config, changes=narrowed.changes, defects=defects, self_test=args.self_test, json=path)
 
 
-def _defects(parser: _Parser, args: argparse.Namespace) -> tuple[Defect, ...]:
+def _defects(parser: ToolParser, args: argparse.Namespace) -> tuple[Defect, ...]:
     if args.defect is None:
         return DEFECTS if args.self_test else ()
     if args.self_test:

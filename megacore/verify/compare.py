@@ -125,7 +125,7 @@ def compare(record: Record, reference: Reference, config: ResolvedConfig) -> Ver
                 problem=problem,
             )
         )
-    order = {key: place for place, key in enumerate(dict.fromkeys((*expected, *record.tensors)))}
+    order = {key: position for position, key in enumerate(dict.fromkeys((*expected, *record.tensors)))}
     bad = sorted((row for row in rows if not row.agrees), key=lambda row: _chain(row.key, order))
     gradients = [row for row in bad if row.key.kind == "gradient" and row.key.step == bad[0].key.step]
     return Verdict(

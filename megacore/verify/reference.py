@@ -90,19 +90,19 @@ def make_reference(config: ResolvedConfig, directory: Path, device: torch.device
         directory: of the checkpoint.
         device: to compute on.
     """
-    alone, mesh = one_process(config), Mesh(device=device)
-    checkpoint, warm = _warm_up(alone, mesh, directory)
-    record = _run(config, alone, mesh, checkpoint)
+    one_rank, mesh = one_process(config), Mesh(device=device)
+    checkpoint, warm = _warm_up(one_rank, mesh, directory)
+    record = _run(config, one_rank, mesh, checkpoint)
     _require_round_trip(record, warm)
-    perturbed = tuple(_run(config, alone, mesh, checkpoint, seed=seed) for seed in range(1, _PERTURBED_RUNS + 1))
-    sizes, spread = _loss_spread(config, alone, mesh, checkpoint)
+    perturbed = tuple(_run(config, one_rank, mesh, checkpoint, seed=seed) for seed in range(1, _PERTURBED_RUNS + 1))
+    sizes, spread = _loss_spread(config, one_rank, mesh, checkpoint)
     return Reference(
         checkpoint=checkpoint,
         record=record,
         perturbed=perturbed,
         loss_spread=spread,
         micro_batch_sizes=sizes,
-        checks=(*_check_updates(alone, record), _check_gradients(config, alone, mesh, checkpoint, record)),
+        checks=(*_check_updates(one_rank, record), _check_gradients(config, one_rank, mesh, checkpoint, record)),
     )
 
 
@@ -132,22 +132,22 @@ def _require_round_trip(record: Record, warm: Record) -> None:
 
 
 def _run(
-    layout: ResolvedConfig, alone: ResolvedConfig, mesh: Mesh, checkpoint: Path, *, seed: int | None = None
+    layout: ResolvedConfig, one_rank: ResolvedConfig, mesh: Mesh, checkpoint: Path, *, seed: int | None = None
 ) -> Record:
     """The recorded steps.
 
     Args:
         layout: whose dropout masks are drawn.
-        alone: the configuration on one process.
+        one_rank: the configuration on one process.
         mesh: of one process.
         checkpoint: to start from.
         seed: of a perturbation of the weights by one unit in the last place; None: no perturbation.
     """
-    steps = load_steps(alone, mesh, checkpoint)
+    steps = load_steps(one_rank, mesh, checkpoint)
     if seed is not None:
         _perturb(steps, seed)
     recorder = Recorder(steps)
-    source = batches(alone, mesh, steps.task, after=WARMUP_STEPS)
+    source = batches(one_rank, mesh, steps.task, after=WARMUP_STEPS)
     recorder.run(source, masks=_masks(layout, recorder.note_mask))
     return assemble({0: recorder.pieces})
 
@@ -170,17 +170,17 @@ def _perturb(steps: TrainStep, seed: int) -> None:
 
 
 def _loss_spread(
-    layout: ResolvedConfig, alone: ResolvedConfig, mesh: Mesh, checkpoint: Path
+    layout: ResolvedConfig, one_rank: ResolvedConfig, mesh: Mesh, checkpoint: Path
 ) -> tuple[tuple[int, int], tuple[float, ...]]:
     """How far apart the losses of one process come with two micro-batch sizes, which draw other dropout masks: so
     there is no dropout."""
-    training = alone.training
+    training = one_rank.training
     batch, size = training.global_batch_size, training.micro_batch_size
     other = 1 if size > 1 else next(n for n in range(2, batch + 1) if batch % n == 0)
-    model = replace(alone.model, hidden_dropout=0.0, attention_dropout=0.0)
+    model = replace(one_rank.model, hidden_dropout=0.0, attention_dropout=0.0)
     losses = []
     for micro in (size, other):
-        config = replace(alone, model=model, training=replace(training, micro_batch_size=micro))
+        config = replace(one_rank, model=model, training=replace(training, micro_batch_size=micro))
         record = _run(replace(layout, model=model), config, mesh, checkpoint)
         losses.append([values for key, values in record.tensors.items() if key.kind == "loss"])
     return (size, other), tuple(relative_difference(a, b) for a, b in zip(*losses, strict=True))
@@ -237,14 +237,14 @@ def _parameter(values: Array) -> torch.nn.Parameter:
 
 
 def _check_gradients(
-    layout: ResolvedConfig, alone: ResolvedConfig, mesh: Mesh, checkpoint: Path, record: Record
+    layout: ResolvedConfig, one_rank: ResolvedConfig, mesh: Mesh, checkpoint: Path, record: Record
 ) -> Check:
     """torch.autograd over the layers, called one after the other, must give the recorded gradients of step 1."""
-    steps = load_steps(alone, mesh, checkpoint)
+    steps = load_steps(one_rank, mesh, checkpoint)
     (stage,) = steps.model.chunks
     stage.runner = None
     stage.train()
-    microbatches = next(iter(batches(alone, mesh, steps.task, after=WARMUP_STEPS)))
+    microbatches = next(iter(batches(one_rank, mesh, steps.task, after=WARMUP_STEPS)))
     counts = sum(steps.task.counts(microbatch) for microbatch in microbatches)
     assert isinstance(counts, Tensor)
     per_count = torch.where(counts > 0, 1.0 / counts, 0.0)

@@ -203,8 +203,8 @@ class Recorder:
     @property
     def _segments(self) -> Sequence[LocalSegment]:
         """What this rank updates, in the order in which forward uses the parameters."""
-        place = {name: number for number, name in enumerate(self.steps.model.parameters)}
-        return sorted(self.steps.model.data_parallel.segments, key=lambda local: place[local.spec.name])
+        position = {name: number for number, name in enumerate(self.steps.model.parameters)}
+        return sorted(self.steps.model.data_parallel.segments, key=lambda local: position[local.spec.name])
 
     # ---- what a step makes on the way
 
@@ -320,9 +320,9 @@ def assemble(pieces: Mapping[int, Sequence[Piece]]) -> Record:
     parts: dict[tuple[Key, Slices], Piece] = {}
     for rank, of_rank in pieces.items():
         for piece in of_rank:
-            place = piece.key, piece.slices
-            parts.setdefault(place, piece)
-            local = locals_.setdefault(place, np.full(int(np.prod(piece.local_shape)), np.nan))
+            part_of = piece.key, piece.slices
+            parts.setdefault(part_of, piece)
+            local = locals_.setdefault(part_of, np.full(int(np.prod(piece.local_shape)), np.nan))
             part = local[piece.start : piece.start + piece.values.size]
             _merge(record, piece.key, part, piece.values, rank)
     for (key, slices), local in locals_.items():

@@ -1,8 +1,8 @@
 """How long a run may stand still before that counts as a hang; in multiples of `--hang-timeout-minutes`.
 
-A step may take ten times the median of the last ones, however long that is. What is rarer and takes longer (a save, an
-evaluation, the first step) has more time. But once the backend's own timeout of a collective is near, which would end
-the run without naming anybody, nothing waits longer than that.
+A step may always take ten times the median of the last ones. What is rarer and takes longer (a save, an evaluation, the
+first step) has more time. The limit stays below the backend's timeout of a collective, which would end the run without
+naming a rank.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TIMES: Mapping[Phase, float] = {
 }
 """How many times the timeout one phase inside a section may take."""
 STEPS = 10.0
-"""A run may stand still for so many median steps."""
+"""How many median steps a run may stand still."""
 GRACE_SECONDS = 12.0
-"""After a signal to end, for so long: launchers kill 30 seconds after it."""
+"""How many seconds it may stand still after a signal to end: launchers kill 30 seconds after the signal."""
 _GRACE_STEPS = 2.0
 _OF_COLLECTIVE_TIMEOUT = 0.9
 

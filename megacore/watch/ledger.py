@@ -289,7 +289,7 @@ class Ledger:
     # ---- phases
 
     def rest_in(self, phase: Phase) -> None:
-        """Outside of every other phase, the rank is in this one from now on; only to be called there."""
+        """Set the phase that the rank is in outside of every other phase. Only to be called outside of all phases."""
         assert not self._stack
         self._code, self._since = code_of(phase), time.monotonic()
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
@@ -304,7 +304,7 @@ class Ledger:
         self._reals[2] = now
 
     def leave(self) -> None:
-        """The phase ends, and the one around it goes on."""
+        """The phase ends, and the one around it continues."""
         now = time.monotonic()
         self.seconds[self._code & 63] += now - self._since
         self._code, self._since = self._stack.pop(), now

@@ -1,6 +1,6 @@
 """A rank's side of the watchdog: its ledger, from before torch is imported to the last thing it does.
 
-The first rank of a node that gets here starts the node's watcher, a process of its own: it needs none of the ranks, and
+The first rank of a node that gets here starts the node's watcher, a separate process: it needs none of the ranks, and
 ends when the last of them is gone.
 """
 

@@ -1,7 +1,7 @@
-"""Which rank is slow: what each computes by itself, beside the other ranks of its pipeline stage.
+"""Which rank is slow: the time that each rank computes, compared with the other ranks of its pipeline stage.
 
-Who waits for a slow rank takes as long as that rank, so only the time without communication tells them apart. Waits for
-data and Python's garbage collection are causes of their own, and are kept apart.
+A rank that waits for a slow rank takes as long as that rank, so only the time without communication tells them apart.
+Waits for data and Python's garbage collection are counted separately, as different causes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from megacore.watch.ledger import Phase
 
 NOTICEABLE = 1.25
-"""A rank that takes so many times the median of its stage is slow."""
+"""A rank is slow if its time is at least this multiple of the median of its stage."""
 _NOTICEABLE_SECONDS = 0.005  # per step: less is the noise of the machine
 _WINDOW = 16  # steps that one comparison is over
 _IN_A_ROW = 2

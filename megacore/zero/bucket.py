@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,12 +42,12 @@ class ZeroOptions:
         reduce_dtype: in which gradients are accumulated and reduced.
         overlap_grad_reduce: reduce gradients while backward runs; otherwise wait at once.
         overlap_param_gather: gather updated parameters while the next forward runs; otherwise wait at once.
-        exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks, and
-            then they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
-        products_add: linear layers add the gradients of their weights to the sums themselves, where these are fp32 and
-            parameters are not (see `products.adds_in_fp32`).
+        exact_terms: largest number of gradients of one parameter that a step adds up, over microbatches and ranks.
+            If positive, they are added exactly (zero/exact_sums.py); 0: they are added in `reduce_dtype`.
+        products_add: linear layers add the gradients of their weights to the sums themselves. This applies where the
+            sums are fp32 and the parameters are not (see `products.adds_in_fp32`).
         offload: keep master weights, and what the optimizer needs beside them, in host memory.
-        one_pass: the optimizer updates the shard of a bucket as one flat tensor, whose gradients must therefore be one
+        one_pass: the optimizer updates the shard of a bucket as one flat tensor, so its gradients are one flat tensor
             too.
         optimizer: says which parameters no shard may split.
     """
@@ -76,6 +77,28 @@ class ZeroOptions:
     def summed_dtype(self) -> torch.dtype:
         """The dtype of summed gradients."""
         return torch.float32 if self.exact_terms else self.reduce_dtype
+
+
+class _Buffers(NamedTuple):
+    """The memory of a bucket's parameters: all of them, this rank's shard of them, and its fp32 master weights."""
+
+    full: Tensor
+    shard: Tensor
+    master: Tensor
+
+
+class _Reduction(NamedTuple):
+    """A reduction under way. It keeps its source alive.
+
+    Attributes:
+        pending: to wait for.
+        result: where the sum arrives.
+        source: the gradients that are summed.
+    """
+
+    pending: Pending
+    result: Tensor
+    source: Tensor
 
 
 class Bucket:
@@ -118,7 +141,7 @@ class Bucket:
         self._in_place = self._forgets and not options.one_pass
         self._gradients: Tensor | None = None  # of all parameters: kept on stages 0 and 1, on the others until reduced
         self._shard_gradients: Tensor | None = None  # this rank's shard of their sum
-        self._reducing: tuple[Pending, Tensor, Tensor] | None = None  # under way: result, and its source kept alive
+        self._reducing: _Reduction | None = None  # under way
         self._written: set[str] = set()  # parameters that have a value in `_gradients`
         self._missing: set[str] = set()  # parameters whose gradient of this backward has not arrived
         self._checks: Tensor | None = None  # a number for each of `_checked`, finite where this rank's gradient was
@@ -136,8 +159,8 @@ class Bucket:
 
     # ---- parameters
 
-    def _move_parameters(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Move the parameters into a flat buffer; returns it, this rank's shard of it, and its master weights.
+    def _move_parameters(self) -> _Buffers:
+        """Move the parameters into a flat buffer.
 
         One parameter moves at a time and gives its memory back, so that no second copy of the bucket is needed. On
         stage 3 only the shard is kept, and the flat buffer is made only after the last has moved.
@@ -164,7 +187,7 @@ class Bucket:
             full = full.new_empty(self.layout.size)
         for parameter, shape in zip(self.parameters, shapes, strict=True):
             parameter.data = full[self.layout.slice_of(parameter.spec.name)].view(shape)
-        return full, shard, master
+        return _Buffers(full, shard, master)
 
     def _on_host(self, dtype: torch.dtype) -> Tensor:
         """Zeros of a shard's size in host memory, from and to which the device can copy without the host."""
@@ -316,10 +339,10 @@ class Bucket:
         if self.group.size > 1 and not self.options.exact_terms:
             self._record_local_norms(gradients)
         if self.options.stage == 0:
-            self._reducing = start_all_reduce_(gradients, self.group), gradients, gradients
+            self._reducing = _Reduction(start_all_reduce_(gradients, self.group), gradients, gradients)
         else:
             shard = gradients.new_empty(self.layout.shard_size)
-            self._reducing = start_reduce_scatter(shard, gradients, self.group), shard, gradients
+            self._reducing = _Reduction(start_reduce_scatter(shard, gradients, self.group), shard, gradients)
         if self.options.stage >= 2:
             self._gradients = None
             self._written.clear()

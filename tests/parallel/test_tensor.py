@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from megacore.config.model import padded_rows
 from megacore.ops import CrossEntropyOptions, cross_entropy
-from megacore.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group, scatter_to_group
+from megacore.parallel.collectives import copy_to_group, reduce_from_group
 from megacore.parallel.cross_entropy import vocab_parallel_argmax, vocabulary_share
 from megacore.parallel.mesh import Group
 from megacore.parallel.sharding import ShardedParameter, split_evenly
 from megacore.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tests.distributed import run_distributed
+from tests.parallel.regions import gather_from_group, scatter_to_group
 
 
 def close(actual: Tensor | None, expected: Tensor | None, *, rtol: float = 1e-6, atol: float = 1e-6) -> None:

@@ -15,7 +15,7 @@ import torch
 from megacore.config import ResolvedConfig
 from megacore.optim import adamw
 from megacore.train import gpt_task
-from megacore.verify.command import main, request_of, run_rank
+from megacore.verify.command import Request, main, make_parser, request_of, run_rank
 from megacore.verify.compare import compare
 from megacore.verify.defects import BY_NAME, DEFECTS
 from megacore.verify.masks import replaced
@@ -29,9 +29,15 @@ GPT = "pretrain_gpt.py --vocab-size 512 --num-layers 2 --hidden-size 16 --num-at
 BERT = "pretrain_bert.py --vocab-size 512 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8"
 
 
+def read(*words: str) -> Request:
+    """What a command line asks for."""
+    parser = make_parser()
+    return request_of(parser, parser.parse_args(words))
+
+
 def verify(rank: int, world_size: int, words: str, path: str, defects: tuple[str, ...]) -> int:
     """Verify on the ranks of the test's job; the exit status."""
-    request = request_of([*words.split(), "--json", path])
+    request = read(*words.split(), "--json", path)
     planted = tuple(BY_NAME[name] for name in defects)
     return run_rank(dataclasses.replace(request, defects=planted, self_test=bool(defects)))
 
@@ -89,7 +95,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("words", LAYOUTS.values(), ids=LAYOUTS)
 def test_every_defect_that_a_layout_can_have_is_found(words: str, tmp_path: Path) -> None:
     program, *flags = words.split()
-    config = request_of([program, *flags]).config
+    config = read(program, *flags).config
     possible = [defect.name for defect in DEFECTS if defect.possible(config)]
     result = result_of(words, tmp_path / "result.json", config.parallel.ranks, *possible)
     assert result["result"]["agrees"]
@@ -103,7 +109,7 @@ def test_every_defect_that_a_layout_can_have_is_found(words: str, tmp_path: Path
 
 @pytest.mark.slow
 def test_every_defect_is_possible_on_some_layout() -> None:
-    configs = [request_of(words.split()).config for words in LAYOUTS.values()]
+    configs = [read(*words.split()).config for words in LAYOUTS.values()]
     assert len(DEFECTS) >= 18
     assert all(any(defect.possible(config) for config in configs) for defect in DEFECTS)
 

@@ -249,6 +249,12 @@ def test_all_kinds_of_problems_come_together(refuse: Refuse, tmp_path: Path) -> 
     assert f"Keys of {file} are shown as their flags" in text
 
 
+def test_a_missing_file_of_settings_has_no_keys_to_explain(refuse: Refuse) -> None:
+    text = refuse(*GOOD, "--config", "/no/such.toml")
+    assert "/no/such.toml" in problems(text)[0]
+    assert "Keys of" not in text
+
+
 def test_nothing_at_all_is_refused_with_what_is_needed(refuse: Refuse) -> None:
     data, iters = problems(refuse())
     assert "--data-path" in data

@@ -145,7 +145,9 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         check_inputs(unresolved(data_path=paths, tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=None))
     assert len(caught.value.problems) == 4  # type: ignore[attr-defined]
-    assert "tokenizer.json: not a `tokenizers` JSON file" in str(caught.value)
+    (problem,) = [one for one in caught.value.problems if "JSON file" in one]  # type: ignore[attr-defined]
+    assert problem.startswith(f"--tokenizer {tmp_path}/tokenizer.json: not a `tokenizers` JSON file (")
+    assert problem.endswith("): give a tokenizer.json, a *.model or a directory that holds one")
 
 
 def test_the_vocabulary_is_the_tokenizer_s_unless_given(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megacore.config.bert import BertConfig
 from megacore.config.cli import flag_names, parse_config
 from megacore.config.fields import field_docs, field_infos
 from megacore.config.flags import all_fields, read_flags
-from megacore.config.help import help_text, help_topic
+from megacore.config.help import DRY_RUN_FLAGS, help_text, help_topic
 from megacore.config.megatron_flags import advice
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
@@ -64,7 +64,9 @@ def test_all_has_every_flag_that_can_be_given_and_no_other(kind: type[Config]) -
 @KINDS
 def test_the_sections_together_have_every_flag_once(kind: type[Config]) -> None:
     names = [name for section in sections_of(kind) for name in entries(help_of(section, kind)) if name]
-    assert sorted([*names, "--config"]) == sorted(name for name in entries(help_of("all", kind)) if name)
+    assert sorted([*names, "--config", *DRY_RUN_FLAGS]) == sorted(
+        name for name in entries(help_of("all", kind)) if name
+    )
 
 
 @KINDS
@@ -177,6 +179,17 @@ def test_a_flag_is_found_by_every_name_and_a_section_by_its_own() -> None:
     assert help_of("optimizer", Config).startswith("[optimizer]\n")  # the section
     assert help_of("--optimizer", Config).startswith(f"  --optimizer {{{','.join(OPTIMIZERS)}}}\n")  # the flag
     assert help_of("config", Config).startswith("  --config FILE.toml\n")
+
+
+@KINDS
+@pytest.mark.parametrize("flag", ["--dry-run", "--world-size", "--cluster"])
+def test_flags_of_dry_runs_have_help_although_they_are_no_settings(flag: str, kind: type[Config]) -> None:
+    page = help_of(flag.removeprefix("--"), kind)
+    assert page == help_of(flag.replace("-", "_").replace("__", "--"), kind)
+    assert page.startswith(f"  {flag} ")
+    assert page in help_of("all", kind)
+    with pytest.raises(UserError, match=rf"did you mean {flag}\?"):
+        help_of(f"{flag}x", kind)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ def test_what_is_recommended_fits(
     batch = parse(*given).training.global_batch_size
     listed = ways(refuse(*given, checks=[check_memory]))
     assert len(listed) >= 3
-    form = r"(--.*?)(?:, on (\d+) machines.*?)?(?:, a smaller model|, shorter sequences)?: ([\d.]+ [GM]iB) per rank"
+    notes = "(?:, a smaller model|, shorter sequences|, the longest sequences that fit)?"
+    form = rf"(--.*?)(?:, on (\d+) machines.*?)?{notes}: ([\d.]+ [GM]iB) per rank"
     fitting = [match for way in listed if (match := re.fullmatch(form, way))]  # the others name larger machines
     assert len(fitting) >= 2
     for words, machines, size in (match.groups() for match in fitting):
@@ -131,6 +132,25 @@ def test_there_are_three_ways_out_however_little_there_is(flags: tuple[str, ...]
         assert size is not None
         fits = float(size[1]) / (1 if size[2] == "GiB" else 1024) <= gib + 0.05
         assert fits != ("machines with at least" in way), way
+
+
+def test_sequences_far_too_long_are_answered_with_the_longest_that_fit_first() -> None:
+    small = (*MOCK, "--vocab-size", "512", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4")
+
+    def needed(length: int) -> float:
+        config = parse(*small, "--device", "cpu", "--seq-length", str(length))
+        return max(rank.expected for rank in plan_memory(config, outline(config), on_cpu=True)) / GIB
+
+    config = parse(*small, "--device", "cpu", "--no-memory-check", "--seq-length", "99999999")
+    text = host_problem(config, outline(config), room=Room(8 * GIB, ""))
+    assert text is not None
+    first = re.match(
+        r"--seq-length (\d+) --max-position-embeddings (\d+), the longest sequences that fit: ", ways(text)[0]
+    )
+    assert first is not None
+    length = int(first[1])
+    assert first[2] == first[1]
+    assert needed(length) <= 8 < needed(length + 16)
 
 
 def on_device(flags: tuple[str, ...], device: float, host: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -46,7 +46,8 @@ def test_a_directory_in_the_way_of_a_file_of_the_run_is_named(tmp_path: Path, na
 def test_an_output_directory_that_nobody_can_write_is_named() -> None:
     for directory in ("/proc", "/proc/here"):
         (problem,) = missing_files(make(output_dir=directory))
-        assert problem.startswith(f"--output-dir {directory} cannot be written: /proc: ")
+        assert problem.startswith(f"--output-dir {directory} cannot be written: /proc: no file can be created there (")
+        assert problem.endswith("use a directory in which you can create files, such as one in your home directory")
 
 
 def test_looking_at_the_output_directory_leaves_nothing_there(tmp_path: Path) -> None:

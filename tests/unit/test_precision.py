@@ -14,7 +14,7 @@ from megacore.optim.update import LossScaler
 
 def scaler(**changes: object) -> LossScaler:
     values = {"precision": "fp16", "initial_loss_scale": 16.0, "loss_scale_window": 3, "hysteresis": 2} | changes
-    return LossScaler(PrecisionConfig(**values))  # type: ignore[arg-type]
+    return LossScaler(PrecisionConfig(**values).resolve(1))  # type: ignore[arg-type]
 
 
 def test_it_doubles_after_a_window_of_good_steps() -> None:
@@ -82,7 +82,7 @@ def test_the_first_scale_makes_up_for_the_number_of_microbatches(
 
 
 def test_fixed_scales_stay() -> None:
-    for one in (scaler(loss_scale=128.0), LossScaler(PrecisionConfig(precision="bf16"))):
+    for one in (scaler(loss_scale=128.0), LossScaler(PrecisionConfig(precision="bf16").resolve(1))):
         before = one.scale
         one.overflow()
         for _ in range(10):
@@ -105,6 +105,6 @@ def test_a_saved_scale_goes_on() -> None:
 
 def test_a_run_without_a_scale_leaves_the_next_one_its_own() -> None:
     one = scaler()
-    one.load_state(LossScaler(PrecisionConfig(precision="fp32")).state())
+    one.load_state(LossScaler(PrecisionConfig(precision="fp32").resolve(1)).state())
     one.load_state(scaler(loss_scale=128.0).state())
     assert one.scale == 16

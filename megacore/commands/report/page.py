@@ -315,11 +315,11 @@ class _Page:
     def starts(self) -> str:
         ends = {"end", "error"}
         rows, number = [], 0
-        for place, event in enumerate(self.run.events):
+        for index, event in enumerate(self.run.events):
             if event["event"] != "launch":
                 continue
             number += 1
-            rest = self.run.events[place + 1 :]
+            rest = self.run.events[index + 1 :]
             own = rest[: next((n for n, e in enumerate(rest) if e["event"] == "launch"), len(rest))]
             last = next((e for e in reversed(own) if e["event"] in ends), None)
             how = "no end on record" if last is None else str(last.get("error") or last.get("reason") or "finished")

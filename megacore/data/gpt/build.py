@@ -247,7 +247,10 @@ def cache_dir(config: Config, indexed: IndexedDataset) -> Path:
 @functools.lru_cache(maxsize=1)
 def _loaded(path: str) -> Tokenizer:
     """The tokenizer of a path, which the start of a run asks for several times and which may take a second to load."""
-    return load_tokenizer(path)
+    try:
+        return load_tokenizer(path)
+    except DataError as error:
+        raise DataError(f"--tokenizer {error}") from error
 
 
 def tokenizer_of(config: Config) -> Tokenizer | None:

@@ -24,6 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 # Tried in this order when no tokenizer_config.json names the end-of-document token.
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 # The tokenizer_config.json that GPT-2's vocab.json and merges.txt need.
+_WAY_OUT = "give a tokenizer.json, a *.model or a directory that holds one"
 _MOST_BYTES = 1 << 28  # of a tokenizer's file; the largest in use has a tenth of it
 _GPT2_CLASS = '{"tokenizer_class": "GPT2TokenizerFast"}'
 
@@ -154,7 +155,7 @@ class SentencePieceTokenizer:
         try:
             self._processor.LoadFromSerializedProto(model)
         except (RuntimeError, OSError) as error:
-            raise DataError(f"{source}: not a SentencePiece model ({_first_line(error)})") from error
+            raise DataError(f"{source}: not a SentencePiece model ({_first_line(error)}): {_WAY_OUT}") from error
         self.vocab_size: int = self._processor.vocab_size()
         if self.vocab_size < 1:
             raise DataError(f"{source}: the tokenizer has an empty vocabulary")
@@ -219,7 +220,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_dir():
         return _load_directory(path)
     if not path.is_file():  # a device or a pipe would be read for ever
-        raise DataError(f"{path}: no such tokenizer: give a tokenizer.json, a *.model or a directory that holds one")
+        raise DataError(f"{path}: no such tokenizer: {_WAY_OUT}")
     return _load_model(path) if path.suffix == ".model" else _load_json(path)
 
 
@@ -243,7 +244,7 @@ def _load_json(path: Path) -> Tokenizer:
         text = data.decode("utf-8")
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for whatever is wrong with the file
-        raise DataError(f"{path}: not a `tokenizers` JSON file ({_first_line(error)})") from error
+        raise DataError(f"{path}: not a `tokenizers` JSON file ({_first_line(error)}): {_WAY_OUT}") from error
     named = _configured_tokens(path.with_name("tokenizer_config.json"))
     return JsonTokenizer(backend, named.get("eos"), str(path), named=named)
 

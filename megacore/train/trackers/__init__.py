@@ -1,5 +1,5 @@
 """Where metrics go besides metrics.jsonl: CSV, TensorBoard, Weights & Biases. docs/metrics.md lists the metrics.
 
 A tracker is one file here and one line of `chosen_trackers` (callback.py). Training never waits for one: each writes in
-a thread of its own, from a bounded queue (background.py).
+a separate thread, from a bounded queue (background.py).
 """

@@ -30,7 +30,7 @@ def chosen_trackers(logging: LoggingConfig) -> Iterator[Tracker]:
 
 
 class Trackers(Callback):
-    """Feeds trackers, each in a thread of its own.
+    """Feeds trackers, each in a separate thread.
 
     Args:
         trackers: to feed.

@@ -1,6 +1,6 @@
 """`--wandb-project`: a run of Weights & Biases, which a resumed run continues.
 
-W&B drops what comes with a lower step than before. A resumed run repeats steps, so ours is a metric of its own, and the
+W&B drops what comes with a lower step than before. A resumed run repeats steps, so ours is a separate metric, and the
 x axis of all others (`define_metric`).
 """
 
