@@ -47,7 +47,7 @@ def _print(args: Namespace) -> None:
 
 
 def _is_wanted(seen: Sequence[Seen], output_dir: str | None, pid: int | None) -> bool:
-    in_directory = output_dir is None or seen[0].record.identity.output_dir == os.path.abspath(output_dir)
+    in_directory = output_dir is None or seen[0].record.identity.output_dir == os.path.realpath(output_dir)
     return in_directory and (pid is None or pid in [one.record.identity.pid for one in seen])
 
 

@@ -116,6 +116,15 @@ def _rollback(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("on_spike", "max_bad_steps")
+def _rollback_first(config: Config, world_size: int) -> Iterator[str]:
+    if config.spikes.on_spike == "rollback" and config.training.max_bad_steps == 1:
+        yield (
+            "--on-spike rollback needs --max-bad-steps 2 or more: with 1 the first spike ends the run, before it can "
+            "go back"
+        )
+
+
 @_about("reproducible", "grad_reduce_dtype")
 def _reproducible(config: Config, world_size: int) -> Iterator[str]:
     if config.training.reproducible and config.precision.grad_reduce_dtype != "fp32":

@@ -249,14 +249,16 @@ class ReplicaCheck:
             for (odd, how), tensors in _by_ranks([hashes_of_rank for _, hashes_of_rank in everyone]).items()
         ]
         more = [f"  and {counted(len(lines) - _MOST, 'more difference')}"] if len(lines) > _MOST else []
-        kept = "there is none to go back to" if self._last_saved is None else f"the last good one is {self._last_saved}"
+        kept, way = "there is none to go back to", "start again"
+        if self._last_saved is not None:
+            kept, way = f"the last good one is {self._last_saved}", "continue with --load auto"
         return "\n".join(
             [
                 f"replicas differ after step {step}: ranks that must hold the same bits do not",
                 *lines[:_MOST],
                 *more,
-                f"no checkpoint is written of this step; {kept}. Memory or a processor may be faulty: continue with "
-                "--load auto, and without that machine if it happens again (docs/watching.md)",
+                f"no checkpoint is written of this step; {kept}. Memory or a processor may be faulty: {way}, "
+                "and without that machine if it happens again (docs/watching.md)",
             ]
         )
 

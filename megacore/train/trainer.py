@@ -20,7 +20,7 @@ from megacore.config import ResolvedConfig
 from megacore.data.gpt.blend import SampleDataset
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
-from megacore.errors import TrainingStopped
+from megacore.errors import TrainingDiverged
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.flops import CONVENTION
@@ -133,9 +133,10 @@ class Trainer:
         try:
             with self.stop_requests, self.saving:
                 self._train()
-            stopped = self.decision.stop if self.step < self.config.training.train_iters else None
-            self.report.say(self._summary(stopped))
-            self.callbacks.on_stop(stopped)
+            with section(Phase.EXIT):
+                stopped = self.decision.stop if self.step < self.config.training.train_iters else None
+                self.report.say(self._summary(stopped))
+                self.callbacks.on_stop(stopped)
         except BaseException as error:
             self.callbacks.on_error(error)
             raise
@@ -147,9 +148,8 @@ class Trainer:
             with self.clock.fetching():
                 microbatches = next(self.batches)
             result = self.train_step(microbatches)
-            if result.spike is not None and self._can_roll_back:
-                with self.unclocked():
-                    self.roll_back(result.spike)
+            if result.spike is not None and self._can_roll_back and self.roll_back(result.spike):
+                self.clock.restart(self.step)
                 continue
             if self._is_due(self.config.logging.log_interval):
                 times = StepTimes(self.clock.per_step(self.step), self.clock.data_share)
@@ -192,19 +192,21 @@ class Trainer:
     def _can_roll_back(self) -> bool:
         return self.config.spikes.on_spike == "rollback" and (self.saving.newest is not None or self.saving.is_busy)
 
-    def roll_back(self, spike: str) -> None:
+    def roll_back(self, spike: str) -> bool:
         """Return to the newest checkpoint and skip the samples that were seen since then; all ranks call this together.
 
         Args:
             spike: what is wrong with the last step.
 
+        Returns:
+            False: the first save has just failed, there is no checkpoint, and the step is only skipped.
+
         Raises:
-            TrainingDiverged: the run must stop instead.
-            TrainingStopped: there are not enough samples left.
+            TrainingDiverged: the run must stop instead, or there are not enough samples left.
         """
         self.saving.finish()
-        if self.saving.newest is None:  # the first save has just failed: the step is only skipped
-            return
+        if self.saving.newest is None:
+            return False
         target, training, samples = read_manifest(self.saving.newest), self.config.training, len(self._train_data)
         rollback = self.rollbacks.add(
             spike,
@@ -214,17 +216,17 @@ class Trainer:
             stop_sample=self.consumed_samples,
         )
         if samples - rollback.stop_sample < (training.train_iters - target.step) * training.global_batch_size:
-            raise TrainingStopped(
+            raise TrainingDiverged(
                 f"step {self.step}: {spike}: the training data have {samples:,} samples, too few for a rollback "
                 f"({rollback})"
             )
         self._resume(self.saving.newest)
         self.consumed_samples = rollback.stop_sample
         self.batches = self._batches()
-        self.clock.restart(self.step)
         self.callbacks.on_rollback(rollback, spike)
         self.callbacks.before_save()
         self.saving.save_again(self.state())
+        return True
 
     @section(Phase.SINK)
     def log(self, result: StepResult, times: StepTimes) -> None:

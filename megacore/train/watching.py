@@ -51,15 +51,17 @@ class StepMarks(Callback):
 
 
 class Stragglers(Callback):
-    """Compares at every logged step how long the ranks computed; all ranks do so together.
+    """Compares at every logged step how long the ranks computed; all ranks do so together, if all are watched.
 
     Args:
-        mesh: this rank's groups.
+        mesh: this rank's groups; all ranks make this object together.
         report: names a slow rank.
         first_step: steps done before this run.
     """
 
     def __init__(self, mesh: Mesh, report: Report, *, first_step: int) -> None:
+        unwatched = torch.tensor(float(Current.ledger is None), dtype=torch.float64, device=mesh.device)
+        self._compares = mesh.world.size > 1 and not all_reduce_job_(unwatched, mesh, "max").item()
         name = pipeline_dimension(mesh.dimensions)
         self._mesh, self._report, self._step = mesh, report, first_step
         self._stages = {rank: mesh.coordinates(rank)[name] for rank in range(mesh.world.size)}
@@ -69,14 +71,14 @@ class Stragglers(Callback):
 
     def on_step_begin(self, run: Run, step: int) -> None:
         """Begin to count."""
-        if Current.ledger is not None and not self._seconds:
+        if self._compares and Current.ledger is not None and not self._seconds:
             self._begin(Current.ledger, step - 1)
             gc.callbacks.append(self._on_gc)
 
     def figures(self, run: Run) -> Mapping[str, float]:
         """perf/straggler_*: the slowest rank beside its stage; names it if it is slow for long."""
         steps = run.step - self._step
-        if Current.ledger is None or not self._seconds or steps == 0 or self._mesh.world.size == 1:
+        if Current.ledger is None or not self._seconds or steps == 0:
             return {}
         times = self._of_ranks(run, times_between(self._seconds, Current.ledger.seconds, self._gc), steps)
         self._begin(Current.ledger, run.step)

@@ -28,7 +28,7 @@ MAGIC = 0x6D656761_00000001  # the last half is the version of this layout
 SUFFIX = ".ledger"
 _CHANNELS = 250
 _TEXT = 8192  # offset of the text, in bytes
-_SIZE = 1 << 20  # the pages that nothing is written to take no memory
+_SIZE = 1 << 18
 _RECENT_STEPS = 31
 _READS = 20
 AGREED = 1 << 32
@@ -261,8 +261,11 @@ class Ledger:
         new = path.with_suffix(f".{identity.pid}")
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.ftruncate(descriptor, _SIZE)
+            _reserve(descriptor)
             self._map = mmap.mmap(descriptor, _SIZE)
+        except OSError:
+            new.unlink()
+            raise
         finally:
             os.close(descriptor)
         view = memoryview(self._map)
@@ -336,9 +339,11 @@ class Ledger:
         """The step is done."""
         self.leave_section(Phase.STEP)
         self.in_step = False
+        seconds = self._since - self._begun
         if not self.first_step:
-            self._steps.append(self._since - self._begun)
-            self._reals[Word.MEDIAN_STEP] = statistics.median(self._steps)
+            self._steps.append(seconds)
+        # The first step takes longer than the others; it counts as long as there is no other.
+        self._reals[Word.MEDIAN_STEP] = statistics.median(self._steps or [seconds])
         self.first_step = False
         usual = self._done == self._usual
         if usual:
@@ -455,6 +460,18 @@ class Ledger:
         self._words[Word.TEXT_BYTES] = 0
         self._map[_TEXT : _TEXT + len(text)] = text
         self._words[Word.TEXT_BYTES] = len(text)
+
+
+def _reserve(descriptor: int) -> None:
+    """Give a new file its size, and memory for all of it: writing to a mapped page that has none kills the process.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, _SIZE)
+    else:
+        os.ftruncate(descriptor, _SIZE)
 
 
 class Operation:

@@ -124,7 +124,7 @@ def _identity(config: ResolvedConfig, environment: Mapping[str, str]) -> Identit
         pid=os.getpid(),
         born=born(os.getpid()),
         degrees=config.parallel.degrees,
-        output_dir=os.path.abspath(config.training.output_dir),
+        output_dir=os.path.realpath(config.training.output_dir),
         hang_timeout=60.0 * config.watch.hang_timeout_minutes,
         collective_timeout=60.0 * config.parallel.distributed_timeout_minutes,
         node=int(environment.get("GROUP_RANK", rank // local_world_size)),

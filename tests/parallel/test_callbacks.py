@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,11 @@ from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train import clock
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
+from megacore.watch.ledger import Ledger, LedgerFile, Phase
+from megacore.watch.marks import Current
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
+from tests.unit.watch_records import identity
 
 
 class Collect(Callback):
@@ -102,6 +106,26 @@ def test_time_of_logs_and_evaluations_is_no_time_of_a_step(tmp_path: Path, monke
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: takes.now))
     run(tmp_path, takes, collect, log_interval=1)
     assert collect.columns["perf/step_time_s"] == [1.0] * 4
+
+
+class Sections(Callback):
+    """The sections of the watchdog's ledger in which callbacks are called at the end."""
+
+    def __init__(self) -> None:
+        self.at_stop: Phase | None = None
+
+    def on_stop(self, run: Run, reason: str | None) -> None:
+        assert Current.ledger is not None
+        record = LedgerFile(Current.ledger.directory / "rank-0.ledger").record()
+        self.at_stop = record.section
+
+
+def test_sinks_that_close_slowly_have_the_budget_of_the_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that of a step, after which they would be taken for a hang."""
+    monkeypatch.setattr(Current, "ledger", Ledger(tmp_path, identity(0, 1, pid=os.getpid())))
+    sections = Sections()
+    run(tmp_path / "run", sections)
+    assert sections.at_stop is Phase.EXIT
 
 
 def test_a_sink_collects_what_is_logged(tmp_path: Path) -> None:

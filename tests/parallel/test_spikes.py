@@ -16,7 +16,7 @@ from megacore import ops
 from megacore.checkpoint.check import samples_of_run
 from megacore.checkpoint.manifest import read_manifest
 from megacore.config import SpikeConfig
-from megacore.errors import ConfigError, TrainingDiverged, TrainingStopped
+from megacore.errors import ConfigError, TrainingDiverged
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import Layer, PipelineEngine
@@ -248,7 +248,7 @@ def test_data_that_are_too_few_for_a_rollback_stop_the_run(tmp_path: Path) -> No
     spikes = SpikeConfig(on_spike="rollback", spike_skip_batches=1, **GUARD)
     data = Text(POISON, samples=STEPS * BATCH)
     run = trainer_on(Mesh(device=torch.device("cpu")), (1, 1, 1), tmp_path, data, Losses(), spikes)
-    with pytest.raises(TrainingStopped, match=r"the training data have 112 samples, too few for a rollback \(step 10"):
+    with pytest.raises(TrainingDiverged, match=r"the training data have 112 samples, too few for a rollback \(step 10"):
         run.run()
 
 

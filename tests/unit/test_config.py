@@ -331,6 +331,14 @@ def test_divisors_and_multiples_by_brute_force() -> None:
                 assert near == [m for m in range(1, 2 * n + of) if m % of == 0 and abs(m - n) < of]
 
 
+def test_a_rollback_needs_a_checkpoint_and_a_second_bad_step() -> None:
+    problems = validate(make(on_spike="rollback", max_bad_steps=1), 1)
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "--on-spike rollback needs checkpoints to return to",
+        "--on-spike rollback needs --max-bad-steps 2 or more",
+    ]
+
+
 def test_trace_steps_without_trace_are_refused() -> None:
     message = "--trace-steps 5 has no effect without --trace: leave it out, or use --trace"
     assert validate(make(trace_steps=5), 1) == [message]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,28 @@ def test_phases_nest_and_end(ledger: Ledger) -> None:
     ledger.end_step()
     assert read(ledger).section is Phase.STEP
     assert Record.from_json(json.loads(json.dumps(communicating.to_json()))) == communicating
+
+
+def test_the_first_step_counts_until_there_is_another(ledger: Ledger) -> None:
+    """Without a duration the second step would have the floor, however long the steps are."""
+    for number, seconds in ((1, 0.05), (2, 0.0)):
+        ledger.begin_step(number)
+        time.sleep(seconds)
+        ledger.end_step()
+        assert read(ledger).median_step >= seconds
+    assert read(ledger).median_step < 0.05
+
+
+def test_a_ledger_without_room_is_refused_and_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing to a page that the file system has no room for would kill the process."""
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        Ledger(tmp_path, identity(1, 4))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_operations_are_counted_by_channel_and_waited_for_later(ledger: Ledger) -> None:
