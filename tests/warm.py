@@ -23,6 +23,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from tests.distributed import start_server
 
 
@@ -61,6 +63,9 @@ class Program:
         multiprocessing.set_start_method(None, force=True)
         os.environ.clear()
         os.environ.update(self.environment)
+        # A fork leaves torch's pool of threads to be made anew by whoever first needs it. Autograd's threads of two
+        # devices may need it at the same time, and one of them then aborts the process.
+        torch.set_num_threads(torch.get_num_threads())
         sys.argv = [self.script, *self.words]
         sys.path[0] = str(Path(self.script).resolve().parent)
         _leave(_status_of(self.script))
