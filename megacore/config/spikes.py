@@ -18,7 +18,8 @@ class SpikeConfig(Section):
     leaves the weights unchanged. rollback: the run returns to its last checkpoint and skips the data since then."""
     spike_threshold: Annotated[float, Range(above=0)] = 10.0
     """A spike is a loss or gradient norm above median + this x robust deviation of the last accepted values. The robust
-    deviation is 1.4826 x the median absolute deviation, and at least 1% of the median."""
+    deviation is 1.4826 x the median absolute deviation, and at least 1% of the median loss or 10% of the median
+    norm."""
     spike_window: Annotated[int, Range(4, 100_000)] = 128
     """Number of accepted values that the median and the deviation are taken over. The guard is active once half as many
     are there and --lr-warmup-iters is over."""

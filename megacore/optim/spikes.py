@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from megacore.config.spikes import SpikeConfig
 
 _NORMAL = 1.4826  # standard deviation of a normal distribution, in median absolute deviations
-_LEAST_DEVIATION = 0.01  # of the median: values that hardly vary make no spike of a small change
+# Least deviation, of the median: values that hardly vary make no spike of a small change. Norms have longer tails.
+_LEAST_OF_LOSS, _LEAST_OF_NORM = 0.01, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class SpikeGuard:
         is_on = self._config.on_spike != "none" and step > self._warmup_steps
         if not is_on or len(self._losses) < self._least:
             return _NO_LIMITS
-        return Limits(loss=self._limit(self._losses), norm=self._limit(self._norms))
+        return Limits(loss=self._limit(self._losses, _LEAST_OF_LOSS), norm=self._limit(self._norms, _LEAST_OF_NORM))
 
     def accept(self, loss: float, norm: float) -> None:
         """Take the values of a step that is no spike. A step without a gradient says nothing."""
@@ -123,11 +124,11 @@ class SpikeGuard:
         """Number of accepted values from which on the guard is active."""
         return self._config.spike_window // 2
 
-    def _limit(self, values: Sequence[float]) -> Limit:
+    def _limit(self, values: Sequence[float], least: float) -> Limit:
         ordered = sorted(values)
         middle = _median(ordered)
         spread = _NORMAL * _median(sorted([abs(value - middle) for value in ordered]))
-        deviation = max(spread, _LEAST_DEVIATION * abs(middle))
+        deviation = max(spread, least * abs(middle))
         return Limit(value=middle + self._config.spike_threshold * deviation, median=middle, deviation=deviation)
 
 

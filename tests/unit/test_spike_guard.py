@@ -59,10 +59,10 @@ def test_values_that_hardly_vary_make_no_spike_of_a_small_change() -> None:
     for _ in range(4):
         judge.accept(2.0, 0.5)
     limits = judge.limits(5)
-    assert (limits.loss.value, limits.norm.value) == pytest.approx((2.2, 0.55), rel=1e-14)
-    assert limits.exceeded(2.2, 0.55) is None
+    assert (limits.loss.value, limits.norm.value) == pytest.approx((2.2, 1.0), rel=1e-14)  # 1% of losses, 10% of norms
+    assert limits.exceeded(2.2, 1.0) is None
     assert limits.exceeded(2.21, 0.5) == "the loss 2.21 is above 2.2 (median 2, robust deviation 0.02)"
-    both = limits.exceeded(3.0, 1.0)
+    both = limits.exceeded(3.0, 1.1)
     assert both is not None
     assert both.count("is above") == 2
 
