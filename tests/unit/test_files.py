@@ -70,7 +70,7 @@ def test_all_is_written_however_little_the_system_takes(tmp_path: Path, monkeypa
 def test_a_lock_lasts_as_long_as_its_holder(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     code = f"import fcntl, sys; f = open({str(path)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(); sys.stdin.read()"
-    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder = subprocess.Popen([sys.executable, "-u", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     holder.stdout.readline()
     with path.open("w") as file:
