@@ -225,10 +225,10 @@ class PipelineEngine:
         try:
             yield
         except BaseException as error:
+            on_ledger(Ledger.leave_step)
             self._callbacks.on_error(error)
             raise
-        finally:
-            on_ledger(Ledger.end_step)
+        on_ledger(Ledger.end_step)
         self._profiler.end(number)
 
     def train_batch(self, microbatches: Sequence[Pair]) -> Tensor:

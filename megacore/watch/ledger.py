@@ -335,10 +335,14 @@ class Ledger:
         self._done, self.in_step = [], True
         self._begun = self._since
 
-    def end_step(self) -> None:
-        """The step is done."""
+    def leave_step(self) -> None:
+        """The step ends, perhaps by an error: it is not compared with others."""
         self.leave_section(Phase.STEP)
         self.in_step = False
+
+    def end_step(self) -> None:
+        """The step is done."""
+        self.leave_step()
         seconds = self._since - self._begun
         if not self.first_step:
             self._steps.append(seconds)
@@ -497,6 +501,10 @@ class LedgerFile:
     Args:
         path: of the file.
 
+    Attributes:
+        identity: of the rank.
+        inode: tells the file from one that a later process of the same rank has put in its place.
+
     Raises:
         ValueError: it is not complete yet, or none.
         OSError: it cannot be read.
@@ -505,8 +513,10 @@ class LedgerFile:
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR)
         try:
-            if os.fstat(descriptor).st_size != _SIZE:
+            status = os.fstat(descriptor)
+            if status.st_size != _SIZE:
                 raise ValueError(f"{path} is not a ledger")
+            self.inode = status.st_ino
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
@@ -545,6 +555,10 @@ class LedgerFile:
             flags=flags,
             terminating=now - terminating if terminating else None,
         )
+
+    def last_mark(self) -> float:
+        """When the rank made its last mark, by `time.monotonic`."""
+        return float(struct.unpack_from("=d", self._map, 8 * Word.SINCE)[0])
 
     def pronounce(self) -> None:
         """Tell the rank that a hang is reported."""

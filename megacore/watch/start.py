@@ -81,9 +81,9 @@ def left_its_order() -> str:
     where another rank dies of that, or fails, they are the cause. Empty if there are none."""
     if Current.ledger is None:
         return ""
-    seen = [one for one in Node(Current.ledger.directory).look() if one.state != "gone"]
+    seen = Node(Current.ledger.directory).look()  # the dead too: gloo aborts a rank that gets more than it expects
     odd = [one.record for one in seen if one.record.deviation]
-    if not odd or 2 * len(odd) > seen[0].record.identity.local_world_size:  # of which the dead are not seen
+    if not odd or 2 * len(odd) > Current.ledger.identity.local_world_size:
         return ""
     names = "; ".join(f"rank {r.rank} ({describe_rank(r.rank, r.identity.degrees)})" for r in odd)
     return f"; probably because of {names}, which left the order in which it communicates in step {odd[0].deviation}"

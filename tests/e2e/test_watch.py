@@ -125,14 +125,35 @@ def test_what_a_rank_hangs_in_is_named(
     assert all(word in said for word in words), said
 
 
-def test_a_rank_that_leaves_a_collective_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run hangs, or gloo aborts a rank that gets a message of another size: the report names the cause in both."""
+def test_a_rank_that_leaves_a_collective_out_is_named_where_the_run_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves out the sum over pp. Until the next one the stages exchange only messages: they wait for each other."""
+    monkeypatch.setenv(HANG, json.dumps({"rank": 0, "at": "collective", "call": 16, "fault": "skip-last"}))
+    given = flags(tmp_path / "out", dp=2, pp=2, log_interval=1000)
+    with under_torchrun(tmp_path / "logs", 4, HANGING, *given) as job:
+        said = reported(job)
+    who = r"rank 0 \(pp 0, dp 0, tp 0; pid \d+ on \S+\) holds the run up\n"
+    assert re.match(rf"megacore: hang at step \d+: {who}", said), said
+    assert "left the order" in said, said
+    verdict = json.loads(next((tmp_path / "out").glob("hang-*.json")).read_text())["verdict"]
+    assert (verdict["kind"], verdict["ranks"], verdict["is_certain"]) == ("deviates", [0], True)
+
+
+def test_a_rank_that_leaves_a_collective_out_is_named_where_gloo_aborts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves out the sum over dp. The next operation of the rank on that group is smaller than what it receives."""
     monkeypatch.setenv(HANG, json.dumps({"rank": 0, "at": "collective", "call": 16, "fault": "skip"}))
     with under_torchrun(tmp_path / "logs", 4, HANGING, *flags(tmp_path / "out", dp=2, pp=2)) as job:
         until(lambda: "megacore: " in job.said(), START, "no report")
-        job.ends(END)
+        assert job.ends(END)[0] == 1
         said = job.said()
-    assert re.search(r"^megacore: (hang at step \d+: |.* because of )?rank 0 \(", said, re.MULTILINE), said
+    who = r"rank 0 \(pp 0, dp 0, tp 0; pid \d+ on \S+\) has died; stopping the others"
+    why = r"probably because of rank 0 \(pp 0, dp 0, tp 0\), which left the order in which it communicates in step 16"
+    assert re.search(rf"^megacore: {who}; {why}$", said, re.MULTILINE), said
+    assert said.count("megacore: ") == 1, said
+    assert not list((tmp_path / "out").glob("hang-*.json"))
 
 
 def test_slow_ranks_saves_and_sinks_are_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

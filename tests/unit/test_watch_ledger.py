@@ -18,7 +18,7 @@ from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
 from megacore.watch.ledger import Channel, Ledger, LedgerFile, Phase, Record, code_of
 from megacore.watch.marks import Current, phase, post, section
 from megacore.watch.node import Node
-from megacore.watch.processes import born, end, started, state_of
+from megacore.watch.processes import born, end, state_of
 from megacore.watch.report import hang_report, main_stack, phase_in_words, table
 from megacore.watch.start import died_without_a_word
 from tests.patience import patience
@@ -122,6 +122,16 @@ def test_an_order_that_is_left_unfinished_is_noted(ledger: Ledger) -> None:
     assert read(ledger).deviation == 3
 
 
+def test_a_step_that_an_error_breaks_off_is_not_compared(ledger: Ledger) -> None:
+    """Every rank that fails because another one has died would seem to be the cause."""
+    for number in (1, 2):
+        take_step(ledger, number, [8, 16])
+    ledger.begin_step(3)
+    post(Phase.ALL_REDUCE, RANKS, 8)
+    ledger.leave_step()
+    assert (read(ledger).deviation, read(ledger).section, ledger.in_step) == (0, Phase.STEP, False)
+
+
 def test_steps_that_always_differ_prove_nothing(ledger: Ledger) -> None:
     assert [take_step(ledger, number, [number]) for number in range(1, 6)] == [0] * 5
 
@@ -157,26 +167,49 @@ def test_a_ledger_is_readable_while_its_process_is_stopped_and_after_it_was_kill
         assert (file.record().phase, file.record().stage, file.record().microbatch) == (Phase.BACKWARD, 3, 2)
 
 
+def gone_process() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
 def test_a_rank_that_died_before_it_was_looked_at_is_seen_and_one_of_an_earlier_run_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The file's own time proves nothing: a rank may write its ledger before another one of the run has started."""
+    dead = gone_process()
+    ranks = [Ledger(tmp_path, identity(rank, 4, pid=dead)) for rank in (1, 2)]
+    time.sleep(0.02)  # the clock of starts has ticks of 10 ms
     with subprocess.Popen(["sleep", "60"]) as living:
-        ledger = {"pid": living.pid, "born": born(living.pid)}
-        Ledger(tmp_path, identity(0, 3, **ledger))
-        with subprocess.Popen(["true"]) as dead:
-            dead.wait()
-        for rank in (1, 2):
-            Ledger(tmp_path, identity(rank, 3, pid=dead.pid))
-        before = started(born(living.pid)) - 1.0
-        os.utime(tmp_path / "rank-2.ledger", (before, before))
+        alive = {"pid": living.pid, "born": born(living.pid)}
+        Ledger(tmp_path, identity(0, 4, **alive))
+        time.sleep(0.02)
+        ranks[0].enter(code_of(Phase.BUILD))
         node = Node(tmp_path)
         assert [(one.rank, one.state) for one in node.look()] == [(0, "running"), (1, "gone")]
-        own = Ledger(tmp_path, identity(2, 3, pid=os.getpid(), born=born(os.getpid())))
-        monkeypatch.setattr(Current, "ledger", own)
-        assert died_without_a_word(0.0) == f"rank 1 (pid {dead.pid}) on host has died in the phase: import of libraries"
+        monkeypatch.setattr(Current, "ledger", Ledger(tmp_path, identity(3, 4, **alive)))
+        assert died_without_a_word(0.0) == f"rank 1 (pid {dead}) on host has died in the phase: build of the model"
         living.kill()
-    (tmp_path / "rank-2.ledger").unlink()  # of this process
     assert Node(tmp_path).look() == []
+    assert [(one.rank, one.state) for one in node.look()] == [(0, "gone"), (1, "gone")]
+
+
+def test_a_new_run_in_the_directory_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    """The watcher of the run before has its ledgers open, and must not take the dead of that run for those of this."""
+    with subprocess.Popen(["sleep", "60"]) as before:
+        for rank in (0, 1):
+            Ledger(tmp_path, identity(rank, 2, pid=before.pid, born=born(before.pid)))
+        node = Node(tmp_path)
+        assert [one.state for one in node.look()] == ["running", "running"]
+        before.kill()
+    assert [one.state for one in node.look()] == ["gone", "gone"]
+    time.sleep(0.02)
+    with subprocess.Popen(["sleep", "60"]) as living:
+        Ledger(tmp_path, identity(0, 2, pid=living.pid, born=born(living.pid)))
+        (one,) = node.look()
+        assert (one.rank, one.state, one.record.identity.pid) == (0, "running", living.pid)
+        living.kill()
 
 
 def test_a_process_with_a_reused_number_is_another_one() -> None:
