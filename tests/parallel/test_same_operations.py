@@ -100,3 +100,28 @@ def test_votes_cancel_only_for_equal_operations(tmp_path: Path) -> None:
     assert all(operations_differ(summed(sizes), 3) for sizes in ([7, 7, 8], [8, 7, 7], [7, 8, 7], [1, 2, 3]))
     assert not operations_differ((2, 5), 3), "a rank without a ledger has not voted"
     assert not operations_differ((), 1)
+
+
+def test_votes_do_not_depend_on_where_the_operations_are_cut(tmp_path: Path) -> None:
+    """Ranks end sections, and digest what they have posted, at different points."""
+
+    def vote(rank: int, sections: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+        ledger = Ledger(tmp_path, identity(rank, 2))
+        for step in (1, 2, 3):  # the later ones repeat what is known
+            ledger.begin_step(step)
+            for size in sizes:
+                ledger.post(Phase.ALL_REDUCE, PAIR.ranks, size)
+            ledger.end_step()
+            for number, size in enumerate(sizes):
+                ledger.post(Phase.ALL_GATHER, PAIR.ranks, size)
+                if number in sections:
+                    ledger.leave_section(ledger.enter_section(Phase.SINK))
+        return ledger.votes_on_operations()
+
+    def differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
+        votes = vote(0, [], mine), vote(1, [0, 2], theirs)
+        return operations_differ([sum(column) for column in zip(*votes, strict=True)], 2)
+
+    assert not differ([8, 16, 4], [8, 16, 4])
+    assert differ([8, 16, 4], [16, 8, 4])
+    assert differ([8, 16, 4], [8, 16, 5])
