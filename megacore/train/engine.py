@@ -426,6 +426,8 @@ class PipelineEngine:
         self.train_steps.load(Path(directory), buffers=self._buffers())
         self._replicas.saved(Path(directory))
         self.lr = self.train_steps.lr()
+        if self._trackers is not None:
+            self._trackers.rewind(self.step)
 
     def _buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers by global name."""

@@ -89,8 +89,9 @@ class StepMetrics:
         config, mesh, task = self._config, self._mesh, self._task
         measured = measured_bytes(update.data_parallel, update.optimizer)
         peak_here = float(peak_memory_bytes(mesh.device))
-        memory = self._largest({**measured, "peak": peak_here, "data": times.data_share})
-        peak, data_share, step_seconds = memory.pop("peak"), memory.pop("data"), times.seconds
+        own = {**measured, "peak": peak_here, "data": times.data_share, "seconds": times.seconds}
+        memory = self._largest(own)
+        peak, data_share, step_seconds = memory.pop("peak"), memory.pop("data"), memory.pop("seconds")
         sequences = config.training.global_batch_size
         tflops = task.flops_per_sequence() * sequences / step_seconds / mesh.world.size / 1e12
         means = term_means(task.loss_names, result.means, result.counts)
