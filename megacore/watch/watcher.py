@@ -21,7 +21,7 @@ from typing import TextIO
 from megacore.config.cli import leave_for_launcher
 from megacore.files import replace_bytes
 from megacore.watch.blame import Seen, Verdict, blame
-from megacore.watch.budget import TIMES, limit, still_seconds
+from megacore.watch.budget import TIMES, Limit, limit, still_seconds
 from megacore.watch.ledger import Flag, Phase
 from megacore.watch.node import Node, report_file
 from megacore.watch.nodes import Nodes
@@ -108,7 +108,8 @@ class Watcher:
         if missing and time.monotonic() - self._started < TIMES[Phase.START] * who.hang_timeout:
             return False
         verdict = blame(everyone, world)
-        if still <= limit(everyone, verdict):
+        allowed = limit(everyone, verdict)
+        if still <= allowed.seconds:
             return False
         stacks = self.node.stacks(list(seen))
         again = self.node.look()
@@ -116,19 +117,24 @@ class Watcher:
             return False  # one moved meanwhile
         here = {one.rank for one in again}
         everyone = [*again, *(one for one in everyone if one.rank not in here)]
-        self._report(everyone, verdict, seconds=still, stacks=stacks)
+        self._report(everyone, verdict, seconds=still, allowed=allowed, stacks=stacks)
         end([one.record.identity.pid for one in again if one.state != "gone"], _SECONDS_TO_END)
         return True
 
-    def _report(self, seen: Sequence[Seen], verdict: Verdict, *, seconds: float, stacks: dict[int, str]) -> None:
+    def _report(
+        self, seen: Sequence[Seen], verdict: Verdict, *, seconds: float, allowed: Limit, stacks: dict[int, str]
+    ) -> None:
         identity = seen[0].record.identity
-        text = hang_report(seen, verdict, seconds=seconds, stacks=stacks, world_size=identity.world_size)
+        text = hang_report(
+            seen, verdict, seconds=seconds, allowed=str(allowed), stacks=stacks, world_size=identity.world_size
+        )
         content = {
             "step": max(one.record.step for one in seen),
             "verdict": dataclasses.asdict(verdict),
             "still_seconds": seconds,
+            "limit_seconds": allowed.seconds,
             "hang_timeout_seconds": identity.hang_timeout,
-            "ranks": [{"state": one.state, **one.record.to_json(), "stack": stacks.get(one.rank, "")} for one in seen],
+            "ranks": [{"state": one.state, **one.record.to_json(), "stack": stacks.get(one.rank)} for one in seen],
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "exit_status": EXIT_HUNG,
         }
@@ -201,7 +207,7 @@ class Watcher:
 
 def _least(seen: Sequence[Seen]) -> float:
     """The shortest limit that any verdict could set, to spare the work of finding one."""
-    return min(limit(seen, Verdict(kind="stopped")), *(one.record.identity.hang_timeout for one in seen))
+    return min(limit(seen, Verdict(kind="stopped")).seconds, *(one.record.identity.hang_timeout for one in seen))
 
 
 def _moved(one: Seen, other: Seen) -> bool:
