@@ -33,7 +33,7 @@ _RECENT_STEPS = 31
 _READS = 20
 AGREED = 1 << 32
 """The sum of the ranks' second votes on operations is a multiple of it, unless they differ."""
-_RECENT_OPERATIONS = 2048
+_RECENT_OPERATIONS = 1 << 17
 
 
 class Phase(IntEnum):
@@ -274,7 +274,7 @@ class Ledger:
         self._numbers: dict[Channel, int] = {}
         self._counts = [0] * (_CHANNELS + 1)
         self._digests = [0] * (_CHANNELS + 1)
-        self._recent: deque[int] = deque(maxlen=_RECENT_OPERATIONS)
+        self._recent, self._voted = _operations(), _operations()  # since the last vote, and those that it was about
         self._stack: list[int] = []
         self._code, self._since = code_of(Phase.IMPORT), time.monotonic()
         self.seconds = [0.0] * 64
@@ -414,6 +414,7 @@ class Ledger:
         first member adds what the others subtract. Otherwise it is no multiple, except with probability 1 / AGREED.
         """
         self.had_deviated = self._words[Word.DEVIATION] != 0
+        self._voted, self._recent = self._recent, _operations()
         if self._words[Word.FLAGS] & Flag.HIDDEN or len(self._numbers) == _CHANNELS:
             return 0, 0
         total = 0
@@ -423,18 +424,23 @@ class Ledger:
             total += digest * (len(channel.ranks) - 1) if is_first else -digest
         return 1, total % AGREED
 
-    def recent_operations(self) -> dict[Channel, list[tuple[int, str, int]]]:
-        """The last operations on each channel: number, kind and bytes."""
+    def recent_operations(self) -> dict[Channel, list[tuple[int, str, int]]] | None:
+        """The operations on each channel since the last vote but one: number, kind and bytes.
+
+        Those before are agreed on, or the run would have ended. None if there were more than are remembered.
+        """
+        if _RECENT_OPERATIONS in (len(self._recent), len(self._voted)):
+            return None
         channels = {number: channel for channel, number in self._numbers.items()}
         left = list(self._counts)
         operations: dict[Channel, list[tuple[int, str, int]]] = {}
-        for operation in reversed(self._recent):
+        for operation in (*reversed(self._recent), *reversed(self._voted)):
             number, kind = operation >> 8 & 0xFF, Phase(operation & 0xFF)
             if number in channels:
                 name = "message" if kind.is_message else kind.in_words
-                operations.setdefault(channels[number], []).insert(0, (left[number], name, operation >> 16))
+                operations.setdefault(channels[number], []).append((left[number], name, operation >> 16))
                 left[number] -= 1
-        return operations
+        return {channel: posted[::-1] for channel, posted in operations.items()}
 
     # ---- the rest
 
@@ -464,6 +470,10 @@ class Ledger:
         self._words[Word.TEXT_BYTES] = 0
         self._map[_TEXT : _TEXT + len(text)] = text
         self._words[Word.TEXT_BYTES] = len(text)
+
+
+def _operations() -> deque[int]:
+    return deque(maxlen=_RECENT_OPERATIONS)
 
 
 def _reserve(descriptor: int) -> None:
