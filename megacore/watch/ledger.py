@@ -58,6 +58,7 @@ class Phase(IntEnum):
     DONE = 16
     CHECK = 17
     OUTSIDE = 18
+    BETWEEN_STEPS = 19
     ALL_REDUCE = 32
     ALL_GATHER = 33
     REDUCE_SCATTER = 34
@@ -330,7 +331,7 @@ class Ledger:
         """Step number `step` begins."""
         self._words[Word.STEP] = step
         if self.first_step and not self._stack and self._code != Phase.OUTSIDE:
-            self.rest_in(Phase.START)
+            self.rest_in(Phase.BETWEEN_STEPS)
         self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
         self._done, self.in_step = [], True
         self._begun = self._since

@@ -17,7 +17,7 @@ EXIT_HUNG = 124
 """The exit status of a rank that ends because the run hangs, as of timeout(1)."""
 
 PHASES_IN_WORDS = {
-    Phase.START: "between phases",
+    Phase.START: "start",
     Phase.IMPORT: "import of libraries",
     Phase.CONNECT: "connection to the master (MASTER_ADDR, MASTER_PORT)",
     Phase.BUILD: "build of the model",
@@ -35,6 +35,7 @@ PHASES_IN_WORDS = {
     Phase.SINK: "log and sinks",
     Phase.EXIT: "exit",
     Phase.DONE: "done",
+    Phase.BETWEEN_STEPS: "between steps",
     Phase.OUTSIDE: "the program's code, outside of the engine",
     Phase.ALL_REDUCE: "all-reduce",
     Phase.ALL_GATHER: "all-gather",

@@ -59,6 +59,7 @@ def test_phases_nest_and_end(ledger: Ledger) -> None:
     assert read(ledger).section is Phase.FIRST_STEP
     ledger.end_step()
     assert read(ledger).section is Phase.STEP
+    assert phase_in_words(read(ledger)) == "between steps"
     assert Record.from_json(json.loads(json.dumps(communicating.to_json()))) == communicating
 
 
