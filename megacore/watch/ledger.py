@@ -249,6 +249,7 @@ class Ledger:
 
     Attributes:
         directory: of the node's ledgers.
+        path: of this one.
         seconds: time that this process has spent in each phase itself, without the phases inside it; by its number.
         first_step: whether no step has been done.
         in_step: whether a step is under way.
@@ -258,8 +259,8 @@ class Ledger:
 
     def __init__(self, directory: Path, identity: Identity) -> None:
         self.identity, self.directory = identity, directory
-        path = directory / f"rank-{identity.rank}{SUFFIX}"
-        new = path.with_suffix(f".{identity.pid}")
+        self.path = directory / f"rank-{identity.rank}{SUFFIX}"
+        new = self.path.with_suffix(f".{identity.pid}")
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             _reserve(descriptor)
@@ -288,7 +289,7 @@ class Ledger:
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
         self._describe()
         self._words[Word.MAGIC] = MAGIC
-        os.replace(new, path)
+        os.replace(new, self.path)
 
     # ---- phases
 

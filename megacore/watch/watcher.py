@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -23,7 +22,7 @@ from megacore.files import replace_bytes
 from megacore.watch.blame import Seen, Verdict, blame
 from megacore.watch.budget import TIMES, Limit, limit, still_seconds
 from megacore.watch.ledger import Flag, Phase
-from megacore.watch.node import Node, report_file
+from megacore.watch.node import Node, leaving_file, remove, report_file
 from megacore.watch.nodes import Nodes
 from megacore.watch.processes import end, was_asked_to_end
 from megacore.watch.report import EXIT_HUNG, deaths_in_words, hang_report, table
@@ -44,7 +43,11 @@ class Watcher:
     """
 
     def __init__(self, node: Node, messages: TextIO) -> None:
-        self.node, self.messages = node, messages
+        self.messages = messages
+        self._begin(node)
+
+    def _begin(self, node: Node) -> None:
+        self.node = node
         self._started = self._looked = time.monotonic()
         self._nodes: Nodes | None = None  # where the job has several
         self._unobserved = 0.0  # seconds in which this process did not run either
@@ -54,10 +57,8 @@ class Watcher:
         while True:
             seen = self.node.look()
             if self._is_over(seen):
-                again = Node(self.node.directory)  # of the next run, where it is started in the same way at once
-                if not any(one.state != "gone" and not one.is_done for one in again.look()):
+                if self._leaves():
                     return
-                self.node = again
                 continue
             if seen:
                 self._note_pause(seen)
@@ -71,6 +72,17 @@ class Watcher:
         if not seen:
             return time.monotonic() - self._started > _SECONDS_TO_APPEAR
         return all(one.state == "gone" or one.is_done for one in seen)
+
+    def _leaves(self) -> bool:
+        """Whether there is nothing more to watch: no next run has been started in the same way at once."""
+        leaving, again = leaving_file(self.node.directory), Node(self.node.directory)
+        with contextlib.suppress(OSError):
+            leaving.touch()
+        if not any(one.state != "gone" and not one.is_done for one in again.look()):
+            return True
+        leaving.unlink(missing_ok=True)
+        self._begin(again)
+        return False
 
     def _pause(self, seen: Sequence[Seen]) -> float:
         timeout = seen[0].record.identity.hang_timeout if seen else 0.0
@@ -221,7 +233,7 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # for the ranks; it ends with them
     with os.fdopen(descriptor, "w") as messages:
         Watcher(Node(directory), messages).run()
-    shutil.rmtree(directory, ignore_errors=True)
+    remove(directory)
 
 
 if __name__ == "__main__":
