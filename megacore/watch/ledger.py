@@ -33,7 +33,7 @@ _RECENT_STEPS = 31
 _READS = 20
 AGREED = 1 << 32
 """The sum of the ranks' second votes on operations is a multiple of it, unless they differ."""
-_RECENT_OPERATIONS = 2048
+_RECENT_OPERATIONS = 1 << 17
 _RUNS = 8  # that are kept: a step is digested in two or three
 _PRIME, _BASE = 2**61 - 1, 0x1A2F_9D3B_75C4_E68D  # of the digests: a Mersenne prime, and any number below it
 
@@ -60,6 +60,7 @@ class Phase(IntEnum):
     DONE = 16
     CHECK = 17
     OUTSIDE = 18
+    BETWEEN_STEPS = 19
     ALL_REDUCE = 32
     ALL_GATHER = 33
     REDUCE_SCATTER = 34
@@ -289,6 +290,7 @@ class Ledger:
 
     Attributes:
         directory: of the node's ledgers.
+        path: of this one.
         seconds: time that this process has spent in each phase itself, without the phases inside it; by its number.
         first_step: whether no step has been done.
         in_step: whether a step is under way.
@@ -298,8 +300,8 @@ class Ledger:
 
     def __init__(self, directory: Path, identity: Identity) -> None:
         self.identity, self.directory = identity, directory
-        path = directory / f"rank-{identity.rank}{SUFFIX}"
-        new = path.with_suffix(f".{identity.pid}")
+        self.path = directory / f"rank-{identity.rank}{SUFFIX}"
+        new = self.path.with_suffix(f".{identity.pid}")
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             _reserve(descriptor)
@@ -314,12 +316,11 @@ class Ledger:
         self._kinds: dict[tuple[int, Phase], _Kind] = {}  # by the identity of the ranks
         self._numbers: dict[Channel, int] = {}
         self._digests = [0] * (_CHANNELS + 1)
-        # Operations as numbers: those since a step last began or ended, and those before.
-        self._posted: list[int] = []
-        self._before: deque[int] = deque(maxlen=_RECENT_OPERATIONS)
+        self._posted: list[int] = []  # operations, as numbers, since a step last began or ended
         self._expected: Iterator[int] | None = None  # the rest of a usual step
         self._digested = 0  # how many of `_posted`
         self._runs: dict[int, _Run] = {}  # by where they begin in `_posted`
+        self._recent, self._voted = _operations(), _operations()  # since the last vote, and those that it was about
         self._stack: list[int] = []
         self._code, self._since = code_of(Phase.IMPORT), time.monotonic()
         self.seconds = [0.0] * 64
@@ -331,7 +332,7 @@ class Ledger:
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
         self._describe()
         self._words[Word.MAGIC] = MAGIC
-        os.replace(new, path)
+        os.replace(new, self.path)
 
     # ---- phases
 
@@ -376,7 +377,7 @@ class Ledger:
         """Step number `step` begins."""
         self._words[Word.STEP] = step
         if self.first_step and not self._stack and self._code != Phase.OUTSIDE:
-            self.rest_in(Phase.START)
+            self.rest_in(Phase.BETWEEN_STEPS)
         self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
         self._put_away()
         self._expected = iter(self._usual) if self._is_settled and not self._deviates else None
@@ -438,11 +439,10 @@ class Ledger:
     def _put_away(self) -> None:
         """Begin a new list of operations."""
         self._digest()
-        self._before.extend(self._posted)
         self._posted, self._digested = [], 0
 
     def _digest(self) -> None:
-        """Let the digests of all channels include what was posted since the last time."""
+        """Note what was posted since the last time, in the digests of its channels too."""
         start, operations = self._digested, self._posted[self._digested :]
         run = self._runs.get(start)
         if run is None or run.operations != operations:
@@ -451,6 +451,7 @@ class Ledger:
                 del self._runs[next(iter(self._runs))]
         for number, (factor, term) in run.digests.items():
             self._digests[number] = (self._digests[number] * factor + term) % _PRIME
+        self._recent.extend(operations)
         self._digested = len(self._posted)
 
     def _deviate(self) -> None:
@@ -467,9 +468,10 @@ class Ledger:
         first member adds what the others subtract. Otherwise it is no multiple, except with probability 1 / AGREED.
         """
         self.had_deviated = self._words[Word.DEVIATION] != 0
+        self._digest()
+        self._voted, self._recent = self._recent, _operations()
         if self._words[Word.FLAGS] & Flag.HIDDEN or len(self._numbers) == _CHANNELS:
             return 0, 0
-        self._digest()
         total = 0
         for channel, number in self._numbers.items():
             digest = self._digests[number]
@@ -477,18 +479,24 @@ class Ledger:
             total += digest * (len(channel.ranks) - 1) if is_first else -digest
         return 1, total % AGREED
 
-    def recent_operations(self) -> dict[Channel, list[tuple[int, str, int]]]:
-        """The last operations on each channel: number, kind and bytes."""
+    def recent_operations(self) -> dict[Channel, list[tuple[int, str, int]]] | None:
+        """The operations on each channel since the last vote but one: number, kind and bytes.
+
+        Those before are agreed on, or the run would have ended. None if there were more than are remembered.
+        """
+        self._digest()
+        if _RECENT_OPERATIONS in (len(self._recent), len(self._voted)):
+            return None
         channels = {number: channel for channel, number in self._numbers.items()}
         left = [self._words[Word.POSTED + number] for number in range(_CHANNELS + 1)]
         operations: dict[Channel, list[tuple[int, str, int]]] = {}
-        for operation in reversed([*self._before, *self._posted]):
+        for operation in (*reversed(self._recent), *reversed(self._voted)):
             number, kind = operation >> 8 & 0xFF, Phase(operation & 0xFF)
             if number in channels:
                 name = "message" if kind.is_message else kind.in_words
-                operations.setdefault(channels[number], []).insert(0, (left[number], name, operation >> 16))
+                operations.setdefault(channels[number], []).append((left[number], name, operation >> 16))
                 left[number] -= 1
-        return operations
+        return {channel: posted[::-1] for channel, posted in operations.items()}
 
     # ---- the rest
 
@@ -518,6 +526,10 @@ class Ledger:
         self._words[Word.TEXT_BYTES] = 0
         self._map[_TEXT : _TEXT + len(text)] = text
         self._words[Word.TEXT_BYTES] = len(text)
+
+
+def _operations() -> deque[int]:
+    return deque(maxlen=_RECENT_OPERATIONS)
 
 
 def _reserve(descriptor: int) -> None:

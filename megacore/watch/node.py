@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import select
+import shutil
 import signal
 import stat
 import tempfile
@@ -61,6 +62,14 @@ def make(directory: Path) -> None:
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(f"{directory} is not a directory of this user")
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory of ledgers: for others at once, and then its files."""
+    gone = directory.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        directory.rename(gone)
+        shutil.rmtree(gone)
 
 
 def directories() -> Iterator[Path]:
@@ -151,6 +160,11 @@ class Node:
 def report_file(directory: Path) -> Path:
     """Where the watcher leaves the report of a hang for the ranks."""
     return directory / "report.txt"
+
+
+def leaving_file(directory: Path) -> Path:
+    """Exists while the watcher makes sure that no rank needs it any more."""
+    return directory / "leaving"
 
 
 def stack_file(directory: Path, rank: int) -> Path:

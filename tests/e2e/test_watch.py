@@ -169,7 +169,7 @@ def test_signals_save_and_continue_or_save_and_end(tmp_path: Path) -> None:
     given = flags(tmp_path / "out", dp=2, hang_timeout_minutes=0)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *given) as job:
         wait_for_step(job, 2)
-        os.kill(job.pid_of(1), signal.SIGUSR1)
+        subprocess.run(["pkill", "-USR1", "-P", str(job.torchrun.pid)], check=True)  # as the docs say: its ranks
         until(lambda: "saved" in job.said("stdout"), START, "no checkpoint")
         saved = int(re.findall(r"step (\d+)/\d+ \| saved", job.said("stdout"))[0])
         wait_for_step(job, saved + 2)
@@ -179,6 +179,22 @@ def test_signals_save_and_continue_or_save_and_end(tmp_path: Path) -> None:
         said = job.said("stdout")
     assert re.search(r"^stopped by SIG(USR2|TERM): \d+ of 1000000 steps", said, re.MULTILINE)
     assert len(re.findall(r"\| saved", said)) == 2
+
+
+def test_the_batch_script_of_the_docs_passes_a_signal_on_and_ends_as_the_launcher_does(tmp_path: Path) -> None:
+    docs = (PROGRAM.parent / "docs" / "watching.md").read_text()
+    (script,) = [block for block in re.findall(r"```bash\n(.*?)```", docs, re.DOTALL) if "trap" in block]
+    rank = "trap 'echo saved; exit' USR2; echo training; while :; do sleep 0.05; done"
+    launcher = tmp_path / "torchrun"
+    launcher.write_text(f'#!/bin/sh\nsh -c "{rank}" &\nwait $!\nsleep 0.1\nexit 3\n')
+    launcher.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    with subprocess.Popen(["bash", "-c", script], env={"PATH": path}, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "training\n"
+        job.send_signal(signal.SIGUSR2)
+        assert job.stdout.readline() == "saved\n"
+        assert job.wait(patience(10)) == 3
 
 
 def test_a_signal_ends_a_run_with_a_stopped_rank_in_its_grace(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def in_collective(rank: int, channel: Channel = WORLD, awaited: int = 5, **chang
 
 def test_a_rank_without_a_ledger_comes_first() -> None:
     verdict = blame([in_collective(0), in_collective(1), seen(3, 4, state="stopped")], 4)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("absent", (2,), True)
+    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("absent", (2,), False)  # its node may have no ledgers
 
 
 @pytest.mark.parametrize("state", ["gone", "stopped"])
@@ -60,6 +60,26 @@ def test_two_holders_are_named_without_certainty() -> None:
     ranks = [in_collective(0), in_collective(1), *(seen(rank, 4, posted={WORLD: 4}) for rank in (2, 3))]
     verdict = blame(ranks, 4)
     assert (verdict.ranks, verdict.is_certain) == ((2, 3), False)
+
+
+def finished(rank: int, **changes: Any) -> Seen:
+    return seen(rank, 4, phase=Phase.DONE, section=Phase.DONE, **changes)
+
+
+@pytest.mark.parametrize("state", ["running", "gone"])
+def test_a_rank_that_has_finished_holds_those_up_that_wait_for_it(state: Any) -> None:
+    ranks = [*(in_collective(rank) for rank in (0, 1, 2)), finished(3, posted={WORLD: 4}, state=state)]
+    verdict = blame(ranks, 4)
+    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("holds up", (3,), False)  # or the others do too much
+    assert "ranks 0 to 2 wait for it; it has finished" in verdict.why
+
+
+def test_a_rank_that_has_finished_and_owes_nothing_is_innocent() -> None:
+    rest, pair = seen(1, 4, phase=Phase.SAVE, posted={PAIR: 4}), in_collective(0, PAIR)
+    verdict = blame([pair, rest, *(finished(rank, posted={WORLD: 4}) for rank in (2, 3))], 4)
+    assert (verdict.ranks, verdict.is_certain) == ((1,), True)
+    alone = blame([seen(0, 4, phase=Phase.SAVE), *(finished(rank) for rank in (1, 2, 3))], 4)
+    assert (alone.ranks, alone.is_certain) == ((0,), True)
 
 
 def test_a_circle_is_said_to_be_one() -> None:

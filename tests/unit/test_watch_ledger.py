@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,7 @@ def test_phases_nest_and_end(ledger: Ledger) -> None:
     assert read(ledger).section is Phase.FIRST_STEP
     ledger.end_step()
     assert read(ledger).section is Phase.STEP
+    assert phase_in_words(read(ledger)) == "between steps"
     assert Record.from_json(json.loads(json.dumps(communicating.to_json()))) == communicating
 
 
@@ -237,33 +239,37 @@ def holder(rank: int = 0) -> Verdict:
 
 def test_a_phase_has_its_own_budget() -> None:
     for where, times in TIMES.items():
-        assert limit([seen(0, 1, section=where)], holder()) == times * 10.0
+        assert limit([seen(0, 1, section=where)], holder()).seconds == times * 10.0
     stopped = Verdict(kind="stopped", ranks=(0,), is_certain=True)
-    assert limit([seen(0, 1, section=Phase.SAVE)], stopped) == 10.0
+    assert limit([seen(0, 1, section=Phase.SAVE)], stopped).seconds == 10.0
 
 
 def test_long_steps_have_a_multiple_of_their_median() -> None:
-    assert limit([seen(0, 1, median_step=60.0)], holder()) == 600.0
-    assert limit([seen(0, 1, median_step=3.0, section=Phase.SAVE)], holder()) == 60.0
+    assert limit([seen(0, 1, median_step=60.0)], holder()).seconds == 600.0
+    assert limit([seen(0, 1, median_step=3.0, section=Phase.SAVE)], holder()).seconds == 60.0
 
 
 def test_the_culprits_phase_decides_and_the_slowest_one_where_there_is_none() -> None:
     ranks = [seen(0, 2, section=Phase.SAVE), seen(1, 2)]
-    assert limit(ranks, holder(1)) == 10.0
-    assert limit(ranks, holder(0)) == limit(ranks, Verdict(kind="cycle", ranks=(0, 1))) == 60.0
+    assert limit(ranks, holder(1)).seconds == 10.0
+    assert limit(ranks, holder(0)).seconds == limit(ranks, Verdict(kind="cycle", ranks=(0, 1))).seconds == 60.0
 
 
 def test_nothing_waits_until_the_backend_fails_without_a_name() -> None:
     about = {"collective_timeout": 40.0}
     waiting = seen(1, 2, phase=Phase.BARRIER, section=Phase.SAVE, about=about)
-    assert limit([seen(0, 2, section=Phase.SAVE, about=about), waiting], holder()) == 36.0
+    allowed = limit([seen(0, 2, section=Phase.SAVE, about=about), waiting], holder())
+    assert allowed.seconds == 36.0
+    assert str(allowed) == (
+        "36 s: 0.9 x --distributed-timeout-minutes, which is less than 6 x --hang-timeout-minutes (save)"
+    )
 
 
 def test_a_signal_to_end_shortens_the_patience_in_a_step_and_not_in_a_save() -> None:
     about = {"hang_timeout": 300.0}
-    assert limit([seen(0, 1, terminating=3.0, about=about)], holder()) == GRACE_SECONDS
-    assert limit([seen(0, 1, terminating=3.0, median_step=20.0, about=about)], holder()) == 40.0
-    assert limit([seen(0, 1, terminating=3.0, section=Phase.SAVE, about=about)], holder()) == 1800.0
+    assert limit([seen(0, 1, terminating=3.0, about=about)], holder()).seconds == GRACE_SECONDS
+    assert limit([seen(0, 1, terminating=3.0, median_step=20.0, about=about)], holder()).seconds == 40.0
+    assert limit([seen(0, 1, terminating=3.0, section=Phase.SAVE, about=about)], holder()).seconds == 1800.0
 
 
 def test_a_run_stands_still_as_long_as_its_last_rank_and_not_while_all_are_stopped() -> None:
@@ -324,11 +330,16 @@ def test_the_report_names_the_culprit_and_shows_its_main_thread() -> None:
     assert main_stack("") == []
     ranks = [seen(0, 2, phase=Phase.BARRIER), seen(1, 2, phase=Phase.DATA)]
     verdict = Verdict(kind="holds up", ranks=(1,), is_certain=True, why="rank 0 waits for it")
-    said = hang_report(ranks, verdict, seconds=20.0, stacks={1: DUMP}, world_size=2)
+    about: dict[str, Any] = {"seconds": 20.0, "allowed": "10 s: 10 median steps", "world_size": 2}
+    said = hang_report(ranks, verdict, stacks={1: DUMP}, **about)
     assert said.startswith("hang at step 7: rank 1 (pp 0, dp 1, tp 0; pid 1001 on host) holds the run up\n")
+    assert "\n  limit     10 s: 10 median steps\n" in said
     assert 'File "loader.py", line 5 in read' in said
-    assert "did not answer" in hang_report(ranks, verdict, seconds=20.0, stacks={1: ""}, world_size=2)
     assert max(map(len, said.splitlines())) <= 120
+    assert "did not answer" in hang_report(ranks, verdict, stacks={1: ""}, **about)
+    elsewhere = hang_report(ranks, verdict, stacks={0: DUMP}, **about)
+    assert "not asked: only those of the first node are collected, and this rank is on host" in elsewhere
+    assert "did not answer" not in elsewhere
 
 
 def test_a_code_holds_its_particulars() -> None:
