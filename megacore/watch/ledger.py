@@ -24,6 +24,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from megacore.watch.order import UsualOrder
+
 MAGIC = 0x6D656761_00000001  # the last half is the version of this layout
 SUFFIX = ".ledger"
 _CHANNELS = 250
@@ -281,9 +283,8 @@ class Ledger:
         self._code, self._since = code_of(Phase.IMPORT), time.monotonic()
         self.seconds = [0.0] * 64
         self.first_step = True
-        self._usual: list[int] = []
-        self._done: list[int] = []
-        self._is_settled = self._deviates = self.in_step = self.had_deviated = False
+        self._order = UsualOrder()
+        self.in_step = self.had_deviated = False
         self._begun = 0.0
         self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
@@ -334,7 +335,8 @@ class Ledger:
         if self.first_step and not self._stack and self._code != Phase.OUTSIDE:
             self.rest_in(Phase.BETWEEN_STEPS)
         self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
-        self._done, self.in_step = [], True
+        self._order.begin(step)
+        self.in_step = True
         self._begun = self._since
 
     def leave_step(self) -> None:
@@ -351,15 +353,8 @@ class Ledger:
         # The first step takes longer than the others; it counts as long as there is no other.
         self._reals[Word.MEDIAN_STEP] = statistics.median(self._steps or [seconds])
         self.first_step = False
-        usual = self._done == self._usual
-        if usual:
-            self._is_settled, self._deviates = True, False
-            self._words[Word.DEVIATION] = 0
-        elif self._is_settled:
-            self._deviate()
-            self._is_settled = False
-        if not usual:
-            self._usual = self._done
+        self._order.end()
+        self._words[Word.DEVIATION] = self._order.left_in
 
     # ---- communication
 
@@ -375,7 +370,8 @@ class Ledger:
         operation = phase | number << 8 | nbytes << 16
         self._recent.append(operation)
         if self.in_step:
-            self._note(operation)
+            self._order.note(operation)
+            self._words[7] = self._order.left_in  # Word.DEVIATION
         return Operation(self, code_of(phase, channel=number), count, nbytes)
 
     def await_operation(self, count: int, nbytes: int) -> None:
@@ -392,19 +388,6 @@ class Ledger:
             self._describe()
         self._channels[id(ranks), message] = self._numbers[channel], ranks  # kept: an id must not be used again
         return self._numbers[channel]
-
-    def _note(self, operation: int) -> None:
-        """Compare the order of operations with that of the step before."""
-        done = self._done
-        if self._is_settled and not self._deviates:
-            at = len(done)
-            if at >= len(self._usual) or self._usual[at] != operation:
-                self._deviate()
-        done.append(operation)
-
-    def _deviate(self) -> None:
-        self._deviates = True
-        self._words[Word.DEVIATION] = self._words[Word.STEP]
 
     # ---- agreement
 
