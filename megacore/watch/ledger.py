@@ -18,11 +18,13 @@ import statistics
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from megacore.watch.order import UsualOrder
 
 MAGIC = 0x6D656761_00000001  # the last half is the version of this layout
 SUFFIX = ".ledger"
@@ -317,7 +319,6 @@ class Ledger:
         self._numbers: dict[Channel, int] = {}
         self._digests = [0] * (_CHANNELS + 1)
         self._posted: list[int] = []  # operations, as numbers, since a step last began or ended
-        self._expected: Iterator[int] | None = None  # the rest of a usual step
         self._digested = 0  # how many of `_posted`
         self._runs: dict[int, _Run] = {}  # by where they begin in `_posted`
         self._recent, self._voted = _operations(), _operations()  # since the last vote, and those that it was about
@@ -325,8 +326,8 @@ class Ledger:
         self._code, self._since = code_of(Phase.IMPORT), time.monotonic()
         self.seconds = [0.0] * 64
         self.first_step = True
-        self._usual: list[int] = []
-        self._is_settled = self._deviates = self.in_step = self.had_deviated = False
+        self._order = UsualOrder()
+        self.in_step = self.had_deviated = False
         self._begun = 0.0
         self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
@@ -380,13 +381,13 @@ class Ledger:
             self.rest_in(Phase.BETWEEN_STEPS)
         self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
         self._put_away()
-        self._expected = iter(self._usual) if self._is_settled and not self._deviates else None
+        self._order.begin(step)
         self.in_step, self._begun = True, self._since
 
     def leave_step(self) -> None:
         """The step ends, perhaps by an error: it is not compared with others."""
         self.leave_section(Phase.STEP)
-        self.in_step, self._expected = False, None
+        self.in_step, self._order.expected = False, None
 
     def end_step(self) -> None:
         """The step is done."""
@@ -397,15 +398,8 @@ class Ledger:
         # The first step takes longer than the others; it counts as long as there is no other.
         self._reals[Word.MEDIAN_STEP] = statistics.median(self._steps or [seconds])
         self.first_step = False
-        usual = self._posted == self._usual
-        if usual:
-            self._is_settled, self._deviates = True, False
-            self._words[Word.DEVIATION] = 0
-        elif self._is_settled:
-            self._deviate()
-            self._is_settled = False
-        if not usual:
-            self._usual = self._posted
+        self._order.end(self._posted)
+        self._words[Word.DEVIATION] = self._order.left_in
         self._put_away()
 
     # ---- communication
@@ -417,8 +411,10 @@ class Ledger:
         self._words[kind.word] = count
         operation = nbytes << 16 | kind.tag
         self._posted.append(operation)
-        if self._expected is not None and next(self._expected, None) != operation:
-            self._deviate()
+        order = self._order
+        if order.expected is not None and next(order.expected, None) != operation:
+            order.leave()
+            self._words[Word.DEVIATION] = order.left_in
         return Operation(self, kind.code, count, nbytes)
 
     def await_operation(self, count: int, nbytes: int) -> None:
@@ -453,10 +449,6 @@ class Ledger:
             self._digests[number] = (self._digests[number] * factor + term) % _PRIME
         self._recent.extend(operations)
         self._digested = len(self._posted)
-
-    def _deviate(self) -> None:
-        self._deviates, self._expected = True, None
-        self._words[Word.DEVIATION] = self._words[Word.STEP]
 
     # ---- agreement
 
