@@ -184,12 +184,12 @@ def test_a_rollback_is_marked_where_its_samples_were_skipped(tmp_path: Path) -> 
         return left + (samples - first) / (last - first) * (right - left)
 
     bands = [a for tag, a in parsed.tags if tag == "rect" and a.get("class") == "rollback"]
-    assert [float(bands[0][key]) for key in ("x", "width")] == pytest.approx(
+    assert [float(bands[0][key] or 0) for key in ("x", "width")] == pytest.approx(
         [pixel(200), pixel(350) - pixel(200)], abs=0.06
     )
     assert len(bands) == 4  # in the charts of loss, learning rate, gradient norm and throughput
     for kind, samples in (("skip", [50, 450]), ("resume", [350])):
-        paths = [a["d"] for tag, a in parsed.tags if tag == "path" and a["class"] == kind]
+        paths = [a["d"] or "" for tag, a in parsed.tags if tag == "path" and a["class"] == kind]
         assert [float(d[1:].split()[0].split("V")[0]) for d in paths] == pytest.approx(
             list(map(pixel, samples)), abs=0.06
         )

@@ -61,7 +61,8 @@ class Text:
 
 
 class Losses(Callback):
-    """The loss of every step that is done, and whether it was skipped; of one that is done again the last."""
+    """The loss of every step that is done, and those that were skipped; of one that is done again the last loss. An
+    overflow, by which fp16 searches for its loss scale, is no such skip."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
@@ -69,7 +70,7 @@ class Losses(Callback):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         self.by_step[result.step] = float(result.loss)
-        if result.skipped is not None:
+        if result.skipped is not None and "; loss scale" not in result.skipped:
             self.skipped.append(result.step)
 
 

@@ -379,6 +379,14 @@ def test_a_run_that_resumes_can_return_to_the_checkpoint_it_loaded() -> None:
     assert validate(make(**changes), 1) == []
 
 
+def test_a_number_that_is_none_and_a_name_that_no_file_has_are_refused() -> None:
+    assert validate(make(min_lr=math.inf, output_dir="a\0b", data_path=("c\0",), mock_data=False), 1) == [
+        "--data-path 'c\\x00' has a null byte, which no name of a file has: use another name",
+        "--min-lr inf is not a finite number: give a number that is at least 0",
+        "--output-dir 'a\\x00b' has a null byte, which no name of a file has: use another name",
+    ]
+
+
 def test_trace_steps_without_trace_are_refused() -> None:
     message = "--trace-steps 5 has no effect without --trace: leave it out, or use --trace"
     assert validate(make(trace_steps=5), 1) == [message]
