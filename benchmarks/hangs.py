@@ -142,7 +142,7 @@ def healthy(steps: int, *, minutes: float) -> int:
         {"rank": 0, "at": "sink", "call": 1, "fault": "slow", "seconds": 75 * minutes},
     ]
     with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
-        os.environ |= {HANG: json.dumps(slow)}
+        os.environ |= {HANG: json.dumps(slow), MARK: str(Path(folder) / "mark")}
         flags = small_run(
             Path(folder) / "out",
             **{"pp": 2, "train_iters": steps, "global_batch_size": 2, "num_layers": 2},

@@ -31,7 +31,6 @@ _SLOWEST_LOOK, _FASTEST_LOOK = 1.0, 0.05
 _LOOKS = 40  # per timeout
 _SECONDS_TO_END = 4.0  # before SIGKILL
 _SECONDS_FOR_A_LAUNCHER = 1.5  # to end the others, where one has died
-_SECONDS_TO_APPEAR = 60.0
 
 
 class Watcher:
@@ -69,8 +68,7 @@ class Watcher:
             self.node.wait(self._pause(seen))
 
     def _is_over(self, seen: Sequence[Seen]) -> bool:
-        if not seen:
-            return time.monotonic() - self._started > _SECONDS_TO_APPEAR
+        # A rank has a ledger before it starts this process: without any that can be seen, it has died already.
         return all(one.state == "gone" or one.is_done for one in seen)
 
     def _leaves(self) -> bool:
