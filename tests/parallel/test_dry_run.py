@@ -77,6 +77,15 @@ def test_recomputation_and_other_models_take_a_step() -> None:
     require_ok(in_a_process((2, 1, 1), *cases), cases)
 
 
+def test_shards_that_zero_1_receives_count() -> None:
+    # Few activations: the peak is at the end of backward, where the reduced shards of all buckets wait for the step.
+    cases = [{"zero_stage": 1, "hidden_size": 256, "num_layers": 4, "vocab_size": 1024}]
+    found = in_a_process((1, 1, 2), *cases)
+    require_ok(found, cases)
+    first = found[0][0]
+    assert first.peak == pytest.approx(first.planned.expected_tensors, rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
