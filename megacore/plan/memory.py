@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megacore.config import ParallelConfig, ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
-from megacore.pipeline.partition import LayerCost, stage_ranges
+from megacore.pipeline.partition import LayerCost, layer_kind, stage_ranges
 from megacore.pipeline.schedule import Action, Op, rank_order
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import (
@@ -192,6 +192,28 @@ def plan_memory(
         overhead = (0.0, CPU_OVERHEAD - _CERTAIN_CPU_OVERHEAD)
         return [dataclasses.replace(rank, overhead=overhead) for rank in ranks]
     return ranks
+
+
+def fullest_rank(config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool) -> RankMemory:
+    """The rank that is expected to take most: `plan_memory` of the ranks that may be it.
+
+    Of ranks whose layers are alike the first takes most: in every built-in schedule it has as many microbatches in
+    flight as the later ones, or more.
+
+    Args:
+        config: a resolved configuration.
+        layers: the whole model.
+        on_cpu: whether the ranks compute in host memory.
+    """
+    config = config.for_device(on_cpu=on_cpu)
+    stages, count = stage_ranges(layers, config), ranks_of_role("pipeline", config.parallel)
+    kinds = [layer_kind(layer) for layer in layers]
+    first: dict[Hashable, int] = {}  # of the ranks that are alike
+    for rank in range(count):
+        alike = tuple(tuple(kinds[numbers.start : numbers.stop]) for numbers in stages[rank::count])
+        first.setdefault((rank, alike) if config.parallel.schedule_csv is not None else alike, rank)
+    ranks = [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in first.values()]
+    return max(ranks, key=lambda rank: rank.expected)
 
 
 def fullest_state(ranks: Iterable[RankMemory]) -> dict[str, float]:

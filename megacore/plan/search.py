@@ -14,7 +14,7 @@ from typing import Any
 
 from megacore.config import ResolvedConfig, validate
 from megacore.plan.cluster import Cluster
-from megacore.plan.memory import GIB, plan_memory, state_bytes, whole_parameters
+from megacore.plan.memory import GIB, fullest_rank, state_bytes, whole_parameters
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.step_time import step_time
 
@@ -141,7 +141,7 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
         if state > capacity and not candidate.parallel.offload_optimizer:
             least = state if least is None else min(least, state)
             continue
-        needed = max(rank.expected for rank in plan_memory(candidate, layers, on_cpu=cluster.on_cpu))
+        needed = fullest_rank(candidate, layers, on_cpu=cluster.on_cpu).expected
         least = needed if least is None else min(least, needed)
         if needed <= capacity:
             seconds = step_time(candidate, layers, cluster, simulated=False).seconds

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
-from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.partition import layer_kind, stage_ranges
 from megacore.pipeline.schedule import Schedule, build_schedule
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
@@ -374,11 +374,7 @@ def step_time(
     on_rank = range(busiest, len(stages), parallel.pp)
     parts = functools.reduce(Parts.__add__, (stages[number].passes.sum for number in on_rank)).times(m)
     waited = sum(stages[number].replicas_exposed for number in on_rank) * m
-    ends = [
-        _step_end(config, layers, ranges[rank :: parallel.pp], stages[rank :: parallel.pp], speed)
-        for rank in range(parallel.pp)
-    ]
-    end = max(ends, key=lambda one: one.exposed + one.optimizer)
+    end = max(_step_ends(config, layers, ranges, stages, speed), key=lambda one: one.exposed + one.optimizer)
     tied = tied_gradients(config)
     tied_seconds = 0.0 if tied is None else speed.transfers([tied])
     messages = speed.transfers([replace(stage_message(config), count=2 * m)]) if parallel.pp > 1 else 0.0
@@ -420,15 +416,14 @@ def _stage_times(
     config: ResolvedConfig, layers: Sequence[PlannedLayer], ranges: Sequence[range], speed: Speed
 ) -> tuple[StageTime, ...]:
     """Each stage's time; stages of equal blocks take the same."""
-    known: dict[tuple[int, ...], StageTime] = {}
+    known: dict[Hashable, StageTime] = {}
     times = []
     for numbers in ranges:
-        held = [layers[i] for i in numbers]
-        key = tuple(id(layer.block) if layer.block is not None else ~number for number, layer in enumerate(held))
-        edges = tuple(hash(layer.name) for layer in held if layer.block is None)
-        if (*key, *edges) not in known:
-            known[*key, *edges] = stage_time(config, held, speed)
-        times.append(known[*key, *edges])
+        held = layers[numbers.start : numbers.stop]
+        kinds = tuple(map(layer_kind, held))
+        if kinds not in known:
+            known[kinds] = stage_time(config, held, speed)
+        times.append(known[kinds])
     return tuple(times)
 
 
@@ -503,6 +498,22 @@ class _End(NamedTuple):
     exposed: float
     hidden: float
     optimizer: float
+
+
+def _step_ends(
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    ranges: Sequence[range],
+    stages: Sequence[StageTime],
+    speed: Speed,
+) -> Iterator[_End]:
+    """Of each pipeline rank, without those that are like one before."""
+    pp, seen = config.parallel.pp, set()
+    for rank in range(pp):
+        on_rank = stages[rank::pp]
+        if (alike := tuple(map(id, on_rank))) not in seen:
+            seen.add(alike)
+            yield _step_end(config, layers, ranges[rank::pp], on_rank, speed)
 
 
 def _step_end(
