@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,7 +195,9 @@ def plan_memory(
     return ranks
 
 
-def fullest_rank(config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool) -> RankMemory:
+def fullest_rank(
+    config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_cpu: bool, limit: float = math.inf
+) -> RankMemory:
     """The rank that is expected to take most: `plan_memory` of the ranks that may be it.
 
     Of ranks whose layers are alike the first takes most: in every built-in schedule it has as many microbatches in
@@ -204,6 +207,7 @@ def fullest_rank(config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_c
         config: a resolved configuration.
         layers: the whole model.
         on_cpu: whether the ranks compute in host memory.
+        limit: bytes; the first rank that takes more is returned in place of the fullest.
     """
     config = config.for_device(on_cpu=on_cpu)
     stages, count = stage_ranges(layers, config), ranks_of_role("pipeline", config.parallel)
@@ -212,7 +216,11 @@ def fullest_rank(config: ResolvedConfig, layers: Sequence[PlannedLayer], *, on_c
     for rank in range(count):
         alike = tuple(tuple(kinds[numbers.start : numbers.stop]) for numbers in stages[rank::count])
         first.setdefault((rank, alike) if config.parallel.schedule_csv is not None else alike, rank)
-    ranks = [_rank_memory(config, layers, stages, rank, on_cpu=on_cpu) for rank in first.values()]
+    ranks = []
+    for rank in first.values():
+        ranks.append(_rank_memory(config, layers, stages, rank, on_cpu=on_cpu))
+        if ranks[-1].expected > limit:
+            return ranks[-1]
     return max(ranks, key=lambda rank: rank.expected)
 
 

@@ -29,7 +29,7 @@ from megacore.plan.devices import Case, Range
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import vocabulary_rows
-from megacore.plan.simulator import Costs, Timeline, simulate
+from megacore.plan.simulator import Costs, Simulator, Timeline
 from megacore.plan.traffic import (
     Sent,
     layer_traffic,
@@ -462,7 +462,19 @@ def _schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> 
 
 def timeline(config: ResolvedConfig, costs: Costs, microbatches: int) -> Timeline:
     """What each rank computes when."""
-    return simulate(schedule_of(config, microbatches), costs)
+    return _simulator_of(config, microbatches).timeline(costs)
+
+
+def _simulator_of(config: ResolvedConfig, microbatches: int) -> Simulator:
+    parallel = config.parallel
+    if parallel.schedule_csv is not None:
+        return Simulator(schedule_of(config, microbatches))
+    return _simulator(parallel.schedule_name, parallel.pp, microbatches, parallel.virtual_stages)
+
+
+@functools.lru_cache(maxsize=64)
+def _simulator(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Simulator:
+    return Simulator(_schedule(name, ranks, microbatches, virtual_stages))
 
 
 def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
@@ -476,9 +488,9 @@ def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
         return m * sum(per_microbatch)
     p = parallel.pp
     if parallel.schedule_csv is not None or (parallel.schedule == "gpipe" and m <= 64) or m <= 3 * p:
-        return timeline(config, costs, m).end
+        return _simulator_of(config, m).end(costs)
     first = 2 * p + m % p
-    ends = [timeline(config, costs, count).end for count in (first, first + p)]
+    ends = [_simulator_of(config, count).end(costs) for count in (first, first + p)]
     return ends[0] + (m - first) / p * (ends[1] - ends[0])
 
 
