@@ -266,6 +266,7 @@ def forward(
 def backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, logarithm: Tensor, delta: Tensor,
     documents: Tensor | None, slopes: Tensor | None, *, causal: bool, reach: int | None, offset: int,
+    in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values, laid out as `forward` lays out its result.
 
@@ -281,11 +282,13 @@ def backward(
         causal: likewise.
         reach: likewise.
         offset: likewise.
+        in_fp32: whether the gradients of keys and values are not rounded to their type.
     """
     b, n, rows, d = query.shape
     groups, keys = key.shape[1:3]
     d_query = query.new_empty((b, rows, n, d)).transpose(1, 2)
-    d_key, d_value = (key.new_empty((b, keys, groups, d)).transpose(1, 2) for _ in range(2))
+    kind = torch.float32 if in_fp32 else key.dtype
+    d_key, d_value = (key.new_empty((b, keys, groups, d), dtype=kind).transpose(1, 2) for _ in range(2))
     if not query.numel():
         return d_query, d_key.zero_(), d_value.zero_()
     options = _options(query, key, documents, slopes, causal=causal, reach=reach)

@@ -217,7 +217,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scene: Scene, offset: int
 def _attend_backward(
     d_out: Tensor, operands: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], scene: Scene, offset: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values; the other arguments as those and the result of `_attend`."""
+    """The gradients of queries, and in fp32 of keys and values; the other arguments as those and the result of
+    `_attend`."""
     query, key, value = operands
     d_query = _like_projection(query)
     d_key, d_value = (_like_projection(x, torch.float32).zero_() for x in (key, value))
@@ -242,7 +243,7 @@ def _attend_backward(
             _part(d_key, tile).add_(gradients[1])
             _part(d_value, tile).add_(gradients[2])
         _part(d_query, queries, offset).copy_(summed)
-    return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
+    return d_query, d_key, d_value
 
 
 def _like_projection(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -284,7 +285,7 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _block_attention_backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logarithm: Tensor,
     documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,
-    causal: bool, window: int | None, dropout: float, block: int, offset: int,
+    causal: bool, window: int | None, dropout: float, block: int, offset: int, in_fp32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
     if _uses_kernel(query, dropout):
@@ -292,15 +293,18 @@ def _block_attention_backward(
 
         delta = (d_out.float() * out.float()).sum(-1).contiguous()
         documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
-        masks: dict[str, Any] = {"causal": causal, "reach": scene.view.reach, "offset": offset}
+        masks: dict[str, Any] = {"causal": causal, "reach": scene.view.reach, "offset": offset, "in_fp32": in_fp32}
         d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
         return kernel.backward(d_out, query, key, value, logarithm, delta, documents, slopes, **masks)
-    return _attend_backward(d_out, (query, key, value), (out, logarithm), scene, offset)
+    d_query, *others = _attend_backward(d_out, (query, key, value), (out, logarithm), scene, offset)
+    d_key, d_value = others if in_fp32 else (x.to(key.dtype) for x in others)
+    return d_query, d_key, d_value
 
 
 @_block_attention_backward.register_fake
-def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_projection(query), _like_projection(key), _like_projection(value)
+def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    kind = torch.float32 if others[-1] else key.dtype
+    return _like_projection(query), _like_projection(key, kind), _like_projection(value, kind)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -312,7 +316,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     options = ctx.causal, ctx.window, ctx.dropout, ctx.block, ctx.offset
-    return *_block_attention_backward(d_out, *ctx.saved_tensors, *options), *(None,) * 8
+    return *_block_attention_backward(d_out, *ctx.saved_tensors, *options, False), *(None,) * 8
 
 
 _block_attention.register_autograd(_differentiate, setup_context=_keep)
@@ -344,3 +348,43 @@ def block_attention(
     options = view.causal, view.window, dropout, block, offset
     out, logarithm = _block_attention(query, key, value, view.documents, slopes, seeds, *options)
     return out, logarithm
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None = None, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """What `block_attention` returns, for operators that compute their gradients by `attend_backward`.
+
+    Args:
+        query: as for `block_attention`, as all that follow.
+        key: likewise.
+        value: likewise.
+        view: likewise.
+        slopes: likewise.
+        offset: likewise.
+    """
+    out, logarithm = _block_attention(
+        query, key, value, view.documents, slopes, None, view.causal, view.window, 0.0, BLOCK, offset
+    )
+    return out, logarithm
+
+
+def attend_backward(
+    d_out: Tensor, out: Tensor, logarithm: Tensor, operands: tuple[Tensor, Tensor, Tensor],
+    *, view: Visibility, slopes: Tensor | None = None, offset: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, and in fp32 of keys and values, to which more queries add.
+
+    Args:
+        d_out: [b, n, q, d], gradient of the result over all keys.
+        out: [b, n, q, d], the result over all keys, of which `operands` may have a part.
+        logarithm: [b, n, q] fp32, of the sums over all keys.
+        operands: queries, keys and values, as for `attend`.
+        view: as for `attend`, as all that follow.
+        slopes: likewise.
+        offset: likewise.
+    """
+    tensors = d_out, *operands, out, logarithm, view.documents, slopes, None
+    options = view.causal, view.window, 0.0, BLOCK, offset, True
+    d_query, d_key, d_value = _block_attention_backward(*tensors, *options)
+    return d_query, d_key, d_value

@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
 
 def _groups(mesh: Mesh) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Role and ranks of the groups by torch's name of them; of a group with several roles the first."""
-    roles = ("layer", "replicas", "pipeline", "batch", "loss", "copies", "world")
+    roles = ("layer", "sequence", "replicas", "pipeline", "batch", "loss", "copies", "world")
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     for role in roles:
         group = getattr(mesh, role)

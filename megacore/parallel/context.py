@@ -1,0 +1,177 @@
+"""Context parallelism: the ranks of a group divide the positions of each sequence, and exchange keys and values.
+
+The sequence is cut into two chunks per rank, and rank r of p takes chunks r and 2p - 1 - r: with causal attention an
+early chunk sees few keys and a late one many, so that every rank computes as many scores (the zigzag of Zhu 2024,
+github.com/zhuzilin/ring-flash-attention, and of Llama team 2024, arXiv 2407.21783, section 3.3.2).
+
+Every layer but attention works on positions one by one. Attention gathers the keys and values of the whole sequence
+and computes this rank's queries. Its backward gathers them again, sums the gradients of keys and values over the ranks
+in fp32, and keeps those of this rank's positions: the adjoint. Documents, windows and ALiBi go by positions in the
+whole sequence, so that every mask is possible.
+
+Shape legend: b micro-batch, n heads, g key and value heads, s sequence, p ranks, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.ops.block_attention import attend, attend_backward
+from megacore.ops.visibility import Visibility
+from megacore.parallel.collectives import ShardsGathered, SumScattered
+from megacore.parallel.mesh import ALONE, Group
+
+
+@dataclass(frozen=True)
+class SequenceShards:
+    """Which positions of a sequence each rank of a group holds.
+
+    Attributes:
+        group: the ranks that divide each sequence.
+    """
+
+    group: Group = ALONE
+
+    def ranges(self, length: int, rank: int | None = None) -> tuple[range, ...]:
+        """A rank's positions in a sequence, ascending: two ranges of one size, or all of them where one rank has all.
+
+        Args:
+            length: s, of the whole sequence; a multiple of 2p where p is above 1.
+            rank: position in the group; None: this rank.
+        """
+        ranks = self.group.size
+        if ranks == 1:
+            return (range(length),)
+        assert length % (2 * ranks) == 0, f"{length} positions cannot be cut into {2 * ranks} chunks"
+        size, rank = length // (2 * ranks), self.group.rank if rank is None else rank
+        return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * ranks - 1 - rank))
+
+    def order(self, length: int) -> list[int]:
+        """The positions of a sequence as they lie one rank after the other."""
+        return [position for rank in range(self.group.size) for of in self.ranges(length, rank) for position in of]
+
+    def whole_length(self, local: int) -> int:
+        """The length of a sequence of which this rank holds `local` positions."""
+        return local * self.group.size
+
+    def take(self, x: Tensor, dim: int, *, length: int | None = None) -> Tensor:
+        """This rank's positions of a tensor that has those of the whole sequence along `dim`; x itself where one rank
+        has all.
+
+        Args:
+            x: any tensor.
+            dim: its dimension of positions.
+            length: of the sequence, where x has more positions than that; None: it has as many.
+        """
+        if self.group.size == 1:
+            return x
+        ranges = self.ranges(x.shape[dim] if length is None else length)
+        return torch.cat([x.narrow(dim, of.start, len(of)) for of in ranges], dim)
+
+
+WHOLE = SequenceShards()
+"""Of one rank, which holds whole sequences."""
+
+
+def context_attention(
+    query: Tensor, key: Tensor, value: Tensor, shards: SequenceShards, *, view: Visibility, slopes: Tensor | None = None
+) -> Tensor:
+    """Attention of this rank's positions over those of all ranks.
+
+    Args:
+        query: [b, n, s/p, d]; any strides, the last dimension contiguous.
+        key: [b, g, s/p, d].
+        value: [b, g, s/p, d].
+        shards: which positions these are; of two ranks or more.
+        view: who sees whom, with the documents of the whole sequence.
+        slopes: [n] fp32, of ALiBi.
+
+    Returns:
+        [b, n, s/p, d], laid out as [b, s/p, n, d]; 0 where the position is padding.
+    """
+    mixed: Tensor = _GatheredAttention.apply(query, key, value, shards, view, slopes)
+    if view.documents is None:
+        return mixed
+    padding = shards.take(view.documents, 1) == 0
+    return mixed.transpose(1, 2).masked_fill(padding[:, :, None, None], 0.0).transpose(1, 2)
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """It keeps this rank's keys and values, not those of the whole sequence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shards: SequenceShards,
+        view: Visibility,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        keys, values = _gathered(key, value, shards)
+        parts = [
+            attend(part, keys, values, view=view, slopes=slopes, offset=of.start) for of, part in _parts(query, shards)
+        ]
+        out, logarithm = _joined([part for part, _ in parts]), torch.cat([sums for _, sums in parts], 2)
+        ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
+        ctx.shards, ctx.causal, ctx.window = shards, view.causal, view.window
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logarithm, documents, slopes = ctx.saved_tensors
+        shards: SequenceShards = ctx.shards
+        view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
+        keys, values = _gathered(key, value, shards)
+        d_query, sums = [], list[Tensor]()
+        for (of, part), (_, d_of), (_, out_of), (_, sums_of) in zip(
+            *(_parts(x, shards) for x in (query, d_out, out, logarithm)), strict=True
+        ):
+            operands = part, keys, values
+            d_part, *terms = attend_backward(d_of, out_of, sums_of, operands, view=view, slopes=slopes, offset=of.start)
+            d_query.append(d_part)
+            sums = [total.add_(term) for total, term in zip(sums, terms, strict=True)] if sums else terms
+        d_key, d_value = _summed(sums, shards).unbind(0)
+        return _joined(d_query), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
+
+
+def _parts(x: Tensor, shards: SequenceShards) -> Iterator[tuple[range, Tensor]]:
+    """Each range of this rank's positions with its part of [b, heads, s/p, ...]."""
+    ranges = shards.ranges(shards.whole_length(x.shape[2]))
+    return zip(ranges, x.split([len(of) for of in ranges], 2), strict=True)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Along positions, laid out as the projections around attention read and write it: [b, s/p, heads, d]."""
+    return torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
+
+
+def _gathered(key: Tensor, value: Tensor, shards: SequenceShards) -> Tensor:
+    """The keys and values of all ranks in the order of the sequence, [2, b, g, s, d]."""
+    local = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))  # [2, b, s/p, g, d]
+    length = shards.whole_length(local.shape[2])
+    whole = local.new_empty((*local.shape[:2], length, *local.shape[3:]))
+    for rank, piece in enumerate(ShardsGathered(local, shards.group).wait()):
+        ranges = shards.ranges(length, rank)
+        for of, part in zip(ranges, piece.split([len(of) for of in ranges], 2), strict=True):
+            whole[:, :, of.start : of.stop] = part
+    return whole.transpose(2, 3)
+
+
+def _summed(gradients: Sequence[Tensor], shards: SequenceShards) -> Tensor:
+    """The sum over the ranks of gradients of keys and of values [b, g, s, d] in fp32, of which this rank keeps its
+    positions: [2, b, g, s/p, d]."""
+    b, g, s, d = gradients[0].shape
+    pieces = gradients[0].new_empty(shards.group.size, len(gradients), b, s // shards.group.size, g, d)
+    for rank, piece in enumerate(pieces):
+        ranges = shards.ranges(s, rank)
+        for part, x in zip(piece, gradients, strict=True):
+            torch.cat([x[:, :, of.start : of.stop].transpose(1, 2) for of in ranges], 1, out=part)
+    return SumScattered(pieces, shards.group).wait().transpose(2, 3)
