@@ -55,9 +55,10 @@ class ParallelConfig(Section):
     cp: Annotated[int, Range(1), Flag(("--context-parallel-size",))] = 1
     """Context-parallel degree: number of ranks that share each sequence, for sequences whose activations do not fit on
     one. Every rank holds the weights, and --seq-length / --cp positions. 2 x --cp must divide --seq-length."""
-    cp_comm: Literal["auto", "allgather"] = "auto"
+    cp_comm: Literal["auto", "allgather", "ring"] = "auto"
     """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
-    a time. auto: allgather."""
+    a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
+    shares. auto: allgather."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
     forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
@@ -96,6 +97,11 @@ class ParallelConfig(Section):
     The backend is NCCL on cuda and gloo on cpu."""
     distributed_timeout_minutes: Annotated[float, Range(0.05, 10080)] = 10.0
     """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
+
+    @property
+    def context_comm(self) -> Literal["allgather", "ring"]:
+        """How keys and values are exchanged, once that is chosen."""
+        return "ring" if self.cp_comm == "ring" else "allgather"
 
     def sequence_unit(self, *, sequence_parallel: bool) -> int:
         """What --seq-length must be a multiple of: each of the --cp ranks holds two equal ranges of positions, and with

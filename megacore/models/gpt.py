@@ -52,8 +52,10 @@ class GPTEmbedding(ShardedModule):
         if self.norm is not None:
             x = self.norm(x)
         if self.positions is not None:
-            here = self.sequence.take(self.positions, 0, length=self.sequence.whole_length(tokens.shape[1]))
-            x = x + here[local_positions(tokens.shape[1], self.split)]
+            table: Tensor = self.positions
+            if self.sequence.group.size > 1:
+                table = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
+            x = x + table[local_positions(tokens.shape[1], self.split)]
         if self.dropout is not None:
             x = self.dropout(x)
         return x

@@ -167,6 +167,25 @@ class SumScattered:
         return self._local
 
 
+class Shift:
+    """A tensor of every rank on its way to the next one in group order, from the last to the first; under way.
+
+    Args:
+        x: contiguous; of one shape on every rank. Nothing is written to it before `wait`.
+        group: of two ranks or more.
+    """
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._sent, self._received = x, torch.empty_like(x)
+        with post(Phase.SHIFT, group.ranks, x.nbytes) as watched:
+            self._pending = Pending(direct.start_shift(x, self._received, group), watched=watched)
+
+    def wait(self) -> Tensor:
+        """What the rank before this one has sent."""
+        self._pending.wait()
+        return self._received
+
+
 def _by_messages(whole: Tensor, group: Group) -> bool:
     """Whether messages between the ranks are faster than the backend's collective: they are on gloo."""
     return whole.device.type == "cpu" and dist.get_backend(group.handle) != "fake"

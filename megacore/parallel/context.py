@@ -4,10 +4,12 @@ The sequence is cut into two chunks per rank, and rank r of p takes chunks r and
 early chunk sees few keys and a late one many, so that every rank computes as many scores (the zigzag of Zhu 2024,
 github.com/zhuzilin/ring-flash-attention, and of Llama team 2024, arXiv 2407.21783, section 3.3.2).
 
-Every layer but attention works on positions one by one. Attention gathers the keys and values of the whole sequence
-and computes this rank's queries. Its backward gathers them again, sums the gradients of keys and values over the ranks
-in fp32, and keeps those of this rank's positions: the adjoint. Documents, windows and ALiBi go by positions in the
-whole sequence, so that every mask is possible.
+Every layer but attention works on positions one by one. Attention gets the keys and values of other ranks in one of
+two ways. `allgather` gathers those of the whole sequence, and computes this rank's queries. Its backward gathers them
+again, sums the gradients of keys and values over the ranks in fp32, and keeps those of this rank's positions: the
+adjoint. Documents, windows and ALiBi go by positions in the whole sequence, so that every mask is possible. `ring` (Liu
+et al. 2023, arXiv 2310.01889) passes keys and values from rank to rank, and computes with some while the next travel;
+the parts are merged in fp32 by the logarithms of their sums. In backward their gradients travel with them.
 
 Shape legend: b micro-batch, n heads, g key and value heads, s sequence, p ranks, d head size.
 """
@@ -16,15 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megacore.ops.block_attention import attend, attend_backward
 from megacore.ops.visibility import Visibility
-from megacore.parallel.collectives import ShardsGathered, SumScattered
+from megacore.parallel.collectives import ShardsGathered, Shift, SumScattered
 from megacore.parallel.mesh import ALONE, Group
+
+ContextComm = Literal["allgather", "ring"]
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,11 @@ class SequenceShards:
 
     Attributes:
         group: the ranks that divide each sequence.
+        comm: how they exchange keys and values.
     """
 
     group: Group = ALONE
+    comm: ContextComm = "allgather"
 
     def ranges(self, length: int, rank: int | None = None) -> tuple[range, ...]:
         """A rank's positions in a sequence, ascending: two ranges of one size, or all of them where one rank has all.
@@ -87,13 +93,17 @@ def context_attention(
         query: [b, n, s/p, d]; any strides, the last dimension contiguous.
         key: [b, g, s/p, d].
         value: [b, g, s/p, d].
-        shards: which positions these are; of two ranks or more.
-        view: who sees whom, with the documents of the whole sequence.
+        shards: which positions these are, and how the ranks exchange keys and values; of two ranks or more.
+        view: who sees whom, with the documents of the whole sequence; in a ring causal, without documents.
         slopes: [n] fp32, of ALiBi.
 
     Returns:
         [b, n, s/p, d], laid out as [b, s/p, n, d]; 0 where the position is padding.
     """
+    if shards.comm == "ring":
+        assert view.causal and view.documents is None, "a ring knows causal attention without documents"
+        passed: Tensor = _RingAttention.apply(query, key, value, shards, view, slopes)
+        return passed
     mixed: Tensor = _GatheredAttention.apply(query, key, value, shards, view, slopes)
     if view.documents is None:
         return mixed
@@ -136,7 +146,7 @@ class _GatheredAttention(torch.autograd.Function):
         ):
             operands = part, keys, values
             d_part, *terms = attend_backward(d_of, out_of, sums_of, operands, view=view, slopes=slopes, offset=of.start)
-            d_query.append(d_part)
+            d_query.append(d_part.to(query.dtype))
             sums = [total.add_(term) for total, term in zip(sums, terms, strict=True)] if sums else terms
         d_key, d_value = _summed(sums, shards).unbind(0)
         return _joined(d_query), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
@@ -175,3 +185,137 @@ def _summed(gradients: Sequence[Tensor], shards: SequenceShards) -> Tensor:
         for part, x in zip(piece, gradients, strict=True):
             torch.cat([x[:, :, of.start : of.stop].transpose(1, 2) for of in ranges], 1, out=part)
     return SumScattered(pieces, shards.group).wait().transpose(2, 3)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Causal attention. It keeps this rank's keys and values, and the merged result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shards: SequenceShards,
+        view: Visibility,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        out = _zeros_like(query)
+        logarithm = out.new_full(query.shape[:-1], -torch.inf)
+        for source, keys, values in _travelling(key, value, shards):
+            for pair in _pairs(source, query.shape[2], shards, view):
+                part, sums = attend(*pair.operands(query, keys, values), in_fp32=True, **pair.where(view, slopes))
+                _merge_(out[:, :, pair.rows], logarithm[:, :, pair.rows], part, sums)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, logarithm, slopes)
+        ctx.shards, ctx.view = shards, view
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logarithm, slopes = ctx.saved_tensors
+        shards: SequenceShards = ctx.shards
+        d_query, local = _zeros_like(query), key.new_empty(2, *key.transpose(1, 2).shape, dtype=torch.float32)
+        arriving: Shift | None = None
+        for source, keys, values in _travelling(key, value, shards):
+            d_keys = torch.zeros_like(local)
+            for pair in _pairs(source, query.shape[2], shards, ctx.view):
+                d_rows, out_rows, sums = (x[:, :, pair.rows] for x in (d_out, out, logarithm))
+                operands = pair.operands(query, keys, values)
+                terms = attend_backward(d_rows, out_rows, sums, operands, **pair.where(ctx.view, slopes))
+                d_query[:, :, pair.rows] += terms[0]
+                for total, term in zip(d_keys, terms[1:], strict=True):
+                    total.transpose(1, 2)[:, :, pair.columns] += term
+            if arriving is not None:
+                d_keys += arriving.wait()
+            arriving = Shift(d_keys, shards.group)
+        assert arriving is not None
+        d_key, d_value = arriving.wait().transpose(2, 3).to(key.dtype)
+        return d_query.to(query.dtype), d_key, d_value, None, None, None
+
+
+class _Pair(NamedTuple):
+    """Queries and keys of one chunk each, of which each query sees a key.
+
+    Attributes:
+        rows: of this rank's positions, which are the queries.
+        columns: of the other rank's positions, which are the keys.
+        offset: how many positions after the first key the first query is.
+    """
+
+    rows: slice
+    columns: slice
+    offset: int
+
+    def operands(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The parts of a rank's queries, and of a rank's keys and values."""
+        return query[:, :, self.rows], keys[:, :, self.columns], values[:, :, self.columns]
+
+    def where(self, view: Visibility, slopes: Tensor | None) -> dict[str, Any]:
+        """Keyword arguments of `attend`: only distances count without documents."""
+        return {"view": view, "slopes": slopes, "offset": self.offset}
+
+
+def _travelling(key: Tensor, value: Tensor, shards: SequenceShards) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The keys and values of this rank, then of the one before it, and so on around the ring: with the rank that they
+    belong to. The next travel while the caller computes."""
+    held, group = torch.stack((key.transpose(1, 2), value.transpose(1, 2))), shards.group  # [2, b, s/p, g, d]
+    for step in range(group.size):
+        following = Shift(held, group) if step < group.size - 1 else None
+        yield (group.rank - step) % group.size, held[0].transpose(1, 2), held[1].transpose(1, 2)
+        if following is not None:
+            held = following.wait()
+
+
+def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility) -> Iterator[_Pair]:
+    """What this rank's queries see of the keys of rank `source`: queries that see none of a chunk are left out, and
+    keys that no query sees.
+
+    Args:
+        source: whose keys.
+        local: positions of each rank.
+        shards: which positions these are.
+        view: causal, without documents.
+    """
+    length = shards.whole_length(local)
+    reach = length if view.reach is None else view.reach
+    first_row = 0
+    for queries in shards.ranges(length):
+        first_column = 0
+        for keys in shards.ranges(length, source):
+            start, stop = max(queries.start, keys.start), min(queries.stop, keys.stop - 1 + reach)
+            if start < stop:
+                begin, end = max(keys.start, start - reach + 1), min(keys.stop, stop)
+                yield _Pair(
+                    _slice(start, stop, first_row - queries.start),
+                    _slice(begin, end, first_column - keys.start),
+                    start - begin,
+                )
+            first_column += len(keys)
+        first_row += len(queries)
+
+
+def _slice(start: int, stop: int, shift: int) -> slice:
+    return slice(start + shift, stop + shift)
+
+
+def _merge_(out: Tensor, logarithm: Tensor, part: Tensor, sums: Tensor) -> None:
+    """Add attention over further keys, in place: each weighs as much as its share of the sum of both.
+
+    Args:
+        out: [b, n, q, d] fp32.
+        logarithm: [b, n, q] fp32, of the sums so far; -inf where there is none.
+        part: like out.
+        sums: like logarithm, finite.
+    """
+    both = torch.logaddexp(logarithm, sums)
+    out.mul_((logarithm - both).exp_()[..., None]).addcmul_(part, (sums - both).exp_()[..., None])
+    logarithm.copy_(both)
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    """fp32 zeros, laid out as the projections around attention read and write it: [b, s/p, heads, d]."""
+    return torch.zeros_like(x.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format).transpose(
+        1, 2
+    )

@@ -64,6 +64,16 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> l
     return [work for work in works if work is not None]
 
 
+def start_shift(outgoing: Tensor, incoming: Tensor, group: Group) -> list[dist.Work]:
+    """Begin to send to the next rank of the group, and to receive from the one before; returns what to wait for."""
+    to, source = ((group.rank + distance) % group.size for distance in (1, -1))
+    pair = (dist.isend, outgoing, to), (dist.irecv, incoming, source)
+    works: list[dist.Work] = dist.batch_isend_irecv(
+        [dist.P2POp(call, message, group.ranks[peer], group=group.handle) for call, message, peer in pair]
+    )
+    return works
+
+
 def sum_among(tensor: Tensor, group: Group, members: Sequence[int]) -> None:
     """Sum `tensor` in place over some ranks of a group, without a separate communicator.
 

@@ -154,11 +154,17 @@ def _block_mask_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
 
 
 def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """Keys and values of the whole sequence, and their gradients in fp32: of one range of queries and of both, or of
-    both and as they are sent; on a CPU also what torch's operator returns for a block."""
-    if config.rank_positions == config.data.seq_length:
+    """What ranks that divide sequences hold of each other's. Gathered: keys and values of the whole sequence, and their
+    gradients in fp32, of one range of queries and of both, or of both and as they are sent. In a ring: a share of
+    these, the next one, and sums in fp32. On a CPU also what torch's operator returns for a block."""
+    ranks = config.data.seq_length // config.rank_positions
+    if ranks == 1:
         return 0.0
-    return gathered_keys(config, block) * (_element(config) + 2 * 4 + (4 if on_cpu else 0))
+    e, keys, returned = _element(config), gathered_keys(config, block), 4 if on_cpu else 0
+    if config.parallel.context_comm == "ring":
+        queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
+        return keys / ranks * (2 * e + 3 * 4 + returned) + 2 * 4 * queries
+    return keys * (e + 2 * 4 + returned)
 
 
 def gathered_keys(config: ResolvedConfig, block: ResolvedModel) -> float:

@@ -151,7 +151,7 @@ class Speed:
         return sum(one.seconds(self.cluster.device, case=self.case) for one in sent)
 
     def of_keys(self, sent: Iterable[Sent]) -> float:
-        """Those of keys and values, for which attention waits."""
+        """Those of keys and values."""
         return self.transfers(one for one in sent if one.role == "sequence")
 
 
@@ -209,17 +209,20 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     traffic = layer_traffic(config, layer, again=again)
     software = speed.software
     overlap = software.tensor_overlap.of(speed.case)
-    transfer = speed.transfers(traffic.forward)
-    hidden = min(transfer - speed.of_keys(traffic.forward), overlap * gemm) if software.overlaps_forward else 0.0
+    # In a ring keys and values travel beside attention, which otherwise waits for them.
+    beside = 1.0 if config.parallel.context_comm == "ring" else 0.0
+    transfer, keys = speed.transfers(traffic.forward), speed.of_keys(traffic.forward)
+    hidden = min(transfer - keys, overlap * gemm) if software.overlaps_forward else 0.0
+    hidden += min(keys, beside * attention.total)
     forward = Parts(gemm=gemm, memory=elementwise, exposed=transfer - hidden, hidden=hidden) + attention
     forward = _with_host(forward, _OPERATORS_FORWARD, speed)
     weights = sum(k * n for k, n in products)
     added = 0.0 if software.fused_accumulation else weights * (8.0 + e)  # in fp32
     weight_grad = Parts(gemm=gemm, memory=speed.memory(added))
     # Every sum of an input's gradient runs beside the product for a weight's (parallel/tensor.py).
-    transfer = speed.transfers(traffic.backward)
+    transfer, keys = speed.transfers(traffic.backward), speed.of_keys(traffic.backward)
     window = 0.0 if config.parallel.may_split_backward else weight_grad.gemm * overlap
-    hidden = min(transfer - speed.of_keys(traffic.backward), window)
+    hidden = min(transfer - keys, window) + min(keys, beside * attention_backward.total)
     backward = Parts(gemm=gemm, memory=2 * elementwise, exposed=transfer - hidden, hidden=hidden) + attention_backward
     backward = _with_host(backward + weight_grad, _OPERATORS_BACKWARD, speed) + weight_grad.times(-1.0)
     recompute = config.training.recompute

@@ -124,20 +124,27 @@ def layer_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -
 
 
 def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
-    """Keys and values in forward and once more in backward, and the sums of their gradients, in fp32."""
-    ranks = ranks_of_role("sequence", config.parallel)
+    """Keys and values in forward and once more in backward, and their gradients, in fp32: gathered and summed, or a
+    rank's share at a time from rank to rank, of which the gradients take one step more."""
+    ranks, e = ranks_of_role("sequence", config.parallel), ELEMENT_BYTES[config.precision.precision]
     if ranks == 1 or layer.block is None:
         return LayerTraffic((), (), ())
     keys, stride = gathered_keys(config, layer.block), ranks_of_role("layer", config.parallel)
 
-    def sent(pattern: Pattern, what: str, element: int) -> tuple[Sent, ...]:
-        size = keys * element
-        return (Sent(role="sequence", pattern=pattern, what=what, bytes=size, count=1, ranks=ranks, stride=stride),)
+    def sent(pattern: Pattern, what: str, size: float, count: int) -> tuple[Sent, ...]:
+        one = Sent(role="sequence", pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride)
+        return (one,)
 
-    gathering = sent("all-gather", "keys and values", ELEMENT_BYTES[config.precision.precision])
-    summing = sent("reduce-scatter", "their gradients", 4)
+    if config.parallel.context_comm == "ring":
+        passing = sent("message", "keys and values", keys * e / ranks, ranks - 1)
+        returning = sent("message", "their gradients", keys * 4 / ranks, ranks)
+    else:
+        passing, returning = (
+            sent("all-gather", "keys and values", keys * e, 1),
+            sent("reduce-scatter", "their gradients", keys * 4, 1),
+        )
     repeats = again or config.training.recompute == "selective"
-    return LayerTraffic(gathering, gathering + summing, gathering if repeats else ())
+    return LayerTraffic(passing, passing + returning, passing if repeats else ())
 
 
 def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:

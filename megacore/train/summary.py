@@ -100,10 +100,11 @@ def summary_line(label: str, text: str) -> str:
 
 def _divided(config: ResolvedConfig) -> str:
     """How the ranks divide sequences."""
-    cp, length = config.parallel.cp, config.data.seq_length
+    parallel, length = config.parallel, config.data.seq_length
+    how = {"allgather": "are gathered for each layer", "ring": "travel in a ring"}[parallel.context_comm]
     return (
-        f"{length // cp} of {length} positions per rank, in 2 of {2 * cp} chunks; attention all-gathers keys and "
-        f"values over {cp} ranks"
+        f"{length // parallel.cp} of {length} positions per rank, in 2 of {2 * parallel.cp} chunks; keys and values "
+        f"{how} (--cp-comm {parallel.context_comm})"
     )
 
 

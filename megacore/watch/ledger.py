@@ -67,6 +67,7 @@ class Phase(IntEnum):
     SEND = 38
     RECEIVE = 39
     MEET = 40
+    SHIFT = 41
 
     @property
     def communicates(self) -> bool:

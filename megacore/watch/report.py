@@ -38,6 +38,7 @@ _WORDS = {
     Phase.OUTSIDE: "the program's code, outside of the engine",
     Phase.ALL_REDUCE: "all-reduce",
     Phase.ALL_GATHER: "all-gather",
+    Phase.SHIFT: "ring shift",
     Phase.REDUCE_SCATTER: "reduce-scatter",
     Phase.GATHER_OBJECTS: "exchange of values",
     Phase.BARRIER: "barrier",

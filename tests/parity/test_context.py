@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from megacore import ops
 from megacore.ops.visibility import Visibility
 from megacore.parallel.collectives import all_gather
-from megacore.parallel.context import SequenceShards, context_attention
+from megacore.parallel.context import ContextComm, SequenceShards, context_attention
 from megacore.parallel.mesh import Group, build_mesh
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -95,31 +95,37 @@ def attended(
     return whole
 
 
-Key = tuple[str, int, bool]  # the view's name, the number of groups, whether there is ALiBi
+Key = tuple[str, int, bool, ContextComm]  # the view's name, the number of groups, whether there is ALiBi
 
 
 def attend_on_ranks(rank: int, world_size: int, cases: Sequence[Key]) -> dict[Key, list[list[Tensor]]]:
     """Each case, and the same where one position of each sequence is another."""
-    shards, results = SequenceShards(build_mesh(make_config((1, 1, 1), "", cp=world_size).parallel).sequence), {}
-    for name, groups, alibi in cases:
+    group, results = build_mesh(make_config((1, 1, 1), "", cp=world_size).parallel).sequence, {}
+    for name, groups, alibi, comm in cases:
         slopes = torch.tensor(ops.alibi_slopes(HEADS)) if alibi else None
         changed = drawn(groups)
         for x, other in zip(changed[:3], drawn(groups, seed=6), strict=False):
             x[:, :, PROBED] = 100.0 * other[:, :, PROBED]
-        view = Visibility(**VIEWS[name])
-        results[name, groups, alibi] = [attended(x, shards, view, slopes) for x in (drawn(groups), changed)]
+        view, shards = Visibility(**VIEWS[name]), SequenceShards(group, comm)
+        results[name, groups, alibi, comm] = [attended(x, shards, view, slopes) for x in (drawn(groups), changed)]
     return results if rank == 0 else {}
 
 
 PROBED = 5  # in the middle of a document, and the only position of one
-ATTENTIONS: list[Key] = [(name, groups, alibi) for name in VIEWS for groups, alibi in ((2, False), (1, True))]
+ATTENTIONS: list[Key] = [
+    (name, groups, alibi, comm)
+    for comm in get_args(ContextComm)
+    for name, options in VIEWS.items()
+    for groups, alibi in ((2, False), (1, True))
+    if comm == "allgather" or (options["causal"] and "documents" not in options)
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_is_the_loop_and_leaks_nothing(ranks: int) -> None:
-    cases = [*ATTENTIONS, ("causal", 4, False)]
+    cases: list[Key] = [*ATTENTIONS, ("causal", 4, False, "allgather"), ("causal", 4, False, "ring")]
     results = run_distributed(attend_on_ranks, ranks, cases)[0]
-    for (name, groups, alibi), (found, changed) in results.items():
+    for (name, groups, alibi, _), (found, changed) in results.items():
         *ours, d_out = drawn(groups)
         exact = [x.double().requires_grad_() for x in ours]
         slopes = ops.alibi_slopes(HEADS) if alibi else None
@@ -148,6 +154,29 @@ def test_the_loss_of_a_missing_mask_would_show() -> None:
     """The probe finds a leak where there is one."""
     causal, both = _unaffected(VIEWS["causal"]), _unaffected(VIEWS["both ways"])
     assert causal[0].any() and not both[0].any()
+
+
+def attend_in_bf16(rank: int, world_size: int) -> list[list[Tensor]]:
+    """With each way of communication."""
+    group = build_mesh(make_config((1, 1, 1), "", cp=world_size).parallel).sequence
+    tensors, view = [x.bfloat16() for x in drawn(2)], Visibility(causal=True)
+    return [attended(tensors, SequenceShards(group, comm), view, None) for comm in get_args(ContextComm)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sixteen_bits_lose_no_more_than_on_one_process(ranks: int) -> None:
+    *tensors, d_out = (x.bfloat16() for x in drawn(2))
+    exact = [x.double().requires_grad_() for x in tensors]
+    expected = brute_force(*exact, causal=True)
+    wanted = [expected.detach(), *torch.autograd.grad(expected, exact, d_out.double())]
+    for x in tensors:
+        x.requires_grad_()
+    out = ops.attention(*tensors, causal=True)
+    alone = [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
+    for found in run_distributed(attend_in_bf16, ranks)[0]:
+        for ours, one, want in zip(found, alone, wanted, strict=True):
+            assert ours.dtype == torch.bfloat16
+            assert float((ours.double() - want).norm()) <= 1.2 * float((one.double() - want).norm())
 
 
 # ---- training
@@ -208,9 +237,9 @@ _OF_LAYOUT = {
 PAIRS: list[tuple[str, Layout, dict[str, Any]]] = [
     ("gpt2", (1, 1, 2), {"cp": 2, "zero_stage": 2}),
     ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2}),
-    ("llama", (1, 1, 1), {"cp": 4, "optimizer": "sgd"}),
-    ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble"}),
-    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective"}),
+    ("llama", (1, 1, 1), {"cp": 4, "optimizer": "sgd", "cp_comm": "ring"}),
+    ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
+    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective", "cp_comm": "ring"}),
     ("qwen", (2, 1, 1), {"cp": 2, "recompute": "full"}),
     ("stretched", (1, 2, 1), {"cp": 2, "micro_batch_size": 1, "schedule": "gpipe"}),
 ]
@@ -242,6 +271,7 @@ def _combination(number: int) -> tuple[str, Layout, dict[str, Any]]:
     schedule = choose.choice(["1f1b", "gpipe", "zero-bubble", *(["interleaved"] if pp > 1 else [])])
     changes: dict[str, Any] = {
         "cp": cp,
+        "cp_comm": choose.choice(get_args(ContextComm)),
         "schedule": schedule,
         "virtual_stages": 2 if schedule == "interleaved" else 1,
         "num_layers": choose.choice([2 * pp, 2 * pp + 1]),
@@ -266,7 +296,8 @@ def test_training_is_that_of_one_process_in_any_combination(first: int, tmp_path
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_twenty_steps_are_those_of_one_process(model: str, cp: int, tmp_path: Path) -> None:
-    compare([(model, (1, 1, 1), {"cp": cp, "train_iters": 20})], str(tmp_path))
+    changes = {"cp": cp, "train_iters": 20}
+    compare([(model, (1, 1, 1), changes | {"cp_comm": comm}) for comm in get_args(ContextComm)], str(tmp_path))
 
 
 # ---- checkpoints and evaluation
