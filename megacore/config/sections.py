@@ -55,10 +55,11 @@ class ParallelConfig(Section):
     cp: Annotated[int, Range(1), Flag(("--context-parallel-size",))] = 1
     """Context-parallel degree: number of ranks that share each sequence, for sequences whose activations do not fit on
     one. Every rank holds the weights, and --seq-length / --cp positions. 2 x --cp must divide --seq-length."""
-    cp_comm: Literal["auto", "allgather", "ring"] = "auto"
+    cp_comm: Literal["auto", "allgather", "ring", "ulysses"] = "auto"
     """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
     a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
-    shares. auto: allgather."""
+    shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
+    auto: allgather."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
     forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
@@ -99,9 +100,9 @@ class ParallelConfig(Section):
     """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
 
     @property
-    def context_comm(self) -> Literal["allgather", "ring"]:
+    def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
         """How keys and values are exchanged, once that is chosen."""
-        return "ring" if self.cp_comm == "ring" else "allgather"
+        return "allgather" if self.cp_comm == "auto" else self.cp_comm
 
     def sequence_unit(self, *, sequence_parallel: bool) -> int:
         """What --seq-length must be a multiple of: each of the --cp ranks holds two equal ranges of positions, and with

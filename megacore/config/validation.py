@@ -93,6 +93,21 @@ def _attention_dropout_of_context(config: Config, world_size: int) -> Iterator[s
         )
 
 
+@_about("cp", "cp_comm", "tp", "num_attention_heads", "num_query_groups")
+def _heads_of_context(config: Config, world_size: int) -> Iterator[str]:
+    parallel, heads, groups = config.parallel, config.model.num_attention_heads, config.model.query_groups
+    tp, cp = parallel.tp, parallel.cp
+    if cp == 1 or parallel.cp_comm != "ulysses" or heads % tp:
+        return
+    held = max(groups // tp, 1)
+    if heads // tp % cp or (held % cp and cp % held):
+        yield (
+            f"--cp-comm ulysses divides the {counted(heads // tp, 'query head')} and {counted(held, 'key head')} of a "
+            f"tp rank over --cp {cp}, which must divide the former, and divide the latter or be a multiple of it: use "
+            "--cp-comm allgather or ring, or another --cp"
+        )
+
+
 @_about("cp", "attention")
 def _attention_of_context(config: Config, world_size: int) -> Iterator[str]:
     if config.parallel.cp > 1 and config.training.attention == "fused-softmax":

@@ -167,6 +167,29 @@ class SumScattered:
         return self._local
 
 
+class PartsExchanged:
+    """A part of every rank's tensor for each rank, stacked along the first dimension; under way.
+
+    Args:
+        x: [group.size, ...], contiguous, a part for each rank.
+        group: of two ranks or more.
+    """
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._parts, self._received = x, torch.empty_like(x)
+        with post(Phase.ALL_TO_ALL, group.ranks, x.nbytes) as watched:
+            if _by_messages(x, group):
+                self._pending = Pending(*direct.start_all_to_all(self._received, x, group), watched)
+            else:
+                work = dist.all_to_all_single(self._received, x, group=group.handle, async_op=True)
+                self._pending = Pending([work], watched=watched)
+
+    def wait(self) -> Tensor:
+        """[group.size, ...], what each rank had for this one."""
+        self._pending.wait()
+        return self._received
+
+
 class Shift:
     """A tensor of every rank on its way to the next one in group order, from the last to the first; under way.
 

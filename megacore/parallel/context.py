@@ -5,11 +5,13 @@ early chunk sees few keys and a late one many, so that every rank computes as ma
 github.com/zhuzilin/ring-flash-attention, and of Llama team 2024, arXiv 2407.21783, section 3.3.2).
 
 Every layer but attention works on positions one by one. Attention gets the keys and values of other ranks in one of
-two ways. `allgather` gathers those of the whole sequence, and computes this rank's queries. Its backward gathers them
+three ways. `allgather` gathers those of the whole sequence, and computes this rank's queries. Its backward gathers them
 again, sums the gradients of keys and values over the ranks in fp32, and keeps those of this rank's positions: the
 adjoint. Documents, windows and ALiBi go by positions in the whole sequence, so that every mask is possible. `ring` (Liu
 et al. 2023, arXiv 2310.01889) passes keys and values from rank to rank, and computes with some while the next travel;
-the parts are merged in fp32 by the logarithms of their sums. In backward their gradients travel with them.
+the parts are merged in fp32 by the logarithms of their sums. In backward their gradients travel with them. `ulysses`
+(Jacobs et al. 2023, arXiv 2309.14509) exchanges positions for heads: each rank attends over whole sequences with 1/p of
+the heads, as if there were no other rank, and the results are exchanged back.
 
 Shape legend: b micro-batch, n heads, g key and value heads, s sequence, p ranks, d head size.
 """
@@ -23,12 +25,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megacore.ops.attention import Alibi, attention
 from megacore.ops.block_attention import attend, attend_backward
 from megacore.ops.visibility import Visibility
-from megacore.parallel.collectives import ShardsGathered, Shift, SumScattered
+from megacore.parallel.collectives import PartsExchanged, ShardsGathered, Shift, SumScattered
 from megacore.parallel.mesh import ALONE, Group
 
-ContextComm = Literal["allgather", "ring"]
+ContextComm = Literal["allgather", "ring", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def context_attention(
     Returns:
         [b, n, s/p, d], laid out as [b, s/p, n, d]; 0 where the position is padding.
     """
+    if shards.comm == "ulysses":
+        return _by_heads(query, key, value, shards, view=view, slopes=slopes)
     if shards.comm == "ring":
         assert view.causal and view.documents is None, "a ring knows causal attention without documents"
         passed: Tensor = _RingAttention.apply(query, key, value, shards, view, slopes)
@@ -319,3 +324,60 @@ def _zeros_like(x: Tensor) -> Tensor:
     return torch.zeros_like(x.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format).transpose(
         1, 2
     )
+
+
+def _by_heads(
+    query: Tensor, key: Tensor, value: Tensor, shards: SequenceShards, *, view: Visibility, slopes: Tensor | None
+) -> Tensor:
+    """As `context_attention`: whole sequences of 1/p of the heads on each rank. Where there are fewer key heads than
+    ranks, ranks get copies of one."""
+    ranks, rank = shards.group.size, shards.group.rank
+    copies = max(1, ranks // key.shape[1])
+    heads = [x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)]
+    joined = torch.cat([x.transpose(1, 2).unflatten(2, (ranks, -1)) for x in (query, *heads)], 3)
+    sizes = [x.shape[1] // ranks for x in (query, *heads)]
+    whole: Tensor = _Exchange.apply(joined, shards, True)  # [b, s, (n + 2 g) / p, d]
+    mixed = attention(
+        *(x.transpose(1, 2) for x in whole.split(sizes, 2)),
+        causal=view.causal,
+        window=view.window,
+        documents=view.documents,
+        alibi=None if slopes is None else Alibi(slopes.chunk(ranks)[rank]),
+    )
+    back: Tensor = _Exchange.apply(mixed.transpose(1, 2), shards, False)  # [b, s/p, p, n/p, d]
+    return back.flatten(2, 3).contiguous().transpose(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """This rank's positions of all heads, [b, s/p, p, m, d], for all positions of its heads, [b, s, m, d], or back:
+    each the other's adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: SequenceShards, to_heads: bool) -> Tensor:
+        ctx.shards, ctx.to_heads = shards, to_heads
+        return _positions_to_heads(x, shards) if to_heads else _heads_to_positions(x, shards)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back = _heads_to_positions if ctx.to_heads else _positions_to_heads
+        return back(grad, ctx.shards), None, None
+
+
+def _positions_to_heads(x: Tensor, shards: SequenceShards) -> Tensor:
+    pieces = PartsExchanged(x.movedim(2, 0).contiguous(), shards.group).wait()  # [p, b, s/p, m, d]
+    b, local, m, d = pieces.shape[1:]
+    length = shards.whole_length(local)
+    whole = pieces.new_empty(b, length, m, d)
+    for rank, piece in enumerate(pieces):
+        ranges = shards.ranges(length, rank)
+        for of, part in zip(ranges, piece.split([len(of) for of in ranges], 1), strict=True):
+            whole[:, of.start : of.stop] = part
+    return whole
+
+
+def _heads_to_positions(x: Tensor, shards: SequenceShards) -> Tensor:
+    pieces = [
+        torch.cat([x[:, of.start : of.stop] for of in shards.ranges(x.shape[1], rank)], 1)
+        for rank in range(shards.group.size)
+    ]
+    return PartsExchanged(torch.stack(pieces), shards.group).wait().movedim(0, 2)

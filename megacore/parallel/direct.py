@@ -54,6 +54,21 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> tuple[list[d
     return works, copy
 
 
+def start_all_to_all(incoming: Tensor, outgoing: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
+    """Begin to send each rank its part of `outgoing`, along the first dimension, and to receive from each into
+    `incoming`.
+
+    Returns:
+        What to wait for, and what to do then.
+    """
+    works = _exchange(list(outgoing), list(incoming), group)
+
+    def copy() -> None:
+        incoming[group.rank].copy_(outgoing[group.rank])
+
+    return works, copy
+
+
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> list[dist.Work]:
     """Begin to send to every other rank and to receive from it; the nearest in group order first."""
     works: list[dist.Work | None] = []

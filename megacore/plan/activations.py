@@ -125,7 +125,7 @@ def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: b
     """Whether attention takes a block of queries at a time: where torch's operator would need masks or weights, and the
     sequence is long; and where ranks divide sequences."""
     s = config.data.seq_length
-    if config.rank_positions < s:
+    if config.rank_positions < s and config.parallel.context_comm != "ulysses":
         return True
     if config.training.attention == "fused-softmax" or s <= LONGEST_WHOLE:
         return False
@@ -158,7 +158,7 @@ def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: boo
     gradients in fp32, of one range of queries and of both, or of both and as they are sent. In a ring: a share of
     these, the next one, and sums in fp32. On a CPU also what torch's operator returns for a block."""
     ranks = config.data.seq_length // config.rank_positions
-    if ranks == 1:
+    if ranks == 1 or config.parallel.context_comm == "ulysses":
         return 0.0
     e, keys, returned = _element(config), gathered_keys(config, block), 4 if on_cpu else 0
     if config.parallel.context_comm == "ring":

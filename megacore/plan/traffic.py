@@ -135,16 +135,22 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
         one = Sent(role="sequence", pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride)
         return (one,)
 
-    if config.parallel.context_comm == "ring":
-        passing = sent("message", "keys and values", keys * e / ranks, ranks - 1)
+    returning: tuple[Sent, ...] = ()
+    if config.parallel.context_comm == "ulysses":
+        t, block = ranks_of_role("layer", config.parallel), layer.block
+        tokens, queries = config.training.micro_batch_size * config.rank_positions, block.num_attention_heads / t
+        copied = max(block.query_groups / t, 1, ranks)  # key heads; at least one for each rank
+        taken = sent("all-to-all", "queries, keys and values", e * tokens * block.head_size * (queries + 2 * copied), 1)
+        passing = taken + sent("all-to-all", "attention's results", e * tokens * block.head_size * queries, 1)
+    elif config.parallel.context_comm == "ring":
+        taken = passing = sent("message", "keys and values", keys * e / ranks, ranks - 1)
         returning = sent("message", "their gradients", keys * 4 / ranks, ranks)
     else:
-        passing, returning = (
-            sent("all-gather", "keys and values", keys * e, 1),
-            sent("reduce-scatter", "their gradients", keys * 4, 1),
-        )
-    repeats = again or config.training.recompute == "selective"
-    return LayerTraffic(passing, passing + returning, passing if repeats else ())
+        taken = passing = sent("all-gather", "keys and values", keys * e, 1)
+        returning = sent("reduce-scatter", "their gradients", keys * 4, 1)
+    # Recomputation of attention stops before its results, which backward does not need, are exchanged.
+    repeated = passing if again else taken if config.training.recompute == "selective" else ()
+    return LayerTraffic(passing, passing + returning, repeated)
 
 
 def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:

@@ -49,6 +49,7 @@ _PATTERNS: Mapping[str, Pattern] = {
     "_allgather_base_": "all-gather",
     "reduce_scatter_": "reduce-scatter",
     "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
     "send": "message",
     "recv_": "message",
     "broadcast_": "message",

@@ -101,7 +101,11 @@ def summary_line(label: str, text: str) -> str:
 def _divided(config: ResolvedConfig) -> str:
     """How the ranks divide sequences."""
     parallel, length = config.parallel, config.data.seq_length
-    how = {"allgather": "are gathered for each layer", "ring": "travel in a ring"}[parallel.context_comm]
+    how = {
+        "allgather": "are gathered for each layer",
+        "ring": "travel in a ring",
+        "ulysses": "of 1 in {cp} heads are exchanged for positions",
+    }[parallel.context_comm].format(cp=parallel.cp)
     return (
         f"{length // parallel.cp} of {length} positions per rank, in 2 of {2 * parallel.cp} chunks; keys and values "
         f"{how} (--cp-comm {parallel.context_comm})"

@@ -68,6 +68,7 @@ class Phase(IntEnum):
     RECEIVE = 39
     MEET = 40
     SHIFT = 41
+    ALL_TO_ALL = 42
 
     @property
     def communicates(self) -> bool:

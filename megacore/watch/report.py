@@ -39,6 +39,7 @@ _WORDS = {
     Phase.ALL_REDUCE: "all-reduce",
     Phase.ALL_GATHER: "all-gather",
     Phase.SHIFT: "ring shift",
+    Phase.ALL_TO_ALL: "all-to-all",
     Phase.REDUCE_SCATTER: "reduce-scatter",
     Phase.GATHER_OBJECTS: "exchange of values",
     Phase.BARRIER: "barrier",

@@ -41,6 +41,10 @@ def test_the_degree_counts_and_has_megatrons_name() -> None:
         ("--cp 2 --attention-dropout 0.1", "--attention-dropout 0.1 is not possible with --cp 2"),
         ("--cp 2 --attention fused-softmax", "use --attention sdpa, or --cp 1"),
         ("--cp 2 --reproducible", "--reproducible is not possible with --cp 2"),
+        (
+            "--cp 8 --cp-comm ulysses --num-attention-heads 12",
+            "divides the 12 query heads and 12 key heads of a tp rank",
+        ),
         ("--cp-comm allgather", "--cp-comm allgather has no effect with --cp 1"),
         ("--cp 3", "--cp 3 x --pp 1 = 3 must divide the number of processes, but the run has 8 processes"),
         ("--cp 0", "--cp 0"),
