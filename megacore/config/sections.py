@@ -59,7 +59,7 @@ class ParallelConfig(Section):
     """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
     a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
     shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
-    auto: allgather."""
+    auto: ring."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
     forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
@@ -102,7 +102,7 @@ class ParallelConfig(Section):
     @property
     def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
         """How keys and values are exchanged, once that is chosen."""
-        return "allgather" if self.cp_comm == "auto" else self.cp_comm
+        return "ring" if self.cp_comm == "auto" else self.cp_comm
 
     def sequence_unit(self, *, sequence_parallel: bool) -> int:
         """What --seq-length must be a multiple of: each of the --cp ranks holds two equal ranges of positions, and with

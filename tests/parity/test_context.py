@@ -239,13 +239,13 @@ _OF_LAYOUT = {
 FEW: list[tuple[str, Layout, dict[str, Any]]] = [
     ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
     ("qwen", (2, 1, 1), {"cp": 2, "recompute": "full", "cp_comm": "ulysses"}),
-    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective"}),
+    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective", "cp_comm": "allgather"}),
 ]
 MORE: list[tuple[str, Layout, dict[str, Any]]] = [
-    ("gpt2", (1, 1, 2), {"cp": 2, "zero_stage": 2}),
-    ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2}),
+    ("gpt2", (1, 1, 2), {"cp": 2, "zero_stage": 2, "cp_comm": "allgather"}),
+    ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
     ("llama", (1, 1, 1), {"cp": 4, "optimizer": "sgd", "cp_comm": "ring"}),
-    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 1, "cp_comm": "ring", "offload_optimizer": True}),
+    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 1, "cp_comm": "ring"}),
     ("llama", (1, 2, 1), {"cp": 2, "cp_comm": "ulysses", "schedule": "zero-bubble"}),
     ("stretched", (1, 2, 1), {"cp": 2, "micro_batch_size": 1, "schedule": "gpipe"}),
 ]
