@@ -185,9 +185,11 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
 
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
-    """Begin to sum the flat tensor `whole` over the group and keep this rank's part of the sum in `shard`."""
+    """Begin to sum the flat tensor `whole` over the group and keep this rank's part of the sum in `shard`, which may be
+    this rank's part of `whole`."""
     if group.size == 1:
-        shard.copy_(whole)
+        if shard.data_ptr() != whole.data_ptr():
+            shard.copy_(whole)
         return Pending()
     with post(Phase.REDUCE_SCATTER, group.ranks, whole.nbytes) as watched:
         if _by_messages(whole, group):
