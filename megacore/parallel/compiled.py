@@ -16,8 +16,9 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from megacore.parallel.products import Products
 
 Backend = Literal["inductor", "aot-eager"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _BACKENDS = {"inductor": "inductor", "aot-eager": "aot_eager"}
 # Blocks of a model differ in a few ways (windows, a first block without a norm), each in training and in evaluation.
@@ -99,11 +102,16 @@ def compile_layer(
 
     if prepared:
         layer.register_forward_pre_hook(prepare)
+    layer.forward = compile_function(layer.forward, backend=backend, fixed_shapes=fixed_shapes)
+
+
+def compile_function(function: Function, *, backend: Backend = "inductor", fixed_shapes: bool = True) -> Function:
+    """A function of tensors that runs as compiled code, from its first call on; arguments as for `compile_layer`."""
     # Random operators of plain layers stay those of torch: they draw the same masks as without compiling.
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
-    layer.forward = torch.compile(
-        layer.forward, backend=_BACKENDS[backend], options=options, dynamic=False if fixed_shapes else None
-    )
+    dynamic = False if fixed_shapes else None
+    compiled: Any = torch.compile(function, backend=_BACKENDS[backend], options=options, dynamic=dynamic)
+    return cast(Function, compiled)
 
 
 def why_not_compile(backend: Backend, device: torch.device) -> str | None:

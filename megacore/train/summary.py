@@ -97,7 +97,8 @@ def summary_line(label: str, text: str) -> str:
 
 def _compiled(config: ResolvedConfig) -> str:
     inside = "around the Triton kernels" if config.training.kernels == "triton" else "with their operators"
-    return f"transformer blocks, {inside}, by {config.training.compile_backend}"
+    whole = config.parallel.tp == 1 and loss_chunks(config) == 1  # see task.cross_entropy_of
+    return f"transformer blocks{' and the loss' if whole else ''}, {inside}, by {config.training.compile_backend}"
 
 
 def _operators(config: ResolvedConfig, device: torch.device) -> str:

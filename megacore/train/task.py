@@ -7,16 +7,18 @@ gpt_task.py, BERT's in bert_task.py, that of any list of layers in plain_task.py
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacore.config import ResolvedConfig
+from megacore import ops
+from megacore.config import ResolvedConfig, TrainingConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.spec import LayerSpec
+from megacore.parallel.compiled import compile_function
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
@@ -24,6 +26,17 @@ from megacore.pipeline.stage import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of parameters and activations by the name of the precision."""
+
+
+def compiled_cross_entropy(training: TrainingConfig, group: Group) -> Callable[..., Tensor] | None:
+    """`ops.summed_cross_entropy` as compiled code; None without --compile.
+
+    Not where ranks split the vocabulary: their exchange of three floats per token stands between the operators. Where
+    the head computes the loss in chunks, it has the operators, and what is left is one sum.
+    """
+    if training.compile and group.size == 1:
+        return compile_function(ops.summed_cross_entropy, backend=training.compile_backend)
+    return None
 
 
 class Task(ABC):
