@@ -206,6 +206,8 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return tensor.unsqueeze(0)
+    if torch.compiler.is_compiling():
+        return ShardsGathered(tensor, group).wait()
     gathered = tensor.new_empty((group.size, *tensor.shape))
     with post(Phase.ALL_GATHER, group.ranks, gathered.nbytes):
         _all_gather_flat(gathered.view(-1), tensor.contiguous().view(-1), group=group.handle)

@@ -170,7 +170,8 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gradient: Tensor) -> Tensor:
-        return y.view_as(y)
+        ctx.mark_dirty(y)  # no view of it, which compiled code could not write its gradient over
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,16 +7,18 @@ gpt_task.py, BERT's in bert_task.py, that of any list of layers in plain_task.py
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megacore import ops
 from megacore.config import ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.spec import LayerSpec
+from megacore.parallel.compiled import compile_function
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
@@ -24,6 +26,16 @@ from megacore.pipeline.stage import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of parameters and activations by the name of the precision."""
+
+
+def loss_sum(config: ResolvedConfig) -> Callable[..., Tensor]:
+    """`ops.summed_cross_entropy`, with --compile as compiled code. Where the head computes the loss in chunks it is not
+    needed."""
+    training = config.training
+    if not training.compile:
+        return ops.summed_cross_entropy
+    split = training.reproducible or config.parallel.may_split_backward
+    return compile_function(ops.summed_cross_entropy, backend=training.compile_backend, split_backward=split)
 
 
 class Task(ABC):

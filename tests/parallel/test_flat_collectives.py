@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ def test_sums_and_parts_are_exact() -> None:
     run_distributed(check_values, 3)
 
 
+def _chosen(by_messages: bool, whole: torch.Tensor, group: Group) -> bool:
+    return by_messages
+
+
 def check_sums_in_place(rank: int, world_size: int) -> None:
     group = Group(ranks=tuple(range(world_size)), rank=rank, handle=dist.group.WORLD)
     terms = torch.randn(world_size, world_size, 5, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(5)
@@ -44,7 +49,7 @@ def check_sums_in_place(rank: int, world_size: int) -> None:
     for term in terms[1:]:
         in_order = in_order + term
     for by_messages in (True, False):
-        collectives._by_messages = lambda whole, group, chosen=by_messages: chosen
+        collectives._by_messages = partial(_chosen, by_messages)
         whole, apart = terms[rank].flatten(), torch.empty(5)
         collectives.start_reduce_scatter(apart, terms[rank].flatten(), group).wait()
         collectives.start_reduce_scatter(whole.chunk(world_size)[rank], whole, group).wait()
