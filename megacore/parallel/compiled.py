@@ -128,6 +128,26 @@ def compile_function(
     return cast(Function, compiled)
 
 
+class _Alias(torch.autograd.Function):
+    """The identity; its result is no view for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def alias(x: Tensor) -> Tensor:
+    """x, for compiled code whose backward writes its gradient over it: torch refuses to capture this for the view that
+    an autograd function has made, such as the output of a layer whose backward is split or whose weights are sharded.
+    """
+    result: Tensor = _Alias.apply(x)
+    return result
+
+
 def why_not_compile(backend: Backend, device: torch.device) -> str | None:
     """Why the backend cannot run on a device, in a sentence; None if it can."""
     if backend != "inductor" or device.type != "cpu":

@@ -170,8 +170,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gradient: Tensor) -> Tensor:
-        ctx.mark_dirty(y)  # no view of it, which compiled code could not write its gradient over
-        return y
+        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from megacore.config import ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.spec import LayerSpec
-from megacore.parallel.compiled import compile_function
+from megacore.parallel.compiled import alias, compile_function
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
@@ -35,7 +35,8 @@ def loss_sum(config: ResolvedConfig) -> Callable[..., Tensor]:
     if not training.compile:
         return ops.summed_cross_entropy
     split = training.reproducible or config.parallel.may_split_backward
-    return compile_function(ops.summed_cross_entropy, backend=training.compile_backend, split_backward=split)
+    compiled = compile_function(ops.summed_cross_entropy, backend=training.compile_backend, split_backward=split)
+    return lambda logits, *others, **choices: compiled(alias(logits), *others, **choices)
 
 
 class Task(ABC):
