@@ -22,13 +22,13 @@ from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
 from megacore.models.bert import Output, bert_flops, bert_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
-from megacore.ops import CrossEntropyOptions
+from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.cross_entropy import vocab_parallel_argmax, vocabulary_share
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import TensorSpec
-from megacore.train.task import Task, document_numbers_spec, hidden_states_spec, loss_sum
+from megacore.train.task import Task, compiled_loss, document_numbers_spec, hidden_states_spec
 
 _NO_PAIR = -1
 
@@ -55,7 +55,7 @@ class BertTask(Task):
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
         self.has_pairs = config.bert.has_sentence_head
         self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
-        self.loss_sum = loss_sum(config)
+        self.compiled_loss = compiled_loss(config)
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
@@ -113,7 +113,8 @@ class BertTask(Task):
         if self.head_has_loss:
             sums = [torch.sum(tokens * mask)]
         else:
-            sums = [self.loss_sum(tokens, microbatch.labels, mask, options=options, share=self.share)]
+            loss_sum = self.compiled_loss or summed_cross_entropy
+            sums = [loss_sum(tokens, microbatch.labels, mask, options=options, share=self.share)]
         sums += [F.cross_entropy(pair.float(), labels, ignore_index=_NO_PAIR, reduction="sum") for pair in pairs]
         return torch.stack(sums)
 

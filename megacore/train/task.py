@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore import ops
 from megacore.config import ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.spec import LayerSpec
+from megacore.ops import summed_cross_entropy
 from megacore.parallel.compiled import alias, compile_function
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
@@ -28,14 +28,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of parameters and activations by the name of the precision."""
 
 
-def loss_sum(config: ResolvedConfig) -> Callable[..., Tensor]:
-    """`ops.summed_cross_entropy`, with --compile as compiled code. Where the head computes the loss in chunks it is not
-    needed."""
+def compiled_loss(config: ResolvedConfig) -> Callable[..., Tensor] | None:
+    """`summed_cross_entropy` as compiled code; None without --compile. Where the head computes the loss in chunks it is
+    not needed."""
     training = config.training
     if not training.compile:
-        return ops.summed_cross_entropy
+        return None
     split = training.reproducible or config.parallel.may_split_backward
-    compiled = compile_function(ops.summed_cross_entropy, backend=training.compile_backend, split_backward=split)
+    compiled = compile_function(summed_cross_entropy, backend=training.compile_backend, split_backward=split)
     return lambda logits, *others, **choices: compiled(alias(logits), *others, **choices)
 
 

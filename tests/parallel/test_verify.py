@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megacore import ops
 from megacore.config import ResolvedConfig
 from megacore.optim import adamw
+from megacore.train import gpt_task
 from megacore.verify.command import Request, main, make_parser, request_of, run_rank
 from megacore.verify.compare import compare
 from megacore.verify.defects import BY_NAME, DEFECTS
@@ -143,12 +143,12 @@ def test_a_wrong_update_on_both_sides_is_found_by_torchs_optimizer(capsys: pytes
 
 
 def test_a_wrong_loss_on_both_sides_is_found_by_torchs_cross_entropy(capsys: pytest.CaptureFixture[str]) -> None:
-    right = ops.summed_cross_entropy
+    right = gpt_task.summed_cross_entropy
 
     def shifted(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
         return right(logits, labels.roll(1, 1), mask, **options)
 
-    with replaced(ops, "summed_cross_entropy", shifted):
+    with replaced(gpt_task, "summed_cross_entropy", shifted):
         assert main(GPT.split()) == 1
     assert "torch.autograd over its layers: DIFFER" in capsys.readouterr().out
 
