@@ -1,4 +1,4 @@
-"""What every kernel needs to be started well: its device, how many programs that runs at once, and block sizes.
+"""What starts kernels: the launch itself, how many programs a device runs at once, and block sizes.
 
 Loads of 16-bit numbers are widened to fp32 at once in every kernel (`.to(tl.float32)` on the load itself). That is what
 the sums need, and Triton's interpreter computes on the bit pattern of a bf16 tensor otherwise, silently wrong.
@@ -6,9 +6,9 @@ the sums need, and Triton's interpreter computes on the bit pattern of a bf16 te
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,8 +18,9 @@ from torch import Tensor
 _HOPPER_PROCESSORS = 132
 _INTERPRETED_PROCESSORS = 2
 _HOSTS = ("cpu", "meta")  # where kernels are interpreted or compiled only
-P = ParamSpec("P")
-R = TypeVar("R")
+_ON_HOST = -1  # the number of a device where there is one of its kind
+_ALIGNMENT = 16  # bytes; Triton compiles other code for pointers that are no multiples of it
+_MOST_LOADED = 1024  # keys of a kernel: sizes that change in every call must not fill the memory
 
 
 @cache
@@ -28,22 +29,99 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def on_its_device(launcher: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Make the device of a launcher's first tensor the current one while it launches: Triton takes the current one of
-    the process, whose kernels would be handed the memory of another."""
+class Kernel:
+    """A kernel that is launched on the device of its first argument, and from its second launch on with little work.
 
-    @wraps(launcher)
-    def launched(tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
-        device = tensor.device
-        if device.type in _HOSTS:
-            return launcher(tensor, *args, **kwargs)
-        module = torch.get_device_module(device)
-        if device.index == module.current_device():  # entering a context takes longer than the launch
-            return launcher(tensor, *args, **kwargs)
-        with module.device(device):
-            return launcher(tensor, *args, **kwargs)
+    To find the compiled code Triton binds, examines and hashes all arguments in every launch, which takes the host
+    longer than the launch itself. A `Kernel` keeps the code under a key that takes less: the device, dtypes, whole
+    numbers and constants. They decide what Triton compiles where every tensor begins at a multiple of 16 bytes.
 
-    return launched
+    Triton itself launches the others: the first of a key, those of tensors that begin elsewhere, those that hooks
+    watch, such as a profiler's, and all on other devices than CUDA's. `triton.knobs` are those of the first launch.
+
+    A call passes tensors, None, ints and floats in the order of the parameters; then the constants by name, each always
+    of one type, and options: `kernel[grid](x, y, width, BLOCK=block, num_warps=4)`.
+
+    Args:
+        jit: what `triton.jit` makes of a function.
+    """
+
+    def __init__(self, jit: Any) -> None:
+        self._jit = jit
+        self._unspecialized = [number for number, p in enumerate(jit.params) if p.do_not_specialize]
+        self._loaded: dict[tuple[Any, ...], _Loaded] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        driver = triton.runtime.driver.active
+        device, own = driver.get_current_device(), args[0].get_device()
+        if own != device and own != _ON_HOST:
+            with torch.get_device_module(args[0].device).device(own):
+                self._launch(grid, *args, **constants)
+            return
+        addresses, kinds = 0, [device]
+        for argument in args:
+            kind = type(argument)
+            if kind is int:
+                kinds.append(argument)
+            elif kind is float or argument is None:
+                kinds.append(kind)
+            else:
+                addresses |= argument.data_ptr()
+                kinds.append(argument.dtype)
+        for number in self._unspecialized:
+            kinds[1 + number] = _integer_type(args[number])
+        key = (*kinds, *constants.items())
+        loaded = self._loaded.get(key)
+        if loaded is None or addresses % _ALIGNMENT or self._is_watched():
+            compiled = self._jit[grid](*args, **constants)
+            if not addresses % _ALIGNMENT:
+                self._keep(key, compiled, constants)
+            return
+        run, function, metadata, values = loaded
+        x, y = grid if len(grid) == 2 else (grid[0], 1)
+        run(x, y, 1, driver.get_current_stream(device), function, metadata, None, None, None, *args, *values)
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any, constants: dict[str, Any]) -> None:
+        """Remember a kernel that is on its device; one that was only compiled is not."""
+        try:
+            values = [constants[name] for name in self._jit.arg_names if name in constants]
+            loaded = _Loaded(compiled.run, compiled.function, compiled.packed_metadata, values)
+            usable = compiled.metadata.target.backend == "cuda" and compiled.function is not None
+        except AttributeError:  # another Triton than those we know: it launches by itself
+            return
+        if usable:
+            if len(self._loaded) >= _MOST_LOADED:
+                self._loaded.clear()
+            self._loaded[key] = loaded
+
+    def _is_watched(self) -> bool:
+        """Whether somebody wants to be told of launches."""
+        hooks = triton.knobs.runtime
+        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or self._jit.pre_run_hooks)
+
+
+class _Loaded(NamedTuple):
+    """A kernel on its device, and the constants that it was compiled with, in the order of the parameters."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    constants: Sequence[Any]
+
+
+def launchable(jit: Any) -> Any:
+    """A kernel that the host launches: a `Kernel`, except in Triton's interpreter."""
+    return jit if interpreting() else Kernel(jit)
+
+
+def _integer_type(number: int) -> str:
+    """The type that Triton gives a whole number on whose value the code does not depend."""
+    if -(2**31) <= number < 2**31:
+        return "i32"
+    return "i64" if number < 2**63 else "u64"
 
 
 @cache
