@@ -314,7 +314,7 @@ def forward(
         (_forward_wide if wide else _forward)[(rows,)](
             x, residual, weight, bias, y, summed, mean, rstd, width, epsilon,
             RMS=rms, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
-            BLOCK=block, num_warps=warps_of(block, 512, most=16 if wide else 32),
+            BLOCK=block, num_warps=warps_of(block, 512, 16 if wide else 32),
         )  # fmt: skip
     return y, summed, mean, rstd
 
@@ -347,14 +347,14 @@ def backward(
         shares = max(1, min(rows, processors(x.device) * _programs_each(block)))
     else:
         shares = max(1, min(-(-rows // 64), 4 * processors(x.device) * _TILE_COLUMNS // width + 1))
-    # Every program writes its share; without rows there is none to write it.
-    new = torch.empty if rows else torch.zeros
-    parameters = new((1 + has_bias, shares, width), dtype=torch.float32, device=x.device)
+    parameters = x.new_empty((1 + has_bias, shares, width), dtype=torch.float32)
+    if not rows:  # every program writes its share, and there is none
+        parameters.zero_()
     dweight, dbias = parameters.unbind() if has_bias else (parameters, parameters)
     if rows and persistent:
         _backward[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
-            **flags, HAS_BIAS=has_bias, BLOCK=block, num_warps=warps_of(block, 256, most=32),
+            **flags, HAS_BIAS=has_bias, BLOCK=block, num_warps=warps_of(block, 256, 32),
         )  # fmt: skip
     elif rows and chunked:
         # Two stages spill in LayerNorm; four chunks of two stages exceed the shared memory of an A100.
