@@ -80,22 +80,24 @@ class Kernel:
             if not addresses % _ALIGNMENT:
                 self._keep(key, compiled, constants)
             return
-        run, function, metadata, values = loaded
+        compiled, values = loaded
         x, y = grid if len(grid) == 2 else (grid[0], 1)
-        run(x, y, 1, driver.get_current_stream(device), function, metadata, None, None, None, *args, *values)
+        stream = driver.get_current_stream(device)
+        compiled.run(
+            x, y, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *values
+        )  # fmt: skip
 
     def _keep(self, key: tuple[Any, ...], compiled: Any, constants: dict[str, Any]) -> None:
         """Remember a kernel that is on its device; one that was only compiled is not."""
         try:
-            values = [constants[name] for name in self._jit.arg_names if name in constants]
-            loaded = _Loaded(compiled.run, compiled.function, compiled.packed_metadata, values)
             usable = compiled.metadata.target.backend == "cuda" and compiled.function is not None
         except AttributeError:  # another Triton than those we know: it launches by itself
             return
         if usable:
+            values = [constants[name] for name in self._jit.arg_names if name in constants]
             if len(self._loaded) >= _MOST_LOADED:
                 self._loaded.clear()
-            self._loaded[key] = loaded
+            self._loaded[key] = _Loaded(compiled, values)
 
     def _is_watched(self) -> bool:
         """Whether somebody wants to be told of launches."""
@@ -106,9 +108,7 @@ class Kernel:
 class _Loaded(NamedTuple):
     """A kernel on its device, and the constants that it was compiled with, in the order of the parameters."""
 
-    run: Callable[..., None]
-    function: Any
-    metadata: Any
+    compiled: Any
     constants: Sequence[Any]
 
 
