@@ -19,7 +19,7 @@ _HOPPER_PROCESSORS = 132
 _INTERPRETED_PROCESSORS = 2
 _HOSTS = ("cpu", "meta")  # where kernels are interpreted or compiled only
 _ON_HOST = -1  # the number of a device where there is one of its kind
-_ALIGNMENT = 16  # bytes; Triton compiles other code for pointers that are no multiples of it
+_ALIGNMENT = 16  # bytes; for pointers that are no multiples of it Triton compiles narrower accesses
 _MOST_LOADED = 1024  # keys of a kernel: sizes that change in every call must not fill the memory
 
 
@@ -33,11 +33,12 @@ class Kernel:
     """A kernel that is launched on the device of its first argument, and from its second launch on with little work.
 
     To find the compiled code Triton binds, examines and hashes all arguments in every launch, which takes the host
-    longer than the launch itself. A `Kernel` keeps the code under a key that takes less: the device, dtypes, whole
-    numbers and constants. They decide what Triton compiles where every tensor begins at a multiple of 16 bytes.
+    longer than the launch itself. A `Kernel` keeps the code under a key that takes less time: the device, dtypes,
+    whether tensors begin at multiples of 16 bytes, whole numbers and constants. What Triton compiles for CUDA depends
+    on nothing else of the arguments.
 
-    Triton itself launches the others: the first of a key, those of tensors that begin elsewhere, those that hooks
-    watch, such as a profiler's, and all on other devices than CUDA's. `triton.knobs` are those of the first launch.
+    Triton itself launches the others: the first of a key, those that hooks watch, such as a profiler's, and all on
+    other devices than CUDA's. Values of `triton.knobs` are read when a key is first launched.
 
     A call passes tensors, None, ints and floats in the order of the parameters; then the constants by name, each always
     of one type, and options: `kernel[grid](x, y, width, BLOCK=block, num_warps=4)`.
@@ -61,54 +62,50 @@ class Kernel:
             with torch.get_device_module(args[0].device).device(own):
                 self._launch(grid, *args, **constants)
             return
-        addresses, kinds = 0, [device]
-        for argument in args:
-            kind = type(argument)
-            if kind is int:
-                kinds.append(argument)
-            elif kind is float or argument is None:
-                kinds.append(kind)
-            else:
-                addresses |= argument.data_ptr()
-                kinds.append(argument.dtype)
+        kinds: list[Any] = [
+            x if (kind := type(x)) is int
+            else kind if kind is float or x is None
+            else (x.dtype, x.data_ptr() % _ALIGNMENT == 0)
+            for x in args
+        ]  # fmt: skip
         for number in self._unspecialized:
-            kinds[1 + number] = _integer_type(args[number])
-        key = (*kinds, *constants.items())
+            kinds[number] = _integer_type(args[number])
+        key = (device, *kinds, *constants.items())
         loaded = self._loaded.get(key)
-        if loaded is None or addresses % _ALIGNMENT or self._is_watched():
-            compiled = self._jit[grid](*args, **constants)
-            if not addresses % _ALIGNMENT:
-                self._keep(key, compiled, constants)
+        if loaded is None or self._is_watched():
+            self._keep(key, self._jit[grid](*args, **constants), constants)
             return
-        compiled, values = loaded
+        _, run, function, metadata, values = loaded
         x, y = grid if len(grid) == 2 else (grid[0], 1)
-        stream = driver.get_current_stream(device)
-        compiled.run(
-            x, y, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *values
-        )  # fmt: skip
+        run(x, y, 1, driver.get_current_stream(device), function, metadata, None, None, None, *args, *values)
 
     def _keep(self, key: tuple[Any, ...], compiled: Any, constants: dict[str, Any]) -> None:
         """Remember a kernel that is on its device; one that was only compiled is not."""
         try:
-            usable = compiled.metadata.target.backend == "cuda" and compiled.function is not None
+            if compiled.metadata.target.backend != "cuda" or compiled.function is None:
+                return
+            values = [constants[name] for name in self._jit.arg_names if name in constants]
+            loaded = _Loaded(compiled, compiled.run, compiled.function, compiled.packed_metadata, values)
         except AttributeError:  # another Triton than those we know: it launches by itself
             return
-        if usable:
-            values = [constants[name] for name in self._jit.arg_names if name in constants]
-            if len(self._loaded) >= _MOST_LOADED:
-                self._loaded.clear()
-            self._loaded[key] = _Loaded(compiled, values)
+        if len(self._loaded) >= _MOST_LOADED:
+            self._loaded.clear()
+        self._loaded[key] = loaded
 
     def _is_watched(self) -> bool:
         """Whether somebody wants to be told of launches."""
-        hooks = triton.knobs.runtime
-        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or self._jit.pre_run_hooks)
+        runtime = triton.knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # a chain of hooks each, or one, or None
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self._jit.pre_run_hooks)
 
 
 class _Loaded(NamedTuple):
-    """A kernel on its device, and the constants that it was compiled with, in the order of the parameters."""
+    """A kernel on its device, what its launcher is called with, and its constants in the order of the parameters."""
 
-    compiled: Any
+    compiled: Any  # unloads the code when it is deleted
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
     constants: Sequence[Any]
 
 
