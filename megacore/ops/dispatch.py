@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_active
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megacore.kernels.availability import triton_version
@@ -123,8 +124,8 @@ def described(device: torch.device) -> str:
 
 
 class Operator:
-    """A function as an operator: for fake tensors, dispatch modes and torch.compile a `torch.library.custom_op`, else
-    the function itself in an autograd node, which takes the host a third of the time.
+    """A function as an operator: for fake tensors, dispatch modes, torch.func and torch.compile a
+    `torch.library.custom_op`, else the function itself in an autograd node, which takes the host a third of the time.
 
     Args:
         name: `megacore::` and the operator's name.
@@ -164,19 +165,12 @@ class Operator:
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         node: Any = type(self._name, (torch.autograd.Function,), members)
-        self._eager = applied(node)
+        self._eager = super(torch.autograd.Function, node).apply  # without what it does for transforms of torch.func
 
     def __call__(self, *arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or transforms_active():
             return self.custom_op(*arguments)
         return self._eager(*arguments) if torch.is_grad_enabled() else self._function(*arguments)
-
-
-def applied(node: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`node.apply` without what it does in Python for the transforms of `torch.func`, which no operator has rules for:
-    torch refuses them here too."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, node).apply
-    return apply
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.ops.dispatch import (
-    applied,
     fit,
     operator,
     require,
@@ -145,9 +144,6 @@ class _WithInput(torch.autograd.Function):
         return *_gradients(ctx, dy, dx), None, None
 
 
-_with_input = applied(_WithInput)
-
-
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 1e-5) -> Tensor:
     """LayerNorm over the last dimension.
 
@@ -260,7 +256,7 @@ def layer_norm_with_input(
     if not uses_triton(x) or torch.compiler.is_compiling():
         return layer_norm(x, weight, bias, epsilon), x
     _check(x, epsilon, weight, bias)
-    both: tuple[Tensor, Tensor] = _with_input(x, weight, bias, epsilon, False)
+    both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, bias, epsilon, False)
     return both
 
 
@@ -281,7 +277,7 @@ def rms_norm_with_input(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tup
     if not uses_triton(x) or torch.compiler.is_compiling():
         return rms_norm(x, weight, epsilon), x
     _check(x, epsilon, weight)
-    both: tuple[Tensor, Tensor] = _with_input(x, weight, None, epsilon, True)
+    both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, None, epsilon, True)
     return both
 
 

@@ -56,14 +56,14 @@ def _norms() -> Iterator[Comparison]:
                 operator=ops.layer_norm_with_input,
                 oracle=lambda x, weight, bias: (layer_norm(x, weight, bias), x),
                 shapes=both,
-                reference=lambda x, weight, bias: norm._with_input(x, weight, bias, 1e-5, False),
+                reference=lambda x, weight, bias: norm._WithInput.apply(x, weight, bias, 1e-5, False),
             )
             yield Comparison(
                 name=f"rms_norm_with_input-{rows}x{width}",
                 operator=ops.rms_norm_with_input,
                 oracle=lambda x, weight: (rms_norm(x, weight), x),
                 shapes=size,
-                reference=lambda x, weight: norm._with_input(x, weight, None, 1e-5, True),
+                reference=lambda x, weight: norm._WithInput.apply(x, weight, None, 1e-5, True),
             )
         if width in (100, 4112, 8208, 9001):
             yield Comparison(
