@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.backends.compiler import BaseBackend
+from triton.compiler import make_backend
 
 # What a device of the Hopper generation has; assumed where none can be asked, as when kernels are compiled only.
 _HOPPER_PROCESSORS = 132
@@ -34,11 +36,11 @@ class Kernel:
 
     To find the compiled code Triton binds, examines and hashes all arguments in every launch, which takes the host
     longer than the launch itself. A `Kernel` keeps the code under a key that takes less time: the device, dtypes,
-    whether tensors begin at multiples of 16 bytes, whole numbers and constants. What Triton compiles for CUDA depends
-    on nothing else of the arguments.
+    whether tensors begin at multiples of 16 bytes, whole numbers and constants. What Triton compiles depends on nothing
+    else of the arguments, unless its backend for a device also looks at the size of tensors.
 
-    Triton itself launches the others: the first of a key, those that hooks watch, such as a profiler's, and all on
-    other devices than CUDA's. Values of `triton.knobs` are read when a key is first launched.
+    Triton itself launches the others: the first of a key, those that hooks watch, such as a profiler's, and all of such
+    backends. Values of `triton.knobs` are read when a key is first launched.
 
     A call passes tensors, None, ints and floats in the order of the parameters; then the constants by name, each always
     of one type, and options: `kernel[grid](x, y, width, BLOCK=block, num_warps=4)`.
@@ -82,7 +84,9 @@ class Kernel:
     def _keep(self, key: tuple[Any, ...], compiled: Any, constants: dict[str, Any]) -> None:
         """Remember a kernel that is on its device; one that was only compiled is not."""
         try:
-            if compiled.metadata.target.backend != "cuda" or compiled.function is None:
+            backend = type(make_backend(compiled.metadata.target))
+            examines_more = backend.get_tensor_specialization is not BaseBackend.get_tensor_specialization
+            if examines_more or compiled.function is None:
                 return
             values = [constants[name] for name in self._jit.arg_names if name in constants]
             loaded = _Loaded(compiled, compiled.run, compiled.function, compiled.packed_metadata, values)

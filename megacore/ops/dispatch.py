@@ -165,7 +165,8 @@ class Operator:
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         node: Any = type(self._name, (torch.autograd.Function,), members)
-        self._eager = super(torch.autograd.Function, node).apply  # without what it does for transforms of torch.func
+        parent: Any = super(torch.autograd.Function, node)
+        self._eager = parent.apply  # without what `node.apply` does for the transforms of torch.func
 
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or transforms_active():
