@@ -13,8 +13,8 @@ PLAIN: dict[str, Any] = {"reproducible": True, "micro_batch_size": 1}
 
 
 def plain(layout: Layout, size: Size) -> dict[str, Any]:
-    """What both runs have in common: four steps of the small model, six of the whole one."""
-    return {**PLAIN, **size(layout), "train_iters": 4 if size is small else 6}
+    """What both runs have in common: two steps of the small model, six of the whole one."""
+    return {**PLAIN, **size(layout), "train_iters": 2 if size is small else 6}
 
 
 @in_both_sizes
