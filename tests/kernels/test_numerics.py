@@ -166,7 +166,7 @@ def test_adamw_of_matrices_and_vectors_is_as_exact_as_torchs(dtype: torch.dtype,
 
 
 def test_the_same_bits_twice(device: torch.device) -> None:
-    """Nothing is added in the order of arrival. In the interpreter, where no two programs run at once, a few rows do."""
+    """Nothing is added in the order of arrival. The interpreter runs one program at a time: a few rows do."""
     rows = 9 if INTERPRETING else 70
     x = torch.randn(rows, 300, device=device, requires_grad=True)
     weight, bias = (
