@@ -28,6 +28,8 @@ import torch.distributed.elastic.multiprocessing.errors
 import torch.distributed.run
 
 import tests.distributed
+from megacore.parallel.mesh import Mesh
+from megacore.train.provenance import provenance_of
 
 # What programs and tests import, as far as it is installed: a GPU's machine may lack transformers.
 IMPORTED = [
@@ -65,6 +67,7 @@ def warm_up() -> None:
     with mock.patch("torch.cuda.is_available", return_value=False):
         optimizer.step()
     np.random.default_rng(0).permutation(4)
+    provenance_of(Mesh(device=torch.device("cpu")))  # asks git, and parses the metadata of packages
     assert tests.distributed.SERVER_READY is False
     gc.collect()
     gc.freeze()
