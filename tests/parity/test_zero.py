@@ -142,8 +142,14 @@ def test_untied_sgd(stage: int, size: Size, run: Run) -> None:
 
 
 @in_both_sizes
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage, precision",
+    [
+        pytest.param(stage, precision, marks=[pytest.mark.slow] if (stage + turn) % 2 else [])
+        for stage in STAGES
+        for turn, precision in enumerate(["bf16", "fp16"])
+    ],
+)
 def test_sixteen_bits_stay_near_fp32(precision: str, stage: int, size: Size, run: Run) -> None:
     """Same losses to 16-bit rounding; master weights keep what 16 bits lose."""
     changes = size((1, 1, 2))
