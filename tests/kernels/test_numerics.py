@@ -20,13 +20,15 @@ from tests.kernels.comparisons import comparisons
 from tests.kernels.conftest import INTERPRETING
 
 pytestmark = pytest.mark.on_device
+# Of what `make test` leaves out in the interpreter; a GPU tries all.
+LATER = [pytest.mark.slow] if INTERPRETING else []
 
 
 def in_turn() -> list[Any]:
     """Every comparison in every precision."""
     left_out = itertools.cycle(("bf16", "fp16"))
     return [
-        pytest.param(comparison, dtype, marks=[pytest.mark.slow] if INTERPRETING and dtype == later else [])
+        pytest.param(comparison, dtype, marks=LATER if dtype == later else [])
         for comparison, later in zip(comparisons(), left_out, strict=False)
         for dtype in DTYPES
     ]
@@ -179,10 +181,19 @@ def test_the_same_bits_twice(device: torch.device) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(130, 2100), (7, 2049), (140, 40)])
-@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "width", "rms"),
+    [
+        (130, 2100, False),
+        (7, 2049, True),
+        (140, 40, False),
+        pytest.param(130, 2100, True, marks=LATER),
+        pytest.param(7, 2049, False, marks=LATER),
+        pytest.param(140, 40, True, marks=LATER),
+    ],
+)
 def test_shares_of_many_processors_add_up(
-    rms: bool, rows: int, width: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, width: int, rms: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dweight and dbias from as many shares as a GPU makes; the interpreter's few processors leave one to a column."""
     kernel = importlib.import_module("megacore.kernels.norm")
