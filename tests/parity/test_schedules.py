@@ -57,8 +57,18 @@ def test_nor_does_it_with_few_microbatches(changes: dict[str, Any], microbatches
     bitwise(run((1, 2, 1), **changes), run((1, 1, 1), **EXACT, global_batch_size=microbatches))
 
 
-@pytest.mark.parametrize("changes", [GPIPE, TWICE, SPLIT], ids=str)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "sequence_parallel, changes",
+    [
+        (True, GPIPE),
+        (False, TWICE),
+        (True, SPLIT),
+        pytest.param(False, GPIPE, marks=pytest.mark.slow),
+        pytest.param(True, TWICE, marks=pytest.mark.slow),
+        pytest.param(False, SPLIT, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_nor_does_it_beside_tensor_parallelism(changes: dict[str, Any], sequence_parallel: bool, run: Run) -> None:
     """Fewer microbatches: each costs tens of messages between ranks."""
     parallel = EXACT | FEWER | {"sequence_parallel": sequence_parallel}
