@@ -10,7 +10,6 @@ cannot run is refused before it is loaded.
 
 from __future__ import annotations
 
-import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from megacore.data.bert.build import build_bert_datasets, check_bert_inputs
 from megacore.data.gpt.build import vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
+from megacore.train.stopping import prepare_signals
 from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ def train(config: ResolvedBertConfig, mesh: Mesh) -> None:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback from every rank
+    prepare_signals()
     status = main(sys.argv[1:])
     from megacore.train.launch import exit_with
 

@@ -11,7 +11,6 @@ input file is refused before that.
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from megacore.convert.start import WeightsFromHF, check_init_from_hf, shape_from
 from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
+from megacore.train.stopping import prepare_signals
 from megacore.watch.start import begin_watch
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def train(config: ResolvedConfig, mesh: Mesh) -> None:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch loads: no traceback from every rank
+    prepare_signals()
     status = main(sys.argv[1:])
     from megacore.train.launch import exit_with
 

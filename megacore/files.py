@@ -87,9 +87,11 @@ def append_bytes(path: Path, data: bytes) -> None:
     """Append to a regular file, which is made if it is missing.
 
     Raises:
-        OSError: it is no regular file, such as a pipe that would block, or cannot be written.
+        OSError: it is no regular file, such as a pipe that would block, is a link, or cannot be written.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    if path.is_symlink():  # what it leads to is no file of the run
+        raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", str(path))
+    flags = os.O_NOFOLLOW | os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     with naming(path), open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))

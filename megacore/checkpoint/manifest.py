@@ -62,6 +62,7 @@ RANDOM = (
 )
 _MOST_VALUES = 2_000_000  # of a manifest; 100,000 pieces of tensors take about half of them
 _LARGEST = 1 << 48  # of samples, bytes, rows: more would overflow what is computed with it
+_LEAST = {"allowance": -_LARGEST}  # counters that earlier versions counted below 0
 _RANGES_OF_FLOATS = {"scale": (1e-38, 3e38), "learning_rate": (0.0, 3e38)}  # counters that are no counts
 
 
@@ -293,7 +294,7 @@ def _counter(raw: Mapping[str, Any], name: str) -> float:
     value: Any = raw[name]
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError(f"counters.{name} is not a number")
-    low, high = _RANGES_OF_FLOATS.get(name, (0, _LARGEST))
+    low, high = _RANGES_OF_FLOATS.get(name, (_LEAST.get(name, 0), _LARGEST))
     if not low <= value <= high or (name not in _RANGES_OF_FLOATS and value != int(value)):
         kind = "a number" if name in _RANGES_OF_FLOATS else "a whole number"
         raise ValueError(f"counters.{name} is {value:g}, not {kind} from {low:g} to {high:g}")

@@ -8,13 +8,18 @@ from itertools import groupby
 from typing import Any
 
 from megacore.config import ResolvedConfig
-from megacore.config.dimensions import coordinates_of, describe_degrees, describe_rank
+from megacore.config.dimensions import coordinates_of, describe_degrees, describe_rank, pipeline_dimension
 from megacore.config.messages import counted
 from megacore.errors import UserError
 from megacore.parallel.processors import available_cores
 from megacore.plan.memory import GIB
 from megacore.train.dry_run import RankReport, run_ranks
 
+_HEADER = """\
+State after a step and peak during it in GiB: counted, and by the formulas of docs/memory.md for a step of so many
+microbatches. The first and the last rank along tp and dp of each pipeline stage take it; stages that hold equal layers
+and take the same actions share a row, and the ranks in it are those of the first of these stages.
+"""
 _COLUMNS = ("stage", "ranks", "parameters", "state", "formula", "peak", "formula", "microbatches", "result")
 
 
@@ -47,22 +52,27 @@ def _print_table(config: ResolvedConfig, reports: Iterable[RankReport], *, devic
     """Print a stage as soon as its ranks are done, then all problems and differences; returns all reports."""
     ranks = counted(config.parallel.ranks, device)
     print(f"# Dry run: {config.model.preset or 'model'} on {ranks}, {describe_degrees(config.parallel.degrees)}\n")
-    print(
-        "State after a step and peak during it in GiB: counted, and by the formulas of docs/memory.md for a step of so"
-    )
-    print("many microbatches. One rank of each kind: the first and the last along tp and dp of each pipeline stage.\n")
+    print(_HEADER)
     print(f"| {' | '.join(_COLUMNS)} |\n{'|---' * len(_COLUMNS)}|", flush=True)
     done = []
-    for stage, of_stage in groupby(reports, lambda report: report.planned.pp_rank):
+    for _, of_stage in groupby(reports, lambda report: report.planned.pp_rank):
         members = list(of_stage)
-        for row, alike in groupby(members, _row):
-            numbers = ", ".join(str(report.rank) for report in alike)
-            print(f"| {stage} | {numbers} | {' | '.join(row)} |", flush=True)
+        for (stages, row), equal in groupby(members, lambda report: (_stages(config, report), _row(report))):
+            numbers = ", ".join(str(report.rank) for report in equal)
+            print(f"| {stages} | {numbers} | {' | '.join(row)} |", flush=True)
         done += members
     notes = [_in_words(config, report) for report in done if report.result != "OK"]
     kinds = counted(len(done), "kind of rank", "kinds of rank")
     print("\n" + "\n".join([*(f"- {note}" for note in notes), f"{kinds}, {len(done) - len(notes)} of them OK"]))
     return done
+
+
+def _stages(config: ResolvedConfig, report: RankReport) -> str:
+    """The stage of a rank, and those of the ranks that are like it."""
+    degrees = config.parallel.degrees
+    stages = [coordinates_of(rank, degrees)[pipeline_dimension()] for rank in (report.rank, *report.alike)]
+    is_run = len(stages) > 2 and stages[-1] - stages[0] == len(stages) - 1
+    return f"{stages[0]} to {stages[-1]}" if is_run else ", ".join(map(str, stages))
 
 
 def _row(report: RankReport) -> tuple[str, ...]:
@@ -88,6 +98,7 @@ def _figures(config: ResolvedConfig, report: RankReport) -> dict[str, Any]:
     planned = report.planned
     return {
         "rank": report.rank,
+        "alike": list(report.alike),
         "coordinates": coordinates_of(report.rank, config.parallel.degrees),
         "result": report.result,
         "problem": report.problem,

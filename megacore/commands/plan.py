@@ -229,10 +229,11 @@ def _read(args: argparse.Namespace) -> _Request:
     if entry not in ENTRIES:
         named = "no entry point is given" if entry is None else f"{entry} is no entry point"
         problems.append(f"{named}: use {one_of(ENTRIES)} first" + (did_you_mean(entry, ENTRIES) if entry else ""))
-    for path in (args.timeline, args.memory_timeline, args.picture):
+    for flag in ("--timeline", "--memory-timeline", "--picture"):
+        path = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if path is not None:
             try:
-                require_writable(path)
+                require_writable(path, flag)
             except UserError as error:
                 problems.append(str(error))
     if args.picture is not None and not args.search:
@@ -346,7 +347,7 @@ def _search(args: argparse.Namespace, request: _Request) -> None:
 def _require_found(found: Found, request: _Request, constraints: Constraints) -> None:
     if found.layouts:
         return
-    least = "" if found.least_memory is None else f"; the smallest needs {found.least_memory / 1e9:.1f} GB per rank"
+    least = "" if found.least_memory is None else f"; the smallest needs {found.least_memory / 1e9:.3g} GB per rank"
     raise ConfigError(
         [
             f"--search: no layout of --world-size {constraints.world_size} fits {request.cluster.name} and the given "

@@ -246,6 +246,8 @@ def _text_problem(info: FieldInfo, texts: tuple[str, ...]) -> str | None:
     if not all(text.strip() for text in texts):
         return f"{info.flag} is empty: give it a value, or leave the flag out"
     for text in texts:
+        if "\0" in text:
+            return f"{info.flag} {text!a} has a null byte, which no name of a file has: use another name"
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -271,11 +273,14 @@ def _short(value: float) -> str:
 def _way_out(info: FieldInfo, value: float) -> str:
     """The nearest value in the range if there is one, else the default."""
     bounds = info.range or Range()
-    if -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT:
+    is_finite = -_LARGEST_FLOAT <= value <= _LARGEST_FLOAT
+    if is_finite:
         if bounds.low is not None and value < bounds.low:
             return f"use {number(bounds.low)} or more" + (", or leave the flag out" if info.optional else "")
         if bounds.high is not None and value > bounds.high:
             return f"use {number(bounds.high)} or less"
     if isinstance(info.default, int | float):
         return f"use, for example, {number(info.default)} (the default)"
-    return "give a number in that range" if info.range else "give a number"
+    if info.range is None:
+        return "give a number"
+    return "give a number in that range" if is_finite else f"give a number that is {info.range}"

@@ -600,7 +600,7 @@ class LoggingConfig(Section):
         """
         if self.profile_steps is None:
             return range(0)
-        ends = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", self.profile_steps)
+        ends = re.fullmatch(r"([0-9]{1,99}):([0-9]{1,99})", self.profile_steps)
         if ends is None or not 1 <= int(ends[1]) <= int(ends[2]):
             raise ValueError(
                 f"--profile-steps {self.profile_steps} must be A:B, two step numbers with 1 <= A <= B: use, for "

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, size_of_role
-from megacore.config.fields import Section, field_infos
+from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.messages import counted, divisors, nearest_multiples, one_of
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.pipeline_layout import parse_layout
@@ -184,6 +184,60 @@ def _profiled(config: Config, world_size: int) -> Iterator[str]:
             f"--profile-steps {config.logging.profile_steps} must end within --train-iters {last}: use "
             f"--profile-steps {min(profiled[0], last)}:{last}, or a larger --train-iters"
         )
+
+
+@_about("replay_interval", "check_replicas_interval", "train_iters")
+def _check_intervals(config: Config, world_size: int) -> Iterator[str]:
+    watch, last = config.watch, config.training.train_iters
+    default = field_infos(type(watch))["check_replicas_interval"].default
+    if watch.replay_interval > last:
+        yield (
+            f"--replay-interval {watch.replay_interval} must be at most --train-iters {last}, because no step would be "
+            f"replayed: use {last} or less, or leave it out"
+        )
+    if watch.check_replicas_interval > last and watch.check_replicas_interval != default:
+        yield (
+            f"--check-replicas-interval {watch.check_replicas_interval} must be at most --train-iters {last}, because "
+            f"only saves would be checked: use {last} or less, or leave it out"
+        )
+
+
+@_about("on_spike", "spike_window", "lr_warmup_iters", "train_iters")
+def _idle_guard(config: Config, world_size: int) -> Iterator[str]:
+    spikes, last, warmup = config.spikes, config.training.train_iters, config.optimizer.lr_warmup_iters
+    default = field_infos(type(spikes))["spike_window"].default
+    if spikes.on_spike == "none" or (spikes.on_spike == "warn" and spikes.spike_window == default):
+        return
+    half, given = spikes.spike_window // 2, f"--on-spike {spikes.on_spike}"
+    if half >= last:
+        most = 2 * last - 1
+        smaller = f"use --spike-window {most} or less, or " if most >= 4 else "use "
+        yield (
+            f"{given} has no effect in {counted(last, 'step')} (--train-iters): the guard needs {half} accepted steps, "
+            f"half of --spike-window {spikes.spike_window}: {smaller}a larger --train-iters"
+        )
+    elif warmup >= last:
+        yield (
+            f"{given} has no effect in {counted(last, 'step')} (--train-iters): the guard begins after "
+            f"--lr-warmup-iters {warmup}: use a smaller one, or a larger --train-iters"
+        )
+
+
+@_about("on_spike", "save_interval", "spike_skip_batches", "max_rollbacks", "train_iters", "load")
+def _rollbacks_beyond(config: Config, world_size: int) -> Iterator[str]:
+    spikes, last, interval = config.spikes, config.training.train_iters, config.checkpoint.save_interval
+    if spikes.on_spike != "rollback":
+        return
+    if interval is not None and interval >= last and config.checkpoint.load is None:
+        below = f"use {last - 1} or less, or " if last > 1 else "use "
+        yield (
+            f"--save-interval {interval} must be below --train-iters {last} with --on-spike rollback, because there "
+            f"would be no checkpoint to return to: {below}a larger --train-iters"
+        )
+    for name in ("spike_skip_batches", "max_rollbacks"):
+        value, default = getattr(spikes, name), field_infos(type(spikes))[name].default
+        if value > last and value != default:
+            yield f"{flag_and_value(name, value)} must be at most --train-iters {last}: use {last} or less"
 
 
 @_about(*degree_fields())

@@ -547,7 +547,7 @@ class LossScaler:
         if not self.dynamic:
             return
         self._good_steps = 0
-        self._allowance -= 1
+        self._allowance = max(self._allowance - 1, 0)
         if self._allowance > 0:
             return
         if self.scale <= self._config.min_loss_scale:

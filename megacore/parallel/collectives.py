@@ -76,6 +76,18 @@ def all_reduce_job_(tensor: Tensor, mesh: Mesh, op: Reduction = "sum") -> Tensor
     return tensor
 
 
+def rows_of_ranks(row: Sequence[float], mesh: Mesh) -> Tensor:
+    """Every rank's numbers, [ranks, len(row)] fp64 on the mesh's device, the same bits on every rank.
+
+    Args:
+        row: this rank's; every rank has as many.
+        mesh: this rank's groups.
+    """
+    table = torch.zeros(mesh.world.size, len(row), dtype=torch.float64, device=mesh.device)
+    table[mesh.world.rank] = torch.tensor(row, dtype=torch.float64, device=mesh.device)
+    return all_reduce_job_(table, mesh)  # zeros and one row of each rank
+
+
 def all_reduce_tied_(tensor: Tensor, holders: Holders) -> Tensor:
     """Sum a contiguous `tensor` in place over the holders of a tied parameter; every holder gets the same bits."""
     if len(holders.positions) == holders.pipeline.size:

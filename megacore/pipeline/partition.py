@@ -73,13 +73,14 @@ def _partition(layer_costs: tuple[float, ...], is_block: tuple[bool, ...], stage
     for _ in range(stages):
         row: dict[int, tuple[float, float, int]] = {}
         for end in range(1, len(layer_costs) + 1):
-            options = [
-                (max(largest, part := cost[end] - cost[start]), squares + part * part, start)
-                for start, (largest, squares, _) in best[-1].items()
-                if start < end and held[end] > held[start]
-            ]
-            if options:
-                row[end] = min(options)
+            for start in range(end - 1, -1, -1):
+                part = cost[end] - cost[start]
+                if end in row and part > row[end][0]:
+                    break  # the stage only grows
+                if start in best[-1] and held[end] > held[start]:
+                    largest, squares, _ = best[-1][start]
+                    option = (max(largest, part), squares + part * part, start)
+                    row[end] = min(option, row.get(end, option))
         best.append(row)
     ranges, end = [], len(layer_costs)
     for row in reversed(best[1:]):

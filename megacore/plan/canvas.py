@@ -88,22 +88,26 @@ def save(drawing: Drawing, path: Path) -> None:
         _save_png(drawing, path)
 
 
-def require_writable(path: Path) -> None:
+def require_writable(path: Path, flag: str = "-o") -> None:
     """Refuse a file that `save` could not write, before anything is drawn.
+
+    Args:
+        path: the file.
+        flag: that names it, for messages.
 
     Raises:
         UserError: as for `save`, or it is a directory, or its directory does not exist.
     """
     if path.suffix.lower() not in SUFFIXES:
         better = path.with_suffix(".svg") if path.name.strip(".") else "out.svg"
-        raise UserError(f"-o {path} must end in .svg or .png: use -o {better}")
+        raise UserError(f"{flag} {path} must end in .svg or .png: use {flag} {better}")
     if path.is_dir():
-        raise UserError(f"-o {path} is a directory: name a file in it, as in -o {path / 'out.svg'}")
+        raise UserError(f"{flag} {path} is a directory: name a file in it, as in {flag} {path / 'out.svg'}")
     if not path.absolute().parent.is_dir():
-        raise UserError(f"-o {path}: {path.parent} is not a directory: make it, or choose another path")
+        raise UserError(f"{flag} {path}: {path.parent} is not a directory: make it, or choose another path")
     if path.suffix.lower() == ".png" and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            f"-o {path} needs matplotlib, which is not installed: use -o {path.with_suffix('.svg')}, "
+            f"{flag} {path} needs matplotlib, which is not installed: use {flag} {path.with_suffix('.svg')}, "
             "or pip install matplotlib"
         )
 

@@ -140,8 +140,10 @@ def load_cluster(path: Path) -> Cluster:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError([f"--cluster {path}: there is no such file: use {one_of(list(CLUSTERS))}"]) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError([f"--cluster {path}: {error}"]) from None
+    except OSError as error:
+        raise ConfigError([f"--cluster {path} cannot be read: {error.strerror}"]) from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError([f"--cluster {path} is not valid TOML: {error}"]) from None
     problems: list[str] = []
     base = _base(table, path, problems)
     values = {name: _number(table, name, path, problems, base=base) for name in _NUMBERS}

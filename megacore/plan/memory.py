@@ -74,6 +74,8 @@ class RankMemory:
             microbatch, and no buffer of gradients outlives the step.
         passing: bytes that exist for a moment of backward, as an estimate: gradients of one layer before they are
             added up, buckets that are being reduced.
+        received: bytes that a rank of ZeRO-1 holds at the end of the last backward, beside the buffer of gradients: its
+            shard of every reduced bucket, which the step copies into the buffer, and the last gradient.
         overhead: of the process, certain and expected.
     """
 
@@ -88,6 +90,7 @@ class RankMemory:
     late: float
     gradients_apart: bool
     passing: float
+    received: float
     overhead: tuple[float, float]
 
     @property
@@ -99,8 +102,9 @@ class RankMemory:
     @property
     def expected_tensors(self) -> float:
         """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes: those
-        that are certain, and in backward `passing` as well."""
-        return max(self.building, self._computing_state, self._backward + self.passing)
+        that are certain, in backward `passing` as well, and at its end `received`."""
+        end_of_backward = self._computing_state - self.late + self.received
+        return max(self.building, self._computing_state, self._backward + self.passing, end_of_backward)
 
     @property
     def _computing_state(self) -> float:
@@ -130,7 +134,7 @@ def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
     """
     compute, ranks = ELEMENT_BYTES[config.precision.precision], ranks_of_role("replicas", config.parallel)
     summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
-    reduce = 8 if config.training.reproducible else summed
+    reduce = _term_bytes(config)
     offload = config.parallel.offload_optimizer
     master = 4 if offload or compute != 4 else 0
     stage = config.parallel.zero_stage if ranks > 1 else 0
@@ -141,6 +145,22 @@ def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
         "optimizer": shard * (config.optimizer_settings.bytes_per_parameter + master),
         "buffers": shard * summed if offload else 0.0,
     }
+
+
+def _term_bytes(config: ResolvedConfig) -> int:
+    """Bytes of a gradient while it is added up."""
+    return 8 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
+
+
+def _received_bytes(config: ResolvedConfig, parameters: int, layers: Sequence[PlannedLayer]) -> float:
+    """What `RankMemory.received` says; stages 2 and 3 have no other buffer, and stage 0 reduces in the buffer."""
+    ranks = ranks_of_role("replicas", config.parallel)
+    if config.parallel.zero_stage != 1 or ranks == 1:
+        return 0.0
+    # Of a table that two layers share autograd has both gradients and their sum.
+    has_embedding = any(layer.name == "embedding" for layer in layers)
+    last = 3 * max(layer.shared for layer in layers) if has_embedding else 0
+    return parameters * _term_bytes(config) / ranks + ELEMENT_BYTES[config.precision.precision] * last
 
 
 def updated_parameters(parameters: int, config: ResolvedConfig) -> float:
@@ -208,6 +228,7 @@ def _rank_memory(
         gradients_apart=forgotten > 0 and sum(flying) == 1 and config.microbatches == 1,
         passing=_passing_bytes(config, [layers[i] for numbers in on_rank for i in numbers], blocks, on_cpu=on_cpu)
         + max(_products(longer, chunks) - _products(flying, chunks), 0.0),
+        received=_received_bytes(config, parameters, [layers[i] for numbers in on_rank for i in numbers]),
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
     )
 

@@ -78,7 +78,10 @@ def memory_picture(plan: Plan) -> Drawing:
     title = f"predicted memory per rank, of {plan.capacity / GIB:.1f} GiB ({plan.cluster.name})"
     drawing = Drawing(title=title, width=_LEFT + _WIDTH + 120, height=0)
     drawing.marks.append(Words(x=_LEFT, y=_TOP + 8, text=title, size=15, bold=True))
-    note = f"the first {count} microbatches; dark: weights, gradients, optimizer and buffers; light: activations"
+    note = (
+        f"the first {count} microbatches; dark: weights, gradients, optimizer and buffers; light: activations; "
+        "red line: memory of the device"
+    )
     drawing.marks.append(Words(x=_LEFT, y=_TOP + 27, text=note, size=12.5, color=_GREY))
     y = _TOP + 46
     for rank in plan.memory:

@@ -1,9 +1,11 @@
 """`--dry-run=full`: one train step of every kind of rank of a layout, on fake tensors.
 
 A rank's kind is its pipeline stage, and whether it is the first or the last of the other dimensions: these differ in
-padding, in the shards of ZeRO, and in what only the first of a group does. Each is built and takes a step by the code
-of a run: model, parallelism, schedule, gradient reduction and optimizer. Wrong shapes, types and devices fail as in the
-job, and the bytes that a rank holds are counted beside the planner's formulas. Nothing is computed, sent or allocated.
+padding, in the shards of ZeRO, and in what only the first of a group does. The first rank of every stage takes steps,
+so that every layer of the model does; ranks at the other ends are of one kind in all stages that have equal layers and
+take the same actions. One rank of each kind is built and takes a step by the code of a run: model, parallelism,
+schedule, gradient reduction and optimizer. Wrong shapes, types and devices fail as in the job, and the bytes that a
+rank holds are counted beside the planner's formulas. Nothing is computed, sent or allocated.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from __future__ import annotations
 import itertools
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from multiprocessing import get_context
@@ -22,6 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -34,6 +38,8 @@ from megacore.data.loading.batch import Batch
 from megacore.errors import ConfigError, UserError
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
+from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import tensors_of
 from megacore.plan.memory import RankMemory, in_flight, plan_memory
 from megacore.plan.outline import outline
@@ -63,6 +69,7 @@ class RankReport:
         padding: share of the flat buffers that is padding.
         peak: most bytes of tensors on its device at one time.
         problem: why it failed, and where; None: it did not.
+        alike: numbers of the ranks of other stages that are of the same kind.
     """
 
     rank: int
@@ -74,6 +81,7 @@ class RankReport:
     padding: float = 0.0
     peak: int = 0
     problem: str | None = None
+    alike: Sequence[int] = ()
 
     @property
     def is_filled(self) -> bool:
@@ -118,12 +126,17 @@ def run_ranks(config: ResolvedConfig, *, on_cpu: bool, workers: int) -> Iterator
     if problems := list(_unfit(config)):
         raise ConfigError(problems)
     config = config.for_device(on_cpu=on_cpu)
-    run, kinds = partial(run_rank, config, on_cpu=on_cpu), rank_kinds(config)
-    if workers == 1:
-        yield from map(run, kinds)
-        return
-    with ProcessPoolExecutor(min(workers, len(kinds)), mp_context=get_context("fork")) as pool:
-        yield from pool.map(run, kinds)
+    kinds = rank_kinds(config)
+    run, firsts = partial(run_rank, config, on_cpu=on_cpu), [kind[0] for kind in kinds]
+    with ExitStack() as stack:
+        reports: Iterator[RankReport]
+        if workers == 1:
+            reports = map(run, firsts)
+        else:
+            pool = ProcessPoolExecutor(min(workers, len(kinds)), mp_context=get_context("fork"))
+            reports = stack.enter_context(pool).map(run, firsts)
+        for report, kind in zip(reports, kinds, strict=True):
+            yield replace(report, alike=kind[1:])
 
 
 def _unfit(config: ResolvedConfig) -> Iterator[str]:
@@ -134,12 +147,36 @@ def _unfit(config: ResolvedConfig) -> Iterator[str]:
         )
 
 
-def rank_kinds(config: ResolvedConfig) -> list[int]:
-    """One rank of each kind, ascending."""
-    degrees = config.parallel.degrees
+def rank_kinds(config: ResolvedConfig) -> list[list[int]]:
+    """The first and last ranks along each dimension of every stage, by kind; both in ascending order.
+
+    Ranks of different stages are of one kind if they are not the first of their stage, hold layers of the same sizes
+    and take the same actions on the microbatches of their step.
+
+    Args:
+        config: resolved, for any number of ranks.
+    """
+    parallel, layers = config.parallel, outline(config)
+    stages, degrees, pipeline = stage_ranges(layers, config), parallel.degrees, pipeline_dimension()
+    schedule = training_schedule(parallel, _few(config))
+
+    def work(stage: int) -> Hashable:
+        actions = tuple(
+            (is_transfer, tuple((a.op, a.microbatch, a.stage // parallel.pp) for a in batch))
+            for is_transfer, batch in schedule.batches(stage)
+        )
+        held = [[layers[i] for i in numbers] for numbers in stages[stage :: parallel.pp]]
+        return actions, tuple(tuple((layer.held, layer.shared, id(layer.block)) for layer in chunk) for chunk in held)
+
+    works = [work(stage) for stage in range(parallel.pp)]
     ends = [range(degrees[d.name]) if d.divides == "stages" else sorted({0, degrees[d.name] - 1}) for d in DIMENSIONS]
-    numbers = itertools.product(*ends)
-    return [_rank_at(dict(zip(degrees, position, strict=True)), degrees) for position in numbers]
+    kinds: dict[Hashable, list[int]] = {}
+    for numbers in itertools.product(*ends):
+        coordinates = dict(zip(degrees, numbers, strict=True))
+        stage, rank = coordinates[pipeline], _rank_at(coordinates, degrees)
+        others = tuple(number for name, number in coordinates.items() if name != pipeline)
+        kinds.setdefault((others, works[stage]) if any(others) else rank, []).append(rank)
+    return list(kinds.values())
 
 
 def _rank_at(coordinates: Mapping[str, int], degrees: Mapping[str, int]) -> int:
@@ -149,24 +186,28 @@ def _rank_at(coordinates: Mapping[str, int], degrees: Mapping[str, int]) -> int:
     return rank
 
 
+def _few(config: ResolvedConfig) -> int:
+    """The fewest microbatches of a step: 1, unless a schedule from a file is made for a number of them."""
+    return 1 if config.parallel.schedule_csv is None else config.microbatches
+
+
 def _counts(config: ResolvedConfig, rank: int) -> list[int]:
     """How many microbatches a rank computes in each of its steps.
 
     The first rank of a stage takes a second step, with the optimizer's state in memory and as many microbatches as it
     keeps in flight. The others differ from it in shards and padding only.
     """
-    parallel, in_a_step = config.parallel, config.microbatches
-    if parallel.schedule_csv is not None:  # made for a number of them
-        return [in_a_step]
+    parallel, few = config.parallel, _few(config)
     coordinates = coordinates_of(rank, parallel.degrees)
-    filling = min(in_a_step, parallel.pp)
-    few = 1
-    if parallel.virtual_stages > 1:  # takes multiples of the stages
-        few = filling
-    elif parallel.pp > 1:
-        filling = max(sum(in_flight(parallel, coordinates[pipeline_dimension()], filling)), min(in_a_step, 2))
     is_first = not any(coordinates[d.name] for d in DIMENSIONS if d.divides != "stages")
-    return [few, filling] if is_first else [few]
+    if not is_first:
+        return [few]
+    if parallel.schedule_csv is not None:
+        return [few, few]
+    filling = min(config.microbatches, parallel.pp)
+    if parallel.pp > 1 and parallel.virtual_stages == 1:
+        filling = max(sum(in_flight(parallel, coordinates[pipeline_dimension()], filling)), min(config.microbatches, 2))
+    return [few, filling]
 
 
 def run_rank(config: ResolvedConfig, rank: int, *, on_cpu: bool) -> RankReport:
@@ -290,6 +331,9 @@ def _in_words(error: Exception) -> str:
 # ---- what it holds
 
 
+_DEVICE_OF = torch.ops.prim.device.default
+
+
 class Meter(TorchDispatchMode):
     """Counts the bytes of tensors on a device that exist at one time; each storage once.
 
@@ -317,12 +361,14 @@ class Meter(TorchDispatchMode):
         self._resizing.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE_OF:  # of most calls; the mode below takes longer to say the same
+            return args[0].fake_device
         name = func._schema.name.split("::")[1]
         if name in HOST_READS:
             return HOST_READS[name]
         out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
-            if isinstance(value, Tensor) and value.device.type == self._kind:
+        for value in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(value, FakeTensor) and value.fake_device.type == self._kind:
                 self._count(value.untyped_storage())
         return out
 

@@ -225,10 +225,10 @@ class PipelineEngine:
         try:
             yield
         except BaseException as error:
+            on_ledger(Ledger.leave_step)
             self._callbacks.on_error(error)
             raise
-        finally:
-            on_ledger(Ledger.end_step)
+        on_ledger(Ledger.end_step)
         self._profiler.end(number)
 
     def train_batch(self, microbatches: Sequence[Pair]) -> Tensor:
@@ -426,6 +426,8 @@ class PipelineEngine:
         self.train_steps.load(Path(directory), buffers=self._buffers())
         self._replicas.saved(Path(directory))
         self.lr = self.train_steps.lr()
+        if self._trackers is not None:
+            self._trackers.rewind(self.step)
 
     def _buffers(self) -> dict[str, Tensor]:
         """This rank's persistent buffers by global name."""

@@ -6,7 +6,7 @@ once, and what they receive has the right shape. The program itself is the real 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -15,7 +15,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 
 from megacore import ops
@@ -45,9 +44,10 @@ def fake_job(
     mesh = fake_mesh(parallel, rank=rank, device=device)
     try:
         with ExitStack() as stack:
-            for context in (_FakeTensors(), ops.kernels_chosen(kernels), _WithoutDropout()):
+            for context in (_FakeTensors(), ops.kernels_chosen(kernels)):
                 stack.enter_context(context)
-            for (owner, name), substitute in _ABSENT.items() if device.type != "cpu" else ():
+            replaced = _ATTENTION if device.type == "cpu" else _ATTENTION | _ABSENT
+            for (owner, name), substitute in replaced.items():
                 stack.enter_context(mock.patch.object(owner, name, substitute))
             yield mesh
     finally:
@@ -128,10 +128,12 @@ _ABSENT = {
 }
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Attention with dropout as one operator, as on a GPU: torch has it for fake tensors only without dropout."""
+def _without_dropout(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def attend(*tensors: torch.Tensor, **settings: Any) -> torch.Tensor:
+        return attention(*tensors, **{**settings, "dropout_p": 0.0})
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.scaled_dot_product_attention:
-            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
-        return function(*args, **(kwargs or {}))
+    return attend
+
+
+# Attention with dropout is one operator on a GPU; torch has it on fake tensors only without dropout.
+_ATTENTION = {(F, "scaled_dot_product_attention"): _without_dropout(F.scaled_dot_product_attention)}

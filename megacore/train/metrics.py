@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
+from megacore.config.dimensions import pipeline_dimension
 from megacore.optim.update import WeightUpdate
-from megacore.parallel.collectives import all_reduce_, all_reduce_job_
+from megacore.parallel.collectives import rows_of_ranks
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import TimedPass
@@ -89,8 +90,10 @@ class StepMetrics:
         config, mesh, task = self._config, self._mesh, self._task
         measured = measured_bytes(update.data_parallel, update.optimizer)
         peak_here = float(peak_memory_bytes(mesh.device))
-        memory = self._largest({**measured, "peak": peak_here, "data": times.data_share})
-        peak, data_share, step_seconds = memory.pop("peak"), memory.pop("data"), times.seconds
+        first, last = timed.computations[0].start, timed.computations[-1].end
+        own = (times.seconds, times.data_share, peak_here, *measured.values())
+        everyone = rows_of_ranks((first, last, timed.busy_seconds, *own), mesh).cpu()
+        step_seconds, data_share, peak, *memory = everyone[:, 3:].amax(0).tolist()
         sequences = config.training.global_batch_size
         tflops = task.flops_per_sequence() * sequences / step_seconds / mesh.world.size / 1e12
         means = term_means(task.loss_names, result.means, result.counts)
@@ -103,9 +106,9 @@ class StepMetrics:
             "perf/tflops_per_rank": tflops,
             "perf/data_wait_fraction": data_share,
             "perf/bubble_predicted": self.predicted_bubble,
-            "perf/bubble_measured": self._measured_bubble(timed),
+            "perf/bubble_measured": self._measured_bubble(everyone[:, :3]),
             "mem/peak_gib": peak / 2**30,
-            **{f"mem/{kind}_bytes": int(size) for kind, size in memory.items()},
+            **{f"mem/{kind}_bytes": int(size) for kind, size in zip(measured, memory, strict=True)},
             **{f"mem/{kind}_bytes_predicted": round(size) for kind, size in self.predicted_memory.items()},
             "train/skipped_steps": update.skipped_steps,
         }
@@ -139,18 +142,18 @@ class StepMetrics:
         schedule = training_schedule(config.parallel, config.microbatches)
         return simulate(schedule, Costs.proportional(times)).idle_share
 
-    def _measured_bubble(self, timed: TimedPass) -> float:
-        """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean."""
-        mesh, computed = self._mesh, timed.computations
-        ends = torch.tensor([-computed[0].start, computed[-1].end], dtype=torch.float64, device=mesh.device)
-        window = all_reduce_(ends, mesh.pipeline, "max").sum() * mesh.pipeline.size
-        busy = all_reduce_(torch.tensor(timed.busy_seconds, dtype=torch.float64, device=mesh.device), mesh.pipeline)
-        return float(all_reduce_job_(1.0 - busy / window, mesh)) / mesh.world.size
+    def _measured_bubble(self, everyone: Tensor) -> float:
+        """Share of the time between a pipeline's first and last computation that its ranks do not compute; the mean.
 
-    def _largest(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Each value's maximum over all ranks."""
-        numbers = torch.tensor(list(values.values()), dtype=torch.float64, device=self._mesh.device)
-        return dict(zip(values, all_reduce_job_(numbers, self._mesh, "max").tolist(), strict=True))
+        Args:
+            everyone: [ranks, 3]: seconds when each rank's first computation began and its last one ended, and how many
+                it computed.
+        """
+        degrees = self._mesh.degrees
+        stages = list(degrees).index(pipeline_dimension(self._mesh.dimensions))
+        first, last, busy = everyone.view(*degrees.values(), 3).unbind(-1)
+        windows = last.amax(stages) - first.amin(stages)
+        return float((1.0 - busy.mean(stages) / windows).mean())
 
 
 def term_means(

@@ -67,7 +67,8 @@ class PeerWatch:
         """Stop watching: other ranks may end from now on."""
         self._stopped.set()
         for number in self._handled:
-            if signal.getsignal(number) is _arrives:  # unless another handler has replaced it
+            # Unless another handler has replaced it. SIGUSR1 asks for a save: too late, but no reason to fail.
+            if signal.getsignal(number) is _arrives and number != signal.SIGUSR1:
                 signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         os.write(self._wakeup, b"\0")  # closing is not enough: data workers have inherited this end of the pipe

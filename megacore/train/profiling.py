@@ -1,7 +1,8 @@
 """`--profile-steps A:B`: torch.profiler over some steps, with a Chrome trace per rank and a snapshot of device memory.
 
 The files are OUTPUT_DIR/profile/rank_N.json.gz, which Perfetto opens, and rank_N_memory.pickle, which torch's viewer of
-memory opens. They are written when step B is done. A run that resumes between A and B profiles the rest of the range.
+memory opens. They are written when step B is done, and once. A run that resumes or rolls back between A and B profiles
+the rest of the range.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megacore.train.callbacks import Callback, Run
+from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
 from megacore.train.trackers.background import warn
 
@@ -33,10 +35,11 @@ class StepProfiler:
         self.steps, self._device = steps, device
         self.path = output_dir / DIRECTORY / f"rank_{rank}.json.gz"
         self._profile: profile | None = None
+        self._is_written = False
 
     def begin(self, step: int) -> None:
         """Step number `step` is about to begin."""
-        if step not in self.steps or self._profile is not None:
+        if step not in self.steps or self._profile is not None or self._is_written:
             return
         activities = [ProfilerActivity.CPU]
         if self._device.type != "cpu":
@@ -57,8 +60,14 @@ class StepProfiler:
                 self._write_memory(self.path.with_name(self.path.name.replace(".json.gz", "_memory.pickle")))
         except OSError as error:
             warn(f"{self.path.parent}: {error.strerror}; training continues without the profile of this rank")
-        self._profile = None
+        self._profile, self._is_written = None, True
         return True
+
+    def rewind(self) -> None:
+        """The run is back at an earlier step: drop a profile under way."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
 
     def _record_memory(self, on: bool) -> None:
         record: Callable[..., None] | None = self._of_memory("_record_memory_history")
@@ -93,6 +102,10 @@ class Profiling(Callback):
         if step in self._profiler.steps:
             with run.unclocked():
                 self._profiler.begin(step)
+
+    def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
+        """Begin the profile anew with the steps that the run takes again."""
+        self._profiler.rewind()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Write the files after the last of the steps."""

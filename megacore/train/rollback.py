@@ -68,15 +68,15 @@ class Rollbacks:
             stop_sample: the position after the step that spiked.
 
         Raises:
-            TrainingDiverged: there were as many rollbacks as may be; or the last one returned to the same step, and the
-                spike has come back before the run was past it.
+            TrainingDiverged: there were as many rollbacks as may be; or the run is not past the step whose spike caused
+                the last one, whichever checkpoint is the last by now.
         """
         happened, earlier = f"step {from_step}: {spike}", "; ".join(map(str, self.done))
-        if self.done and self.done[-1].to_step == to_step and from_step <= self.done[-1].from_step:
+        if self.done and from_step <= self.done[-1].from_step:
             raise TrainingDiverged(
-                f"{happened}: a spike again after the rollback to step {to_step}, on other samples ({earlier}). Either "
-                "the weights diverge: resume from an earlier checkpoint with a smaller --lr, or with "
-                "--clip-grad-adaptive. Or more of the data is bad: use a larger --spike-skip-batches than "
+                f"{happened}: a spike again after the rollback to step {self.done[-1].to_step}, on other samples "
+                f"({earlier}). Either the weights diverge: resume from an earlier checkpoint with a smaller --lr, or "
+                "with --clip-grad-adaptive. Or more of the data is bad: use a larger --spike-skip-batches than "
                 f"{self._options.spike_skip_batches}"
             )
         if len(self.done) >= self._options.max_rollbacks:

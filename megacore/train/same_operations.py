@@ -18,7 +18,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.watch.ledger import Channel
 from megacore.watch.marks import Current
 
-Operations = Mapping[Channel, Sequence[tuple[int, str, int]]]  # number, kind and bytes of the last ones
+Operations = Mapping[Channel, Sequence[tuple[int, str, int]]]  # number, kind and bytes
 
 
 def different_operations(step: int, mesh: Mesh) -> str:
@@ -32,8 +32,9 @@ def different_operations(step: int, mesh: Mesh) -> str:
     assert ledger is not None, "every rank has voted"
     everyone = all_gather_objects((ledger.recent_operations(), ledger.had_deviated), mesh.world)
     deviating = [rank for rank, (_, deviates) in enumerate(everyone) if deviates]
-    difference = first_difference([operations for operations, _ in everyone])
-    what = "an operation that is long past" if difference is None else difference.in_words()
+    remembered = [operations for operations, _ in everyone if operations is not None]
+    difference = first_difference(remembered) if len(remembered) == len(everyone) else None
+    what = "one of more operations than are remembered" if difference is None else difference.in_words()
     culprits, why = ([], "") if difference is None else odd_ones(difference.posted, deviating)
     named = ", ".join(f"rank {rank} ({mesh.describe(rank)})" for rank in culprits)
     return (
@@ -74,7 +75,7 @@ def first_difference(everyone: Sequence[Operations]) -> Difference | None:
     """The first operation of a channel that its members posted differently.
 
     Args:
-        everyone: the operations of every rank, by rank.
+        everyone: the operations of every rank, by rank, since the ranks last agreed on them.
     """
     for channel in {channel: None for operations in everyone for channel in operations}:
         posted = {

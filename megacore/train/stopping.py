@@ -24,6 +24,22 @@ _DURATION, _INTERVAL, _REQUEST = "duration", "interval", "request"
 _REASONS: tuple[signal.Signals | str, ...] = (*ENDING, _DURATION, _INTERVAL, _REQUEST)  # the most important last
 
 
+def prepare_signals() -> None:
+    """Say what signals do until training handles them. A program calls this first: loading torch takes seconds.
+
+    SIGINT ends it without a traceback from every rank. SIGUSR1 asks for a save, for which there is nothing yet: it must
+    not end the rank.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(_SAVE) is signal.SIG_DFL:
+        signal.signal(_SAVE, _pass)  # SIG_IGN would mean that somebody wants it to be ignored later too
+
+
+def _pass(number: int, frame: FrameType | None) -> None:
+    """Does nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """What all ranks do after a step.

@@ -89,7 +89,7 @@ class Tracer(Callback):
         self.steps = range(first, min(first + config.logging.traced_steps, last + 1))
         self.path = Path(config.training.output_dir) / "trace.json"
         self._mesh, self._runtime, self._report, self._microbatches = mesh, runtime, report, microbatches
-        self._traced: list[TracedStep] = []
+        self._traced: dict[int, TracedStep] = {}  # by number: one that a rollback repeats is there once
         self._collectives = _Collectives(mesh)
 
     def on_step_begin(self, run: Run, step: int) -> None:
@@ -105,7 +105,7 @@ class Tracer(Callback):
             Current.listener = None
             timed, collectives = self._runtime.timer.read(), tuple(self._collectives.noted)
             step = TracedStep(result.step, timed.start, timed.end, timed.actions, timed.read, collectives)
-            self._traced.append(step)
+            self._traced[result.step] = step
             self._runtime.timer.tracing = False
             if result.step == self.steps[-1]:
                 with run.unclocked():
@@ -119,8 +119,7 @@ class Tracer(Callback):
     def _write(self) -> None:
         """Gather the traces of all ranks and write the file, on the first."""
         coordinates = self._mesh.coordinates(self._mesh.world.rank)
-        trace = RankTrace(coordinates=coordinates, steps=tuple(self._traced))
+        trace = RankTrace(coordinates=coordinates, steps=tuple(self._traced.values()))
         ranks = all_gather_objects(trace, self._mesh.world)
         if self._mesh.world.rank == 0:
             write_trace(self.path, ranks, self._runtime.schedule(self._microbatches, trains=True))
-        self._traced = []

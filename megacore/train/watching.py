@@ -13,7 +13,7 @@ import torch
 from megacore.checkpoint.save import Saved
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import pipeline_dimension
-from megacore.parallel.collectives import all_reduce_job_
+from megacore.parallel.collectives import all_reduce_job_, rows_of_ranks
 from megacore.parallel.mesh import Mesh
 from megacore.train.callbacks import Callback, Run
 from megacore.train.replicas import ReplicaCheck
@@ -119,10 +119,7 @@ class Stragglers(Callback):
         device = self._mesh.device
         if device.type != "cpu":
             own = Times(run.model.runtime.timer.read().busy_seconds * steps, own.data, own.gc, own.communication)
-        mine = torch.tensor(astuple(own), dtype=torch.float64, device=device)
-        everyone = mine.new_zeros(self._mesh.world.size, len(mine))
-        everyone[self._mesh.world.rank] = mine
-        all_reduce_job_(everyone, self._mesh)  # zeros and one row of each rank
+        everyone = rows_of_ranks(astuple(own), self._mesh)
         return {rank: Times(*values) for rank, values in enumerate(everyone.tolist())}
 
     def _line(self, straggler: Straggler) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megacore.config import ResolvedConfig, ResolvedPrecision
+from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedPrecision
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.model import ResolvedModel
@@ -89,6 +89,7 @@ def narrow(config: ResolvedConfig) -> Narrowed:
             lr_wsd_decay_iters=None,
             lr_decay_iters=WARMUP_STEPS + STEPS,
             clip_grad=min(config.optimizer.clip_grad, _CLIP),
+            clip_grad_warmup_iters=_clip_warmup(config.optimizer),
         ),
         "training": replace(
             training,
@@ -101,7 +102,10 @@ def narrow(config: ResolvedConfig) -> Narrowed:
             recompute_num_layers=None if recomputed is None else min(recomputed, max(blocks)),
         ),
         "checkpoint": replace(config.checkpoint, load=None, init_from_hf=None, async_save=False),
+        "watch": replace(config.watch, replay_interval=0),
     }
+    if config.spikes.on_spike in ("skip", "rollback"):  # a skipped step has nothing to compare
+        sections["spikes"] = replace(config.spikes, on_spike="none")
     if (bert := getattr(config, "bert", None)) is not None and bert.packed:
         interval = min(bert.global_attention_interval, max(1, sum(blocks) - 1))
         sections["bert"] = replace(bert, global_attention_interval=interval, whole_word_masking=False)
@@ -109,6 +113,12 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         sections["bert"] = replace(bert, whole_word_masking=False)
     narrowed = replace(config, **sections)
     return Narrowed(config=narrowed, changes=tuple(_changes(config, narrowed)))
+
+
+def _clip_warmup(optimizer: OptimizerConfig) -> int:
+    """Adaptive clipping begins with the first compared step at the latest."""
+    warmup = optimizer.clip_grad_warmup_iters
+    return min(warmup, WARMUP_STEPS) if optimizer.clip_grad_adaptive else warmup
 
 
 def one_process(config: ResolvedConfig) -> ResolvedConfig:
@@ -219,7 +229,7 @@ def _changes(before: ResolvedConfig, after: ResolvedConfig) -> Iterator[str]:
     """Settings of the model, the precision and the batch that differ."""
     for name in sections_of(type(before)):
         old, new = getattr(before, name), getattr(after, name)
-        if name not in ("model", "precision", "data", "training", "parallel", "optimizer", "bert"):
+        if name not in ("model", "precision", "data", "training", "parallel", "optimizer", "spikes", "bert"):
             continue
         for field in field_infos(type(old)):
             a, b = getattr(old, field), getattr(new, field)

@@ -217,8 +217,9 @@ def _check_updates(config: ResolvedConfig, record: Record) -> Iterator[Check]:
         for name, weight in weights.items():
             gradient = record.tensors.get(Key(step, "gradient", name))
             weight.grad = None if gradient is None else torch.tensor(gradient, dtype=torch.float32)
-        if optimizer.clip_grad:
-            torch.nn.utils.clip_grad_norm_(weights.values(), optimizer.clip_grad)
+        adaptive = record.tensors.get(Key(step, "clip limit", ""))  # its rule is --clip-grad's too
+        if limit := optimizer.clip_grad if adaptive is None else float(adaptive[0]):
+            torch.nn.utils.clip_grad_norm_(weights.values(), limit)
         twin.step()
         for name, weight in weights.items():
             change = weight.detach().double().numpy() - before[name]

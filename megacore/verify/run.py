@@ -6,6 +6,7 @@ that hold the same elements disagree. The model starts from a real checkpoint, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ KINDS = (
     "loss",
     "gradient",
     "gradient norm",
+    "clip limit",
     "moment",
     "weight change",
     "published weight",
@@ -196,6 +198,8 @@ class Recorder:
             ("gradient norm", result.grad_norm),
         ):
             self._add(name, "", value.detach().double().reshape(-1).numpy(force=True))
+        if math.isfinite(result.clip_limit) and self.steps.config.optimizer.clip_grad_adaptive:
+            self._add("clip limit", "", np.array([result.clip_limit]))
         self._note_moments(self._step, "moment")
         for local in self._segments:
             self._add_segment(self._step, "weight change", local, local.master.double() - before[id(local)].double())

@@ -1,11 +1,11 @@
 """Who holds a hung run up: a pure function from the ranks' ledgers to a verdict.
 
-In order of what they prove: a rank that wrote nothing, a process that is gone, a process that is stopped. Then the
-wait-for graph. A rank in a collective waits for the members that have posted fewer operations on that channel; in a
-send or receive, for the other side if that has posted fewer. Where the waits lead to ranks outside communication, those
-hold the others up. Where they lead in a circle, a rank that has left its usual order of operations, while the others
-have not, has caused it; without such a rank the verdict is the cycle itself. Nothing is guessed: a verdict that
-evidence does not prove is not certain, and may be "undetermined".
+In this order: a rank that wrote nothing, a process that is gone, a process that is stopped. Then the wait-for graph. A
+rank in a collective waits for the members that have posted fewer operations on that channel; in a send or receive, for
+the other side if that has posted fewer. Where the waits lead to ranks outside communication, or to ranks that have
+finished, those hold the others up. Where they lead in a circle, a rank that has left its usual order of operations,
+while the others have not, has caused it; without such a rank the verdict is the cycle itself. Nothing is guessed: a
+verdict that evidence does not prove is not certain, and may be "undetermined".
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def blame(seen: Iterable[Seen], world_size: int) -> Verdict:
     by_rank = {one.rank: one for one in seen}
     absent = tuple(rank for rank in range(world_size) if rank not in by_rank)
     if absent:
-        why = f"{_plural(absent, 'it has', 'they have')} written nothing: never started, or out of reach"
-        return Verdict(kind="absent", ranks=absent, is_certain=True, why=why)
+        why = f"{_plural(absent, 'it has', 'they have')} written nothing: never started, out of reach, or not watched"
+        return Verdict(kind="absent", ranks=absent, why=why)
     for state, words in (("gone", "ended without a word"), ("stopped", "stopped by a signal or a debugger")):
         ranks = tuple(rank for rank, one in sorted(by_rank.items()) if one.state == state and not one.is_done)
         if ranks:
@@ -103,8 +103,8 @@ def _of_graph(by_rank: Mapping[int, Seen]) -> Verdict:
     edges = waits(by_rank)
     blocked = {rank for rank in by_rank if edges[rank] or by_rank[rank].record.phase.communicates}
     outside = {rank for rank in by_rank if rank not in blocked and not by_rank[rank].is_done}
-    reached = _reachable(blocked, edges) if blocked else set(by_rank)
-    holders = tuple(sorted(outside & reached))
+    reached = _reachable(blocked, edges) if blocked else outside
+    holders = tuple(sorted(reached - blocked))  # who has finished is among them only if somebody waits for it
     if not holders:
         return _of_circle(by_rank, edges, blocked, outside)
     oldest = max(by_rank[rank].record.age for rank in holders)
@@ -123,6 +123,8 @@ def _doubts(holders: Sequence[int], by_rank: Mapping[int, Seen]) -> Iterable[str
     records = [by_rank[rank].record for rank in holders]
     if len(holders) > 1:
         yield "one of them may wait for another in a way that the ledger does not show"
+    if any(record.phase is Phase.DONE for record in records):
+        yield "it has finished as if there were no more to do, in which the others may be wrong"
     if any(record.phase is Phase.OUTSIDE for record in records):
         yield "the program's code may itself wait for another rank"
     if any(record.flags & Flag.HIDDEN and record.phase in _COMPUTING for record in records):

@@ -2,15 +2,17 @@
 
 A step may always take ten times the median of the last ones. What is rarer and takes longer (a save, an evaluation, the
 first step) has more time. The limit stays below the backend's timeout of a collective, which would end the run without
-naming a rank.
+naming a rank. The report of a hang says which limit held.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from megacore.watch.blame import Seen, Verdict
 from megacore.watch.ledger import Phase, Record
+from megacore.watch.report import PHASES_IN_WORDS
 
 TIMES: Mapping[Phase, float] = {
     Phase.STEP: 1.0,
@@ -43,34 +45,60 @@ def still_seconds(seen: Sequence[Seen]) -> float:
     return min(one.record.age for one in watched)
 
 
-def limit(seen: Sequence[Seen], verdict: Verdict) -> float:
-    """Seconds that these ranks may stand still, if the verdict on them is right.
+@dataclass(frozen=True)
+class Limit:
+    """How long a run may stand still, and what sets that.
+
+    Attributes:
+        seconds: the time.
+        reason: in words.
+    """
+
+    seconds: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g} s: {self.reason}"
+
+
+def limit(seen: Sequence[Seen], verdict: Verdict) -> Limit:
+    """How long these ranks may stand still, if the verdict on them is right.
 
     Args:
         seen: the ranks that have a ledger, one or more.
         verdict: what `blame` says of them.
     """
     records = {one.rank: one.record for one in seen}
-    timeout = next(iter(records.values())).identity.hang_timeout
+    identity = next(iter(records.values())).identity
     if verdict.kind in ("stopped", "gone"):  # needs no patience: it will not move again
-        return _asked_to_end(timeout, records)
+        return _asked_to_end(Limit(identity.hang_timeout, "--hang-timeout-minutes"), records)
     blamed = [records[rank] for rank in verdict.ranks if rank in records] or list(records.values())
-    allowed = max(_of_section(record) for record in blamed)
+    allowed = max((_of_section(record) for record in blamed), key=_seconds)
     if all(record.section is Phase.STEP for record in blamed):
         allowed = _asked_to_end(allowed, records)
     if any(record.phase.communicates for record in records.values()):
-        allowed = min(allowed, _OF_COLLECTIVE_TIMEOUT * min(r.identity.collective_timeout for r in records.values()))
+        backend = _OF_COLLECTIVE_TIMEOUT * min(record.identity.collective_timeout for record in records.values())
+        reason = f"{_OF_COLLECTIVE_TIMEOUT:g} x --distributed-timeout-minutes, which is less than {allowed.reason}"
+        allowed = min(allowed, Limit(backend, reason), key=_seconds)
     return allowed
 
 
-def _of_section(record: Record) -> float:
-    return max(TIMES[record.section] * record.identity.hang_timeout, STEPS * record.median_step)
+def _of_section(record: Record) -> Limit:
+    times, median = TIMES[record.section], STEPS * record.median_step
+    reason = f"{times:g} x --hang-timeout-minutes ({PHASES_IN_WORDS[record.section]})"
+    of_timeout = Limit(times * record.identity.hang_timeout, reason)
+    return max(of_timeout, Limit(median, f"{STEPS:g} median steps"), key=_seconds)
 
 
-def _asked_to_end(seconds: float, records: Mapping[int, Record]) -> float:
+def _asked_to_end(allowed: Limit, records: Mapping[int, Record]) -> Limit:
     """Less, where a signal asks the run to end and it does not come to it."""
     waiting = [record.terminating for record in records.values() if record.terminating is not None]
     if not waiting:
-        return seconds
+        return allowed
     median = max(record.median_step for record in records.values())
-    return min(seconds, max(GRACE_SECONDS, _GRACE_STEPS * median))
+    grace = Limit(max(GRACE_SECONDS, _GRACE_STEPS * median), "after a signal to end")
+    return min(allowed, grace, key=_seconds)
+
+
+def _seconds(allowed: Limit) -> float:
+    return allowed.seconds

@@ -22,7 +22,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from megacore.watch.order import UsualOrder
 
 MAGIC = 0x6D656761_00000001  # the last half is the version of this layout
 SUFFIX = ".ledger"
@@ -33,7 +35,9 @@ _RECENT_STEPS = 31
 _READS = 20
 AGREED = 1 << 32
 """The sum of the ranks' second votes on operations is a multiple of it, unless they differ."""
-_RECENT_OPERATIONS = 2048
+_RECENT_OPERATIONS = 1 << 17
+_RUNS = 8  # that are kept: a step is digested in two or three
+_PRIME, _BASE = 2**61 - 1, 0x1A2F_9D3B_75C4_E68D  # of the digests: a Mersenne prime, and any number below it
 
 
 class Phase(IntEnum):
@@ -58,6 +62,7 @@ class Phase(IntEnum):
     DONE = 16
     CHECK = 17
     OUTSIDE = 18
+    BETWEEN_STEPS = 19
     ALL_REDUCE = 32
     ALL_GATHER = 33
     REDUCE_SCATTER = 34
@@ -74,13 +79,14 @@ class Phase(IntEnum):
 
     @property
     def is_message(self) -> bool:
-        return self in (Phase.SEND, Phase.RECEIVE)
+        return self in _MESSAGES
 
     @property
     def in_words(self) -> str:
         return self.name.lower().replace("_", "-")
 
 
+_MESSAGES = frozenset({Phase.SEND, Phase.RECEIVE})
 SECTIONS = frozenset(
     {
         *(Phase.START, Phase.INDEX, Phase.LOAD, Phase.FIRST_STEP, Phase.STEP),
@@ -239,6 +245,44 @@ def code_of(phase: Phase, *, channel: int = 0, stage: int | None = None, microba
     return phase | channel << 8 | (s & 0xFFFF) << 16 | (m & 0x7FFFFFFF) << 32
 
 
+class _Kind(NamedTuple):
+    """What operations of a phase over the same ranks share.
+
+    Attributes:
+        word: counts them and the other operations of their channel.
+        tag: phase and channel, to which the size is added.
+        code: of the phase in which to wait for one.
+        ranks: kept, because their identity must not be used again.
+    """
+
+    word: int
+    tag: int
+    code: int
+    ranks: tuple[int, ...]
+
+
+class _Run:
+    """A series of operations, and what it adds to the digests of its channels.
+
+    The digest of a channel is a polynomial whose coefficients are its operations: it is the same however they are cut
+    into series. Sending and receiving a message count as the same operation.
+
+    Attributes:
+        operations: the series.
+        digests: by the number of a channel: the factor for the digest so far, and the term that is added to it.
+    """
+
+    def __init__(self, operations: list[int]) -> None:
+        self.operations = operations
+        self.digests: dict[int, tuple[int, int]] = {}
+        for operation in operations:
+            number, phase, nbytes = operation >> 8 & 0xFF, operation & 0xFF, operation >> 16
+            kind = 0 if phase in _MESSAGES else phase
+            factor, term = self.digests.get(number, (1, 0))
+            mixed = hash((nbytes, kind))  # of integers: no process salts it
+            self.digests[number] = factor * _BASE % _PRIME, (term * _BASE + mixed) % _PRIME
+
+
 class Ledger:
     """Writes this process's ledger.
 
@@ -248,6 +292,7 @@ class Ledger:
 
     Attributes:
         directory: of the node's ledgers.
+        path: of this one.
         seconds: time that this process has spent in each phase itself, without the phases inside it; by its number.
         first_step: whether no step has been done.
         in_step: whether a step is under way.
@@ -257,8 +302,8 @@ class Ledger:
 
     def __init__(self, directory: Path, identity: Identity) -> None:
         self.identity, self.directory = identity, directory
-        path = directory / f"rank-{identity.rank}{SUFFIX}"
-        new = path.with_suffix(f".{identity.pid}")
+        self.path = directory / f"rank-{identity.rank}{SUFFIX}"
+        new = self.path.with_suffix(f".{identity.pid}")
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             _reserve(descriptor)
@@ -270,24 +315,25 @@ class Ledger:
             os.close(descriptor)
         view = memoryview(self._map)
         self._words, self._reals = view.cast("Q"), view.cast("d")
-        self._channels: dict[tuple[int, bool], tuple[int, tuple[int, ...]]] = {}  # by the identity of the ranks
+        self._kinds: dict[tuple[int, Phase], _Kind] = {}  # by the identity of the ranks
         self._numbers: dict[Channel, int] = {}
-        self._counts = [0] * (_CHANNELS + 1)
         self._digests = [0] * (_CHANNELS + 1)
-        self._recent: deque[int] = deque(maxlen=_RECENT_OPERATIONS)
+        self._posted: list[int] = []  # operations, as numbers, since a step last began or ended
+        self._digested = 0  # how many of `_posted`
+        self._runs: dict[int, _Run] = {}  # by where they begin in `_posted`
+        self._recent, self._voted = _operations(), _operations()  # since the last vote, and those that it was about
         self._stack: list[int] = []
         self._code, self._since = code_of(Phase.IMPORT), time.monotonic()
         self.seconds = [0.0] * 64
         self.first_step = True
-        self._usual: list[int] = []
-        self._done: list[int] = []
-        self._is_settled = self._deviates = self.in_step = self.had_deviated = False
+        self._order = UsualOrder()
+        self.in_step = self.had_deviated = False
         self._begun = 0.0
         self._steps: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
         self._describe()
         self._words[Word.MAGIC] = MAGIC
-        os.replace(new, path)
+        os.replace(new, self.path)
 
     # ---- phases
 
@@ -325,80 +371,84 @@ class Ledger:
         """The section ends."""
         self.leave()
         self._words[Word.SECTION] = before
+        if not self.in_step:
+            self._put_away()
 
     def begin_step(self, step: int) -> None:
         """Step number `step` begins."""
         self._words[Word.STEP] = step
         if self.first_step and not self._stack and self._code != Phase.OUTSIDE:
-            self.rest_in(Phase.START)
+            self.rest_in(Phase.BETWEEN_STEPS)
         self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
-        self._done, self.in_step = [], True
-        self._begun = self._since
+        self._put_away()
+        self._order.begin(step)
+        self.in_step, self._begun = True, self._since
+
+    def leave_step(self) -> None:
+        """The step ends, perhaps by an error: it is not compared with others."""
+        self.leave_section(Phase.STEP)
+        self.in_step, self._order.expected = False, None
 
     def end_step(self) -> None:
         """The step is done."""
-        self.leave_section(Phase.STEP)
-        self.in_step = False
+        self.leave_step()
         seconds = self._since - self._begun
         if not self.first_step:
             self._steps.append(seconds)
         # The first step takes longer than the others; it counts as long as there is no other.
         self._reals[Word.MEDIAN_STEP] = statistics.median(self._steps or [seconds])
         self.first_step = False
-        usual = self._done == self._usual
-        if usual:
-            self._is_settled, self._deviates = True, False
-            self._words[Word.DEVIATION] = 0
-        elif self._is_settled:
-            self._deviate()
-            self._is_settled = False
-        if not usual:
-            self._usual = self._done
+        self._order.end(self._posted)
+        self._words[Word.DEVIATION] = self._order.left_in
+        self._put_away()
 
     # ---- communication
 
     def post(self, phase: Phase, ranks: tuple[int, ...], nbytes: int) -> Operation:
         """An operation over `ranks` begins; the result is the context in which to wait for it."""
-        message = phase >= Phase.SEND and phase <= Phase.RECEIVE
-        known = self._channels.get((id(ranks), message))
-        number = self._number(ranks, message) if known is None else known[0]
-        count = self._counts[number] + 1
-        self._counts[number] = self._words[Word.POSTED + number] = count
-        kind = 0 if message else phase
-        self._digests[number] = hash((self._digests[number], nbytes << 8 | kind))  # of integers: no process salts it
-        operation = phase | number << 8 | nbytes << 16
-        self._recent.append(operation)
-        if self.in_step:
-            self._note(operation)
-        return Operation(self, code_of(phase, channel=number), count, nbytes)
+        kind = self._kinds.get((id(ranks), phase)) or self._kind(phase, ranks)
+        count = self._words[kind.word] + 1
+        self._words[kind.word] = count
+        operation = nbytes << 16 | kind.tag
+        self._posted.append(operation)
+        order = self._order
+        if order.expected is not None and next(order.expected, None) != operation:
+            order.leave()
+            self._words[Word.DEVIATION] = order.left_in
+        return Operation(self, kind.code, count, nbytes)
 
     def await_operation(self, count: int, nbytes: int) -> None:
         """The rank now waits for this operation of the channel of its phase."""
         self._words[5] = count
         self._words[6] = nbytes
 
-    def _number(self, ranks: tuple[int, ...], message: bool) -> int:
-        channel = Channel(ranks, message)
-        if channel not in self._numbers:
-            if len(self._numbers) == _CHANNELS:
-                return 0
+    def _kind(self, phase: Phase, ranks: tuple[int, ...]) -> _Kind:
+        channel = Channel(ranks, phase.is_message)
+        if channel not in self._numbers and len(self._numbers) < _CHANNELS:
             self._numbers[channel] = len(self._numbers) + 1
             self._describe()
-        self._channels[id(ranks), message] = self._numbers[channel], ranks  # kept: an id must not be used again
-        return self._numbers[channel]
+        number = self._numbers.get(channel, 0)
+        kind = _Kind(Word.POSTED + number, phase | number << 8, code_of(phase, channel=number), ranks)
+        self._kinds[id(ranks), phase] = kind
+        return kind
 
-    def _note(self, operation: int) -> None:
-        """Compare the order of operations with that of the step before."""
-        done = self._done
-        if self._is_settled and not self._deviates:
-            at = len(done)
-            if at >= len(self._usual) or self._usual[at] != operation:
-                self._deviate()
-        done.append(operation)
+    def _put_away(self) -> None:
+        """Begin a new list of operations."""
+        self._digest()
+        self._posted, self._digested = [], 0
 
-    def _deviate(self) -> None:
-        self._deviates = True
-        self._words[Word.DEVIATION] = self._words[Word.STEP]
+    def _digest(self) -> None:
+        """Note what was posted since the last time, in the digests of its channels too."""
+        start, operations = self._digested, self._posted[self._digested :]
+        run = self._runs.get(start)
+        if run is None or run.operations != operations:
+            run = self._runs[start] = _Run(operations)
+            while len(self._runs) > _RUNS:
+                del self._runs[next(iter(self._runs))]
+        for number, (factor, term) in run.digests.items():
+            self._digests[number] = (self._digests[number] * factor + term) % _PRIME
+        self._recent.extend(operations)
+        self._digested = len(self._posted)
 
     # ---- agreement
 
@@ -410,6 +460,8 @@ class Ledger:
         first member adds what the others subtract. Otherwise it is no multiple, except with probability 1 / AGREED.
         """
         self.had_deviated = self._words[Word.DEVIATION] != 0
+        self._digest()
+        self._voted, self._recent = self._recent, _operations()
         if self._words[Word.FLAGS] & Flag.HIDDEN or len(self._numbers) == _CHANNELS:
             return 0, 0
         total = 0
@@ -419,18 +471,24 @@ class Ledger:
             total += digest * (len(channel.ranks) - 1) if is_first else -digest
         return 1, total % AGREED
 
-    def recent_operations(self) -> dict[Channel, list[tuple[int, str, int]]]:
-        """The last operations on each channel: number, kind and bytes."""
+    def recent_operations(self) -> dict[Channel, list[tuple[int, str, int]]] | None:
+        """The operations on each channel since the last vote but one: number, kind and bytes.
+
+        Those before are agreed on, or the run would have ended. None if there were more than are remembered.
+        """
+        self._digest()
+        if _RECENT_OPERATIONS in (len(self._recent), len(self._voted)):
+            return None
         channels = {number: channel for channel, number in self._numbers.items()}
-        left = list(self._counts)
+        left = [self._words[Word.POSTED + number] for number in range(_CHANNELS + 1)]
         operations: dict[Channel, list[tuple[int, str, int]]] = {}
-        for operation in reversed(self._recent):
+        for operation in (*reversed(self._recent), *reversed(self._voted)):
             number, kind = operation >> 8 & 0xFF, Phase(operation & 0xFF)
             if number in channels:
                 name = "message" if kind.is_message else kind.in_words
-                operations.setdefault(channels[number], []).insert(0, (left[number], name, operation >> 16))
+                operations.setdefault(channels[number], []).append((left[number], name, operation >> 16))
                 left[number] -= 1
-        return operations
+        return {channel: posted[::-1] for channel, posted in operations.items()}
 
     # ---- the rest
 
@@ -460,6 +518,10 @@ class Ledger:
         self._words[Word.TEXT_BYTES] = 0
         self._map[_TEXT : _TEXT + len(text)] = text
         self._words[Word.TEXT_BYTES] = len(text)
+
+
+def _operations() -> deque[int]:
+    return deque(maxlen=_RECENT_OPERATIONS)
 
 
 def _reserve(descriptor: int) -> None:
@@ -497,6 +559,10 @@ class LedgerFile:
     Args:
         path: of the file.
 
+    Attributes:
+        identity: of the rank.
+        inode: tells the file from one that a later process of the same rank has put in its place.
+
     Raises:
         ValueError: it is not complete yet, or none.
         OSError: it cannot be read.
@@ -505,8 +571,10 @@ class LedgerFile:
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR)
         try:
-            if os.fstat(descriptor).st_size != _SIZE:
+            status = os.fstat(descriptor)
+            if status.st_size != _SIZE:
                 raise ValueError(f"{path} is not a ledger")
+            self.inode = status.st_ino
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
@@ -545,6 +613,10 @@ class LedgerFile:
             flags=flags,
             terminating=now - terminating if terminating else None,
         )
+
+    def last_mark(self) -> float:
+        """When the rank made its last mark, by `time.monotonic`."""
+        return float(struct.unpack_from("=d", self._map, 8 * Word.SINCE)[0])
 
     def pronounce(self) -> None:
         """Tell the rank that a hang is reported."""

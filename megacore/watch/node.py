@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import select
+import shutil
 import signal
 import stat
 import tempfile
@@ -64,6 +64,14 @@ def make(directory: Path) -> None:
         raise PermissionError(f"{directory} is not a directory of this user")
 
 
+def remove(directory: Path) -> None:
+    """Remove a directory of ledgers: for others at once, and then its files."""
+    gone = directory.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        directory.rename(gone)
+        shutil.rmtree(gone)
+
+
 def directories() -> Iterator[Path]:
     """The directories of all running jobs of this user on this machine."""
     for directory in sorted(base().glob(f"{_PREFIX}{os.getuid()}-*")):
@@ -73,8 +81,10 @@ def directories() -> Iterator[Path]:
 
 
 class Node:
-    """The ledgers of one directory. One whose process is gone already is an old one, unless it was written after a rank
-    that lives had started.
+    """The ledgers of one directory, which an earlier run may have used and left.
+
+    A ledger whose process is gone belongs to that run, unless the process made a mark after one that lives had started.
+    Where none lives, it is known only if it was seen before.
 
     Args:
         directory: of the ledgers.
@@ -87,24 +97,24 @@ class Node:
 
     def look(self) -> list[Seen]:
         """The ranks of this node as they are now."""
-        gone = []
+        found: dict[int, LedgerFile] = {}
         for path in self.directory.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError, ValueError):  # being written
                 rank = int(path.stem.removeprefix("rank-"))
-                if rank not in self.files:
-                    file = LedgerFile(path)
-                    if state_of(file.identity.pid, file.identity.born) != "gone":
-                        self.files[rank] = file
-                        self._open(rank, file.identity.pid)
-                    else:
-                        gone.append((rank, file, path.stat().st_mtime))
-        births = [file.identity.born for file in self.files.values() if file.identity.born]
-        run_began = min(map(started, births), default=math.inf)
-        self.files |= {rank: file for rank, file, written in gone if written > run_began}
-        return [
-            Seen(record=file.record(), state=state_of(file.identity.pid, file.identity.born))
-            for _, file in sorted(self.files.items())
-        ]
+                if rank not in self.files or self.files[rank].inode != path.stat().st_ino:
+                    found[rank] = LedgerFile(path)
+        files = self.files | found
+        states = {rank: state_of(file.identity.pid, file.identity.born) for rank, file in files.items()}
+        living = {rank for rank, state in states.items() if state != "gone"}
+        for rank in living & found.keys():
+            self._open(rank, found[rank].identity.pid)
+        births = [started(files[rank].identity.born) for rank in living if files[rank].identity.born]
+        if births:
+            known = {rank for rank, file in files.items() if file.last_mark() > min(births)}
+        else:
+            known = self.files.keys() - found.keys()
+        self.files = {rank: file for rank, file in files.items() if rank in living or rank in known}
+        return [Seen(record=file.record(), state=states[rank]) for rank, file in sorted(self.files.items())]
 
     def wait(self, seconds: float) -> None:
         """Return after a time, or as soon as a rank ends."""
@@ -117,6 +127,8 @@ class Node:
                 os.close(self._descriptors.pop(rank))
 
     def _open(self, rank: int, pid: int) -> None:
+        if rank in self._descriptors:
+            os.close(self._descriptors.pop(rank))
         with contextlib.suppress(AttributeError, OSError):  # macOS has none: the next look sees it
             self._descriptors[rank] = os.pidfd_open(pid)
 
@@ -148,6 +160,11 @@ class Node:
 def report_file(directory: Path) -> Path:
     """Where the watcher leaves the report of a hang for the ranks."""
     return directory / "report.txt"
+
+
+def leaving_file(directory: Path) -> Path:
+    """Exists while the watcher makes sure that no rank needs it any more."""
+    return directory / "leaving"
 
 
 def stack_file(directory: Path, rank: int) -> Path:

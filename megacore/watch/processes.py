@@ -21,9 +21,9 @@ def born(pid: int) -> int:
 
 
 def started(since: int) -> float:
-    """The time of day at which a process started, from `born`."""
-    boot = time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-    return boot + since / os.sysconf("SC_CLK_TCK")
+    """The time of `time.monotonic` at which a process started, from `born`."""
+    asleep = time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)) - time.monotonic()
+    return since / os.sysconf("SC_CLK_TCK") - asleep
 
 
 def state_of(pid: int, since: int) -> State:

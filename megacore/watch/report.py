@@ -16,8 +16,8 @@ _STACK_LINES = 14
 EXIT_HUNG = 124
 """The exit status of a rank that ends because the run hangs, as of timeout(1)."""
 
-_WORDS = {
-    Phase.START: "between phases",
+PHASES_IN_WORDS = {
+    Phase.START: "start",
     Phase.IMPORT: "import of libraries",
     Phase.CONNECT: "connection to the master (MASTER_ADDR, MASTER_PORT)",
     Phase.BUILD: "build of the model",
@@ -35,6 +35,7 @@ _WORDS = {
     Phase.SINK: "log and sinks",
     Phase.EXIT: "exit",
     Phase.DONE: "done",
+    Phase.BETWEEN_STEPS: "between steps",
     Phase.OUTSIDE: "the program's code, outside of the engine",
     Phase.ALL_REDUCE: "all-reduce",
     Phase.ALL_GATHER: "all-gather",
@@ -50,14 +51,14 @@ _WORDS = {
 
 def phase_in_words(record: Record) -> str:
     """`forward of microbatch 3 of stage 1`, `receive from rank 5, number 12`, `all-reduce over dp, number 7, 4 KiB`."""
-    words = _WORDS[record.phase]
+    words = PHASES_IN_WORDS[record.phase]
     if record.microbatch is not None:
         words += f" of microbatch {record.microbatch} of stage {record.stage}"
     if record.channel is not None:
         words += f" {channel_in_words(record.channel, record)}, number {record.awaited}"
         words += f", {_bytes(record.nbytes)}" if record.nbytes else ""
     if record.section not in (record.phase, Phase.STEP, Phase.START):
-        words += f" ({_WORDS[record.section]})"
+        words += f" ({PHASES_IN_WORDS[record.section]})"
     return words
 
 
@@ -107,7 +108,13 @@ def table(seen: Iterable[Seen], absent: Sequence[int] = ()) -> list[str]:
 
 
 def hang_report(
-    seen: Sequence[Seen], verdict: Verdict, *, seconds: float, stacks: Mapping[int, str], world_size: int
+    seen: Sequence[Seen],
+    verdict: Verdict,
+    *,
+    seconds: float,
+    allowed: str,
+    stacks: Mapping[int, str],
+    world_size: int,
 ) -> str:
     """The message about a hang, without the program's name in front.
 
@@ -115,7 +122,9 @@ def hang_report(
         seen: the ranks that have a ledger, one or more.
         verdict: who holds them up.
         seconds: for which no rank has moved.
-        stacks: Python stacks of the culprits, as faulthandler writes them; empty where a process did not answer.
+        allowed: for how long they may, in words.
+        stacks: of the ranks that were asked for theirs, Python stacks as faulthandler writes them; empty where a
+            process did not answer.
         world_size: number of ranks of the job.
     """
     records = {one.rank: one.record for one in seen}
@@ -123,11 +132,12 @@ def hang_report(
     some = next(iter(records.values()))
     lines = [f"hang at step {step}: {headline(verdict, records, some.identity.degrees)}"]
     lines += _field("why", f"{verdict.why}; no rank has moved for {seconds:.1f} s")
+    lines += _field("limit", allowed)
     for rank in verdict.ranks if verdict.kind != "cycle" else ():
         if rank in records:
             lines += _field(f"rank {rank}", f"{phase_in_words(records[rank])}, for {records[rank].age:.1f} s")
             stack = main_stack(stacks.get(rank, ""))
-            lines += _field("stack", "did not answer" if not stack else "most recent call first")
+            lines += _field("stack", _about_stack(stack, is_asked=rank in stacks, host=records[rank].identity.host))
             lines += [f"    {line}"[:_WIDTH] for line in stack]
     rows = table(seen, [rank for rank in range(world_size) if rank not in records])
     lines += [f"  {row}" for row in rows]
@@ -159,6 +169,12 @@ def main_stack(dump: str) -> list[str]:
         return []
     frames = [line.strip() for line in threads[-1] if line.startswith("  ")]
     return frames[:_STACK_LINES]
+
+
+def _about_stack(stack: Sequence[str], *, is_asked: bool, host: str) -> str:
+    if not is_asked:
+        return f"not asked: only those of the first node are collected, and this rank is on {host}"
+    return "most recent call first" if stack else "did not answer"
 
 
 def _described(rank: int, records: Mapping[int, Record], degrees: Mapping[str, int]) -> str:

@@ -24,11 +24,12 @@ from megacore.config.dimensions import describe_rank
 from megacore.files import take_lock
 from megacore.watch.ledger import Flag, Identity, Ledger
 from megacore.watch.marks import Current, on_ledger
-from megacore.watch.node import STACK_SIGNAL, Node, directory_of, make, report_file, stack_file
+from megacore.watch.node import STACK_SIGNAL, Node, directory_of, leaving_file, make, report_file, stack_file
 from megacore.watch.processes import born
 from megacore.watch.report import deaths_in_words
 
 _LOCK = "watcher.lock"
+_ATTEMPTS = 10
 
 
 class _Kept:
@@ -48,14 +49,35 @@ def begin_watch(config: ResolvedConfig) -> None:
     identity = _identity(config, os.environ)
     directory = directory_of(os.environ, identity.node, identity.output_dir)
     try:
-        make(directory)
-        _Kept.stacks = stack_file(directory, identity.rank).open("wb")
-        Current.ledger = Ledger(directory, identity)
+        if not any(_begin_in(directory, identity) for _ in range(_ATTEMPTS)):
+            raise FileNotFoundError(f"{directory} is removed as often as it is made")
     except OSError as error:
+        Current.ledger = None
         print(f"megacore: warning: no watchdog on {identity.host}: {error}", file=sys.stderr)
-        return
-    faulthandler.register(STACK_SIGNAL, file=_Kept.stacks, all_threads=True)
-    _start_watcher(directory)
+
+
+def _begin_in(directory: Path, identity: Identity) -> bool:
+    """Open this rank's ledger, and see to it that the node has a watcher that knows of it.
+
+    The watcher of an earlier run announces that it leaves, and then looks for new ledgers a last time. A rank writes
+    its ledger, and then looks for the announcement. So at least one of them notices the other.
+
+    Returns:
+        Whether that is so; False: the directory has been removed meanwhile.
+
+    Raises:
+        OSError: there is no room for ledgers.
+    """
+    try:
+        make(directory)
+        _Kept.stacks = stacks = stack_file(directory, identity.rank).open("wb")
+        Current.ledger = ledger = Ledger(directory, identity)
+        while not _start_watcher(directory) and leaving_file(directory).exists():
+            time.sleep(0.02)
+    except FileNotFoundError:
+        return False
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    return ledger.path.exists()
 
 
 def end_watch() -> None:
@@ -81,9 +103,9 @@ def left_its_order() -> str:
     where another rank dies of that, or fails, they are the cause. Empty if there are none."""
     if Current.ledger is None:
         return ""
-    seen = [one for one in Node(Current.ledger.directory).look() if one.state != "gone"]
+    seen = Node(Current.ledger.directory).look()  # the dead too: gloo aborts a rank that gets more than it expects
     odd = [one.record for one in seen if one.record.deviation]
-    if not odd or 2 * len(odd) > seen[0].record.identity.local_world_size:  # of which the dead are not seen
+    if not odd or 2 * len(odd) > Current.ledger.identity.local_world_size:
         return ""
     names = "; ".join(f"rank {r.rank} ({describe_rank(r.rank, r.identity.degrees)})" for r in odd)
     return f"; probably because of {names}, which left the order in which it communicates in step {odd[0].deviation}"
@@ -131,13 +153,14 @@ def _identity(config: ResolvedConfig, environment: Mapping[str, str]) -> Identit
     )
 
 
-def _start_watcher(directory: Path) -> None:
-    """Start the node's watcher, unless another rank has: it holds a lock that the watcher inherits."""
+def _start_watcher(directory: Path) -> bool:
+    """Start the node's watcher, unless there is one: it inherits a lock. Returns whether it has been started."""
     lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     messages = os.dup(2)
     try:
         with contextlib.suppress(BlockingIOError):
             take_lock(lock)
+            leaving_file(directory).unlink(missing_ok=True)  # of one that was killed
             root = str(Path(megacore.__file__).resolve().parents[1])
             path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
             _Kept.watcher = subprocess.Popen(
@@ -149,6 +172,8 @@ def _start_watcher(directory: Path) -> None:
                 pass_fds=(lock, messages),
                 start_new_session=True,  # Ctrl-C is for the ranks
             )
+            return True
+        return False
     finally:
         os.close(lock)
         os.close(messages)

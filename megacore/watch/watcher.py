@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -21,9 +20,9 @@ from typing import TextIO
 from megacore.config.cli import leave_for_launcher
 from megacore.files import replace_bytes
 from megacore.watch.blame import Seen, Verdict, blame
-from megacore.watch.budget import TIMES, limit, still_seconds
+from megacore.watch.budget import TIMES, Limit, limit, still_seconds
 from megacore.watch.ledger import Flag, Phase
-from megacore.watch.node import Node, report_file
+from megacore.watch.node import Node, leaving_file, remove, report_file
 from megacore.watch.nodes import Nodes
 from megacore.watch.processes import end, was_asked_to_end
 from megacore.watch.report import EXIT_HUNG, deaths_in_words, hang_report, table
@@ -32,7 +31,6 @@ _SLOWEST_LOOK, _FASTEST_LOOK = 1.0, 0.05
 _LOOKS = 40  # per timeout
 _SECONDS_TO_END = 4.0  # before SIGKILL
 _SECONDS_FOR_A_LAUNCHER = 1.5  # to end the others, where one has died
-_SECONDS_TO_APPEAR = 60.0
 
 
 class Watcher:
@@ -44,7 +42,11 @@ class Watcher:
     """
 
     def __init__(self, node: Node, messages: TextIO) -> None:
-        self.node, self.messages = node, messages
+        self.messages = messages
+        self._begin(node)
+
+    def _begin(self, node: Node) -> None:
+        self.node = node
         self._started = self._looked = time.monotonic()
         self._nodes: Nodes | None = None  # where the job has several
         self._unobserved = 0.0  # seconds in which this process did not run either
@@ -54,10 +56,8 @@ class Watcher:
         while True:
             seen = self.node.look()
             if self._is_over(seen):
-                again = Node(self.node.directory)  # of the next run, where it is started in the same way at once
-                if not any(one.state != "gone" and not one.is_done for one in again.look()):
+                if self._leaves():
                     return
-                self.node = again
                 continue
             if seen:
                 self._note_pause(seen)
@@ -68,9 +68,19 @@ class Watcher:
             self.node.wait(self._pause(seen))
 
     def _is_over(self, seen: Sequence[Seen]) -> bool:
-        if not seen:
-            return time.monotonic() - self._started > _SECONDS_TO_APPEAR
+        # A rank has a ledger before it starts this process: without any that can be seen, it has died already.
         return all(one.state == "gone" or one.is_done for one in seen)
+
+    def _leaves(self) -> bool:
+        """Whether there is nothing more to watch: no next run has been started in the same way at once."""
+        leaving, again = leaving_file(self.node.directory), Node(self.node.directory)
+        with contextlib.suppress(OSError):
+            leaving.touch()
+        if not any(one.state != "gone" and not one.is_done for one in again.look()):
+            return True
+        leaving.unlink(missing_ok=True)
+        self._begin(again)
+        return False
 
     def _pause(self, seen: Sequence[Seen]) -> float:
         timeout = seen[0].record.identity.hang_timeout if seen else 0.0
@@ -108,7 +118,8 @@ class Watcher:
         if missing and time.monotonic() - self._started < TIMES[Phase.START] * who.hang_timeout:
             return False
         verdict = blame(everyone, world)
-        if still <= limit(everyone, verdict):
+        allowed = limit(everyone, verdict)
+        if still <= allowed.seconds:
             return False
         stacks = self.node.stacks(list(seen))
         again = self.node.look()
@@ -116,19 +127,24 @@ class Watcher:
             return False  # one moved meanwhile
         here = {one.rank for one in again}
         everyone = [*again, *(one for one in everyone if one.rank not in here)]
-        self._report(everyone, verdict, seconds=still, stacks=stacks)
+        self._report(everyone, verdict, seconds=still, allowed=allowed, stacks=stacks)
         end([one.record.identity.pid for one in again if one.state != "gone"], _SECONDS_TO_END)
         return True
 
-    def _report(self, seen: Sequence[Seen], verdict: Verdict, *, seconds: float, stacks: dict[int, str]) -> None:
+    def _report(
+        self, seen: Sequence[Seen], verdict: Verdict, *, seconds: float, allowed: Limit, stacks: dict[int, str]
+    ) -> None:
         identity = seen[0].record.identity
-        text = hang_report(seen, verdict, seconds=seconds, stacks=stacks, world_size=identity.world_size)
+        text = hang_report(
+            seen, verdict, seconds=seconds, allowed=str(allowed), stacks=stacks, world_size=identity.world_size
+        )
         content = {
             "step": max(one.record.step for one in seen),
             "verdict": dataclasses.asdict(verdict),
             "still_seconds": seconds,
+            "limit_seconds": allowed.seconds,
             "hang_timeout_seconds": identity.hang_timeout,
-            "ranks": [{"state": one.state, **one.record.to_json(), "stack": stacks.get(one.rank, "")} for one in seen],
+            "ranks": [{"state": one.state, **one.record.to_json(), "stack": stacks.get(one.rank)} for one in seen],
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "exit_status": EXIT_HUNG,
         }
@@ -201,7 +217,7 @@ class Watcher:
 
 def _least(seen: Sequence[Seen]) -> float:
     """The shortest limit that any verdict could set, to spare the work of finding one."""
-    return min(limit(seen, Verdict(kind="stopped")), *(one.record.identity.hang_timeout for one in seen))
+    return min(limit(seen, Verdict(kind="stopped")).seconds, *(one.record.identity.hang_timeout for one in seen))
 
 
 def _moved(one: Seen, other: Seen) -> bool:
@@ -215,7 +231,7 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # for the ranks; it ends with them
     with os.fdopen(descriptor, "w") as messages:
         Watcher(Node(directory), messages).run()
-    shutil.rmtree(directory, ignore_errors=True)
+    remove(directory)
 
 
 if __name__ == "__main__":

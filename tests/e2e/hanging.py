@@ -1,7 +1,7 @@
 """pretrain_gpt.py in which one rank hangs: `HANG='{"rank": 2, "at": "step", "call": 7, "fault": "stop"}'`, or a list.
 
 Run as a script in place of pretrain_gpt.py. `at` is one of POINTS or "import", `call` counts the calls of that point on
-the rank from 1, and `fault` is one of FAULTS, which happens before the call, or in place of it.
+the rank from 1, and `fault` is one of FAULTS, SIZES or SKIPS, which happens before the call, or in place of it.
 """
 
 from __future__ import annotations
@@ -67,11 +67,15 @@ def resized(transfer: Any, factor: float) -> Any:
     return dataclasses.replace(transfer, tensors=tensors) if tensors else transfer
 
 
-def without_the_first_group(tensor: Any, mesh: Any, **named: Any) -> Any:
-    """A sum over the job in which this rank leaves out the first of its collectives."""
+SKIPS = {"skip": 0, "skip-last": -1}  # which of the collectives of a sum over the job is left out
+
+
+def without_one_group(left_out: int, tensor: Any, mesh: Any, **named: Any) -> Any:
+    """A sum over the job in which this rank leaves out one of its collectives."""
     collectives: Any = importlib.import_module("megacore.parallel.collectives")
-    for group in mesh.sum_groups[1:]:
-        collectives.all_reduce_(tensor, group, **named)
+    for group in mesh.sum_groups:
+        if group is not mesh.sum_groups[left_out]:
+            collectives.all_reduce_(tensor, group, **named)
     return tensor
 
 
@@ -95,8 +99,8 @@ def plant(rank: int, at: str, call: int, fault: str, seconds: float | None = Non
         if fault == "slow" or calls == call or (fault in SIZES and calls == call + 1):
             if MARK in os.environ:
                 Path(os.environ[MARK]).write_text(str(time.time()))
-            if fault == "skip":
-                return without_the_first_group(*given, **named)
+            if fault in SKIPS:
+                return without_one_group(SKIPS[fault], *given, **named)
             if fault in SIZES:
                 return resized(called(*given, **named), SIZES[fault])
             if seconds is not None:

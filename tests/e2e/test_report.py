@@ -161,6 +161,42 @@ def test_numbers_that_are_none_and_lines_that_are_cut_off(tmp_path: Path) -> Non
     assert [a["class"] for tag, a in parsed.tags if tag == "path"].count("skip") == 1
 
 
+def test_a_rollback_is_marked_where_its_samples_were_skipped(tmp_path: Path) -> None:
+    """Steps 1 to 30 of 10 samples, back from 30 to 20, samples up to 350 skipped, and on to 40: 550 samples."""
+
+    def at(number: int) -> dict[str, Any]:
+        samples = 10 * number + (150 if number > 20 else 0)
+        return step(number, consumed_samples=samples, consumed_tokens=samples * 4)
+
+    events: list[dict[str, Any]] = [
+        {"event": "launch", "step": 0},
+        {"event": "skip", "step": 5, "reason": "stays"},
+        {"event": "skip", "step": 25, "reason": "undone"},
+        {"event": "skip", "step": 30, "reason": "the spike"},
+        {"event": "rollback", "step": 30, "to_step": 20, "reason": "the spike", "skipped_samples": [200, 350]},
+        {"event": "launch", "step": 20},
+        {"event": "skip", "step": 30, "reason": "of the second time"},
+    ]
+    parsed = page_of(write(tmp_path / "run", [at(number) for number in range(1, 41)], events))
+    (first, last), (left, right) = (10, 550), (52.0, 1140 - 14.0)  # samples; pixels of the loss's chart
+
+    def pixel(samples: int) -> float:
+        return left + (samples - first) / (last - first) * (right - left)
+
+    bands = [a for tag, a in parsed.tags if tag == "rect" and a.get("class") == "rollback"]
+    assert [float(bands[0][key] or 0) for key in ("x", "width")] == pytest.approx(
+        [pixel(200), pixel(350) - pixel(200)], abs=0.06
+    )
+    assert len(bands) == 4  # in the charts of loss, learning rate, gradient norm and throughput
+    for kind, samples in (("skip", [50, 450]), ("resume", [350])):
+        paths = [a["d"] or "" for tag, a in parsed.tags if tag == "path" and a["class"] == kind]
+        assert [float(d[1:].split()[0].split("V")[0]) for d in paths] == pytest.approx(
+            list(map(pixel, samples)), abs=0.06
+        )
+    assert "step 30 rolled back to 20: the spike" in parsed.text and "undone" not in parsed.text
+    assert "2 steps skipped, 1 rollback" in parsed.text
+
+
 def test_all_losses_none(tmp_path: Path) -> None:
     assert (
         "nothing was logged" in page_of(write(tmp_path / "run", [step(n, **{"train/loss": None}) for n in (1, 2)])).text

@@ -125,14 +125,35 @@ def test_what_a_rank_hangs_in_is_named(
     assert all(word in said for word in words), said
 
 
-def test_a_rank_that_leaves_a_collective_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run hangs, or gloo aborts a rank that gets a message of another size: the report names the cause in both."""
+def test_a_rank_that_leaves_a_collective_out_is_named_where_the_run_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves out the sum over pp. Until the next one the stages exchange only messages: they wait for each other."""
+    monkeypatch.setenv(HANG, json.dumps({"rank": 0, "at": "collective", "call": 16, "fault": "skip-last"}))
+    given = flags(tmp_path / "out", dp=2, pp=2, log_interval=1000)
+    with under_torchrun(tmp_path / "logs", 4, HANGING, *given) as job:
+        said = reported(job)
+    who = r"rank 0 \(pp 0, dp 0, tp 0; pid \d+ on \S+\) holds the run up\n"
+    assert re.match(rf"megacore: hang at step \d+: {who}", said), said
+    assert "left the order" in said, said
+    verdict = json.loads(next((tmp_path / "out").glob("hang-*.json")).read_text())["verdict"]
+    assert (verdict["kind"], verdict["ranks"], verdict["is_certain"]) == ("deviates", [0], True)
+
+
+def test_a_rank_that_leaves_a_collective_out_is_named_where_gloo_aborts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves out the sum over dp. The next operation of the rank on that group is smaller than what it receives."""
     monkeypatch.setenv(HANG, json.dumps({"rank": 0, "at": "collective", "call": 16, "fault": "skip"}))
     with under_torchrun(tmp_path / "logs", 4, HANGING, *flags(tmp_path / "out", dp=2, pp=2)) as job:
         until(lambda: "megacore: " in job.said(), START, "no report")
-        job.ends(END)
+        assert job.ends(END)[0] == 1
         said = job.said()
-    assert re.search(r"^megacore: (hang at step \d+: |.* because of )?rank 0 \(", said, re.MULTILINE), said
+    who = r"rank 0 \(pp 0, dp 0, tp 0; pid \d+ on \S+\) has died; stopping the others"
+    why = r"probably because of rank 0 \(pp 0, dp 0, tp 0\), which left the order in which it communicates in step 16"
+    assert re.search(rf"^megacore: {who}; {why}$", said, re.MULTILINE), said
+    assert said.count("megacore: ") == 1, said
+    assert not list((tmp_path / "out").glob("hang-*.json"))
 
 
 def test_slow_ranks_saves_and_sinks_are_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +169,7 @@ def test_signals_save_and_continue_or_save_and_end(tmp_path: Path) -> None:
     given = flags(tmp_path / "out", dp=2, hang_timeout_minutes=0)
     with under_torchrun(tmp_path / "logs", 2, PROGRAM, *given) as job:
         wait_for_step(job, 2)
-        os.kill(job.pid_of(1), signal.SIGUSR1)
+        subprocess.run(["pkill", "-USR1", "-P", str(job.torchrun.pid)], check=True)  # as the docs say: its ranks
         until(lambda: "saved" in job.said("stdout"), START, "no checkpoint")
         saved = int(re.findall(r"step (\d+)/\d+ \| saved", job.said("stdout"))[0])
         wait_for_step(job, saved + 2)
@@ -158,6 +179,22 @@ def test_signals_save_and_continue_or_save_and_end(tmp_path: Path) -> None:
         said = job.said("stdout")
     assert re.search(r"^stopped by SIG(USR2|TERM): \d+ of 1000000 steps", said, re.MULTILINE)
     assert len(re.findall(r"\| saved", said)) == 2
+
+
+def test_the_batch_script_of_the_docs_passes_a_signal_on_and_ends_as_the_launcher_does(tmp_path: Path) -> None:
+    docs = (PROGRAM.parent / "docs" / "watching.md").read_text()
+    (script,) = [block for block in re.findall(r"```bash\n(.*?)```", docs, re.DOTALL) if "trap" in block]
+    rank = "trap 'echo saved; exit' USR2; echo training; while :; do sleep 0.05; done"
+    launcher = tmp_path / "torchrun"
+    launcher.write_text(f'#!/bin/sh\nsh -c "{rank}" &\nwait $!\nsleep 0.1\nexit 3\n')
+    launcher.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    with subprocess.Popen(["bash", "-c", script], env={"PATH": path}, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "training\n"
+        job.send_signal(signal.SIGUSR2)
+        assert job.stdout.readline() == "saved\n"
+        assert job.wait(patience(10)) == 3
 
 
 def test_a_signal_ends_a_run_with_a_stopped_rank_in_its_grace(tmp_path: Path) -> None:

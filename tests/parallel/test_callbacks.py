@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megacore.train.step import StepResult
 from megacore.watch.ledger import Ledger, LedgerFile, Phase
 from megacore.watch.marks import Current
 from tests.distributed import run_distributed
-from tests.parity.runs import make_config, make_trainer
+from tests.parity.runs import BATCH, SEQUENCE, make_config, make_trainer
 from tests.unit.watch_records import identity
 
 
@@ -78,11 +79,11 @@ class Fails(Callback):
 class Takes(Callback):
     """Lets time pass on a clock of its own: a second for each step, and more for what is no part of one."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, seconds: float = 1.0) -> None:
+        self.now, self._seconds = 0.0, seconds
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        self.now += 1.0
+        self.now += self._seconds
 
     def on_log(self, run: Run, record: Mapping[str, Any]) -> None:
         self.now += 100.0
@@ -106,6 +107,23 @@ def test_time_of_logs_and_evaluations_is_no_time_of_a_step(tmp_path: Path, monke
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: takes.now))
     run(tmp_path, takes, collect, log_interval=1)
     assert collect.columns["perf/step_time_s"] == [1.0] * 4
+
+
+def records_on_clocks(rank: int, world_size: int, directory: str) -> dict[str, list[Any]]:
+    """A run in which every rank measures another time per step."""
+    takes, collect = Takes(seconds=1.0 + rank), Collect()
+    config = make_config((1, 2, 1), directory, train_iters=2, log_interval=1, num_layers=2)
+    with patch.object(clock, "time", SimpleNamespace(perf_counter=lambda: takes.now)):
+        make_trainer(config, build_mesh(config.parallel), callbacks=[takes, collect]).run()
+    return collect.columns
+
+
+def test_a_record_is_that_of_the_slowest_rank_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_distributed(records_on_clocks, 2, str(tmp_path))
+    assert first == second
+    assert first["perf/step_time_s"] == [2.0, 2.0]
+    assert first["perf/tokens_per_sec"] == [BATCH * SEQUENCE / 2.0] * 2
+    assert [json.loads(line)["perf/step_time_s"] for line in (tmp_path / "metrics.jsonl").open()] == [2.0, 2.0]
 
 
 class Sections(Callback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from megacore.models.gpt import gpt_layers
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import build_mesh
 from megacore.train import gpt_task
-from megacore.train.dry_run import RankReport, rank_kinds, run_ranks
+from megacore.train.dry_run import RankReport, rank_kinds, run_rank, run_ranks
 from megacore.train.fake_job import absent_accelerator
 from megacore.zero.memory import measured_bytes
 from tests.distributed import run_distributed
@@ -76,6 +77,15 @@ def test_recomputation_and_other_models_take_a_step() -> None:
     require_ok(in_a_process((2, 1, 1), *cases), cases)
 
 
+def test_shards_that_zero_1_receives_count() -> None:
+    # Few activations: the peak is at the end of backward, where the reduced shards of all buckets wait for the step.
+    cases = [{"zero_stage": 1, "hidden_size": 256, "num_layers": 4, "vocab_size": 1024}]
+    found = in_a_process((1, 1, 2), *cases)
+    require_ok(found, cases)
+    first = found[0][0]
+    assert first.peak == pytest.approx(first.planned.expected_tensors, rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -92,7 +102,34 @@ def test_all_combinations_take_a_step(schedule: str, on_cpu: bool) -> None:
 def test_kinds_are_the_ends_of_each_dimension_in_each_stage() -> None:
     # rank = (pp x 8 + dp) x 4 + tp
     expected = [(pp * 8 + dp) * 4 + tp for pp in range(12) for dp in (0, 7) for tp in (0, 3)]
-    assert rank_kinds(make_config((4, 12, 8), "unused", num_layers=12, num_attention_heads=4)) == expected
+    kinds = rank_kinds(make_config((4, 12, 8), "unused", num_layers=12, num_attention_heads=4))
+    assert sorted(itertools.chain(*kinds)) == expected
+    # The first rank of each stage is a kind; the others of the stages between the first and the last are alike.
+    assert [kind for kind in kinds if kind[0] % 32 == 0] == [[pp * 32] for pp in range(12)]
+    assert [kind for kind in kinds if len(kind) > 1] == [[pp * 32 + end for pp in range(1, 11)] for end in (3, 28, 31)]
+
+
+def test_stages_with_other_layers_are_other_kinds() -> None:
+    config = make_config((1, 4, 2), "unused", num_layers=5, pipeline_layout="E,t|2*t|t|t,H")
+    assert rank_kinds(config) == [[0], [1], [2], [3], [4], [5], [6], [7]]
+
+
+def alike(rank: int, world_size: int) -> list[RankReport]:
+    """The ranks of one kind, each run by itself."""
+    absent_accelerator()
+    config = make_config((1, 4, 2), "unused", num_layers=8, schedule="interleaved", virtual_stages=2)
+    (kind,) = [kind for kind in rank_kinds(config) if len(kind) > 1]
+    return [run_rank(config, number, on_cpu=False) for number in kind]
+
+
+def test_ranks_of_one_kind_hold_the_same() -> None:
+    reports = run_distributed(alike, 1, init=False, timeout=120)[0]
+    assert [(report.rank, report.problem) for report in reports] == [(3, None), (5, None)]
+    first, second = (
+        (report.parameters, report.state, report.padding, report.peak, report.planned.expected_tensors)
+        for report in reports
+    )
+    assert first == second
 
 
 def held(rank: int, world_size: int, layout: Layout, directory: str, changes: Changes) -> tuple[int, dict[str, int]]:
@@ -185,6 +222,7 @@ def test_the_command_of_gpt() -> None:
     ]
     assert (status, err) == (0, "")
     assert "# Dry run: model on 4 accelerators, pp 2 x dp 2 x tp 1" in out
+    assert "\n| 0 | 0 | " in out
     assert out.endswith("4 kinds of rank, 4 of them OK\n")
 
 

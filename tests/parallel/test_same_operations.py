@@ -17,6 +17,7 @@ from megacore.errors import TrainingStopped
 from megacore.parallel.mesh import build_mesh
 from megacore.pipeline.transport import Send, Transport
 from megacore.train.same_operations import Difference, first_difference, odd_ones
+from megacore.watch import ledger as ledgers
 from megacore.watch.ledger import Channel, Ledger, Phase
 from megacore.watch.marks import Current, operations_differ
 from tests.distributed import run_distributed
@@ -82,6 +83,31 @@ def test_who_differs_is_the_one_that_changed_or_a_minority() -> None:
     assert missing == Difference(PAIR, 2, {1: "message of 4 bytes", 0: "none"})
 
 
+def test_the_first_operation_that_differs_is_named_however_long_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 leaves out the fifth message of a step, and all later ones have the number of the one before."""
+
+    def found() -> Difference | None:
+        remembered = []
+        for rank in (0, 1):
+            ledger = Ledger(tmp_path, identity(rank, 2))
+            for step in range(3):
+                for number in range(3000):
+                    if (rank, step, number) != (1, 2, 4):
+                        ledger.post(Phase.RECEIVE if rank == 0 else Phase.SEND, PAIR.ranks, number)
+                ledger.votes_on_operations()
+            for _ in range(100):  # of another group: what a rank remembers of one must not depend on others
+                ledger.post(Phase.ALL_REDUCE, (rank,), 1)
+            remembered.append(ledger.recent_operations())
+        assert (remembered[0] is None) == (remembered[1] is None)
+        return first_difference([operations for operations in remembered if operations is not None])
+
+    assert found() == Difference(PAIR, 6005, {1: "message of 5 bytes", 0: "message of 4 bytes"})
+    monkeypatch.setattr(ledgers, "_RECENT_OPERATIONS", 2048)
+    assert found() is None
+
+
 def test_votes_cancel_only_for_equal_operations(tmp_path: Path) -> None:
     """Counted by hand: 3 ranks, a group of all, and messages from 1 to 0."""
 
@@ -100,3 +126,28 @@ def test_votes_cancel_only_for_equal_operations(tmp_path: Path) -> None:
     assert all(operations_differ(summed(sizes), 3) for sizes in ([7, 7, 8], [8, 7, 7], [7, 8, 7], [1, 2, 3]))
     assert not operations_differ((2, 5), 3), "a rank without a ledger has not voted"
     assert not operations_differ((), 1)
+
+
+def test_votes_do_not_depend_on_where_the_operations_are_cut(tmp_path: Path) -> None:
+    """Ranks end sections, and digest what they have posted, at different points."""
+
+    def vote(rank: int, sections: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
+        ledger = Ledger(tmp_path, identity(rank, 2))
+        for step in (1, 2, 3):  # the later ones repeat what is known
+            ledger.begin_step(step)
+            for size in sizes:
+                ledger.post(Phase.ALL_REDUCE, PAIR.ranks, size)
+            ledger.end_step()
+            for number, size in enumerate(sizes):
+                ledger.post(Phase.ALL_GATHER, PAIR.ranks, size)
+                if number in sections:
+                    ledger.leave_section(ledger.enter_section(Phase.SINK))
+        return ledger.votes_on_operations()
+
+    def differ(mine: Sequence[int], theirs: Sequence[int]) -> bool:
+        votes = vote(0, [], mine), vote(1, [0, 2], theirs)
+        return operations_differ([sum(column) for column in zip(*votes, strict=True)], 2)
+
+    assert not differ([8, 16, 4], [8, 16, 4])
+    assert differ([8, 16, 4], [16, 8, 4])
+    assert differ([8, 16, 4], [8, 16, 5])

@@ -24,6 +24,7 @@ from megacore.train.callbacks import Callback
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.trackers.background import MOST_WAITING
 from megacore.train.trackers.callback import Trackers
+from megacore.train.trackers.csv_file import CsvFile
 from megacore.train.trackers.tensorboard import TensorBoard
 from megacore.train.trackers.tracker import RunInfo
 from megacore.train.trackers.wandb_run import ID_FILE
@@ -71,6 +72,19 @@ def test_csv_of_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     written = train(tmp_path, csv=True, load=str(checkpoint), train_iters=4)
     assert rows(tmp_path) == written
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 2, 3, 4, 4]
+
+
+def test_csv_drops_what_a_rollback_undoes_at_once(tmp_path: Path) -> None:
+    """A run may end before it logs again."""
+    table = CsvFile()
+    table.open(info(tmp_path))
+    for record in ({"step": 10, "train/loss": 4.0}, {"step": 10, "eval/loss": 4.5}, {"step": 20, "train/loss": 9.0}):
+        table.write(record)
+    table.rewind(10)
+    assert [(row["step"], row.get("train/loss"), row.get("eval/loss")) for row in rows(tmp_path)] == [
+        (10, 4.0, None),
+        (10, None, 4.5),
+    ]
 
 
 # ---- TensorBoard
@@ -244,6 +258,9 @@ class Broken:
     def write(self, record: Mapping[str, Any]) -> None:
         self._pass("write")
         self.taken += 1
+
+    def rewind(self, step: int) -> None:
+        self._pass("rewind")
 
     def close(self, *, failed: bool) -> None:
         self._pass("close")

@@ -339,6 +339,54 @@ def test_a_rollback_needs_a_checkpoint_and_a_second_bad_step() -> None:
     ]
 
 
+def test_checks_and_guards_beyond_the_run_are_refused_all_at_once() -> None:
+    wrong = {"replay_interval": 50, "check_replicas_interval": 60, "on_spike": "rollback", "save_interval": 40}
+    more = {"spike_skip_batches": 70, "max_rollbacks": 80, "spike_window": 200, "lr_warmup_iters": 5}
+    assert [problem.partition(":")[0] for problem in validate(make(**wrong, **more, train_iters=40), 1)] == [
+        "--replay-interval 50 must be at most --train-iters 40, because no step would be replayed",
+        "--check-replicas-interval 60 must be at most --train-iters 40, because only saves would be checked",
+        "--on-spike rollback has no effect in 40 steps (--train-iters)",
+        "--save-interval 40 must be below --train-iters 40 with --on-spike rollback, because there would be no "
+        "checkpoint to return to",
+        "--spike-skip-batches 70 must be at most --train-iters 40",
+        "--max-rollbacks 80 must be at most --train-iters 40",
+    ]
+    within = {"replay_interval": 40, "check_replicas_interval": 40, "on_spike": "rollback", "save_interval": 39}
+    more = {"spike_skip_batches": 40, "max_rollbacks": 40, "spike_window": 79, "lr_warmup_iters": 5}
+    assert validate(make(**within, **more, train_iters=40), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "way_out"),
+    [
+        ({"on_spike": "skip"}, "use --spike-window 79 or less, or a larger --train-iters"),
+        ({"spike_window": 80}, "use --spike-window 79 or less, or a larger --train-iters"),
+        ({"on_spike": "skip", "spike_window": 4, "train_iters": 2}, "use a larger --train-iters"),
+        (
+            {"on_spike": "skip", "spike_window": 4, "lr_warmup_iters": 40, "lr_decay_iters": 90},
+            "use a smaller one, or a larger --train-iters",
+        ),
+    ],
+    ids=str,
+)
+def test_a_guard_that_never_begins_is_refused(changes: dict[str, Any], way_out: str) -> None:
+    (problem,) = validate(make(**{"train_iters": 40, "lr_warmup_iters": 0} | changes), 1)
+    assert problem.endswith(way_out)
+
+
+def test_a_run_that_resumes_can_return_to_the_checkpoint_it_loaded() -> None:
+    changes = {"on_spike": "rollback", "save_interval": 400, "train_iters": 400, "load": "run"}
+    assert validate(make(**changes), 1) == []
+
+
+def test_a_number_that_is_none_and_a_name_that_no_file_has_are_refused() -> None:
+    assert validate(make(min_lr=math.inf, output_dir="a\0b", data_path=("c\0",), mock_data=False), 1) == [
+        "--data-path 'c\\x00' has a null byte, which no name of a file has: use another name",
+        "--min-lr inf is not a finite number: give a number that is at least 0",
+        "--output-dir 'a\\x00b' has a null byte, which no name of a file has: use another name",
+    ]
+
+
 def test_trace_steps_without_trace_are_refused() -> None:
     message = "--trace-steps 5 has no effect without --trace: leave it out, or use --trace"
     assert validate(make(trace_steps=5), 1) == [message]

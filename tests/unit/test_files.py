@@ -143,6 +143,10 @@ def test_appending_makes_a_file_and_refuses_what_would_block(tmp_path: Path) -> 
     append_bytes(path, b"one\n")
     append_bytes(path, b"two\n")
     assert path.read_bytes() == b"one\ntwo\n"
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="is a symbolic link, which is not followed"):
+        append_bytes(tmp_path / "link", b"three\n")
+    assert path.read_bytes() == b"one\ntwo\n"
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     try:

@@ -16,8 +16,9 @@ import pytest
 from megacore.checkpoint.check import changed_settings
 from megacore.checkpoint.load import never_kept
 from megacore.checkpoint.manifest import FileEntry, Manifest, Piece, TensorEntry, read_manifest, sealed
-from megacore.config import AdamWConfig, Config, ModelConfig, TrainingConfig
+from megacore.config import AdamWConfig, Config, ModelConfig, PrecisionConfig, TrainingConfig
 from megacore.errors import CheckpointError
+from megacore.optim.update import LossScaler
 
 WRITTEN = Manifest(
     step=3,
@@ -127,6 +128,19 @@ def test_a_number_beyond_any_count_is_refused_by_name(tmp_path: Path, number: in
 def test_a_counter_out_of_range_is_refused_by_name(name: str, number: float, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"counters\.{name} is .* from "):
         read_with(tmp_path, ("counters",), {"updates": 3, "scale": 65536.0, "learning_rate": 0.0, name: number})
+
+
+def test_a_loss_scale_that_halved_often_is_read_back(tmp_path: Path) -> None:
+    """Also from a checkpoint of an earlier version, which counted the overflows after the first halving below 0."""
+    options = {"precision": "fp16", "initial_loss_scale": 64.0, "hysteresis": 2}
+    scaler, resumed = (LossScaler(PrecisionConfig(**options).resolve(1)) for _ in range(2))  # type: ignore[arg-type]
+    for _ in range(4):
+        scaler.overflow()
+    for state in (scaler.state(), scaler.state() | {"allowance": -2}):
+        resumed.load_state(read_with(tmp_path, ("counters",), {"updates": 3, **state}).counters)
+        assert resumed.scale == 8
+        resumed.overflow()
+        assert resumed.scale == 4
 
 
 def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:

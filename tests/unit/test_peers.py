@@ -65,6 +65,7 @@ assert time.monotonic() - start < float(sys.argv[1])
 assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 assert signal.set_wakeup_fd(-1) == -1
+os.kill(os.getpid(), signal.SIGUSR1)  # asks for a save, too late
 other.kill()
 other.wait()
 time.sleep(0.5)

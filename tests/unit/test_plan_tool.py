@@ -69,6 +69,19 @@ def test_torch_is_not_loaded() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
 
 
+def test_wrong_files_are_refused_by_their_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = tmp_path / "own.toml"
+    cluster.write_text("memory_gb = [", encoding="utf-8")
+    flags = (
+        f"pretrain_gpt.py --preset gpt2-small --cluster {cluster} --timeline line.gif --memory-timeline nowhere/m.svg"
+    )
+    assert main(flags.split()) == 2
+    text = capsys.readouterr().err
+    assert "--timeline line.gif must end in .svg or .png: use --timeline line.svg" in text
+    assert "--memory-timeline nowhere/m.svg: nowhere is not a directory" in text
+    assert f"--cluster {cluster} is not valid TOML: " in text
+
+
 def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "pretrain_gtp.py --preset gpt2-small --tp 5 --pp 13 --world-size 64 --cluster a100-80gb"
     with pytest.raises(SystemExit) as stop:

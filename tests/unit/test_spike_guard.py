@@ -177,6 +177,9 @@ def test_a_spike_that_comes_back_stops_and_so_does_one_too_many() -> None:
     for one in (kept, resumed):  # a run that is started again after the rollback does not begin to count anew
         with pytest.raises(TrainingDiverged, match=r"step 12: a spike: a spike again after the rollback to step 10"):
             one.add("a spike", from_step=12, to_step=10, first_sample=192, stop_sample=208)
+    # A checkpoint that was saved since the rollback, on request or by a job that ended, does not make it another fault.
+    with pytest.raises(TrainingDiverged, match=r"step 12: a spike: a spike again after the rollback to step 10, on"):
+        kept.add("a spike", from_step=12, to_step=11, first_sample=200, stop_sample=208)
     kept.add("another", from_step=13, to_step=10, first_sample=192, stop_sample=216)  # past it: another fault
     with pytest.raises(
         TrainingDiverged, match=r"there were 2 rollbacks already \(--max-rollbacks 2\): step 12 -> step"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from megacore.config.sections import CheckpointConfig
 from megacore.train.stopping import Decision, StopRequests
+from tests.unit.packaging_builds import ROOT
 
 
 @pytest.mark.parametrize(
@@ -40,3 +45,30 @@ def test_a_request_to_save_is_answered_once() -> None:
     assert [one.decision(summed) for one in requests] == [Decision(save=True)] * 2
     votes = [one.votes(4, waiting=False) for one in requests]
     assert requests[0].decision([sum(column) for column in zip(*votes, strict=True)]) == Decision(stop="SIGTERM")
+
+
+WHILE_TORCH_LOADS = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGUSR1)
+            raise SystemExit(7)
+
+sys.meta_path.insert(0, Finder())
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("program", ["pretrain_gpt.py", "pretrain_bert.py"])
+def test_a_request_to_save_while_torch_loads_does_not_kill_the_rank(tmp_path: Path, program: str) -> None:
+    flags = ["--mock-data", "--vocab-size", "64", "--train-iters", "2", "--output-dir", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_TORCH_LOADS, str(ROOT / program), *flags, "--hang-timeout-minutes", "0"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (7, "")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megacore.watch.blame import Seen, blame
-from megacore.watch.ledger import Channel, Flag, Phase, Record
+from megacore.watch.blame import Seen, blame, waits
+from megacore.watch.ledger import Channel, Flag, Ledger, LedgerFile, Phase, Record
 from tests.unit.watch_records import identity, seen
 
 WORLD = Channel((0, 1, 2, 3))
@@ -27,7 +28,7 @@ def in_collective(rank: int, channel: Channel = WORLD, awaited: int = 5, **chang
 
 def test_a_rank_without_a_ledger_comes_first() -> None:
     verdict = blame([in_collective(0), in_collective(1), seen(3, 4, state="stopped")], 4)
-    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("absent", (2,), True)
+    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("absent", (2,), False)  # its node may have no ledgers
 
 
 @pytest.mark.parametrize("state", ["gone", "stopped"])
@@ -61,6 +62,26 @@ def test_two_holders_are_named_without_certainty() -> None:
     assert (verdict.ranks, verdict.is_certain) == ((2, 3), False)
 
 
+def finished(rank: int, **changes: Any) -> Seen:
+    return seen(rank, 4, phase=Phase.DONE, section=Phase.DONE, **changes)
+
+
+@pytest.mark.parametrize("state", ["running", "gone"])
+def test_a_rank_that_has_finished_holds_those_up_that_wait_for_it(state: Any) -> None:
+    ranks = [*(in_collective(rank) for rank in (0, 1, 2)), finished(3, posted={WORLD: 4}, state=state)]
+    verdict = blame(ranks, 4)
+    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("holds up", (3,), False)  # or the others do too much
+    assert "ranks 0 to 2 wait for it; it has finished" in verdict.why
+
+
+def test_a_rank_that_has_finished_and_owes_nothing_is_innocent() -> None:
+    rest, pair = seen(1, 4, phase=Phase.SAVE, posted={PAIR: 4}), in_collective(0, PAIR)
+    verdict = blame([pair, rest, *(finished(rank, posted={WORLD: 4}) for rank in (2, 3))], 4)
+    assert (verdict.ranks, verdict.is_certain) == ((1,), True)
+    alone = blame([seen(0, 4, phase=Phase.SAVE), *(finished(rank) for rank in (1, 2, 3))], 4)
+    assert (alone.ranks, alone.is_certain) == ((0,), True)
+
+
 def test_a_circle_is_said_to_be_one() -> None:
     other = Channel((1, 0))
     ranks = [
@@ -79,6 +100,46 @@ def test_the_rank_that_left_its_order_caused_the_circle() -> None:
     ]
     verdict = blame(ranks, 2)
     assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("deviates", (1,), True)
+
+
+def test_the_ledgers_of_a_run_in_which_a_rank_leaves_a_collective_out_name_it(tmp_path: Path) -> None:
+    """Two stages of two replicas. Rank 0 leaves the sum over its pipeline out and goes on to the next step."""
+    ledgers = [Ledger(tmp_path, identity(rank, 4, degrees={"pp": 2, "dp": 2, "tp": 1})) for rank in range(4)]
+    dp, pp = [(0, 1), (0, 1), (2, 3), (2, 3)], [(0, 2), (1, 3), (0, 2), (1, 3)]
+
+    def messages(rank: int) -> list[tuple[Phase, tuple[int, ...], int]]:
+        there, back = (rank % 2, rank % 2 + 2), (rank % 2 + 2, rank % 2)
+        mine = (Phase.SEND, Phase.RECEIVE) if rank < 2 else (Phase.RECEIVE, Phase.SEND)
+        return [(mine[0], there, 64), (mine[1], back, 64)]
+
+    def do(rank: int, *operations: tuple[Phase, tuple[int, ...], int]) -> None:
+        for operation in operations:
+            with ledgers[rank].post(*operation):
+                pass
+
+    for step in range(1, 5):
+        for rank, ledger in enumerate(ledgers):
+            sums = [(Phase.ALL_REDUCE, dp[rank], 256), (Phase.ALL_REDUCE, dp[rank], 8), (Phase.ALL_REDUCE, pp[rank], 8)]
+            ledger.begin_step(step)
+            if step < 4 or rank % 2:  # the other pipeline does all of step 4
+                do(rank, *messages(rank), *sums)
+                ledger.end_step()
+            else:
+                do(rank, *messages(rank), *sums[:2])
+    ledgers[0].end_step()
+    ledgers[0].begin_step(5)
+    do(0, messages(0)[0])
+    waiting = [
+        *(ledgers[0].post(*messages(0)[1]), ledgers[2].post(Phase.ALL_REDUCE, pp[2], 8)),
+        *(ledgers[rank].post(Phase.ALL_REDUCE, dp[rank], 256) for rank in (1, 3)),
+    ]
+    for operation in waiting:
+        operation.__enter__()
+    records = [Seen(record=LedgerFile(tmp_path / f"rank-{rank}.ledger").record()) for rank in range(4)]
+    assert waits({one.rank: one for one in records}) == {0: {2}, 1: {0}, 2: {0}, 3: {2}}
+    verdict = blame(records, 4)
+    assert (verdict.kind, verdict.ranks, verdict.is_certain) == ("deviates", (0,), True)
+    assert "it left the order in which it communicates in every step, in step 4; the others kept it" in verdict.why
 
 
 def test_operations_that_do_not_match_are_named_with_the_one_rank_that_differs() -> None:

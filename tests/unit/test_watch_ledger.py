@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
 from megacore.watch.ledger import Channel, Ledger, LedgerFile, Phase, Record, code_of
 from megacore.watch.marks import Current, phase, post, section
 from megacore.watch.node import Node
-from megacore.watch.processes import born, end, started, state_of
+from megacore.watch.processes import born, end, state_of
 from megacore.watch.report import hang_report, main_stack, phase_in_words, table
 from megacore.watch.start import died_without_a_word
 from tests.patience import patience
@@ -58,6 +59,7 @@ def test_phases_nest_and_end(ledger: Ledger) -> None:
     assert read(ledger).section is Phase.FIRST_STEP
     ledger.end_step()
     assert read(ledger).section is Phase.STEP
+    assert phase_in_words(read(ledger)) == "between steps"
     assert Record.from_json(json.loads(json.dumps(communicating.to_json()))) == communicating
 
 
@@ -122,6 +124,16 @@ def test_an_order_that_is_left_unfinished_is_noted(ledger: Ledger) -> None:
     assert read(ledger).deviation == 3
 
 
+def test_a_step_that_an_error_breaks_off_is_not_compared(ledger: Ledger) -> None:
+    """Every rank that fails because another one has died would seem to be the cause."""
+    for number in (1, 2):
+        take_step(ledger, number, [8, 16])
+    ledger.begin_step(3)
+    post(Phase.ALL_REDUCE, RANKS, 8)
+    ledger.leave_step()
+    assert (read(ledger).deviation, read(ledger).section, ledger.in_step) == (0, Phase.STEP, False)
+
+
 def test_steps_that_always_differ_prove_nothing(ledger: Ledger) -> None:
     assert [take_step(ledger, number, [number]) for number in range(1, 6)] == [0] * 5
 
@@ -157,26 +169,49 @@ def test_a_ledger_is_readable_while_its_process_is_stopped_and_after_it_was_kill
         assert (file.record().phase, file.record().stage, file.record().microbatch) == (Phase.BACKWARD, 3, 2)
 
 
+def gone_process() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    return process.pid
+
+
 def test_a_rank_that_died_before_it_was_looked_at_is_seen_and_one_of_an_earlier_run_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The file's own time proves nothing: a rank may write its ledger before another one of the run has started."""
+    dead = gone_process()
+    ranks = [Ledger(tmp_path, identity(rank, 4, pid=dead)) for rank in (1, 2)]
+    time.sleep(0.02)  # the clock of starts has ticks of 10 ms
     with subprocess.Popen(["sleep", "60"]) as living:
-        ledger = {"pid": living.pid, "born": born(living.pid)}
-        Ledger(tmp_path, identity(0, 3, **ledger))
-        with subprocess.Popen(["true"]) as dead:
-            dead.wait()
-        for rank in (1, 2):
-            Ledger(tmp_path, identity(rank, 3, pid=dead.pid))
-        before = started(born(living.pid)) - 1.0
-        os.utime(tmp_path / "rank-2.ledger", (before, before))
+        alive = {"pid": living.pid, "born": born(living.pid)}
+        Ledger(tmp_path, identity(0, 4, **alive))
+        time.sleep(0.02)
+        ranks[0].enter(code_of(Phase.BUILD))
         node = Node(tmp_path)
         assert [(one.rank, one.state) for one in node.look()] == [(0, "running"), (1, "gone")]
-        own = Ledger(tmp_path, identity(2, 3, pid=os.getpid(), born=born(os.getpid())))
-        monkeypatch.setattr(Current, "ledger", own)
-        assert died_without_a_word(0.0) == f"rank 1 (pid {dead.pid}) on host has died in the phase: import of libraries"
+        monkeypatch.setattr(Current, "ledger", Ledger(tmp_path, identity(3, 4, **alive)))
+        assert died_without_a_word(0.0) == f"rank 1 (pid {dead}) on host has died in the phase: build of the model"
         living.kill()
-    (tmp_path / "rank-2.ledger").unlink()  # of this process
     assert Node(tmp_path).look() == []
+    assert [(one.rank, one.state) for one in node.look()] == [(0, "gone"), (1, "gone")]
+
+
+def test_a_new_run_in_the_directory_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    """The watcher of the run before has its ledgers open, and must not take the dead of that run for those of this."""
+    with subprocess.Popen(["sleep", "60"]) as before:
+        for rank in (0, 1):
+            Ledger(tmp_path, identity(rank, 2, pid=before.pid, born=born(before.pid)))
+        node = Node(tmp_path)
+        assert [one.state for one in node.look()] == ["running", "running"]
+        before.kill()
+    assert [one.state for one in node.look()] == ["gone", "gone"]
+    time.sleep(0.02)
+    with subprocess.Popen(["sleep", "60"]) as living:
+        Ledger(tmp_path, identity(0, 2, pid=living.pid, born=born(living.pid)))
+        (one,) = node.look()
+        assert (one.rank, one.state, one.record.identity.pid) == (0, "running", living.pid)
+        living.kill()
 
 
 def test_a_process_with_a_reused_number_is_another_one() -> None:
@@ -204,33 +239,37 @@ def holder(rank: int = 0) -> Verdict:
 
 def test_a_phase_has_its_own_budget() -> None:
     for where, times in TIMES.items():
-        assert limit([seen(0, 1, section=where)], holder()) == times * 10.0
+        assert limit([seen(0, 1, section=where)], holder()).seconds == times * 10.0
     stopped = Verdict(kind="stopped", ranks=(0,), is_certain=True)
-    assert limit([seen(0, 1, section=Phase.SAVE)], stopped) == 10.0
+    assert limit([seen(0, 1, section=Phase.SAVE)], stopped).seconds == 10.0
 
 
 def test_long_steps_have_a_multiple_of_their_median() -> None:
-    assert limit([seen(0, 1, median_step=60.0)], holder()) == 600.0
-    assert limit([seen(0, 1, median_step=3.0, section=Phase.SAVE)], holder()) == 60.0
+    assert limit([seen(0, 1, median_step=60.0)], holder()).seconds == 600.0
+    assert limit([seen(0, 1, median_step=3.0, section=Phase.SAVE)], holder()).seconds == 60.0
 
 
 def test_the_culprits_phase_decides_and_the_slowest_one_where_there_is_none() -> None:
     ranks = [seen(0, 2, section=Phase.SAVE), seen(1, 2)]
-    assert limit(ranks, holder(1)) == 10.0
-    assert limit(ranks, holder(0)) == limit(ranks, Verdict(kind="cycle", ranks=(0, 1))) == 60.0
+    assert limit(ranks, holder(1)).seconds == 10.0
+    assert limit(ranks, holder(0)).seconds == limit(ranks, Verdict(kind="cycle", ranks=(0, 1))).seconds == 60.0
 
 
 def test_nothing_waits_until_the_backend_fails_without_a_name() -> None:
     about = {"collective_timeout": 40.0}
     waiting = seen(1, 2, phase=Phase.BARRIER, section=Phase.SAVE, about=about)
-    assert limit([seen(0, 2, section=Phase.SAVE, about=about), waiting], holder()) == 36.0
+    allowed = limit([seen(0, 2, section=Phase.SAVE, about=about), waiting], holder())
+    assert allowed.seconds == 36.0
+    assert str(allowed) == (
+        "36 s: 0.9 x --distributed-timeout-minutes, which is less than 6 x --hang-timeout-minutes (save)"
+    )
 
 
 def test_a_signal_to_end_shortens_the_patience_in_a_step_and_not_in_a_save() -> None:
     about = {"hang_timeout": 300.0}
-    assert limit([seen(0, 1, terminating=3.0, about=about)], holder()) == GRACE_SECONDS
-    assert limit([seen(0, 1, terminating=3.0, median_step=20.0, about=about)], holder()) == 40.0
-    assert limit([seen(0, 1, terminating=3.0, section=Phase.SAVE, about=about)], holder()) == 1800.0
+    assert limit([seen(0, 1, terminating=3.0, about=about)], holder()).seconds == GRACE_SECONDS
+    assert limit([seen(0, 1, terminating=3.0, median_step=20.0, about=about)], holder()).seconds == 40.0
+    assert limit([seen(0, 1, terminating=3.0, section=Phase.SAVE, about=about)], holder()).seconds == 1800.0
 
 
 def test_a_run_stands_still_as_long_as_its_last_rank_and_not_while_all_are_stopped() -> None:
@@ -291,11 +330,16 @@ def test_the_report_names_the_culprit_and_shows_its_main_thread() -> None:
     assert main_stack("") == []
     ranks = [seen(0, 2, phase=Phase.BARRIER), seen(1, 2, phase=Phase.DATA)]
     verdict = Verdict(kind="holds up", ranks=(1,), is_certain=True, why="rank 0 waits for it")
-    said = hang_report(ranks, verdict, seconds=20.0, stacks={1: DUMP}, world_size=2)
+    about: dict[str, Any] = {"seconds": 20.0, "allowed": "10 s: 10 median steps", "world_size": 2}
+    said = hang_report(ranks, verdict, stacks={1: DUMP}, **about)
     assert said.startswith("hang at step 7: rank 1 (pp 0, dp 1, tp 0; pid 1001 on host) holds the run up\n")
+    assert "\n  limit     10 s: 10 median steps\n" in said
     assert 'File "loader.py", line 5 in read' in said
-    assert "did not answer" in hang_report(ranks, verdict, seconds=20.0, stacks={1: ""}, world_size=2)
     assert max(map(len, said.splitlines())) <= 120
+    assert "did not answer" in hang_report(ranks, verdict, stacks={1: ""}, **about)
+    elsewhere = hang_report(ranks, verdict, stacks={0: DUMP}, **about)
+    assert "not asked: only those of the first node are collected, and this rank is on host" in elsewhere
+    assert "did not answer" not in elsewhere
 
 
 def test_a_code_holds_its_particulars() -> None:

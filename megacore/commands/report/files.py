@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,27 @@ def read_run(directory: Path) -> RunFiles:
     run.hangs = sorted(path.name for path in directory.glob("hang-*.json"))
     run.is_running = _is_locked(directory / LOCK_NAME)
     return run
+
+
+def lasting(events: Sequence[Record]) -> list[Record]:
+    """The events that no later rollback undoes, in order.
+
+    Args:
+        events: of a run, in order.
+    """
+    kept: list[Record] = []
+    for event in events:
+        if event["event"] == "rollback" and type(to_step := event.get("to_step")) is int:
+            undone = ("skip", "spike", "rollback")
+            kept = [e for e in kept if e["event"] not in undone or not _is_after(e, to_step)]
+        kept.append(event)
+    return kept
+
+
+def _is_after(event: Record, step: int) -> bool:
+    """Whether an event is of a later step; that of a rollback is the one that it returns to."""
+    of = event.get("to_step" if event["event"] == "rollback" else "step")
+    return type(of) is int and of > step
 
 
 def require_readable(path: Path) -> None:

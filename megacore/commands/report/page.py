@@ -6,17 +6,20 @@ run is escaped.
 
 from __future__ import annotations
 
+import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import megacore
 from megacore.commands.report.chart import Bar, Chart, Curve, Mark, bars_to_svg, to_svg
-from megacore.commands.report.files import Record, RunFiles, require_readable
+from megacore.commands.report.files import Record, RunFiles, lasting, require_readable
 from megacore.commands.report.series import Point, finite, quantile, short, smoothed
 from megacore.commands.report.style import STYLE
+from megacore.config.messages import counted
 from megacore.plan.canvas import to_svg as drawing_to_svg
 from megacore.plan.flops import CONVENTION
 from megacore.plan.picture import diagram
@@ -48,7 +51,7 @@ def verdict_of(run: RunFiles) -> Verdict:
     last = max((int(r["step"]) for r in (*run.steps[-1:], *run.evaluations[-1:])), default=0)
     starts = [n for n, event in enumerate(run.events) if event["event"] == "launch"]
     since = run.events[starts[-1] if starts else 0 :]
-    last = max([last, *(event["step"] for event in since if type(event.get("step")) is int)])
+    last = max([last, *(e["step"] for e in lasting(since) if e["event"] != "rollback" and type(e.get("step")) is int)])
     of = f"step {last:,} of {total:,}" if isinstance(total, int) else f"step {last:,}"
     ends = [event for event in since if event["event"] in ("end", "error")]
     if run.is_running and not ends:
@@ -79,13 +82,21 @@ def page(run: RunFiles) -> str:
     )
 
 
+class Position(NamedTuple):
+    """How many tokens of the data were read or skipped after a step."""
+
+    step: float
+    tokens: float
+
+
 class _Page:
     def __init__(self, run: RunFiles) -> None:
         self.run = run
         self.launches = run.events_of("launch")
         self.by_tokens = any(finite(record.get("consumed_tokens")) for record in run.steps)
         self.x_name = "tokens" if self.by_tokens else "steps"
-        self.tokens_per_step = self._tokens_per_step()
+        self.lasting = lasting(run.events)
+        self.positions = self._positions()
 
     def sections(self) -> Iterator[str]:
         yield self.header()
@@ -130,17 +141,19 @@ class _Page:
         losses, evaluated = _numbers(steps, "train/loss"), _numbers(evaluations, "eval/loss")
         speeds, mfus = _numbers(steps, "perf/tokens_per_sec"), _numbers(steps, "perf/mfu")
         tokens = finite(steps[-1].get("consumed_tokens")) if steps else None
-        skipped = len(self.run.events_of("skip"))
+        skipped = sum(event["event"] == "skip" for event in self.lasting)
+        rollbacks = len(self.run.events_of("rollback"))
         tiles = [
             ("last loss", f"{losses[-1]:.4f}" if losses else "none", "nats per token"),
             ("best evaluation", f"{min(evaluated):.4f}" if evaluated else "none", "eval loss"),
-            ("trained on", short(tokens) if tokens is not None else "none", "tokens"),
+            ("data", short(tokens) if tokens is not None else "none", f"tokens read{' or skipped' * bool(rollbacks)}"),
             ("throughput", short(quantile(speeds, 0.5)) if speeds else "none", "tokens/s, median"),
             ("MFU", f"{quantile(mfus, 0.5):.1%}" if mfus else "unknown", "median" if mfus else "no peak known"),
             (
                 "resumes",
                 str(max(len(self.launches) - 1, 0)),
-                f"{skipped} steps skipped" if skipped else "no step skipped",
+                f"{counted(skipped, 'step') if skipped else 'no step'} skipped"
+                + (f", {counted(rollbacks, 'rollback')}" if rollbacks else ""),
             ),
         ]
         items = (
@@ -179,17 +192,15 @@ class _Page:
         for launch in self.launches[1:]:
             text = f"resumed at step {launch.get('step')}, {_layout(launch)}"
             yield Mark(x=self._x_of_step(launch), style="resume", text=text)
-        for event in self.run.events_of("rollback")[:_MOST_MARKS]:
-            x, back = self._x_of_step(event), self._x_of_step({"step": event.get("to_step")})
-            yield Mark(
-                x=min(x, back), end=max(x, back), style="rollback", text=f"rolled back: {event.get('reason', '')}"
-            )
-        spikes = self.run.events_of("spike")
+        yield from self._rollbacks()
+        spikes = [event for event in self.lasting if event["event"] == "spike"]
         for event in spikes[:: max(1, -(-len(spikes) // _MOST_MARKS))]:
             text = f"step {event.get('step')}: {event.get('reason')}"
             yield Mark(x=self._x_of_step(event), style="spike", text=text[:200])
         skips = [
-            (self._x_of_step(e), f"step {e.get('step')} skipped: {e.get('reason')}") for e in self.run.events_of("skip")
+            (self._x_of_step(e), f"step {e.get('step')} skipped: {e.get('reason')}")
+            for e in self.lasting
+            if e["event"] == "skip"
         ]
         skips += [
             (self._x(r), f"step {r['step']}: the loss is not finite")
@@ -198,6 +209,12 @@ class _Page:
         ]
         for x, text in skips[:: max(1, -(-len(skips) // _MOST_MARKS))]:
             yield Mark(x=x, style="skip", text=text[:200])
+
+    def _rollbacks(self) -> Iterator[Mark]:
+        for event in self.run.events_of("rollback")[:_MOST_MARKS]:
+            x, end = self._skipped_range(event)
+            text = f"step {event.get('step')} rolled back to {event.get('to_step')}: {event.get('reason', '')}"
+            yield Mark(x=x, end=end, style="rollback", text=text[:200])
 
     def small_charts(self) -> Iterator[str]:
         yield self._chart("Learning rate", "train/lr", from_zero=True, is_noisy=False)
@@ -242,7 +259,15 @@ class _Page:
         if is_noisy and len(points) > _SMOOTHED_FROM:
             smooth = smoothed(points, len(points) / _SMOOTHING)
             curves = [Curve(name=title, style="soft", points=points), Curve(name="", style="main", points=smooth)]
-        drawn = Chart(title=title, curves=curves, x_name=self.x_name, form=form, level=level, from_zero=from_zero)
+        drawn = Chart(
+            title=title,
+            curves=curves,
+            marks=list(self._rollbacks()),
+            x_name=self.x_name,
+            form=form,
+            level=level,
+            from_zero=from_zero,
+        )
         return _card(title, to_svg(drawn), note=note)
 
     # ---- ranks
@@ -361,15 +386,46 @@ class _Page:
 
     def _x(self, record: Record) -> float:
         tokens = finite(record.get("consumed_tokens")) if self.by_tokens else None
-        return float(record["step"]) * self.tokens_per_step if tokens is None else tokens
+        return self._x_of_step(record) if tokens is None else tokens
 
     def _x_of_step(self, event: Record) -> float:
-        return (finite(event.get("step")) or 0.0) * self.tokens_per_step
+        """Where an event is: between the positions of the steps around it."""
+        step = finite(event.get("step")) or 0.0
+        if not self.by_tokens:
+            return step
+        after = bisect_right(self.positions, Position(step, math.inf))
+        left, right = self.positions[max(after, 1) - 1], self.positions[min(after, len(self.positions) - 1)]
+        share = (step - left.step) / (right.step - left.step) if right.step > left.step else 0.0
+        return left.tokens + share * (right.tokens - left.tokens)
 
-    def _tokens_per_step(self) -> float:
-        last = self.run.steps[-1] if self.run.steps else {}
-        tokens, step = finite(last.get("consumed_tokens")), finite(last.get("step"))
-        return tokens / step if self.by_tokens and tokens and step else 1.0
+    def _positions(self) -> list[Position]:
+        """Where both are known, in order. A step that a rollback returns to has a second one, behind the samples that
+        are skipped."""
+        known = [Position(0.0, 0.0)]
+        for record in (*self.run.steps, *self.run.evaluations):
+            if (tokens := finite(record.get("consumed_tokens"))) is not None:
+                known.append(Position(float(record["step"]), tokens))
+        for event in self.lasting:
+            step, skipped = finite(event.get("to_step")), self._skipped_tokens(event)
+            if event["event"] == "rollback" and step is not None and skipped is not None:
+                known.append(Position(step, skipped[1]))
+        return sorted(known) if self.by_tokens else []
+
+    def _skipped_range(self, event: Record) -> tuple[float, float]:
+        """What a rollback skips of the x axis."""
+        skipped = self._skipped_tokens(event) if self.by_tokens else None
+        if skipped is None:
+            skipped = self._x_of_step({"step": event.get("to_step")}), self._x_of_step(event)
+        return min(skipped), max(skipped)
+
+    def _skipped_tokens(self, event: Record) -> tuple[float, float] | None:
+        """The tokens that a rollback skips, from the first to the one after the last, if its event has them."""
+        samples, last = event.get("skipped_samples"), self.run.steps[-1] if self.run.steps else {}
+        read, tokens = finite(last.get("consumed_samples")), finite(last.get("consumed_tokens"))
+        if not (isinstance(samples, list) and len(samples) == 2 and read and tokens):
+            return None
+        first, stop = finite(samples[0]), finite(samples[1])
+        return None if first is None or stop is None else (first * tokens / read, stop * tokens / read)
 
 
 def _card(title: str, content: str, *, note: str = "", wide: bool = False) -> str:

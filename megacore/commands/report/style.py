@@ -47,7 +47,7 @@ rect.rollback{fill:var(--shade)}
 .key.main::before{background:var(--main)}.key.soft::before{background:var(--raw)}
 .key.dots::before{width:8px;height:8px;border-radius:50%;background:var(--second)}
 .key.resume::before{height:0;border-top:2px dotted var(--soft)}
-.key.skip::before{width:0;height:0;border:5px solid transparent;border-top:0;border-bottom:8px solid var(--bad);
+.key.skip::before{width:0;height:0;border:5px solid transparent;border-bottom:0;border-top:8px solid var(--bad);
 border-radius:0}
 .key.spike::before{width:0;height:8px;border-left:2px solid var(--bad);border-radius:0}
 .key.rollback::before{height:12px;background:var(--shade)}
@@ -60,6 +60,7 @@ td:first-child{color:var(--soft);overflow-wrap:normal}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--paper);border-radius:8px;padding:10px 12px;
 margin:12px 0 0;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:0 40px}
+.pair svg{max-width:700px}
 .paper svg{width:auto;max-width:100%;margin:0 auto}
 .paper{background:#fff;border-radius:8px;padding:8px;overflow-x:auto}
 .none{color:var(--soft);margin:0}

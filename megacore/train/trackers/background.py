@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from megacore.config.messages import counted
@@ -36,7 +37,7 @@ class Background:
 
     def __init__(self, tracker: Tracker, run: RunInfo, say: Callable[[str], None] = warn) -> None:
         self._tracker, self._run, self._say = tracker, run, say
-        self._waiting: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"tracker {tracker.flag}", daemon=True)
         self._started = self._failed = self._is_open = False
         self._lost = 0
@@ -54,7 +55,12 @@ class Background:
                 self._say(f"{self._tracker.flag} is too slow: records are left out (all are in metrics.jsonl)")
             self._lost += 1
         else:
-            self._waiting.put(record)
+            self._waiting.put(partial(self._tracker.write, record))
+
+    def rewind(self, step: int) -> None:
+        """Let the tracker drop the records after a step; returns at once."""
+        if self._started:
+            self._waiting.put(partial(self._tracker.rewind, step))
 
     def finish(self, *, failed: bool, until: float) -> None:
         """Let the tracker write what waits, and close it.
@@ -76,8 +82,8 @@ class Background:
 
     def _work(self) -> None:
         self._is_open = self._tried(lambda: self._tracker.open(self._run), "cannot be opened")
-        while (record := self._waiting.get()) is not None:
-            if not (self._is_open and self._tried(lambda r=record: self._tracker.write(r), "failed")):  # type: ignore[misc]
+        while (act := self._waiting.get()) is not None:
+            if not (self._is_open and self._tried(act, "failed")):
                 self._lost += 1
         if self._is_open:
             self._tried(lambda: self._tracker.close(failed=self._failed), "cannot be closed")

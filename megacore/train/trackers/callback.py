@@ -9,6 +9,7 @@ from typing import Any
 
 from megacore.config import LoggingConfig
 from megacore.train.callbacks import Callback, Run
+from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
 from megacore.train.trackers.background import Background, warn
 from megacore.train.trackers.csv_file import CsvFile
@@ -54,6 +55,10 @@ class Trackers(Callback):
         """Pass a record on."""
         self.put(record)
 
+    def on_rollback(self, run: Run, rollback: Rollback, reason: str) -> None:
+        """Drop the records of the steps that the run takes again."""
+        self.rewind(rollback.to_step)
+
     def on_stop(self, run: Run, reason: str | None) -> None:
         """Close the trackers, and wait for them, but not long."""
         self.finish()
@@ -67,6 +72,11 @@ class Trackers(Callback):
         for member in self._members:
             member.start()
             member.put(record)
+
+    def rewind(self, step: int) -> None:
+        """Let every tracker drop the records after a step, which the run is back at."""
+        for member in self._members:
+            member.rewind(step)
 
     def finish(self, *, failed: bool = False) -> None:
         """Close the trackers; all together get a minute, or seconds after an error."""

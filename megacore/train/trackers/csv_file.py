@@ -1,7 +1,7 @@
 """`--csv`: metrics.csv in the output directory, a row per record of metrics.jsonl and a column per metric.
 
-The file is derived from metrics.jsonl, which is complete: a run that resumes, or that gets a metric it did not have
-before, writes it anew with all rows.
+The file is derived from metrics.jsonl, which is complete. A run that resumes, that rolls back, or that gets a metric it
+did not have before writes it anew.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ class CsvFile:
         """Write the rows of the records that the run has so far."""
         self._path = run.output_dir / NAME
         self._columns: list[str] = []
-        self._last = (run.first_step, True)
         self._write_all([r for r in _records(run.output_dir / "metrics.jsonl") if r["step"] <= run.first_step])
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append a row. If its step was written already, the run has rolled back: later rows are dropped."""
-        position = (record["step"], any(key.startswith("eval/") for key in record))
-        is_repeated, self._last = position <= self._last, position
-        if is_repeated or not record.keys() <= set(self._columns):
-            with self._path.open(encoding="utf-8", newline="") as file:
-                former = [row for row in csv.DictReader(file) if not is_repeated or int(row["step"]) < record["step"]]
-            self._write_all([*former, record])
+        """Append a row."""
+        if not record.keys() <= set(self._columns):
+            self._write_all([*self._written(), record])
             return
         with self._path.open("a", encoding="utf-8", newline="") as file:
             file.write(self._rows([record]))
 
+    def rewind(self, step: int) -> None:
+        """Drop the rows of later steps."""
+        self._write_all([row for row in self._written() if int(row["step"]) <= step])
+
     def close(self, *, failed: bool) -> None:
         """Nothing is left: every row is written at once."""
+
+    def _written(self) -> list[dict[str, str]]:
+        """The rows so far."""
+        with self._path.open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
 
     def _write_all(self, records: Sequence[Mapping[str, Any]]) -> None:
         self._columns += [key for key in dict.fromkeys(k for r in records for k in r) if key not in self._columns]

@@ -6,7 +6,7 @@ buffers (tensorflow/core/util/event.proto), of which only a few fields are neede
 
     Event       1 wall_time (double), 2 step (int64), 3 file_version (string), 5 summary, 7 session_log
     Summary     1 value, repeated; Value: 1 tag (string), 2 simple_value (float)
-    SessionLog  1 status; 1 is START: what an earlier file has from this step on does not count
+    SessionLog  1 status; 1 is START: what was written before of this step and later ones does not count
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TensorBoard:
         self._file: BinaryIO = (self._directory / name).open("ab")
         self._write(_field(3, _BYTES, b"brain.Event:2"), 0)
         if run.first_step:
-            self._write(_field(7, _BYTES, _field(1, _VARINT, _START)), run.first_step + 1)
+            self.rewind(run.first_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write the numbers of a record as scalars."""
@@ -54,6 +54,10 @@ class TensorBoard:
             for key, value in numbers(record)
         )
         self._write(_field(5, _BYTES, b"".join(values)), int(record["step"]))
+
+    def rewind(self, step: int) -> None:
+        """Let what follows replace what was written of later steps."""
+        self._write(_field(7, _BYTES, _field(1, _VARINT, _START)), step + 1)
 
     def close(self, *, failed: bool) -> None:
         """Close the file."""

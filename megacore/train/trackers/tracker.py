@@ -41,6 +41,9 @@ class Tracker(Protocol):
     def write(self, record: Mapping[str, Any]) -> None:
         """Take one record, by the keys of metrics.jsonl."""
 
+    def rewind(self, step: int) -> None:
+        """The run is back at this step: drop the records after it, or let the ones that follow replace them."""
+
     def close(self, *, failed: bool) -> None:
         """Write what is left; `failed`: the run ended with an error."""
 

@@ -1,7 +1,7 @@
 """`--wandb-project`: a run of Weights & Biases, which a resumed run continues.
 
-W&B drops what comes with a lower step than before. A resumed run repeats steps, so ours is a separate metric, and the
-x axis of all others (`define_metric`).
+W&B drops what comes with a lower step than before. A run that resumes or rolls back repeats steps, so ours is a
+separate metric, and the x axis of all others (`define_metric`).
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ class WandbRun:
     def write(self, record: Mapping[str, Any]) -> None:
         """Log a record."""
         self._run.log({key: value for key, value in record.items() if value is not None})
+
+    def rewind(self, step: int) -> None:
+        """Nothing: what W&B has cannot be dropped, and what follows is drawn at its steps again."""
 
     def close(self, *, failed: bool) -> None:
         """Send what is left, and end the W&B run."""
