@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, blocks_of, interpreting, on_its_device
+from megacore.kernels.launch import block_of, blocks_of, interpreting, launchable
 
 _LOWEST = tl.constexpr(-1e30)  # below every score, and finite: differences of two are numbers
 
@@ -58,6 +58,7 @@ def _touches(ours, theirs, DOCUMENTS: tl.constexpr):
     return touches
 
 
+@launchable
 @triton.jit
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, logarithm_ptr, documents_ptr, slopes_ptr,
@@ -113,6 +114,7 @@ def _forward(
     tl.store(logarithm_ptr + (batch * heads + head) * queries + row, logarithm, mask=row < queries)
 
 
+@launchable
 @triton.jit
 def _backward_queries(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_q_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
@@ -167,6 +169,7 @@ def _backward_queries(
     tl.store(at, (d_q * scale).to(d_q_ptr.dtype.element_ty), mask=inside)
 
 
+@launchable
 @triton.jit
 def _backward_keys(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_k_ptr, d_v_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
@@ -228,7 +231,6 @@ def largest_head(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.float32 else 128
 
 
-@on_its_device
 def forward(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, slopes: Tensor | None, *,
     causal: bool, reach: int | None, offset: int, in_fp32: bool = False,
@@ -263,7 +265,6 @@ def forward(
     return out, logarithm
 
 
-@on_its_device
 def backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, logarithm: Tensor, delta: Tensor,
     documents: Tensor | None, slopes: Tensor | None, *, causal: bool, reach: int | None, offset: int,

@@ -479,8 +479,8 @@ class TrainingConfig(Section):
     """Implementation of norms, activations, softmax and cross-entropy. auto: triton on cuda if it is installed, else
     torch."""
     compile: bool = False
-    """Compiles transformer blocks with torch.compile, which fuses their operators into fewer kernels. The first step
-    takes a minute or more."""
+    """Compiles transformer blocks and the loss with torch.compile, which fuses their operators into fewer kernels. The
+    first step takes a minute or more. With --loss-chunks 2 or more the loss is not compiled."""
     compile_backend: Literal["inductor", "aot-eager"] = "inductor"
     """Backend of --compile. inductor: generates kernels; on the CPU it needs a C++ compiler. aot-eager: runs PyTorch's
     operators, for finding out whether capture or generated code changes a result."""

@@ -239,9 +239,11 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
 
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
-    """Begin to sum the flat tensor `whole` over the group and keep this rank's part of the sum in `shard`."""
+    """Begin to sum the flat tensor `whole` over the group and keep this rank's part of the sum in `shard`, which may be
+    this rank's part of `whole`."""
     if group.size == 1:
-        shard.copy_(whole)
+        if shard.data_ptr() != whole.data_ptr():
+            shard.copy_(whole)
         return Pending()
     with post(Phase.REDUCE_SCATTER, group.ranks, whole.nbytes) as watched:
         if _by_messages(whole, group):
@@ -258,6 +260,8 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return tensor.unsqueeze(0)
+    if torch.compiler.is_compiling():
+        return ShardsGathered(tensor, group).wait()
     gathered = tensor.new_empty((group.size, *tensor.shape))
     with post(Phase.ALL_GATHER, group.ranks, gathered.nbytes):
         _all_gather_flat(gathered.view(-1), tensor.contiguous().view(-1), group=group.handle)

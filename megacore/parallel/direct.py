@@ -21,7 +21,8 @@ _PART = 1 << 24  # elements of a sum that are on their way at a time: each takes
 
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
-    """Begin to sum the flat `whole` over the group into `shard`, this rank's part.
+    """Begin to sum the flat `whole` over the group into `shard`, this rank's part; `shard` may lie in `whole`, as this
+    rank's part of it.
 
     Returns:
         What to wait for, and what to do then.
@@ -29,11 +30,13 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> tuple[li
     parts = list(whole.chunk(group.size))
     terms = [part if rank == group.rank else shard.new_empty(shard.shape) for rank, part in enumerate(parts)]
     works = _exchange(parts, terms, group)
+    in_place = parts[group.rank].data_ptr() == shard.data_ptr()
 
     def add() -> None:
-        shard.copy_(terms[0])
-        for term in terms[1:]:
-            shard.add_(term)
+        total = terms[0]
+        for rank, term in enumerate(terms[1:], start=1):
+            # In place, this rank's term lies where the sum is to be: until it is added, the sum is in the first term.
+            total = torch.add(total, term, out=total if in_place and rank < group.rank else shard)
 
     return works, add
 

@@ -114,7 +114,8 @@ def _divided(config: ResolvedConfig) -> str:
 
 def _compiled(config: ResolvedConfig) -> str:
     inside = "around the Triton kernels" if config.training.kernels == "triton" else "with their operators"
-    return f"transformer blocks, {inside}, by {config.training.compile_backend}"
+    loss = " and the loss" if loss_chunks(config) == 1 else ""
+    return f"transformer blocks{loss}, {inside}, by {config.training.compile_backend}"
 
 
 def _operators(config: ResolvedConfig, device: torch.device) -> str:

@@ -7,7 +7,7 @@ gpt_task.py, BERT's in bert_task.py, that of any list of layers in plain_task.py
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from megacore.config import ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.spec import LayerSpec
+from megacore.ops import summed_cross_entropy
+from megacore.parallel.compiled import alias, compile_function
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
@@ -24,6 +26,17 @@ from megacore.pipeline.stage import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of parameters and activations by the name of the precision."""
+
+
+def compiled_loss(config: ResolvedConfig) -> Callable[..., Tensor] | None:
+    """`summed_cross_entropy` as compiled code; None without --compile. Where the head computes the loss in chunks it is
+    not needed."""
+    training = config.training
+    if not training.compile:
+        return None
+    split = training.reproducible or config.parallel.may_split_backward
+    compiled = compile_function(summed_cross_entropy, backend=training.compile_backend, split_backward=split)
+    return lambda logits, *others, **choices: compiled(alias(logits), *others, **choices)
 
 
 class Task(ABC):

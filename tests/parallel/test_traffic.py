@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.parallel import direct
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import Group, build_mesh
 from megacore.plan.outline import outline
 from megacore.plan.traffic import rank_traffic
 from tests.distributed import run_distributed
-from tests.parity.runs import make_config, train
+from tests.parity.runs import make_config, make_trainer
 
 FEW = 200
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, "num_layers": 4}
@@ -63,17 +63,17 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def sent_per_step(rank: int, world_size: int, cases: list[str], directory: str) -> list[Counts]:
-    """Of the second step, by case: two steps less one."""
+    """Of the second step, by case."""
     found = []
     for case in cases:
         layout, changes = CASES[case]
-        runs = []
-        for steps in (1, 2):
-            with pytest.MonkeyPatch.context() as patch:
-                counting = Counting(patch)
-                train(rank, world_size, layout, directory, {**SIZES, **changes, "train_iters": steps})
-                runs.append(counting.sent)
-        found.append(Counter({key: size - runs[0][key] for key, size in runs[1].items() if size != runs[0][key]}))
+        config = make_config(layout, directory, **SIZES, **changes, train_iters=2)
+        trainer = make_trainer(config, build_mesh(config.parallel))
+        trainer.train_step(next(trainer.batches))
+        with pytest.MonkeyPatch.context() as patch:
+            counting = Counting(patch)
+            trainer.train_step(next(trainer.batches))
+            found.append(counting.sent)
     return found
 
 
