@@ -101,10 +101,20 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "pp 2, dp 2, ZeRO 3, zero-bubble": ((1, 2, 2), {"zero_stage": 3, "schedule": "zero-bubble"}),
     "cp 2, tp 2, sequence parallel, selective": (
         (2, 1, 1),
-        {"cp": 2, "cp_comm": "allgather", "sequence_parallel": True, "recompute": "selective", "num_query_groups": 2},
+        {
+            "num_layers": 4,
+            "cp": 2,
+            "cp_comm": "allgather",
+            "sequence_parallel": True,
+            "recompute": "selective",
+            "num_query_groups": 2,
+        },
     ),
-    "cp 4, ring": ((1, 1, 1), {"cp": 4, "cp_comm": "ring", "num_query_groups": 2}),
-    "cp 2, tp 2, ulysses, copied keys": ((2, 1, 1), {"cp": 2, "cp_comm": "ulysses", "num_query_groups": 2}),
+    "cp 4, ring": ((1, 1, 1), {"num_layers": 4, "cp": 4, "cp_comm": "ring", "num_query_groups": 2}),
+    "cp 2, tp 2, ulysses, copied keys": (
+        (2, 1, 1),
+        {"num_layers": 4, "cp": 2, "cp_comm": "ulysses", "num_query_groups": 2},
+    ),
 }
 
 
