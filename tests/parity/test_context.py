@@ -235,6 +235,9 @@ _OF_LAYOUT = {
     "compile_backend", "offload_optimizer", "micro_batch_size", "overlap_grad_reduce", "cp_comm",
 }  # fmt: skip
 
+# Without clipping: where the optimizer is offloaded, an `Outcome` has the gradients before it.
+OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "clip_grad": 0.0}
+
 # In `make test` each way of communication with another model, dimension and ZeRO stage; in `make test-slow` many more.
 FEW: list[tuple[str, Layout, dict[str, Any]]] = [
     ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
@@ -248,6 +251,7 @@ MORE: list[tuple[str, Layout, dict[str, Any]]] = [
     ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 1, "cp_comm": "ring"}),
     ("llama", (1, 2, 1), {"cp": 2, "cp_comm": "ulysses", "schedule": "zero-bubble"}),
     ("stretched", (1, 2, 1), {"cp": 2, "micro_batch_size": 1, "schedule": "gpipe"}),
+    ("llama", (1, 1, 2), {"cp": 2, "zero_stage": 1, **OFFLOAD}),
 ]
 
 
@@ -290,7 +294,8 @@ def _combination(number: int) -> tuple[str, Layout, dict[str, Any]]:
         "optimizer": choose.choice(["adamw", "sgd"]),
         "train_iters": 5,
     }
-    return choose.choice(list(MODELS)), layout, changes
+    model = choose.choice(list(MODELS))
+    return model, layout, changes | choose.choice([{}, OFFLOAD])
 
 
 @pytest.mark.slow
