@@ -118,12 +118,28 @@ ATTENTIONS: list[Key] = [
     for name, options in VIEWS.items()
     for groups, alibi in ((2, False), (1, True))
     if comm != "ring" or (options["causal"] and "documents" not in options)
+] + [("causal", 4, False, comm) for comm in get_args(ContextComm)]
+# In `make test` each way of communication with masks that differ most; in `make test-slow` all.
+FEW_ATTENTIONS: list[Key] = [
+    ("causal", 2, False, "ring"),
+    ("a window of several chunks", 1, True, "ring"),
+    ("both ways", 2, False, "ulysses"),
+    ("documents, window", 1, True, "ulysses"),
+    ("documents", 2, False, "allgather"),
+    ("two on either side", 1, True, "allgather"),
+    ("nothing but padding", 2, False, "allgather"),
 ]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_attention_is_the_loop_and_leaks_nothing(ranks: int) -> None:
-    cases: list[Key] = [*ATTENTIONS, *(("causal", 4, False, comm) for comm in get_args(ContextComm))]
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(4, FEW_ATTENTIONS, id="few-4"),
+        pytest.param(2, ATTENTIONS, id="all-2", marks=pytest.mark.slow),
+        pytest.param(4, ATTENTIONS, id="all-4", marks=pytest.mark.slow),
+    ],
+)
+def test_attention_is_the_loop_and_leaks_nothing(ranks: int, cases: Sequence[Key]) -> None:
     results = run_distributed(attend_on_ranks, ranks, cases)[0]
     for (name, groups, alibi, _), (found, changed) in results.items():
         *ours, d_out = drawn(groups)
