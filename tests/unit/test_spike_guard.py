@@ -169,6 +169,28 @@ def test_a_rollback_skips_what_was_seen_since_and_some_more() -> None:
     assert rollbacks_of({}) == []
 
 
+def saved_after(done: Rollbacks, *, step: int = 10, further: int = 0, batches: int | None = 2, batch: int = 8) -> Any:
+    settings = {"spike_skip_batches": batches, "global_batch_size": batch}
+    position = done.done[-1].stop_sample + further
+    return SimpleNamespace(step=step, consumed_samples=position, settings=settings)
+
+
+def test_a_larger_skip_extends_only_a_rollback_that_the_run_continues_right_after() -> None:
+    kept = rollbacks(spike_skip_batches=2)
+    kept.add("a spike", from_step=12, to_step=10, first_sample=80, stop_sample=96)
+    for batches, stop in ((5, 96 + 5 * 8), (2, None), (0, None)):
+        resumed = rollbacks(spike_skip_batches=batches)
+        for later in (saved_after(kept, step=11, further=8), saved_after(kept, batches=None)):
+            resumed.load(kept.series())
+            assert resumed.extend(later) is None
+        extended = resumed.extend(saved_after(kept))
+        assert (extended and extended.stop_sample) == stop
+        assert resumed.done[-1].stop_sample == (stop or 112)
+    with pytest.raises(TrainingDiverged, match=r"resume from the checkpoint of step 10, in a new --output-dir, with a"):
+        kept.add("a spike", from_step=12, to_step=11, first_sample=200, stop_sample=208)
+    assert rollbacks().extend(saved_after(kept)) is None
+
+
 def test_a_spike_that_comes_back_stops_and_so_does_one_too_many() -> None:
     kept = rollbacks(max_rollbacks=2)
     kept.add("a spike", from_step=12, to_step=10, first_sample=80, stop_sample=96)
