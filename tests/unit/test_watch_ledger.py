@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megacore.train.trackers.callback import _END_SECONDS
 from megacore.watch.blame import Verdict
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
 from megacore.watch.ledger import Channel, Ledger, LedgerFile, Phase, Record, code_of
@@ -265,11 +266,20 @@ def test_nothing_waits_until_the_backend_fails_without_a_name() -> None:
     )
 
 
-def test_a_signal_to_end_shortens_the_patience_in_a_step_and_not_in_a_save() -> None:
+def test_a_signal_to_end_shortens_the_patience_but_not_in_a_save() -> None:
     about = {"hang_timeout": 300.0}
     assert limit([seen(0, 1, terminating=3.0, about=about)], holder()).seconds == GRACE_SECONDS
     assert limit([seen(0, 1, terminating=3.0, median_step=20.0, about=about)], holder()).seconds == 40.0
-    assert limit([seen(0, 1, terminating=3.0, section=Phase.SAVE, about=about)], holder()).seconds == 1800.0
+    ending = {"terminating": 3.0, "about": about}
+    for where in (Phase.SINK, Phase.CHECK, Phase.LOAD, Phase.INDEX, Phase.START):
+        assert limit([seen(0, 1, section=where, **ending)], holder()).seconds == GRACE_SECONDS
+    assert limit([seen(0, 1, section=Phase.EXIT, **ending)], holder()).seconds == _END_SECONDS + 15.0
+    for where in (Phase.SAVE, Phase.EVALUATE, Phase.FIRST_STEP):
+        assert limit([seen(0, 1, section=where, **ending)], holder()).seconds == TIMES[where] * 300.0
+    in_a_circle = Verdict(kind="cycle", ranks=(0, 1))
+    together = [seen(0, 2, section=Phase.SINK, **ending), seen(1, 2, section=Phase.SAVE, about=about)]
+    assert limit(together, in_a_circle).seconds == 1800.0
+    assert limit(together, holder(0)).seconds == GRACE_SECONDS
 
 
 def test_a_run_stands_still_as_long_as_its_last_rank_and_not_while_all_are_stopped() -> None:
