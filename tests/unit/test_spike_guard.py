@@ -115,7 +115,7 @@ def test_a_resumed_guard_judges_as_the_one_before() -> None:
 
 
 class ReferenceZClip:
-    """ZClip as the paper's algorithm 1 reads, in numpy, on a whole series of norms."""
+    """ZClip as the paper's algorithm 1 reads, with a least deviation, in numpy, on a whole series of norms."""
 
     def __init__(self, alpha: float, threshold: float, warmup: int) -> None:
         self.alpha, self.threshold, self.warmup = alpha, threshold, warmup
@@ -125,17 +125,19 @@ class ReferenceZClip:
         mean, variance = first.mean(), first.var()
         result = list(norms[: self.warmup])
         for norm in norms[self.warmup :]:
-            score = (norm - mean) / (np.sqrt(variance) + 1e-6)
-            kept = mean + self.threshold**2 / score * np.sqrt(variance) if score > self.threshold else norm
+            deviation = np.maximum(np.sqrt(variance), mean / 10)
+            score = (norm - mean) / (deviation + 1e-6)
+            kept = mean + self.threshold**2 / score * deviation if score > self.threshold else norm
             mean = self.alpha * mean + (1 - self.alpha) * kept
             variance = self.alpha * variance + (1 - self.alpha) * (kept - mean) ** 2
             result.append(float(kept))
         return result
 
 
-def test_adaptive_clipping_follows_the_paper() -> None:
+@pytest.mark.parametrize("spread", [0.2, 0.05])  # with the smaller one, the least deviation counts
+def test_adaptive_clipping_follows_the_paper(spread: float) -> None:
     random = np.random.default_rng(1)
-    norms = [float(n) for n in np.exp(random.normal(0.0, 0.2, 200)) * np.where(random.random(200) < 0.05, 20.0, 1.0)]
+    norms = [float(n) for n in np.exp(random.normal(0.0, spread, 200)) * np.where(random.random(200) < 0.05, 20.0, 1.0)]
     config = OptimizerConfig(
         clip_grad_adaptive=True, clip_grad_warmup_iters=25, clip_grad_decay=0.9, clip_grad_z_threshold=2.0
     )
@@ -150,6 +152,23 @@ def test_adaptive_clipping_follows_the_paper() -> None:
     expected = ReferenceZClip(0.9, 2.0, 25).clipped(norms)
     assert found == pytest.approx(expected, rel=1e-12)
     assert sum(kept < norm for kept, norm in zip(found, norms, strict=True)) > 5
+
+
+def test_norms_that_are_equal_in_the_warm_up_do_not_fix_the_limit() -> None:
+    config = OptimizerConfig(clip_grad_adaptive=True, clip_grad_warmup_iters=2)
+    clip = AdaptiveClip(config)
+    for norm in (1.0, 1.0):
+        clip.observe(torch.tensor(norm, dtype=torch.float64))
+    above, far = torch.tensor(1.25, dtype=torch.float64), torch.tensor(100.0, dtype=torch.float64)
+    assert math.isinf(float(clip.limit(above)))  # z is a little below 2.5
+    assert float(clip.limit(far)) == pytest.approx(1.0 + 2.5**2 * 0.1 * (0.1 + 1e-6) / 99.0, rel=1e-12)
+    for _ in range(600):
+        clip.observe(torch.tensor(3.0, dtype=torch.float64))
+    assert math.isinf(float(clip.limit(torch.tensor(3.0, dtype=torch.float64))))  # the new level
+
+
+def test_a_warm_up_of_one_step_is_refused() -> None:
+    assert "clip_grad_warmup_iters" in OptimizerConfig(clip_grad_adaptive=True, clip_grad_warmup_iters=1).wrong_fields()
 
 
 # ---- when a run stops
