@@ -4,8 +4,9 @@ With the exponential moving mean m and variance v of the global gradient norm g,
 where z is above its threshold T, gradients are clipped to the norm m + T^2 sqrt(v) / z, which falls from m + T sqrt(v)
 towards m as the norm grows. Then m and v take in the norm after this clipping, so that a spike hardly moves them:
 m = a m + (1 - a) g, and after that v = a v + (1 - a) (g - m)^2. As in the spike guard, the deviation sqrt(v) counts as
-a tenth of m at least: with v = 0 no norm above m could ever pass, and m would stay where it is. During the warm-up norms are only collected; their mean
-and variance are the first m and v. The fixed limit of --clip-grad holds too, in the warm-up as well.
+a tenth of m at least: with v = 0 no norm above m would ever pass, and m would stay where it is. During the warm-up
+norms are only collected; their mean and variance are the first m and v. The fixed limit of --clip-grad holds too, in
+the warm-up as well.
 """
 
 from __future__ import annotations
