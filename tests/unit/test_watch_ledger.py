@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -96,6 +97,26 @@ def test_operations_are_counted_by_channel_and_waited_for_later(ledger: Ledger) 
         assert (read(ledger).phase, read(ledger).awaited, read(ledger).nbytes) == (Phase.REDUCE_SCATTER, 1, 8)
     posted = {Channel(RANKS): 2, Channel(OTHERS, is_message=True): 1, Channel(OTHERS): 1}
     assert read(ledger).posted == posted
+
+
+def test_groups_of_ten_thousand_ranks_have_room(ledger: Ledger) -> None:
+    world = tuple(range(16_384))
+    groups = [world, *(tuple(range(first, 16_384, 8)) for first in range(8)), (5, 1, 2, 9, 3), (7, 7)]
+    for ranks in groups:
+        post(Phase.ALL_REDUCE, ranks, 8)
+    assert read(ledger).posted == {Channel(ranks): 1 for ranks in groups}
+
+
+def test_channels_beyond_the_room_have_no_ranks_and_the_others_keep_theirs(ledger: Ledger) -> None:
+    draw = random.Random(0)
+    groups = [tuple(draw.sample(range(100_000), 5_000)) for _ in range(8)]
+    for ranks in groups:
+        operation = post(Phase.ALL_REDUCE, ranks, 8)
+    known = list(read(ledger).posted)
+    assert 0 < len(known) < 8
+    assert known == [Channel(ranks) for ranks in groups[: len(known)]]
+    with operation:
+        assert read(ledger).channel is None
 
 
 def take_step(ledger: Ledger, number: int, sizes: list[int]) -> int:
