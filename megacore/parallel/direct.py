@@ -57,6 +57,21 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> tuple[list[d
     return works, copy
 
 
+def start_all_to_all(incoming: Tensor, outgoing: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
+    """Begin to send each rank its part of `outgoing`, along the first dimension, and to receive from each into
+    `incoming`.
+
+    Returns:
+        What to wait for, and what to do then.
+    """
+    works = _exchange(list(outgoing), list(incoming), group)
+
+    def copy() -> None:
+        incoming[group.rank].copy_(outgoing[group.rank])
+
+    return works, copy
+
+
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> list[dist.Work]:
     """Begin to send to every other rank and to receive from it; the nearest in group order first."""
     works: list[dist.Work | None] = []
@@ -65,6 +80,16 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> l
         works.append(dist.irecv(incoming[source], group.ranks[source], group=group.handle))
         works.append(dist.isend(outgoing[to], group.ranks[to], group=group.handle))
     return [work for work in works if work is not None]
+
+
+def start_shift(outgoing: Tensor, incoming: Tensor, group: Group) -> list[dist.Work]:
+    """Begin to send to the next rank of the group, and to receive from the one before; returns what to wait for."""
+    to, source = ((group.rank + distance) % group.size for distance in (1, -1))
+    pair = (dist.isend, outgoing, to), (dist.irecv, incoming, source)
+    works: list[dist.Work] = dist.batch_isend_irecv(
+        [dist.P2POp(call, message, group.ranks[peer], group=group.handle) for call, message, peer in pair]
+    )
+    return works
 
 
 def sum_among(tensor: Tensor, group: Group, members: Sequence[int]) -> None:

@@ -49,9 +49,11 @@ class GPTTask(Task):
         products: Products = TORCH,
     ) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
-        context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
+        context = BuildContext.of(
+            config, layer_group=mesh.layer, sequence_group=mesh.sequence, device=mesh.device, streams=streams
+        )
         super().__init__(gpt_layers(config.model, dataclasses.replace(context, products=products)), streams)
-        self.config, self.group = config, mesh.layer
+        self.config, self.group, self.sequence = config, mesh.layer, context.sequence
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
         self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
@@ -60,6 +62,17 @@ class GPTTask(Task):
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
         self.weights.fill(parameters)
+
+    def of_rank(self, microbatch: Microbatch) -> Microbatch:
+        """This rank's positions, each with its label, which is the next position's token whoever holds that."""
+        if self.sequence.group.size == 1:
+            return microbatch
+        return Microbatch(
+            index=microbatch.index,
+            tokens=self.sequence.take(microbatch.tokens, 1),
+            labels=self.sequence.take(microbatch.labels, 1),
+            loss_mask=self.sequence.take(microbatch.loss_mask, 1),
+        )
 
     def first_input(self, microbatch: Microbatch) -> Tensor:
         """The tokens [b, s]."""

@@ -77,6 +77,11 @@ class Task(ABC):
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
 
+    def of_rank(self, microbatch: Any) -> Any:
+        """A microbatch as this rank computes it, from one with whole sequences: its own positions, where ranks divide
+        them. Every other method is given what this returns."""
+        return microbatch
+
     @abstractmethod
     def first_input(self, microbatch: Any) -> Any:
         """The input of the model's first layer: a tensor or a tuple of tensors."""
@@ -117,9 +122,9 @@ class Task(ABC):
 
 
 def hidden_states_spec(config: ResolvedConfig, group: Group) -> TensorSpec:
-    """The input and output of a transformer block of the configured shape: [b, s, h], or [b, s/t, h] if the ranks of
-    the layer group split the sequence."""
-    positions = config.data.seq_length // (group.size if config.parallel.sequence_parallel else 1)
+    """The input and output of a transformer block of the configured shape: [b, s, h] of this rank's positions, or
+    [b, s/t, h] if the ranks of the layer group split them."""
+    positions = config.rank_positions // (group.size if config.parallel.sequence_parallel else 1)
     shape = (config.training.micro_batch_size, positions, config.model.hidden_size)
     return TensorSpec(shape, DTYPES[config.precision.precision])
 

@@ -72,6 +72,8 @@ class Phase(IntEnum):
     SEND = 38
     RECEIVE = 39
     MEET = 40
+    SHIFT = 41
+    ALL_TO_ALL = 42
 
     @property
     def communicates(self) -> bool:

@@ -15,6 +15,8 @@ import torch
 
 from megacore import ops
 from megacore.ops import loss
+from megacore.ops.block_attention import attend, attend_backward
+from megacore.ops.visibility import Visibility
 from tests.kernels.comparing import DTYPES, Comparison, compare
 from tests.kernels.comparisons import comparisons
 from tests.kernels.conftest import INTERPRETING
@@ -225,3 +227,26 @@ def test_nothing_in_nothing_out(device: torch.device) -> None:
         assert ops.dropout_add(x, x, probability=0.1, seed=1).shape == (0, 8)
         assert ops.cross_entropy(x.detach(), torch.empty(0, dtype=torch.long, device=device)).shape == (0,)
     assert torch.all(grad == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("offset", "window"), [(12, None), (2, None), (0, 3), (4, 5)])
+def test_attention_of_a_part_of_the_keys_is_not_rounded(
+    offset: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As a ring needs it, against the operator on the CPU: queries beyond the keys, results and gradients in fp32."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value, d_out = (torch.randn(1, heads, 4, 16, generator=generator).to(dtype) for heads in (4, 2, 2, 4))
+    where: dict[str, Any] = {"view": Visibility(causal=True, window=window), "offset": offset}
+    out, logarithm = attend(query, key, value, **where, in_fp32=True)
+    gradients = attend_backward(d_out, out, logarithm, (query, key, value), **where)
+    expected = [out, logarithm, *gradients]
+    assert {x.dtype for x in expected} == {torch.float32}
+    with ops.kernels_chosen("triton"):
+        query, key, value, d_out = (x.to(device) for x in (query, key, value, d_out))
+        found = attend(query, key, value, **where, in_fp32=True)
+        of_kernel = [*found, *attend_backward(d_out, *found, (query, key, value), **where)]
+    error = 1e-5 if dtype == torch.float32 else 1e-2  # a device rounds weights to bf16 before their product
+    for ours, theirs in zip(of_kernel, expected, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=error, atol=error)

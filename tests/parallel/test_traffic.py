@@ -101,12 +101,18 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 2},
     ),
     "pp 2, dp 2, ZeRO 3, zero-bubble": ((1, 2, 2), {"zero_stage": 3, "schedule": "zero-bubble"}),
+    "cp 2, tp 2, sequence parallel, selective": (
+        (2, 1, 1),
+        {"cp": 2, "cp_comm": "allgather", "sequence_parallel": True, "recompute": "selective", "num_query_groups": 2},
+    ),
+    "cp 4, ring": ((1, 1, 1), {"cp": 4, "cp_comm": "ring", "num_query_groups": 2}),
+    "cp 2, tp 2, ulysses, copied keys": ((2, 1, 1), {"cp": 2, "cp_comm": "ulysses", "num_query_groups": 2}),
 }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_sent(ranks: int, tmp_path: Any) -> None:
-    cases = [name for name, ((tp, pp, dp), _) in CASES.items() if tp * pp * dp == ranks]
+    cases = [name for name, ((tp, pp, dp), changes) in CASES.items() if tp * pp * dp * changes.get("cp", 1) == ranks]
     counted = run_distributed(sent_per_step, ranks, cases, str(tmp_path), timeout=240)
     for number, case in enumerate(cases):
         (tp, pp, dp), changes = CASES[case]
@@ -114,8 +120,8 @@ def test_bytes_sent(ranks: int, tmp_path: Any) -> None:
         layers = outline(config)
         for rank, found in enumerate(counted):
             planned: Counts = Counter()
-            for sent in rank_traffic(config, layers, rank // (tp * dp)):
-                distance = tp * dp if sent.role == "pipeline" else sent.stride
+            for sent in rank_traffic(config, layers, rank // (ranks // pp)):
+                distance = ranks // pp if sent.role == "pipeline" else sent.stride
                 planned[distance] += round(sent.sent_bytes) if sent.bytes >= FEW else 0
             expected = Counter({key: size for key, size in planned.items() if size})
             assert found[number] == expected, f"{case}, rank {rank}"

@@ -86,6 +86,9 @@ LAYOUTS = {
     "gpt: pp 2, dp 2, SGD, rope, untied": (
         f"{GPT} --pp 2 --dp 2 --optimizer sgd --position-embedding-type rope --untie-embeddings-and-output-weights"
     ),
+    "gpt: cp 2, tp 2, sequence parallel, ring": (
+        f"{GPT} --cp 2 --tp 2 --sequence-parallel --cp-comm ring --hidden-dropout 0.1"
+    ),
     "bert: tp 2, dp 2": f"{BERT} --tp 2 --dp 2",
     "bert, modern: tp 2, pp 2": f"{BERT} --tp 2 --pp 2 --bert-style modern",
 }

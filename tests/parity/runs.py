@@ -163,7 +163,7 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
     for field, value in changes.items():
         (name,) = (n for n, s in sections.items() if field in {f.name for f in dataclasses.fields(s)})
         sections[name] = dataclasses.replace(sections[name], **{field: value})
-    return Config(**sections).resolve(tp * pp * dp)
+    return Config(**sections).resolve(tp * pp * dp * sections["parallel"].cp)
 
 
 def make_trainer(
