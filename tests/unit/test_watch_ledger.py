@@ -291,7 +291,7 @@ def test_a_signal_to_end_shortens_the_patience_but_not_in_a_save() -> None:
     about = {"hang_timeout": 300.0}
     assert limit([seen(0, 1, terminating=3.0, about=about)], holder()).seconds == GRACE_SECONDS
     assert limit([seen(0, 1, terminating=3.0, median_step=20.0, about=about)], holder()).seconds == 40.0
-    ending = {"terminating": 3.0, "about": about}
+    ending: dict[str, Any] = {"terminating": 3.0, "about": about}
     for where in (Phase.SINK, Phase.CHECK, Phase.LOAD, Phase.INDEX, Phase.START):
         assert limit([seen(0, 1, section=where, **ending)], holder()).seconds == GRACE_SECONDS
     assert limit([seen(0, 1, section=Phase.EXIT, **ending)], holder()).seconds == _END_SECONDS + 15.0

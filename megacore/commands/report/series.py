@@ -21,7 +21,7 @@ LARGEST = 1e100
 def finite(value: object) -> float | None:
     """The value if it is a number that can be drawn: finite, and no larger than LARGEST; else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore[operator,arg-type]
+    return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore[arg-type]
 
 
 def decimated(points: Sequence[Point], buckets: int) -> list[Point]:
