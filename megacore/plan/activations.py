@@ -213,8 +213,8 @@ def head_bytes(config: ResolvedConfig) -> float:
 
 
 def head_kept_bytes(config: ResolvedConfig) -> float:
-    """What the head keeps of a microbatch until its backward: its input, the norm's output and, unless they are computed
-    in chunks, the logits."""
+    """What the head keeps of a microbatch until its backward: its input, the norm's output and the logits, unless they
+    are computed in chunks."""
     logits = logits_bytes(config) if loss_chunks(config) == 1 else 0.0
     return logits + 2 * residual_bytes(config)
 

@@ -208,7 +208,9 @@ def _rank_memory(
     parameters = held_parameters(layers, on_rank)
     state = state_bytes(parameters, config)
     chunks = [[layers[i] for i in numbers] for numbers in on_rank]
-    kept = [_kept_by_stage(chunk, config, on_cpu=on_cpu) for chunk in chunks]
+    # Besides what its blocks keep, a stage keeps the output that it sends until the gradient of it comes back.
+    outputs = [0.0 if chunk[-1] is layers[-1] else residual_bytes(config) for chunk in chunks]
+    kept = [_kept_by_stage(chunk, config, on_cpu=on_cpu) + sent for chunk, sent in zip(chunks, outputs, strict=True)]
     blocks = [block for chunk in chunks for layer in chunk if (block := layer.block) is not None]
     flying = in_flight(config.parallel, rank, config.microbatches)
     has_head = stages[-1] in on_rank and layers[-1].block is None and bool(blocks)
@@ -479,10 +481,11 @@ def _passing(
 
     While backward is at a layer, there are gradients of activations of this layer, the largest gradient that one of its
     operators gives, and of a table that the head shares with the embedding the head's gradient, which autograd keeps
-    until it has both. Activations of the layers behind are freed. Stage 2 of ZeRO has a bucket that is being reduced
-    and one that is filled, each of its limit and the parameter that exceeds it. Stage 3 has these of two layers, and the
-    parameters of two, or with a split backward of all. On stage 1 the shards of what the last backward has reduced
-    wait for the step.
+    until it has both. Activations of the layers behind are freed. ZeRO adds:
+
+    - stage 1: in the last backward the shards of all that is reduced, which wait for the step;
+    - stage 2: a bucket that is reduced and one that is filled, each of its limit and the parameter that exceeds it;
+    - stage 3: these of two layers, and the parameters of two, or with a split backward of all.
     """
     e, term = ELEMENT_BYTES[config.precision.precision], _term_bytes(config)
     replicas = ranks_of_role("replicas", config.parallel)
@@ -506,8 +509,12 @@ def _passing(
                 extra = residual_bytes(config) + (3 * e * table if table else gradient)
             bucket, reducing = limit + term * matrix, 0.0
             if stage == 1 and place == 0:
-                left = _kept_by_stage(chunk[: number + 1], config, on_cpu=on_cpu)
-                received = max(received, extra + left + term * (reduced + size - matrix) / replicas)
+                for end, shards in (
+                    (number + 1, reduced),
+                    (number, reduced + size - matrix),
+                ):  # before the layer, after
+                    left = _kept_by_stage(chunk[:end], config, on_cpu=on_cpu)
+                    received = max(received, extra + left + term * shards / replicas)
             if stage == 2:
                 later_bucket = max(later_bucket, bucket if layer.block is not None else 0.0)  # of the same block
                 reducing = later_bucket / replicas
