@@ -210,7 +210,9 @@ def _rank_memory(
     chunks = [[layers[i] for i in numbers] for numbers in on_rank]
     # Besides what its blocks keep, a stage keeps the output that it sends until the gradient of it comes back.
     outputs = [0.0 if chunk[-1] is layers[-1] else residual_bytes(config) for chunk in chunks]
-    kept = [_kept_by_stage(chunk, config, on_cpu=on_cpu) + sent for chunk, sent in zip(chunks, outputs, strict=True)]
+    kept = [
+        sum(_kept_by_layer(chunk, config, on_cpu=on_cpu)) + sent for chunk, sent in zip(chunks, outputs, strict=True)
+    ]
     blocks = [block for chunk in chunks for layer in chunk if (block := layer.block) is not None]
     flying = in_flight(config.parallel, rank, config.microbatches)
     has_head = stages[-1] in on_rank and layers[-1].block is None and bool(blocks)
@@ -224,7 +226,7 @@ def _rank_memory(
     forgets = _forgets_gradients(config)
     totals = [sum(sizes) for sizes in _held_by_layer(chunks)]
     grads = [state["grads"] * total / max(sum(totals), 1) if forgets else 0.0 for total in totals]
-    kept_grads = [_kept_gradients(config, chunk) for chunk in chunks]
+    kept_grads = [sum(_kept_gradients(config, chunk)) for chunk in chunks]
 
     def most(*, computing: bool, split: bool) -> float:
         """Of gradients and activations, at the moments in which a microbatch is computed, or else is done."""
@@ -390,16 +392,21 @@ def _walk(order: Iterable[Action], ranks: int, virtual_stages: int, *, split: bo
             yield now(computing=False)
 
 
-def _kept_by_stage(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> float:
+def _kept_by_layer(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> list[float]:
     """Activations of one microbatch in the blocks of a stage."""
     recompute, first = config.training.recompute, config.training.recompute_num_layers
-    blocks = [layer.block for layer in layers if layer.block is not None]
-    again, whole = (blocks[:first], blocks[first:]) if recompute == "full" and first is not None else (blocks, [])
-    return sum(
-        count * block_bytes(config, block, on_cpu=on_cpu, recompute=how)
-        for group, how in ((again, recompute), (whole, "none"))
-        for block, count in _distinct(group)
-    )
+    sizes: dict[tuple[int, str], float] = {}
+    kept, blocks = [], 0
+    for layer in layers:
+        if layer.block is None:
+            kept.append(0.0)
+            continue
+        how = recompute if recompute != "full" or first is None or blocks < first else "none"
+        blocks += 1
+        if (key := (id(layer.block), how)) not in sizes:
+            sizes[key] = block_bytes(config, layer.block, on_cpu=on_cpu, recompute=how)
+        kept.append(sizes[key])
+    return kept
 
 
 def _distinct(blocks: Iterable[ResolvedModel]) -> list[tuple[ResolvedModel, int]]:
@@ -479,57 +486,71 @@ def _passing(
 ) -> _Backward:
     """What exists for a moment of backward, at the layer where it is most.
 
-    While backward is at a layer, there are gradients of activations of this layer, the largest gradient that one of its
-    operators gives, and of a table that the head shares with the embedding the head's gradient, which autograd keeps
-    until it has both. Activations of the layers behind are freed. ZeRO adds:
+    Activations of the layers that backward has passed are freed. Besides what `_beside` counts, ZeRO adds:
 
     - stage 1: in the last backward the shards of all that is reduced, which wait for the step;
     - stage 2: a bucket that is reduced and one that is filled, each of its limit and the parameter that exceeds it;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all.
+
+    Args:
+        config: a resolved configuration.
+        chunks: the layers of each of the rank's stages.
+        head: what exists in the head while its gradients are computed.
+        again: what a block that is computed again keeps besides its input.
+        working: as much of this as the rank's memory counts already.
+        on_cpu: whether the ranks compute in host memory.
     """
     e, term = ELEMENT_BYTES[config.precision.precision], _term_bytes(config)
-    replicas = ranks_of_role("replicas", config.parallel)
+    replicas, splits = ranks_of_role("replicas", config.parallel), config.parallel.may_split_backward
     stage = config.parallel.zero_stage if replicas > 1 else 0
     table, sizes_by_chunk = _shared_table(chunks), _held_by_layer(chunks)
     found, received = [(0.0, 0.0)], 0.0
+    beside: dict[int, float] = {}  # blocks that are alike are one object
     for place, (chunk, sizes) in enumerate(zip(chunks, sizes_by_chunk, strict=True)):
         limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), replicas)
-        freed, reduced = 0.0, sum(map(sum, sizes_by_chunk)) - sum(sizes)
+        kept = _kept_by_layer(chunk, config, on_cpu=on_cpu)
+        waiting = _kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
+        left, freed, reduced = sum(kept), 0.0, sum(map(sum, sizes_by_chunk)) - sum(sizes)
         later_size, later_bucket = 0, limit
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
-            matrix = _largest_gradient(config, layer)
-            gradient = 0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else e * matrix
-            matrix = min(matrix, size)  # a shared table is in the bucket of its first layer
-            if layer.block is not None:
-                extra = again + gradient + e * table + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
-            elif number > 0 or layer.tied:
-                extra = head + gradient
-            else:  # of a table that two layers share autograd has both gradients and their sum
-                extra = residual_bytes(config) + (3 * e * table if table else gradient)
-            bucket, reducing = limit + term * matrix, 0.0
+            if (key := id(layer.block or layer)) not in beside:
+                beside[key] = _beside(config, layer, table, head=head, again=again, on_cpu=on_cpu)
+            matrix = min(_largest_gradient(config, layer), size)  # a shared table is in its first layer's bucket
+            moment, reducing, bucket = beside[key], 0.0, limit + term * matrix
             if stage == 1 and place == 0:
-                for end, shards in (
-                    (number + 1, reduced),
-                    (number, reduced + size - matrix),
-                ):  # before the layer, after
-                    left = _kept_by_stage(chunk[:end], config, on_cpu=on_cpu)
-                    received = max(received, extra + left + term * shards / replicas)
+                before = left + term * reduced / replicas
+                after = left - kept[number] + term * (reduced + size - matrix) / replicas
+                received = max(received, moment + before, moment + after)
             if stage == 2:
-                later_bucket = max(later_bucket, bucket if layer.block is not None else 0.0)  # of the same block
+                if layer.block is not None:
+                    later_bucket = max(later_bucket, bucket)  # of the same block
                 reducing = later_bucket / replicas
-                extra += bucket + later_bucket
+                moment += bucket + later_bucket
             if stage == 3:
-                gathered = sum(sizes) if config.parallel.may_split_backward else size + sum(sizes[:number][-1:])
+                gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
                 reducing = term * later_size / replicas
-                extra += e * gathered + term * (size + later_size)
-            found.append((extra - freed - working, reducing))
-            freed += _kept_by_stage([layer], config, on_cpu=on_cpu)
-            if config.parallel.may_split_backward:
-                freed += _kept_gradients(config, [layer])
+                moment += e * gathered + term * (size + later_size)
+            found.append((moment - freed - working, reducing))
+            left, freed = left - kept[number], freed + kept[number] + waiting[number]
             reduced, later_size, later_bucket = reduced + size, size, bucket
     passing, reducing = max(found, key=sum)
     return _Backward(passing, reducing, received)
+
+
+def _beside(
+    config: ResolvedConfig, layer: PlannedLayer, table: int, *, head: float, again: float, on_cpu: bool
+) -> float:
+    """What exists beside activations while backward is at a layer: gradients of activations, the largest gradient that
+    one operator gives, and of a `table` that the head shares with the embedding the head's gradient, which autograd
+    keeps until it has both; it then has both and their sum."""
+    e = ELEMENT_BYTES[config.precision.precision]
+    gradient = 0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else e * _largest_gradient(config, layer)
+    if layer.block is not None:
+        return again + gradient + e * table + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+    if layer.name == "embedding":
+        return residual_bytes(config) + max(gradient, 3.0 * e * table)
+    return head + gradient
 
 
 def _held_by_layer(chunks: Sequence[Sequence[PlannedLayer]]) -> list[list[int]]:
@@ -576,8 +597,10 @@ def _sums_take_products(config: ResolvedConfig, layer: PlannedLayer, table: int,
     return sums and is_product and not on_cpu and not config.training.compile
 
 
-def _kept_gradients(config: ResolvedConfig, layers: Iterable[PlannedLayer]) -> float:
-    """Where backward is split, gradients of a microbatch that wait for those of the weights."""
-    return sum(
-        residual_bytes(config) if layer.block is None else kept_gradient_bytes(config, layer.block) for layer in layers
-    )
+def _kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[float]:
+    """Where backward is split, gradients of a microbatch that wait for those of the weights, by layer."""
+    sizes: dict[int, float] = {}
+    for layer in layers:
+        if layer.block is not None and id(layer.block) not in sizes:
+            sizes[id(layer.block)] = kept_gradient_bytes(config, layer.block)
+    return [sizes.get(id(layer.block), residual_bytes(config)) for layer in layers]
