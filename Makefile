@@ -20,6 +20,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 
 # Nothing of the caller's environment may reach ours: neither other packages, nor options, nor another job's ranks.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONSAFEPATH PYTEST_ADDOPTS PYTEST_PLUGINS MYPYPATH
+# Every process of the tests would compile all modules that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 unexport PIP_TARGET PIP_PREFIX PIP_USER PIP_REQUIRE_VIRTUALENV
 unexport RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 export PYTHONNOUSERSITE := 1

@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.comparison.inputs import write_inputs  # noqa: E402
 from benchmarks.comparison.install import ENVIRONMENT, python_of  # noqa: E402
-from benchmarks.comparison.job import KINDS, PEERS, Job, Layout, Sizes, layouts, rank_counts  # noqa: E402
+from benchmarks.comparison.job import KINDS, PEERS, Job, Layout, Sizes, is_combination, layouts, rank_counts  # noqa: E402
 from benchmarks.comparison.launcher import Side, SideFailed, Turn  # noqa: E402
 from benchmarks.comparison.picture import picture  # noqa: E402
 from benchmarks.comparison.results import MIB, Largest, Results, Row, markdown, replace_section  # noqa: E402
@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes=Sizes(**{name.name: getattr(arguments, name.name) for name in dataclasses.fields(Sizes)}),
         missing=missing,
     )
+    for kind in arguments.modes:
+        if arguments.ranks < 4 and is_combination(kind):
+            results.missing[kind] = f"takes 4 ranks or more, and --ranks is {arguments.ranks}"
     arguments.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory:
         comparison = Comparison(results, pythons, Path(directory), arguments.output / "ranks.log")
@@ -187,6 +190,8 @@ class Comparison:
                 except SideFailed as error:
                     self._miss(name, layout, error)
             turns = self._turns(sides, layout, rounds=rounds, steps=steps)
+            if PRODUCTS not in turns:
+                return  # without the machine's limit a row says little; `missing` has the reason
             limits = [FLOPS * layout.ranks * steps / turn.seconds for turn in turns.pop(PRODUCTS)[1::2]]
             for name, taken in turns.items():
                 last = taken[-1]
@@ -209,10 +214,11 @@ class Comparison:
             raise ValueError(f"--batch {batch} must be a multiple of {pieces}: replicas x microbatches")
 
     def _turns(self, sides: dict[str, Side], layout: Layout, *, rounds: int, steps: int) -> dict[str, list[Turn]]:
-        """Pairs of turns: one step after the change, and the timed ones. A side that fails takes part no more."""
+        """Pairs of turns: one step after the change, and the timed ones. Every other round is in reverse order, so that
+        no side always follows the same one. A side that fails takes part no more."""
         turns: dict[str, list[Turn]] = {name: [] for name in sides}
-        for _ in range(rounds):
-            for name in list(turns):
+        for number in range(rounds):
+            for name in sorted(turns, key=list(sides).index, reverse=number % 2 == 1):
                 try:
                     turns[name] += [sides[name].run(1), sides[name].run(steps)]
                 except SideFailed as error:

@@ -58,12 +58,14 @@ Call = Callable[[Tensor], Any]
 
 # ---- without a GPU
 
+_TARGET = GPUTarget("cuda", 90, 32)
+
 
 class _Driver:
     """What Triton's launcher asks of a driver."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return _TARGET
 
     def get_current_device(self) -> int:
         return 0
@@ -73,9 +75,9 @@ class _Driver:
 
 
 class _Compiled(SimpleNamespace):
-    """A kernel that is compiled, as far as its launcher knows."""
+    """A kernel that is compiled and loaded, as far as its launcher knows."""
 
-    function, packed_metadata = 0, ()
+    function, packed_metadata, metadata = 0, (), SimpleNamespace(target=_TARGET)
 
     def launch_metadata(self, *_: Any) -> None:
         return None

@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import blocks_of, on_its_device
+from megacore.kernels.launch import blocks_of, launchable
 
 # A thread updates four elements: 32 registers, so that all 64 warps of a processor are resident.
 _BLOCK, _WARPS = 1024, 8
 
 
+@launchable
 @triton.jit
 def _step(
     parameter_ptr, gradient_ptr, mean_ptr, square_ptr, copy_ptr, decays_ptr, factor_ptr, count,
@@ -43,7 +44,6 @@ def _step(
         tl.store(copy_ptr + at, parameter.to(copy_ptr.dtype.element_ty), mask=inside)
 
 
-@on_its_device
 def step_(
     parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *, copy: Tensor | None, decays: Tensor | None,
     group: int, factor: Tensor, keep: float, rate: float, betas: tuple[float, float], epsilon: float,

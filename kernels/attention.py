@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, blocks_of, interpreting, on_its_device
+from megacore.kernels.launch import block_of, blocks_of, interpreting, launchable
 
 _LOWEST = tl.constexpr(-1e30)  # below every score, and finite: differences of two are numbers
 
@@ -58,6 +58,7 @@ def _touches(ours, theirs, DOCUMENTS: tl.constexpr):
     return touches
 
 
+@launchable
 @triton.jit
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, logarithm_ptr, documents_ptr, slopes_ptr,
@@ -113,6 +114,7 @@ def _forward(
     tl.store(logarithm_ptr + (batch * heads + head) * queries + row, logarithm, mask=row < queries)
 
 
+@launchable
 @triton.jit
 def _backward_queries(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_q_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
@@ -167,6 +169,7 @@ def _backward_queries(
     tl.store(at, (d_q * scale).to(d_q_ptr.dtype.element_ty), mask=inside)
 
 
+@launchable
 @triton.jit
 def _backward_keys(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_k_ptr, d_v_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
@@ -228,10 +231,9 @@ def largest_head(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.float32 else 128
 
 
-@on_its_device
 def forward(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, slopes: Tensor | None, *,
-    causal: bool, reach: int | None, offset: int,
+    causal: bool, reach: int | None, offset: int, in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(q k^T / sqrt(d) + ALiBi's term) v over what each query sees.
 
@@ -244,12 +246,13 @@ def forward(
         causal: no query sees a later key.
         reach: the distance from which a key is not seen.
         offset: position of the first query among the keys.
+        in_fp32: whether the result is not rounded to query's type.
 
     Returns:
         [b, n, q, d], laid out as [b, q, n, d], and the logarithms of the sums, [b, n, q] fp32.
     """
     b, n, rows, d = query.shape
-    out = query.new_empty((b, rows, n, d)).transpose(1, 2)
+    out = query.new_empty((b, rows, n, d), dtype=torch.float32 if in_fp32 else query.dtype).transpose(1, 2)
     logarithm = query.new_empty((b, n, rows), dtype=torch.float32)
     if query.numel():
         options = _options(query, key, documents, slopes, causal=causal, reach=reach)
@@ -262,10 +265,10 @@ def forward(
     return out, logarithm
 
 
-@on_its_device
 def backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, logarithm: Tensor, delta: Tensor,
     documents: Tensor | None, slopes: Tensor | None, *, causal: bool, reach: int | None, offset: int,
+    in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values, laid out as `forward` lays out its result.
 
@@ -281,11 +284,13 @@ def backward(
         causal: likewise.
         reach: likewise.
         offset: likewise.
+        in_fp32: whether gradients are not rounded to the type of what they are of.
     """
     b, n, rows, d = query.shape
     groups, keys = key.shape[1:3]
-    d_query = query.new_empty((b, rows, n, d)).transpose(1, 2)
-    d_key, d_value = (key.new_empty((b, keys, groups, d)).transpose(1, 2) for _ in range(2))
+    kind = torch.float32 if in_fp32 else query.dtype
+    d_query = query.new_empty((b, rows, n, d), dtype=kind).transpose(1, 2)
+    d_key, d_value = (key.new_empty((b, keys, groups, d), dtype=kind).transpose(1, 2) for _ in range(2))
     if not query.numel():
         return d_query, d_key.zero_(), d_value.zero_()
     options = _options(query, key, documents, slopes, causal=causal, reach=reach)

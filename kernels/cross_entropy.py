@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, blocks_of, on_its_device, warps_of
+from megacore.kernels.launch import block_of, blocks_of, launchable, warps_of
 
 _CHUNK = 8192
 _TOKENS = 256  # of a program that merges statistics
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)  # below any logit, and finite: its differences are never NaN
 
 
+@launchable
 @triton.jit
 def _forward(
     logits_ptr, targets_ptr, statistics_ptr, tokens, width, columns, start, ignore_index, target_weight, uniform_weight,
@@ -54,6 +55,7 @@ def _forward(
     tl.store(statistics_ptr + 2 * tokens + token, linear)
 
 
+@launchable
 @triton.jit
 def _merge(
     parts_ptr, targets_ptr, merged_ptr, tokens, target_weight, uniform_weight,
@@ -79,6 +81,7 @@ def _merge(
     tl.store(merged_ptr + 2 * tokens + token, linear, mask=mask)
 
 
+@launchable
 @triton.jit
 def _loss(
     statistics_ptr, targets_ptr, loss_ptr, log_z_ptr, tokens, vocab_size, ignore_index, z_loss, BLOCK: tl.constexpr
@@ -96,6 +99,7 @@ def _loss(
     tl.store(log_z_ptr + token, log_z, mask=mask)
 
 
+@launchable
 @triton.jit
 def _backward(
     logits_ptr, targets_ptr, peak_ptr, softmax_weight_ptr, loss_weight_ptr, width, columns, start, ignore_index,
@@ -114,7 +118,6 @@ def _backward(
     tl.store(logits_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < width)
 
 
-@on_its_device
 def statistics(
     logits: Tensor, targets: Tensor, *, start: int, columns: int, ignore_index: int, weights: tuple[float, float]
 ) -> Tensor:
@@ -142,7 +145,6 @@ def statistics(
     return found
 
 
-@on_its_device
 def merged(parts: Tensor, targets: Tensor, *, bounds: tuple[int, ...], weights: tuple[float, float]) -> Tensor:
     """The statistics of all columns, from those of some.
 
@@ -165,7 +167,6 @@ def merged(parts: Tensor, targets: Tensor, *, bounds: tuple[int, ...], weights: 
     return found
 
 
-@on_its_device
 def losses(
     statistics: Tensor, targets: Tensor, *, vocab_size: int, ignore_index: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
@@ -191,7 +192,6 @@ def losses(
     return loss, log_z
 
 
-@on_its_device
 def gradient_(
     logits: Tensor, targets: Tensor, peak: Tensor, softmax_weight: Tensor, loss_weight: Tensor, *,
     start: int, columns: int, ignore_index: int, weights: tuple[float, float],

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, blocks_of, on_its_device, rows_and_width
+from megacore.kernels.launch import block_of, blocks_of, launchable, rows_and_width
 
 _BLOCK = 2048
 
@@ -27,6 +27,7 @@ def _kept(seed, threshold, row, first, BLOCK: tl.constexpr):
     return bits >= threshold.to(tl.uint32)
 
 
+@launchable
 @triton.jit(do_not_specialize=["seed", "threshold"])
 def _forward(
     x_ptr, residual_ptr, y_ptr, width, seed, threshold, scale, BLOCK: tl.constexpr
@@ -41,6 +42,7 @@ def _forward(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@launchable
 @triton.jit(do_not_specialize=["seed", "threshold"])
 def _backward(dy_ptr, dx_ptr, width, seed, threshold, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0)
@@ -53,7 +55,6 @@ def _backward(dy_ptr, dx_ptr, width, seed, threshold, scale, BLOCK: tl.constexpr
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-@on_its_device
 def forward(x: Tensor, residual: Tensor, *, seed: int, threshold: int, scale: float) -> Tensor:
     """residual + mask * x * scale.
 
@@ -77,7 +78,6 @@ def forward(x: Tensor, residual: Tensor, *, seed: int, threshold: int, scale: fl
     return y
 
 
-@on_its_device
 def backward(dy: Tensor, *, seed: int, threshold: int, scale: float) -> Tensor:
     """The gradient of x; dy [..., h] contiguous."""
     rows, width = rows_and_width(dy)

@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, blocks_of, on_its_device, rows_and_width
+from megacore.kernels.launch import block_of, blocks_of, launchable, rows_and_width
 
 _BLOCK = 2048
 
 
+@launchable
 @triton.jit
 def _forward(x_ptr, bias_ptr, y_ptr, width, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -25,6 +26,7 @@ def _forward(x_ptr, bias_ptr, y_ptr, width, HAS_BIAS: tl.constexpr, BLOCK: tl.co
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@launchable
 @triton.jit
 def _backward(dy_ptr, x_ptr, bias_ptr, dx_ptr, width, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -41,7 +43,6 @@ def _backward(dy_ptr, x_ptr, bias_ptr, dx_ptr, width, HAS_BIAS: tl.constexpr, BL
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-@on_its_device
 def forward(x: Tensor, bias: Tensor | None) -> Tensor:
     """gelu(x + bias): x [..., f] contiguous, bias [f] or None; like x."""
     rows, width = rows_and_width(x)
@@ -54,7 +55,6 @@ def forward(x: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-@on_its_device
 def backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """The gradient of x, which summed over rows is that of the bias; dy [..., f] contiguous."""
     rows, width = rows_and_width(x)

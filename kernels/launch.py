@@ -1,4 +1,4 @@
-"""What every kernel needs to be started well: its device, how many programs that runs at once, and block sizes.
+"""What starts kernels: the launch itself, how many programs a device runs at once, and block sizes.
 
 Loads of 16-bit numbers are widened to fp32 at once in every kernel (`.to(tl.float32)` on the load itself). That is what
 the sums need, and Triton's interpreter computes on the bit pattern of a bf16 tensor otherwise, silently wrong.
@@ -6,20 +6,23 @@ the sums need, and Triton's interpreter computes on the bit pattern of a bf16 te
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.backends.compiler import BaseBackend
+from triton.compiler import make_backend
 
 # What a device of the Hopper generation has; assumed where none can be asked, as when kernels are compiled only.
 _HOPPER_PROCESSORS = 132
 _INTERPRETED_PROCESSORS = 2
 _HOSTS = ("cpu", "meta")  # where kernels are interpreted or compiled only
-P = ParamSpec("P")
-R = TypeVar("R")
+_ON_HOST = -1  # the number of a device where there is one of its kind
+_ALIGNMENT = 16  # bytes; for pointers that are no multiples of it Triton compiles narrower accesses
+_MOST_LOADED = 1024  # keys of a kernel: sizes that change in every call must not fill the memory
 
 
 @cache
@@ -28,22 +31,98 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def on_its_device(launcher: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """Make the device of a launcher's first tensor the current one while it launches: Triton takes the current one of
-    the process, whose kernels would be handed the memory of another."""
+class Kernel:
+    """A kernel that is launched on the device of its first argument, and from its second launch on with little work.
 
-    @wraps(launcher)
-    def launched(tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
-        device = tensor.device
-        if device.type in _HOSTS:
-            return launcher(tensor, *args, **kwargs)
-        module = torch.get_device_module(device)
-        if device.index == module.current_device():  # entering a context takes longer than the launch
-            return launcher(tensor, *args, **kwargs)
-        with module.device(device):
-            return launcher(tensor, *args, **kwargs)
+    To find the compiled code Triton binds, examines and hashes all arguments in every launch, which takes the host
+    longer than the launch itself. A `Kernel` keeps the code under a key that takes less time: the device, dtypes,
+    whether tensors begin at multiples of 16 bytes, whole numbers and constants. What Triton compiles depends on nothing
+    else of the arguments, unless its backend for a device also looks at the size of tensors.
 
-    return launched
+    Triton itself launches the others: the first of a key, those that hooks watch, such as a profiler's, and all of such
+    backends. Values of `triton.knobs` are read when a key is first launched.
+
+    A call passes tensors, None, ints and floats in the order of the parameters; then the constants by name, each always
+    of one type, and options: `kernel[grid](x, y, width, BLOCK=block, num_warps=4)`.
+
+    Args:
+        jit: what `triton.jit` makes of a function.
+    """
+
+    def __init__(self, jit: Any) -> None:
+        self._jit = jit
+        self._unspecialized = [number for number, p in enumerate(jit.params) if p.do_not_specialize]
+        self._loaded: dict[tuple[Any, ...], _Loaded] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        driver = triton.runtime.driver.active
+        device, own = driver.get_current_device(), args[0].get_device()
+        if own != device and own != _ON_HOST:
+            with torch.get_device_module(args[0].device).device(own):
+                self._launch(grid, *args, **constants)
+            return
+        kinds: list[Any] = [
+            x if (kind := type(x)) is int
+            else kind if kind is float or x is None
+            else (x.dtype, x.data_ptr() % _ALIGNMENT == 0)
+            for x in args
+        ]  # fmt: skip
+        for number in self._unspecialized:
+            kinds[number] = _integer_type(args[number])
+        key = (device, *kinds, *constants.items())
+        loaded = self._loaded.get(key)
+        if loaded is None or self._is_watched():
+            self._keep(key, self._jit[grid](*args, **constants), constants)
+            return
+        _, run, function, metadata, values = loaded
+        x, y = grid if len(grid) == 2 else (grid[0], 1)
+        run(x, y, 1, driver.get_current_stream(device), function, metadata, None, None, None, *args, *values)
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any, constants: dict[str, Any]) -> None:
+        """Remember a kernel that is on its device; one that was only compiled is not."""
+        try:
+            backend = type(make_backend(compiled.metadata.target))
+            examines_more = backend.get_tensor_specialization is not BaseBackend.get_tensor_specialization
+            if examines_more or compiled.function is None:
+                return
+            values = [constants[name] for name in self._jit.arg_names if name in constants]
+            loaded = _Loaded(compiled, compiled.run, compiled.function, compiled.packed_metadata, values)
+        except AttributeError:  # another Triton than those we know: it launches by itself
+            return
+        if len(self._loaded) >= _MOST_LOADED:
+            self._loaded.clear()
+        self._loaded[key] = loaded
+
+    def _is_watched(self) -> bool:
+        """Whether somebody wants to be told of launches."""
+        runtime = triton.knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook  # a chain of hooks each, or one, or None
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or self._jit.pre_run_hooks)
+
+
+class _Loaded(NamedTuple):
+    """A kernel on its device, what its launcher is called with, and its constants in the order of the parameters."""
+
+    compiled: Any  # unloads the code when it is deleted
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    constants: Sequence[Any]
+
+
+def launchable(jit: Any) -> Any:
+    """A kernel that the host launches: a `Kernel`, except in Triton's interpreter."""
+    return jit if interpreting() else Kernel(jit)
+
+
+def _integer_type(number: int) -> str:
+    """The type that Triton gives a whole number on whose value the code does not depend."""
+    if -(2**31) <= number < 2**31:
+        return "i32"
+    return "i64" if number < 2**63 else "u64"
 
 
 @cache

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import aligned, block_of, blocks_of, on_its_device, processors, rows_and_width, warps_of
+from megacore.kernels.launch import aligned, block_of, blocks_of, launchable, processors, rows_and_width, warps_of
 
 # Columns that the registers of a program hold: of rows that begin at multiples of 16 elements, and of others, whose
 # elements are addressed one by one. Beyond, ptxas spills (tools/kernel_report.py).
@@ -34,6 +34,7 @@ _BACKWARD_CHUNK = 4096  # 8 columns a thread: one access of 128 bits
 _TILE_ROWS, _TILE_COLUMNS = 8, 256
 
 
+@launchable
 @triton.jit
 def _forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, width, epsilon,
@@ -62,6 +63,7 @@ def _forward(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@launchable
 @triton.jit
 def _forward_wide(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, width, epsilon,
@@ -121,6 +123,7 @@ def _means(products, sums, width, RMS: tl.constexpr):
     return product / width, total / width
 
 
+@launchable
 @triton.jit
 def _backward(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width,
@@ -165,6 +168,7 @@ def _zeros(PARTS: tl.constexpr, BLOCK: tl.constexpr):
     return parts
 
 
+@launchable
 @triton.jit
 def _backward_chunked(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width,
@@ -216,6 +220,7 @@ def _backward_chunked(
             tl.store(dbias_ptr + program * width + column, dbias[chunk], mask=column < width)
 
 
+@launchable
 @triton.jit
 def _backward_wide(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, width,
@@ -252,6 +257,7 @@ def _backward_wide(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
+@launchable
 @triton.jit
 def _backward_columns(
     dy_ptr, x_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, rows, width, rows_per_share,
@@ -280,7 +286,6 @@ def _backward_columns(
         tl.store(dbias_ptr + share * width + columns, tl.sum(dbias, 0), mask=inside_row)
 
 
-@on_its_device
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *, epsilon: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -309,12 +314,11 @@ def forward(
         (_forward_wide if wide else _forward)[(rows,)](
             x, residual, weight, bias, y, summed, mean, rstd, width, epsilon,
             RMS=rms, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None,
-            BLOCK=block, num_warps=warps_of(block, 512, most=16 if wide else 32),
+            BLOCK=block, num_warps=warps_of(block, 512, 16 if wide else 32),
         )  # fmt: skip
     return y, summed, mean, rstd
 
 
-@on_its_device
 def backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
@@ -343,14 +347,14 @@ def backward(
         shares = max(1, min(rows, processors(x.device) * _programs_each(block)))
     else:
         shares = max(1, min(-(-rows // 64), 4 * processors(x.device) * _TILE_COLUMNS // width + 1))
-    # Every program writes its share; without rows there is none to write it.
-    new = torch.empty if rows else torch.zeros
-    parameters = new((1 + has_bias, shares, width), dtype=torch.float32, device=x.device)
+    parameters = x.new_empty((1 + has_bias, shares, width), dtype=torch.float32)
+    if not rows:  # every program writes its share, and there is none
+        parameters.zero_()
     dweight, dbias = parameters.unbind() if has_bias else (parameters, parameters)
     if rows and persistent:
         _backward[(shares,)](
             dy, dsum, x, weight, mean, rstd, dx, dweight, dbias, rows, width,
-            **flags, HAS_BIAS=has_bias, BLOCK=block, num_warps=warps_of(block, 256, most=32),
+            **flags, HAS_BIAS=has_bias, BLOCK=block, num_warps=warps_of(block, 256, 32),
         )  # fmt: skip
     elif rows and chunked:
         # Two stages spill in LayerNorm; four chunks of two stages exceed the shared memory of an A100.

@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, blocks_of, on_its_device, warps_of
+from megacore.kernels.launch import block_of, blocks_of, launchable, warps_of
 
 _TILE = 4096
 
 
+@launchable
 @triton.jit
 def _rotate(
     x_ptr, cos_ptr, sin_ptr, y_ptr, positions, heads, size, half, sign,
@@ -40,7 +41,6 @@ def _rotate(
         tl.store(y_ptr + at, tl.load(x_ptr + at, mask=inside, other=0.0), mask=inside)
 
 
-@on_its_device
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
     """Turn each pair (i, i + r/2) of a head's first r dimensions by its position's angle.
 
@@ -102,6 +102,7 @@ def _store_part(part, query, key, value, query_at, shared_at, column, inside, me
     tl.store(value + shared_at + column, part, mask=inside & (member > SHARED))
 
 
+@launchable
 @triton.jit
 def _split(
     packed_ptr, query, key, value, cos_ptr, sin_ptr, positions, groups, size, half,
@@ -126,6 +127,7 @@ def _split(
         _store_part(copied, query, key, value, query_at, shared_at, rest, inside, member, SHARED)
 
 
+@launchable
 @triton.jit
 def _join(
     packed_ptr, query, key, value, cos_ptr, sin_ptr, positions, groups, size, half,
@@ -149,7 +151,6 @@ def _join(
         tl.store(packed_ptr + packed_at + rest, copied.to(kind), mask=inside)
 
 
-@on_its_device
 def split(packed: Tensor, cos: Tensor, sin: Tensor, *, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys turned as by `rotate`, and values, out of one tensor.
 
@@ -169,7 +170,6 @@ def split(packed: Tensor, cos: Tensor, sin: Tensor, *, groups: int) -> tuple[Ten
     return query, key, value
 
 
-@on_its_device
 def join(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The gradient of `split`'s input from those of its outputs, all contiguous."""
     batch, positions, groups, size = key.shape

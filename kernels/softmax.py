@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import aligned, block_of, on_its_device, warps_of
+from megacore.kernels.launch import aligned, block_of, launchable, warps_of
 
 # Columns that the registers of a program hold: of rows that begin at multiples of 16 elements, and of others.
 ONE_BLOCK = {True: 16384, False: 8192}
@@ -53,6 +53,7 @@ def _scores(x_ptr, columns, touched, first, last, scale, MASKED: tl.constexpr):
     return x
 
 
+@launchable
 @triton.jit
 def _forward(
     x_ptr, y_ptr, sq, sk, offset, window, scale,
@@ -73,6 +74,7 @@ def _forward(
     tl.store(y_ptr + at + columns, y.to(y_ptr.dtype.element_ty), mask=columns < sk)
 
 
+@launchable
 @triton.jit
 def _forward_long(
     x_ptr, y_ptr, sq, sk, offset, window, scale,
@@ -103,6 +105,7 @@ def _forward_long(
         tl.store(y_ptr + at + columns, y.to(y_ptr.dtype.element_ty), mask=columns < sk)
 
 
+@launchable
 @triton.jit
 def _backward(
     dy_ptr, y_ptr, dx_ptr, sq, sk, offset, window, scale,
@@ -119,6 +122,7 @@ def _backward(
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=columns < sk)
 
 
+@launchable
 @triton.jit
 def _backward_long(
     dy_ptr, y_ptr, dx_ptr, sq, sk, offset, window, scale,
@@ -145,7 +149,6 @@ def _backward_long(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=columns < sk)
 
 
-@on_its_device
 def forward(x: Tensor, *, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     """Attention weights of scores.
 
@@ -171,7 +174,6 @@ def forward(x: Tensor, *, scale: float, causal: bool, offset: int, window: int |
     return y
 
 
-@on_its_device
 def backward(dy: Tensor, y: Tensor, *, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
     """The scores' gradient.
 

@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, blocks_of, on_its_device, rows_and_width
+from megacore.kernels.launch import block_of, blocks_of, launchable, rows_and_width
 
 _BLOCK = 2048
 
 
+@launchable
 @triton.jit
 def _forward(gate_ptr, up_ptr, y_ptr, width, gate_stride, up_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -23,6 +24,7 @@ def _forward(gate_ptr, up_ptr, y_ptr, width, gate_stride, up_stride, BLOCK: tl.c
     tl.store(y_ptr + row * width + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@launchable
 @triton.jit
 def _backward(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, width, gate_stride, up_stride, grad_stride, BLOCK: tl.constexpr
@@ -40,7 +42,6 @@ def _backward(
     tl.store(dup_ptr + row * grad_stride + column, (dy * silu).to(dup_ptr.dtype.element_ty), mask=inside)
 
 
-@on_its_device
 def forward(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up.
 
@@ -61,7 +62,6 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
-@on_its_device
 def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up, [..., f] contiguous; dy is contiguous too."""
     dgate, dup = torch.empty_like(dy), torch.empty_like(dy)
@@ -69,7 +69,6 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return dgate, dup
 
 
-@on_its_device
 def backward_of_halves(dy: Tensor, both: Tensor) -> Tensor:
     """Gradients of up and gate, the halves of [..., 2 f], in a tensor like it; dy is contiguous."""
     grad = torch.empty_like(both)

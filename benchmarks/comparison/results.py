@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -114,8 +115,9 @@ class Results:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Largest relative difference of two series of losses, of as many steps as both have."""
-    return max((abs(b / a - 1) for a, b in zip(ours, theirs, strict=False)), default=0.0)
+    """Largest relative difference of two series of losses, of as many steps as both have; infinite where one is NaN."""
+    apart = [abs(b / a - 1) for a, b in zip(ours, theirs, strict=False)]
+    return math.inf if any(map(math.isnan, apart)) else max(apart, default=0.0)
 
 
 def ratio(ours: Row, theirs: Row) -> float:

@@ -114,6 +114,7 @@ class BertConfig(Config):
     bert: BertSection = field(default_factory=BertSection)
     presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {
+        "cp": "is for pretrain_gpt.py, because BERT's sequences are not divided yet: use --cp 1, or leave it out",
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
         "eod_mask_loss": (
@@ -131,6 +132,10 @@ class BertConfig(Config):
             f"{', '.join(name for name in BERT_PRESETS if name != 'bert-tiny')}; bert-tiny for tests. A preset "
             "replaces the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size. A "
             "configuration file and flags override it. Default: no preset."
+        ),
+        "dp": (
+            "Data-parallel degree: number of model replicas that share the batch. Default: the number of processes "
+            "divided by --tp x --pp."
         ),
         "min_lr": "Learning rate at the end of the decay. At most --lr. Default: 0.",
         "position_embedding_type": (

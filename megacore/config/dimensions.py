@@ -25,11 +25,13 @@ class Dimension:
         divides: what ranks that differ only along this dimension hold different parts of. `stages`: the layers;
             `samples`: the batch; `tokens`: the sequences; `matrices`: each layer; `nothing`: they repeat each other's
             work on the same data.
+        optional: messages leave it out where it has one rank.
     """
 
     name: str
     degree: str | int
     divides: Divides
+    optional: bool = False
 
 
 # Outermost first. Ranks along the innermost dimension are neighbours, which the fastest links join (Narayanan et al.
@@ -37,6 +39,7 @@ class Dimension:
 DIMENSIONS = (
     Dimension("pp", "pp", "stages"),
     Dimension("dp", "dp", "samples"),
+    Dimension("cp", "cp", "tokens", optional=True),
     Dimension("tp", "tp", "matrices"),
 )
 
@@ -44,6 +47,7 @@ DIMENSIONS = (
 ROLES: Mapping[str, frozenset[Divides]] = {
     "pipeline": frozenset({"stages"}),
     "batch": frozenset({"samples"}),
+    "sequence": frozenset({"tokens"}),
     "layer": frozenset({"matrices"}),
     "loss": frozenset({"samples", "tokens"}),
     "replicas": frozenset({"samples", "tokens"}),
@@ -118,14 +122,21 @@ def coordinates_of(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
 
 def describe_rank(rank: int, degrees: Mapping[str, int]) -> str:
     """The coordinates of a rank in words: `pp 1, dp 0, tp 3`."""
-    return ", ".join(f"{name} {number}" for name, number in coordinates_of(rank, degrees).items())
+    named = named_degrees(degrees)
+    return ", ".join(f"{name} {number}" for name, number in coordinates_of(rank, degrees).items() if name in named)
 
 
 def describe_degrees(degrees: Mapping[str, int]) -> str:
     """The ranks along each dimension in words, outermost first: `pp 2 x dp 4 x tp 2`; those not in the table last."""
     order = [dimension.name for dimension in DIMENSIONS]
-    names = sorted(degrees, key=lambda name: order.index(name) if name in order else len(order))
+    names = sorted(named_degrees(degrees), key=lambda name: order.index(name) if name in order else len(order))
     return " x ".join(f"{name} {degrees[name]}" for name in names)
+
+
+def named_degrees(degrees: Mapping[str, int]) -> dict[str, int]:
+    """Those that messages name: all but the optional ones of 1."""
+    optional = {dimension.name for dimension in DIMENSIONS if dimension.optional}
+    return {name: degree for name, degree in degrees.items() if degree != 1 or name not in optional}
 
 
 def pipeline_dimension(dimensions: Sequence[Dimension] = DIMENSIONS) -> str:

@@ -53,7 +53,9 @@ DRY_RUN_FLAGS: Mapping[str, DryRunFlag] = {
         "kind of rank and takes a step on tensors without values, to find errors in shapes, types and devices. "
         "--dry-run --help lists all flags of a plan. Default: no dry run; plan, where no value follows.",
     ),
-    "--world-size": DryRunFlag("N", "Number of ranks of the job that --dry-run examines. Default: --tp x --pp x --dp."),
+    "--world-size": DryRunFlag(
+        "N", "Number of ranks of the job that --dry-run examines. Default: --tp x --cp x --pp x --dp."
+    ),
     "--cluster": DryRunFlag(
         "NAME",
         "Cluster that --dry-run plans for: its name, or a FILE.toml (docs/planner.md). Default: laptop; h100 with "

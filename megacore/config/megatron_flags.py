@@ -86,7 +86,7 @@ REPLACED = {
 """Flags that have another name here, or that megacore does not need."""
 
 _NOT_YET = """
-    --apply-layernorm-1p --context-parallel-size --decoupled-lr
+    --apply-layernorm-1p --decoupled-lr
     --decoupled-min-lr --empty-unused-memory-level --enable-one-logger --end-weight-decay --expert-model-parallel-size
     --finetune --fp8-amax-compute-algo --fp8-amax-history-len --fp8-format --fp8-param-gather --iterations-to-skip
     --log-num-zeros-in-grad --log-params-norm --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
@@ -101,8 +101,8 @@ NOT_YET = frozenset(_NOT_YET.split())
 
 
 NAMES = frozenset({
-    "--exit-duration-in-mins", "--layernorm-epsilon", "--pipeline-model-parallel-size", "--save",
-    "--tensor-model-parallel-size", "--tokenizer-model", "--wandb-exp-name",
+    "--context-parallel-size", "--exit-duration-in-mins", "--layernorm-epsilon",
+    "--pipeline-model-parallel-size", "--save", "--tensor-model-parallel-size", "--tokenizer-model", "--wandb-exp-name",
 })  # fmt: skip
 """Aliases that are Megatron-LM's names."""
 REQUIRED = frozenset({

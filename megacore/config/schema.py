@@ -190,6 +190,11 @@ class ResolvedConfig(Config):
         """Microbatches of a step on each replica."""
         return self.training.global_batch_size // self.replica_batch_size
 
+    @property
+    def rank_positions(self) -> int:
+        """Positions of each sequence that a rank computes."""
+        return self.data.seq_length // ranks_of_role("sequence", self.parallel)
+
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.
 
@@ -202,7 +207,7 @@ class ResolvedConfig(Config):
         """
         parallel, precision = self.parallel, self.precision
         if parallel.sequence_parallel is None and parallel.tp > 1:
-            splits = not on_cpu and self.data.seq_length % parallel.tp == 0
+            splits = not on_cpu and self.data.seq_length % parallel.sequence_unit(sequence_parallel=True) == 0
             parallel = dataclasses.replace(parallel, sequence_parallel=splits)
         if bf16 is not None:
             precision = precision.for_device(bf16=bf16)

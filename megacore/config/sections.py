@@ -41,7 +41,7 @@ _TRACED_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """How the --tp x --pp x --dp processes share the work."""
+    """How --tp x --cp x --pp x --dp ranks share the work."""
 
     former_defaults: ClassVar[Mapping[str, Any]] = {"pipeline_balance": "parameters", "schedule": "1f1b"}
 
@@ -51,7 +51,15 @@ class ParallelConfig(Section):
     """Pipeline-parallel degree: number of ranks that the layers are divided over. At most --num-layers."""
     dp: Annotated[int | None, Range(1), Flag(("--data-parallel-size",))] = None
     """Data-parallel degree: number of model replicas that share the batch. Default: the number of processes divided by
-    --tp x --pp."""
+    --tp x --cp x --pp."""
+    cp: Annotated[int, Range(1), Flag(("--context-parallel-size",))] = 1
+    """Context-parallel degree: number of ranks that share each sequence, for sequences whose activations do not fit on
+    one. Every rank holds the weights, and --seq-length / --cp positions. 2 x --cp must divide --seq-length."""
+    cp_comm: Literal["auto", "allgather", "ring", "ulysses"] = "auto"
+    """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
+    a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
+    shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
+    auto: ring."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
     forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
@@ -69,8 +77,8 @@ class ParallelConfig(Section):
     """Layers of each stage, written out. Stages are separated by |, layers by commas: E is the embedding, t a
     transformer block, H the head. Default: balanced as --pipeline-balance says."""
     zero_stage: Annotated[int, Range(0, 3)] = 0
-    """ZeRO stage, 0 to 3: what the --dp ranks shard. 0: nothing. 1: optimizer state and master weights. 2: gradients
-    too. 3: parameters too. The results are the same for every stage."""
+    """ZeRO stage, 0 to 3: what the --dp x --cp ranks shard. 0: nothing. 1: optimizer state and master weights.
+    2: gradients too. 3: parameters too. The results are the same for every stage."""
     sequence_parallel: bool | None = None
     """Sequence parallelism: norms, dropout and residuals are split along the sequence over the --tp ranks. --tp must
     divide --seq-length. Default: on where the ranks compute on accelerators and --tp divides --seq-length, else off."""
@@ -92,6 +100,17 @@ class ParallelConfig(Section):
     """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
 
     @property
+    def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
+        """How keys and values are exchanged, once that is chosen."""
+        return "ring" if self.cp_comm == "auto" else self.cp_comm
+
+    def sequence_unit(self, *, sequence_parallel: bool) -> int:
+        """What --seq-length must be a multiple of: each of the --cp ranks holds two equal ranges of positions, and with
+        sequence parallelism the --tp ranks divide what it holds."""
+        pieces = self.tp if sequence_parallel else 1
+        return pieces if self.cp == 1 else self.cp * math.lcm(2, pieces)
+
+    @property
     def schedule_name(self) -> ScheduleName:
         """The schedule; 1F1B, which needs the least memory, until one is chosen."""
         return "1f1b" if self.schedule == AUTO_SCHEDULE else self.schedule
@@ -102,6 +121,8 @@ class ParallelConfig(Section):
         return self.schedule == "zero-bubble" or self.schedule_csv is not None
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.cp == 1:
+            yield from self.without_effect(("cp_comm",), wrong, "--cp 1", "--cp 2 or more")
         if self.schedule_csv is not None:
             file = f"--schedule-csv {self.schedule_csv}"
             yield from self.without_effect(("schedule",), wrong, file, "it without a file")
@@ -458,8 +479,8 @@ class TrainingConfig(Section):
     """Implementation of norms, activations, softmax and cross-entropy. auto: triton on cuda if it is installed, else
     torch."""
     compile: bool = False
-    """Compiles transformer blocks with torch.compile, which fuses their operators into fewer kernels. The first step
-    takes a minute or more."""
+    """Compiles transformer blocks and the loss with torch.compile, which fuses their operators into fewer kernels. The
+    first step takes a minute or more. With --loss-chunks 2 or more the loss is not compiled."""
     compile_backend: Literal["inductor", "aot-eager"] = "inductor"
     """Backend of --compile. inductor: generates kernels; on the CPU it needs a C++ compiler. aot-eager: runs PyTorch's
     operators, for finding out whether capture or generated code changes a result."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, size_of_role
+from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
 from megacore.config.fields import Section, field_infos, flag_and_value
-from megacore.config.messages import counted, divisors, nearest_multiples, one_of
+from megacore.config.messages import counted, divisors, nearest_multiples, number, one_of
 from megacore.config.optimizers import OptimizerSettings
 from megacore.config.pipeline_layout import parse_layout
 from megacore.config.schema import Config, sections_of
@@ -60,14 +61,69 @@ def _about(*names: str) -> Callable[[_Constraint], _Constraint]:
     return register
 
 
-@_about("tp", "seq_length", "sequence_parallel")
+@_about("tp", "cp", "seq_length", "sequence_parallel")
 def _sequence_split(config: Config, world_size: int) -> Iterator[str]:
-    tp, length = config.parallel.tp, config.data.seq_length
-    if config.parallel.sequence_parallel and length % tp:
+    parallel, length = config.parallel, config.data.seq_length
+    tp, cp, split = parallel.tp, parallel.cp, bool(parallel.sequence_parallel)
+    if cp > 1 and length % (unit := parallel.sequence_unit(sequence_parallel=split)):
+        tried = {ranks: replace(parallel, cp=ranks) for ranks in divisors(length, near=cp) if ranks <= 2 * cp}
+        fitting = [
+            ranks for ranks, other in tried.items() if length % other.sequence_unit(sequence_parallel=split) == 0
+        ]
+        over = f" with --sequence-parallel over --tp {tp}" if split and tp > 1 else ""
+        yield (
+            f"--cp {cp}{over} needs a multiple of {unit} as --seq-length, not {length}: use --seq-length "
+            f"{one_of(nearest_multiples(length, unit))}" + (f", or --cp {one_of(fitting)}" if fitting else "")
+        )
+    elif split and length % tp:
         yield (
             f"--tp {tp} must divide --seq-length {length} with --sequence-parallel: use --seq-length "
             f"{one_of(nearest_multiples(length, tp))}, --tp {one_of(divisors(length, near=tp, most=6))}, "
             "or leave --sequence-parallel out"
+        )
+
+
+@_about("cp", "attention_dropout")
+def _attention_dropout_of_context(config: Config, world_size: int) -> Iterator[str]:
+    cp, dropout = config.parallel.cp, config.model.attention_dropout
+    if cp > 1 and dropout:
+        yield (
+            f"--attention-dropout {number(dropout)} is not possible with --cp {cp}, whose ranks would draw other masks "
+            "than one process: use --attention-dropout 0 (--hidden-dropout works), or --cp 1"
+        )
+
+
+@_about("cp", "cp_comm", "tp", "num_attention_heads", "num_query_groups")
+def _heads_of_context(config: Config, world_size: int) -> Iterator[str]:
+    parallel, heads, groups = config.parallel, config.model.num_attention_heads, config.model.query_groups
+    tp, cp = parallel.tp, parallel.cp
+    if cp == 1 or parallel.cp_comm != "ulysses" or heads % tp:
+        return
+    held = max(groups // tp, 1)
+    if heads // tp % cp or (held % cp and cp % held):
+        yield (
+            f"--cp-comm ulysses divides the {counted(heads // tp, 'query head')} and {counted(held, 'key head')} of a "
+            f"tp rank over --cp {cp}, which must divide the former, and divide the latter or be a multiple of it: use "
+            "--cp-comm allgather or ring, or another --cp"
+        )
+
+
+@_about("cp", "attention")
+def _attention_of_context(config: Config, world_size: int) -> Iterator[str]:
+    if config.parallel.cp > 1 and config.training.attention == "fused-softmax":
+        yield (
+            f"--attention fused-softmax is not possible with --cp {config.parallel.cp}, because it needs all keys of "
+            "a row at once: use --attention sdpa, or --cp 1"
+        )
+
+
+@_about("cp", "reproducible")
+def _reproducible_context(config: Config, world_size: int) -> Iterator[str]:
+    if config.parallel.cp > 1 and config.training.reproducible:
+        yield (
+            f"--reproducible is not possible with --cp {config.parallel.cp}, which sums gradients over parts of each "
+            "sequence, and rounds otherwise than one process: use --cp 1, or leave --reproducible out (on CPUs two "
+            "runs with one seed and layout are bitwise equal anyway)"
         )
 
 
@@ -244,6 +300,7 @@ def _rollbacks_beyond(config: Config, world_size: int) -> Iterator[str]:
 def _processes(config: Config, world_size: int) -> Iterator[str]:
     fields, names = field_infos(ParallelConfig), degree_fields()
     given = {name: degree for name in names if (degree := getattr(config.parallel, name)) is not None}
+    given = {name: degree for name, degree in given.items() if name in named_degrees(given)}
     product, processes = math.prod(given.values()), f"the run has {counted(world_size, 'process', 'processes')}"
     equation = f"{' x '.join(f'{fields[name].flag} {degree}' for name, degree in given.items())} = {product}"
     # Of each field: the processes that the other degrees leave it, if they are a whole number.
@@ -252,14 +309,15 @@ def _processes(config: Config, world_size: int) -> Iterator[str]:
         for name, degree in given.items()
         if world_size % (product // degree) == 0
     }
-    if len(given) == len(names) and product != world_size:
-        flag, last = fields[names[-1]].flag, names[-1]
+    last = names[-1]
+    if last in given and product != world_size:
+        flag = fields[last].flag
         way_out = f"use {flag} {left[last]}, or leave {flag} out, or " if last in left else ""
         yield (
             f"{equation}, but {processes}: {way_out}{_start(product)}"
             + ("" if last in left else f", or choose degrees whose product is {world_size}")
         )
-    if len(given) < len(names) and world_size % product:
+    if last not in given and world_size % product:
         changed = next(name for name, degree in given.items() if degree > 1)
         degree = (
             f"choose {' x '.join(fields[name].flag for name in given)} among {one_of(divisors(world_size))}"

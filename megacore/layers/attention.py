@@ -22,6 +22,8 @@ from megacore.config import ResolvedModel
 from megacore.layers.context import BuildContext
 from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
+from megacore.ops.visibility import Visibility
+from megacore.parallel.context import context_attention
 from megacore.parallel.mesh import ALONE
 from megacore.parallel.random import seeded
 from megacore.parallel.recompute import recompute
@@ -58,12 +60,13 @@ class SelfAttention(nn.Module):
         h, n, d = config.hidden_size, config.num_attention_heads, config.head_size
         self.head_size, self.groups, self.shared_by = d, config.query_groups, n // config.query_groups
         self.causal, self.window, self.rotary, self.alibi = causal, window, rotary, alibi
-        self.dropout, self.streams = config.attention_dropout, context.streams
+        self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.sequence
         self.site, self.layer_group = name, context.layer_group
         self.recomputes, self.implementation = context.recompute_attention, context.attention
         self.split_by = context.layer_group.size if context.sequence_parallel else 1
-        # torch's fused operator draws from the device's generator: compiled code ends where it does.
-        self.uncompiled = ("_mixed",) if self.dropout else ()
+        # torch's fused operator draws from the device's generator: compiled code ends where it does, and where keys and
+        # values of other ranks come in.
+        self.uncompiled = ("_mixed",) if self.dropout or self.sequence.group.size > 1 else ()
         rows = (n + 2 * self.groups) * d
         self.qkv = ColumnParallelLinear(h, rows, bias=config.qkv_bias, **context.linear_arguments)
         self.query_norm: LayerNorm | RMSNorm | None = None
@@ -79,7 +82,8 @@ class SelfAttention(nn.Module):
         """Attention over all positions.
 
         Args:
-            x: [b, s, h], or, sequence parallel, [b, s/t, h].
+            x: [b, s, h], or, sequence parallel, [b, s/t, h]; with context parallelism s counts this rank's positions,
+                and those of the whole sequence in what follows.
             documents: [b, s] whole on every rank, as for `ops.attention`.
             positions: [b, s] whole on every rank, for the rotation. None: 0 to s - 1.
 
@@ -99,7 +103,7 @@ class SelfAttention(nn.Module):
     def prepare(self, x: Tensor) -> None:
         """Make the tables of the rotation, which compiled code reads, for hidden states of x's shape."""
         if self.rotary is not None:
-            self.rotary.tables(x.shape[1] * self.split_by, x.device)
+            self.rotary.tables(self.sequence.whole_length(x.shape[1] * self.split_by), x.device)
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d]; views where they can
@@ -134,6 +138,11 @@ class SelfAttention(nn.Module):
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
+        if self.sequence.group.size > 1:
+            assert not dropout, "the configuration refuses it"
+            view = Visibility(causal=self.causal, window=self.window, documents=documents)
+            slopes = None if self.alibi is None else self.alibi.slopes
+            return context_attention(query, key, value, self.sequence, view=view, slopes=slopes)
         draws = seeded(self.streams.key(self.site, self.layer_group.rank), query.device) if dropout else nullcontext()
         with draws:  # torch's fused operator draws from the default generator only
             return ops.attention(

@@ -10,6 +10,7 @@ import torch
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.ops import Attention, CrossEntropyOptions
+from megacore.parallel.context import WHOLE, SequenceShards
 from megacore.parallel.linear_cross_entropy import ChunkedLoss
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import TORCH, Products
@@ -38,6 +39,7 @@ class BuildContext:
 
     Attributes:
         layer_group: ranks that split the same matrices.
+        sequence: which positions of each sequence this rank holds.
         device: where parameters live.
         streams: where dropout masks come from.
         sequence_parallel: between the tensor-parallel layers, activations are split along the sequence.
@@ -52,6 +54,7 @@ class BuildContext:
     """
 
     layer_group: Group = ALONE
+    sequence: SequenceShards = WHOLE
     device: torch.device
     streams: RandomStreams
     sequence_parallel: bool = False
@@ -66,11 +69,18 @@ class BuildContext:
 
     @classmethod
     def of(
-        cls, config: ResolvedConfig, *, layer_group: Group, device: torch.device, streams: RandomStreams
+        cls,
+        config: ResolvedConfig,
+        *,
+        layer_group: Group,
+        sequence_group: Group = ALONE,
+        device: torch.device,
+        streams: RandomStreams,
     ) -> BuildContext:
         """The context of a configured run."""
         return cls(
             layer_group=layer_group,
+            sequence=SequenceShards(sequence_group, config.parallel.context_comm),
             device=device,
             streams=streams,
             sequence_parallel=bool(config.parallel.sequence_parallel),
@@ -116,5 +126,6 @@ class BuildContext:
         if not config.hidden_dropout:
             return None
         # The slice of the residual stream that this rank holds; where all ranks hold all of it, they draw one mask.
-        shard = self.layer_group.rank if self.sequence_parallel else 0
+        part, parts = (self.layer_group.rank, self.layer_group.size) if self.sequence_parallel else (0, 1)
+        shard = self.sequence.group.rank * parts + part
         return Dropout(config.hidden_dropout, self.streams, site, shard=shard)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
+from megacore.parallel.context import WHOLE, SequenceShards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +48,30 @@ class Rotary:
         dimensions: r, even; of each head, from its first.
         base: of the frequencies.
         scaling: how they are stretched; None: not at all.
+        sequence: which positions queries and keys are given of.
     """
 
-    def __init__(self, dimensions: int, *, base: float = 10_000.0, scaling: RopeScaling | None = None) -> None:
+    def __init__(
+        self,
+        dimensions: int,
+        *,
+        base: float = 10_000.0,
+        scaling: RopeScaling | None = None,
+        sequence: SequenceShards = WHOLE,
+    ) -> None:
         assert dimensions > 0 and dimensions % 2 == 0, "dimensions are rotated in pairs"
-        self.dimensions, self.base, self.scaling = dimensions, base, scaling
+        self.dimensions, self.base, self.scaling, self.sequence = dimensions, base, scaling, sequence
         self._length, self._tables = 0, (torch.empty(0), torch.empty(0))
+        self._here = self._tables  # of the positions that this rank holds
 
     @classmethod
-    def of(cls, config: ResolvedModel) -> Rotary | None:
-        """The one that a configuration asks for, if any."""
+    def of(cls, config: ResolvedModel, sequence: SequenceShards = WHOLE) -> Rotary | None:
+        """The one that a configuration asks for, if any.
+
+        Args:
+            config: resolved.
+            sequence: which positions this rank holds.
+        """
         if config.position_embedding_type != "rope":
             return None
         scaling = None
@@ -68,7 +83,7 @@ class Rotary:
                 low=config.rope_low_freq_factor,
                 high=config.rope_high_freq_factor,
             )
-        return cls(config.rotary_dimensions, base=config.rotary_base, scaling=scaling)
+        return cls(config.rotary_dimensions, base=config.rotary_base, scaling=scaling, sequence=sequence)
 
     def rotate(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Turn both by their positions.
@@ -76,7 +91,7 @@ class Rotary:
         Args:
             query: [b, s, n, d]
             key: [b, s, g, d]
-            positions: [b, s] int64, below s. None: 0 to s - 1 in every sequence.
+            positions: [b, s] int64, below s, of whole sequences. None: 0 to s - 1 in every sequence.
 
         Returns:
             Like query and key, contiguous.
@@ -108,15 +123,20 @@ class Rotary:
 
     def _angles(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the angles of x's positions, [s, r/2], or [b s, r/2] of given ones."""
-        cos, sin = self.tables(x.shape[1], x.device)
-        return (cos, sin) if positions is None else (cos[positions.flatten()], sin[positions.flatten()])
+        cos, sin = self.tables(self.sequence.whole_length(x.shape[1]), x.device)
+        if positions is None:
+            return (cos, sin) if self.sequence.group.size == 1 else self._here
+        rows = self.sequence.take(positions, 1).flatten()
+        return cos[rows], sin[rows]
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position's angles, [s, r/2] fp32 each."""
-        dynamic = self.scaling is not None and self.scaling.kind == "dynamic"
-        if length > self._length or (dynamic and length != self._length) or self._tables[0].device != device:
+        exact = self.sequence.group.size > 1 or (self.scaling is not None and self.scaling.kind == "dynamic")
+        if length > self._length or (exact and length != self._length) or self._tables[0].device != device:
             angles = torch.outer(torch.arange(length, dtype=torch.float32), self.frequencies(length)).to(device)
             self._length, self._tables = length, (angles.cos(), angles.sin())
+            if self.sequence.group.size > 1:
+                self._here = self.sequence.take(self._tables[0], 0), self.sequence.take(self._tables[1], 0)
         cos, sin = self._tables
         return cos[:length], sin[:length]
 

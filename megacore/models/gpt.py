@@ -44,14 +44,18 @@ class GPTEmbedding(ShardedModule):
             self.positions = replicated(rows, config.hidden_size, device=context.device)
         self.dropout = context.hidden_dropout(config, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
+        self.sequence = context.sequence
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[b, s] int64 -> [b, s, h] (or, sequence parallel, [b, s/t, h])"""
+        """[b, s] int64, this rank's positions -> [b, s, h] (or, sequence parallel, [b, s/t, h])"""
         x = self.tokens(tokens)
         if self.norm is not None:
             x = self.norm(x)
         if self.positions is not None:
-            x = x + self.positions[local_positions(tokens.shape[1], self.split)]
+            table: Tensor = self.positions
+            if self.sequence.group.size > 1:
+                table = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
+            x = x + table[local_positions(tokens.shape[1], self.split)]
         if self.dropout is not None:
             x = self.dropout(x)
         return x
@@ -106,7 +110,7 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
         config,
         context,
         window=config.window_size,
-        rotary=Rotary.of(config),
+        rotary=Rotary.of(config, context.sequence),
         alibi=alibi_of_rank(config, context),
     )
     first, *blocks, last = gpt_outline(config, context.layer_group.size)

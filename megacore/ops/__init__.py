@@ -32,7 +32,7 @@ from megacore.ops.dispatch import (
     why_not,
 )
 from megacore.ops.dropout import dropout_add, dropout_mask
-from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy
+from megacore.ops.loss import CrossEntropyOptions, VocabularyShare, cross_entropy, summed_cross_entropy
 from megacore.ops.norm import (
     add_layer_norm,
     add_rms_norm,
@@ -75,6 +75,7 @@ __all__ = [
     "rotary",
     "slower_attention",
     "split_rotary",
+    "summed_cross_entropy",
     "swiglu",
     "swiglu_of_halves",
     "uses_triton",

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    fit,
     is_fused,
     operator,
     require,
@@ -86,8 +87,9 @@ def gelu(x: Tensor, *, exact: bool = False) -> Tensor:
     Raises:
         ValueError: x's dtype or strides do not fit.
     """
-    require_rows(x=x)
-    require_alike(x=x)
+    if not fit(x):
+        require_rows(x=x)
+        require_alike(x=x)
     if exact or not uses_triton(x):
         return F.gelu(x, approximate="none" if exact else "tanh")
     y: Tensor = _gelu_forward(x, None)
@@ -107,9 +109,10 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    require_rows(x=x)
-    require_shape(x.shape[-1:], "x's last dimension", bias=bias)
-    require_alike(x=x, bias=bias)
+    if not fit(x, vectors=(bias,)):
+        require_rows(x=x)
+        require_shape(x.shape[-1:], "x's last dimension", bias=bias)
+        require_alike(x=x, bias=bias)
     y: Tensor = _gelu_forward(x, bias)
     return y
 
@@ -241,9 +244,11 @@ def swiglu_of_halves(both: Tensor) -> Tensor:
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    require_rows(both=both)
-    require_alike(both=both)
-    require(both.shape[-1] % 2 == 0, f"both has a last dimension of {both.shape[-1]}: it must be even, for two halves")
+    if not fit(both):
+        require_rows(both=both)
+        require_alike(both=both)
+    if both.shape[-1] % 2:
+        raise ValueError(f"both has a last dimension of {both.shape[-1]}: it must be even, for two halves")
     y: Tensor = _halves_forward(both)
     return y
 

@@ -194,15 +194,19 @@ def _part(x: Tensor, of: range, offset: int = 0) -> Tensor:
     return x[:, :, of.start - offset : of.stop - offset]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scene: Scene, offset: int) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scene: Scene, offset: int, *, in_fp32: bool = False
+) -> tuple[Tensor, Tensor]:
     """Over all keys: the result, and the logarithms of the sums; `offset` is the position of the first query."""
-    out, logarithm = _like_projection(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+    out = _like_projection(query, torch.float32 if in_fp32 else None)
+    logarithm = query.new_empty(query.shape[:-1], dtype=torch.float32)
     for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
         keys = scene.view.keys(queries, key.shape[2])
         block = _part(query, queries, offset)
         if _uses_fused(query, scene):
             bias = scene.bias(queries, keys, query.device)
-            attended = _fused(block, _part(key, keys), _part(value, keys), attn_mask=bias)
+            operands = block, _part(key, keys), _part(value, keys)
+            attended = _fused(*(x.float() for x in operands) if in_fp32 else operands, attn_mask=bias)
         else:
             tiles = (
                 attend_tile(block, _part(key, tile), _part(value, tile), queries, tile, scene)
@@ -215,11 +219,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scene: Scene, offset: int
 
 
 def _attend_backward(
-    d_out: Tensor, operands: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], scene: Scene, offset: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    d_out: Tensor, operands: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], scene: Scene, offset: int,
+    *, in_fp32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values; the other arguments as those and the result of `_attend`."""
     query, key, value = operands
-    d_query = _like_projection(query)
+    d_query = _like_projection(query, torch.float32 if in_fp32 else None)
     d_key, d_value = (_like_projection(x, torch.float32).zero_() for x in (key, value))
     for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
         keys = scene.view.keys(queries, key.shape[2])
@@ -242,7 +247,7 @@ def _attend_backward(
             _part(d_key, tile).add_(gradients[1])
             _part(d_value, tile).add_(gradients[2])
         _part(d_query, queries, offset).copy_(summed)
-    return d_query, d_key.to(key.dtype), d_value.to(value.dtype)
+    return (d_query, d_key, d_value) if in_fp32 else (d_query, d_key.to(key.dtype), d_value.to(value.dtype))
 
 
 def _like_projection(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -263,7 +268,7 @@ def _scene(
 @torch.library.custom_op("megacore::block_attention", mutates_args=())
 def _block_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,
-    causal: bool, window: int | None, dropout: float, block: int, offset: int,
+    causal: bool, window: int | None, dropout: float, block: int, offset: int, in_fp32: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
     if _uses_kernel(query, dropout):
@@ -271,20 +276,23 @@ def _block_attention(
 
         documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
         reach = scene.view.reach
-        return kernel.forward(query, key, value, documents, slopes, causal=causal, reach=reach, offset=offset)
-    return _attend(query, key, value, scene, offset)
+        masks: dict[str, Any] = {"causal": causal, "reach": reach, "offset": offset}
+        return kernel.forward(query, key, value, documents, slopes, **masks, in_fp32=in_fp32)
+    return _attend(query, key, value, scene, offset, in_fp32=in_fp32)
 
 
 @_block_attention.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like_projection(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _like_projection(query, torch.float32 if others[-1] else None), query.new_empty(
+        query.shape[:-1], dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("megacore::block_attention_backward", mutates_args=())
 def _block_attention_backward(
     d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logarithm: Tensor,
     documents: Tensor | None, slopes: Tensor | None, seeds: Tensor | None,
-    causal: bool, window: int | None, dropout: float, block: int, offset: int,
+    causal: bool, window: int | None, dropout: float, block: int, offset: int, in_fp32: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scene = _scene(documents, slopes, seeds, causal, window, dropout, block)
     if _uses_kernel(query, dropout):
@@ -292,19 +300,20 @@ def _block_attention_backward(
 
         delta = (d_out.float() * out.float()).sum(-1).contiguous()
         documents, slopes = (None if x is None else x.contiguous() for x in (documents, slopes))
-        masks: dict[str, Any] = {"causal": causal, "reach": scene.view.reach, "offset": offset}
+        masks: dict[str, Any] = {"causal": causal, "reach": scene.view.reach, "offset": offset, "in_fp32": in_fp32}
         d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
         return kernel.backward(d_out, query, key, value, logarithm, delta, documents, slopes, **masks)
-    return _attend_backward(d_out, (query, key, value), (out, logarithm), scene, offset)
+    return _attend_backward(d_out, (query, key, value), (out, logarithm), scene, offset, in_fp32=in_fp32)
 
 
 @_block_attention_backward.register_fake
-def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like_projection(query), _like_projection(key), _like_projection(value)
+def _(d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    kind = torch.float32 if others[-1] else None
+    return _like_projection(query, kind), _like_projection(key, kind), _like_projection(value, kind)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.causal, ctx.window, ctx.dropout, ctx.block, ctx.offset = inputs
+    *tensors, ctx.causal, ctx.window, ctx.dropout, ctx.block, ctx.offset, _ = inputs
     query, key, value, *scene = tensors
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(query, key, value, *output, *scene)
@@ -312,7 +321,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     options = ctx.causal, ctx.window, ctx.dropout, ctx.block, ctx.offset
-    return *_block_attention_backward(d_out, *ctx.saved_tensors, *options), *(None,) * 8
+    return *_block_attention_backward(d_out, *ctx.saved_tensors, *options, False), *(None,) * 9
 
 
 _block_attention.register_autograd(_differentiate, setup_context=_keep)
@@ -341,6 +350,50 @@ def block_attention(
     if dropout:
         tiles = -(-(offset + query.shape[2]) // block), -(-key.shape[2] // block)
         seeds = torch.randint(2**63 - 1, tiles, device="cpu")
-    options = view.causal, view.window, dropout, block, offset
+    options = view.causal, view.window, dropout, block, offset, False
     out, logarithm = _block_attention(query, key, value, view.documents, slopes, seeds, *options)
     return out, logarithm
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, view: Visibility, slopes: Tensor | None = None, offset: int = 0,
+    in_fp32: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What `block_attention` returns, for operators that compute their gradients by `attend_backward`.
+
+    The keys may be a part of the sequence, if there are no documents and each query sees one: positions then count from
+    the first of them.
+
+    Args:
+        query: as for `block_attention`, as all that follow.
+        key: likewise.
+        value: likewise.
+        view: likewise.
+        slopes: likewise.
+        offset: likewise.
+        in_fp32: whether the result is not rounded to query's type.
+    """
+    options = view.causal, view.window, 0.0, BLOCK, offset, in_fp32
+    out, logarithm = _block_attention(query, key, value, view.documents, slopes, None, *options)
+    return out, logarithm
+
+
+def attend_backward(
+    d_out: Tensor, out: Tensor, logarithm: Tensor, operands: tuple[Tensor, Tensor, Tensor],
+    *, view: Visibility, slopes: Tensor | None = None, offset: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values in fp32, to which more keys and more queries add.
+
+    Args:
+        d_out: [b, n, q, d], gradient of the result over all keys.
+        out: [b, n, q, d], the result over all keys, of which `operands` may have a part.
+        logarithm: [b, n, q] fp32, of the sums over all keys.
+        operands: queries, keys and values, as for `attend`.
+        view: as for `attend`, as all that follow.
+        slopes: likewise.
+        offset: likewise.
+    """
+    tensors = d_out, *operands, out, logarithm, view.documents, slopes, None
+    options = view.causal, view.window, 0.0, BLOCK, offset, True
+    d_query, d_key, d_value = _block_attention_backward(*tensors, *options)
+    return d_query, d_key, d_value

@@ -9,12 +9,13 @@ otherwise: it is optional, and takes a second to load.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_active
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megacore.kernels.availability import triton_version
@@ -102,9 +103,11 @@ def runs_triton(**tensor: Tensor) -> bool:
         ValueError: Triton was chosen, and cannot run where the tensor is.
     """
     ((name, x),) = tensor.items()
-    if (reason := why_not(_Decision.choice, x.device)) is not None:
+    if _Decision.choice != "triton":
+        return uses_triton(x)
+    if (reason := why_not("triton", x.device)) is not None:
         raise ValueError(f"{name} is on {x.device}, and the chosen implementation, triton, {reason}")
-    return uses_triton(x)
+    return True
 
 
 def triton_serves(device: torch.device) -> bool:
@@ -121,8 +124,8 @@ def described(device: torch.device) -> str:
 
 
 class Operator:
-    """A function as an operator: for fake tensors, dispatch modes and torch.compile a `torch.library.custom_op`, else
-    the function itself in an autograd node, which takes the host a third of the time.
+    """A function as an operator: for fake tensors, dispatch modes, torch.func and torch.compile a
+    `torch.library.custom_op`, else the function itself in an autograd node, which takes the host a third of the time.
 
     Args:
         name: `megacore::` and the operator's name.
@@ -162,10 +165,11 @@ class Operator:
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         node: Any = type(self._name, (torch.autograd.Function,), members)
-        self._eager = node.apply
+        parent: Any = super(torch.autograd.Function, node)
+        self._eager = parent.apply  # without what `node.apply` does for the transforms of torch.func
 
     def __call__(self, *arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or transforms_active():
             return self.custom_op(*arguments)
         return self._eager(*arguments) if torch.is_grad_enabled() else self._function(*arguments)
 
@@ -182,21 +186,33 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
 # ---- checks of arguments: every refusal names the argument, what it is, and what is expected
 
 
+def fit(x: Tensor, *, vectors: Sequence[Tensor | None] = (), alike: Sequence[Tensor | None] = ()) -> bool:
+    """Whether arguments pass the checks of rows, shapes, dtypes, strides and devices below. Nearly all do: an operator
+    asks this first, which takes one pass and builds no messages.
+
+    Args:
+        x: [..., h]
+        vectors: [h] each, or None.
+        alike: of x's shape each, or None.
+    """
+    shape, kind, device = x.shape, x.dtype, x.device
+    if not shape or shape[-1] == 0 or kind not in FLOATS or not x.is_contiguous():
+        return False
+    for expected, tensors in ((shape[-1:], vectors), (shape, alike)):
+        for y in tensors:
+            if y is None:
+                continue
+            if y.shape != expected or y.dtype is not kind or y.device != device or not y.is_contiguous():
+                return False
+    return True
+
+
 def require_alike(**tensors: Tensor) -> None:
     """Contiguous, of one of the three float types, and all on one device.
 
     Raises:
         ValueError: as the three checks below say it.
     """
-    kind: torch.dtype | None = None
-    for tensor in tensors.values():  # what nearly every call is: one pass
-        if kind is None:
-            kind, device = tensor.dtype, tensor.device
-        if tensor.dtype is not kind or tensor.device != device or not tensor.is_contiguous():
-            break
-    else:
-        if kind in FLOATS:
-            return
     require_same_device(**tensors)
     require_floats(**tensors)
     require_contiguous(**tensors)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    fit,
     operator,
     require,
     require_alike,
@@ -121,10 +122,11 @@ def dropout_add(x: Tensor, residual: Tensor, *, probability: float, seed: int) -
     Raises:
         ValueError: an argument's device, dtype, shape, strides or range do not fit.
     """
-    require_rows(x=x, residual=residual)
     _check_mask(probability, seed)
-    require_shape(x.shape, "like x", residual=residual)
-    require_alike(x=x, residual=residual)
+    if not fit(x, alike=(residual,)):
+        require_rows(x=x, residual=residual)
+        require_shape(x.shape, "like x", residual=residual)
+        require_alike(x=x, residual=residual)
     result: Tensor = _dropout_add(x, residual, seed, _threshold(probability), 1.0 / (1.0 - probability))
     return result
 
@@ -147,9 +149,11 @@ def dropout_mask(shape: Sequence[int], *, probability: float, seed: int, device:
 
 
 def _check_mask(probability: float, seed: int) -> None:
-    require(0 <= probability < 1, f"probability is {probability}: it must be in [0, 1)")
+    if not 0 <= probability < 1:
+        raise ValueError(f"probability is {probability}: it must be in [0, 1)")
     require_whole(seed=seed)
-    require(0 <= seed < 2**63, f"seed is {seed}: it must be in [0, 2^63)")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}: it must be in [0, 2^63)")
 
 
 def _threshold(probability: float) -> int:

@@ -458,3 +458,15 @@ def cross_entropy(
         raise ValueError("logits is a leaf, whose value must stay: use in_place only on the output of a layer")
     result: Tensor = _CrossEntropy.apply(logits, targets, share, options)
     return result
+
+
+def summed_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    options: CrossEntropyOptions | None = None,
+    share: VocabularyShare | None = None,
+) -> Tensor:
+    """`cross_entropy` times the mask [...] of the tokens that count, summed: a scalar in fp32."""
+    return torch.sum(cross_entropy(logits, targets, options=options, share=share) * mask)

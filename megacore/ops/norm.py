@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    fit,
     operator,
     require,
     require_alike,
@@ -136,7 +137,7 @@ class _WithInput(torch.autograd.Function):
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.rms, ctx.has_bias = rms, bias is not None
         ctx.set_materialize_grads(False)
-        return y, x.view_as(x)
+        return y, x
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dx: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
@@ -158,7 +159,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float = 
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    _check(x, epsilon, weight=weight, **({} if bias is None else {"bias": bias}))
+    _check(x, epsilon, weight, bias)
     if not uses_triton(x):
         return F.layer_norm(x, weight.shape, weight, bias, epsilon)
     y: Tensor = _norm_forward(x, None, weight, bias, epsilon, False)[0]
@@ -179,7 +180,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> Tensor:
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    _check(x, epsilon, weight=weight)
+    _check(x, epsilon, weight)
     if not uses_triton(x):
         return F.rms_norm(x, weight.shape, weight, epsilon)
     y: Tensor = _norm_forward(x, None, weight, None, epsilon, True)[0]
@@ -204,8 +205,7 @@ def add_layer_norm(
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    _check(x, epsilon, weight=weight, **({} if bias is None else {"bias": bias}))
-    _check_residual(x, residual)
+    _check(x, epsilon, weight, bias, residual)
     if not uses_triton(x):
         summed = x + residual
         return F.layer_norm(summed, weight.shape, weight, bias, epsilon), summed
@@ -228,8 +228,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float = 1
     Raises:
         ValueError: an argument's device, dtype, shape or strides do not fit.
     """
-    _check(x, epsilon, weight=weight)
-    _check_residual(x, residual)
+    _check(x, epsilon, weight, None, residual)
     if not uses_triton(x):
         summed = x + residual
         return F.rms_norm(summed, weight.shape, weight, epsilon), summed
@@ -256,7 +255,7 @@ def layer_norm_with_input(
     """
     if not uses_triton(x) or torch.compiler.is_compiling():
         return layer_norm(x, weight, bias, epsilon), x
-    _check(x, epsilon, weight=weight, **({} if bias is None else {"bias": bias}))
+    _check(x, epsilon, weight, bias)
     both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, bias, epsilon, False)
     return both
 
@@ -277,18 +276,21 @@ def rms_norm_with_input(x: Tensor, weight: Tensor, epsilon: float = 1e-5) -> tup
     """
     if not uses_triton(x) or torch.compiler.is_compiling():
         return rms_norm(x, weight, epsilon), x
-    _check(x, epsilon, weight=weight)
+    _check(x, epsilon, weight)
     both: tuple[Tensor, Tensor] = _WithInput.apply(x, weight, None, epsilon, True)
     return both
 
 
-def _check(x: Tensor, epsilon: float, **parameters: Tensor) -> None:
+def _check(
+    x: Tensor, epsilon: float, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> None:
+    if epsilon > 0 and fit(x, vectors=(weight, bias), alike=(residual,)):
+        return
+    parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     require_rows(x=x)
     require(epsilon > 0, f"epsilon is {epsilon}: it must be positive")
     require_shape(x.shape[-1:], "x's last dimension", **parameters)
     require_alike(x=x, **parameters)
-
-
-def _check_residual(x: Tensor, residual: Tensor) -> None:
-    require_shape(x.shape, "like x", residual=residual)
-    require_alike(x=x, residual=residual)
+    if residual is not None:
+        require_shape(x.shape, "like x", residual=residual)
+        require_alike(x=x, residual=residual)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    fit,
     is_fused,
     operator,
-    require,
     require_contiguous,
     require_floats,
     require_same_device,
@@ -150,10 +150,8 @@ def split_rotary(packed: Tensor, cos: Tensor, sin: Tensor, *, groups: int) -> tu
     require_whole(groups=groups)
     _check(packed, cos, sin, name="packed")
     heads = packed.shape[2]
-    require(
-        groups > 0 and heads % groups == 0 and heads // groups > 2,
-        f"packed has {heads} heads: {groups} groups need the same number each, of 3 or more",
-    )
+    if groups <= 0 or heads % groups or heads // groups < 3:
+        raise ValueError(f"packed has {heads} heads: {groups} groups need the same number each, of 3 or more")
     if not uses_triton(packed):
         return _split_reference(packed, cos, sin, groups)
     query, key, value = _split_rotary(packed, cos, sin, groups)
@@ -161,13 +159,15 @@ def split_rotary(packed: Tensor, cos: Tensor, sin: Tensor, *, groups: int) -> tu
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor, *, name: str) -> None:
-    require(x.dim() == 4, f"{name} has shape {tuple(x.shape)}: it must be [b, s, heads, d]")
-    require(cos.dim() == 2, f"cos has shape {tuple(cos.shape)}: it must be [s, r/2]")
+    if x.dim() != 4:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be [b, s, heads, d]")
+    if cos.dim() != 2:
+        raise ValueError(f"cos has shape {tuple(cos.shape)}: it must be [s, r/2]")
     most = x.shape[3] // 2
-    require(
-        0 < cos.shape[1] <= most,
-        f"cos has {cos.shape[1]} columns: it must have 1 to {most}, half of {name}'s last dimension",
-    )
+    if not 0 < cos.shape[1] <= most:
+        raise ValueError(f"cos has {cos.shape[1]} columns: it must have 1 to {most}, half of {name}'s last dimension")
+    if fit(x) and fit(cos, alike=(sin,)) and cos.shape[0] == x.shape[1] and cos.device == x.device:
+        return
     require_same_device(**{name: x}, cos=cos, sin=sin)
     require_floats(**{name: x})
     require_floats(cos=cos, sin=sin)

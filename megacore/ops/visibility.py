@@ -38,7 +38,7 @@ class Visibility:
         return self.documents is not None or (self.reach is not None and self.reach < length)
 
     def keys(self, queries: range, length: int) -> range:
-        """The keys that a block of queries may see: it sees none outside, and each query sees itself.
+        """The keys that a block of queries may see: it sees none outside, and each query sees itself if it is there.
 
         Documents narrow the range on the CPU only: on a device the host would have to wait for their numbers.
 
@@ -47,8 +47,8 @@ class Visibility:
             length: of the sequence.
         """
         reach = length if self.reach is None else self.reach
-        first = max(queries.start - reach + 1, 0)
-        last = queries.stop if self.causal else min(queries.stop + reach - 1, length)
+        first = 0 if self.reach is None else max(queries.start - reach + 1, 0)
+        last = min(queries.stop if self.causal else queries.stop + reach - 1, length)
         if self.documents is None or self.documents.device.type != "cpu":
             return range(first, last)
         ours, theirs = self.documents[:, queries.start : queries.stop], self.documents[:, first:last]

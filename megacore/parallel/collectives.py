@@ -179,6 +179,48 @@ class SumScattered:
         return self._local
 
 
+class PartsExchanged:
+    """A part of every rank's tensor for each rank, stacked along the first dimension; under way.
+
+    Args:
+        x: [group.size, ...], contiguous, a part for each rank.
+        group: of two ranks or more.
+    """
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._parts, self._received = x, torch.empty_like(x)
+        with post(Phase.ALL_TO_ALL, group.ranks, x.nbytes) as watched:
+            if _by_messages(x, group):
+                self._pending = Pending(*direct.start_all_to_all(self._received, x, group), watched)
+            else:
+                work = dist.all_to_all_single(self._received, x, group=group.handle, async_op=True)
+                self._pending = Pending([work], watched=watched)
+
+    def wait(self) -> Tensor:
+        """[group.size, ...], what each rank had for this one."""
+        self._pending.wait()
+        return self._received
+
+
+class Shift:
+    """A tensor of every rank on its way to the next one in group order, from the last to the first; under way.
+
+    Args:
+        x: contiguous; of one shape on every rank. Nothing is written to it before `wait`.
+        group: of two ranks or more.
+    """
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self._sent, self._received = x, torch.empty_like(x)
+        with post(Phase.SHIFT, group.ranks, x.nbytes) as watched:
+            self._pending = Pending(direct.start_shift(x, self._received, group), watched=watched)
+
+    def wait(self) -> Tensor:
+        """What the rank before this one has sent."""
+        self._pending.wait()
+        return self._received
+
+
 def _by_messages(whole: Tensor, group: Group) -> bool:
     """Whether messages between the ranks are faster than the backend's collective: they are on gloo."""
     return whole.device.type == "cpu" and dist.get_backend(group.handle) != "fake"
@@ -197,9 +239,11 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> Pending:
 
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> Pending:
-    """Begin to sum the flat tensor `whole` over the group and keep this rank's part of the sum in `shard`."""
+    """Begin to sum the flat tensor `whole` over the group and keep this rank's part of the sum in `shard`, which may be
+    this rank's part of `whole`."""
     if group.size == 1:
-        shard.copy_(whole)
+        if shard.data_ptr() != whole.data_ptr():
+            shard.copy_(whole)
         return Pending()
     with post(Phase.REDUCE_SCATTER, group.ranks, whole.nbytes) as watched:
         if _by_messages(whole, group):
@@ -216,6 +260,8 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return tensor.unsqueeze(0)
+    if torch.compiler.is_compiling():
+        return ShardsGathered(tensor, group).wait()
     gathered = tensor.new_empty((group.size, *tensor.shape))
     with post(Phase.ALL_GATHER, group.ranks, gathered.nbytes):
         _all_gather_flat(gathered.view(-1), tensor.contiguous().view(-1), group=group.handle)

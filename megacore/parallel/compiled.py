@@ -1,4 +1,4 @@
-"""Layers compiled with torch.compile: one graph of a block's forward and one of its backward.
+"""Layers and functions compiled with torch.compile: one graph of a block's forward and one of its backward.
 
 A layer keeps its class, its parameters and their names; only its `forward` is replaced. Layers of one class and shape
 share their compiled code. Therefore nothing that differs between layers or steps may be a number in Python, which
@@ -16,8 +16,9 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from megacore.parallel.products import Products
 
 Backend = Literal["inductor", "aot-eager"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _BACKENDS = {"inductor": "inductor", "aot-eager": "aot_eager"}
 # Blocks of a model differ in a few ways (windows, a first block without a norm), each in training and in evaluation.
@@ -77,11 +80,7 @@ def compile_layer(
         fixed_shapes: whether the layer's input has one shape, or a few; otherwise the second shape is compiled for all.
         split_backward: gradients of inputs and of weights may be computed separately.
     """
-    dynamo = torch._dynamo.config  # loaded here: it takes seconds
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS)
     if split_backward:
-        # The second half of a backward walks through the graph of the first again.
-        torch._functorch.config.donated_buffer = False
         for module in layer.modules():
             if isinstance(products := getattr(module, "products", None), Products):
                 apart = _UncompiledLinears(products)
@@ -99,11 +98,54 @@ def compile_layer(
 
     if prepared:
         layer.register_forward_pre_hook(prepare)
+    layer.forward = compile_function(
+        layer.forward, backend=backend, fixed_shapes=fixed_shapes, split_backward=split_backward
+    )
+
+
+def compile_function(
+    function: Function, *, backend: Backend = "inductor", fixed_shapes: bool = True, split_backward: bool = False
+) -> Function:
+    """A function of tensors that runs as compiled code, from its first call on.
+
+    torch's settings for it hold during its calls only: other compiled functions of the process keep theirs.
+
+    Args:
+        function: has no linear layers, if `split_backward`.
+        backend: as for `compile_layer`.
+        fixed_shapes: as for `compile_layer`.
+        split_backward: as for `compile_layer`.
+    """
     # Random operators of plain layers stay those of torch: they draw the same masks as without compiling.
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
-    layer.forward = torch.compile(
-        layer.forward, backend=_BACKENDS[backend], options=options, dynamic=False if fixed_shapes else None
-    )
+    dynamic = False if fixed_shapes else None
+    compiled: Any = torch.compile(function, backend=_BACKENDS[backend], options=options, dynamic=dynamic)
+    dynamo = torch._dynamo.config
+    compiled = dynamo.patch(recompile_limit=max(dynamo.recompile_limit, _VARIANTS))(compiled)
+    if split_backward:
+        # The second half of a backward walks through the graph of the first again, which needs all that it has saved.
+        compiled = torch._functorch.config.patch(donated_buffer=False)(compiled)
+    return cast(Function, compiled)
+
+
+class _Alias(torch.autograd.Function):
+    """The identity; its result is no view for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def alias(x: Tensor) -> Tensor:
+    """x, for compiled code whose backward writes its gradient over it: torch refuses to capture this for the view that
+    an autograd function has made, such as the output of a layer whose backward is split or whose weights are sharded.
+    """
+    result: Tensor = _Alias.apply(x)
+    return result
 
 
 def why_not_compile(backend: Backend, device: torch.device) -> str | None:

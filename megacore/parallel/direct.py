@@ -21,7 +21,8 @@ _PART = 1 << 24  # elements of a sum that are on their way at a time: each takes
 
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
-    """Begin to sum the flat `whole` over the group into `shard`, this rank's part.
+    """Begin to sum the flat `whole` over the group into `shard`, this rank's part; `shard` may lie in `whole`, as this
+    rank's part of it.
 
     Returns:
         What to wait for, and what to do then.
@@ -29,11 +30,13 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: Group) -> tuple[li
     parts = list(whole.chunk(group.size))
     terms = [part if rank == group.rank else shard.new_empty(shard.shape) for rank, part in enumerate(parts)]
     works = _exchange(parts, terms, group)
+    in_place = parts[group.rank].data_ptr() == shard.data_ptr()
 
     def add() -> None:
-        shard.copy_(terms[0])
-        for term in terms[1:]:
-            shard.add_(term)
+        total = terms[0]
+        for rank, term in enumerate(terms[1:], start=1):
+            # In place, this rank's term lies where the sum is to be: until it is added, the sum is in the first term.
+            total = torch.add(total, term, out=total if in_place and rank < group.rank else shard)
 
     return works, add
 
@@ -54,6 +57,21 @@ def start_all_gather(whole: Tensor, shard: Tensor, group: Group) -> tuple[list[d
     return works, copy
 
 
+def start_all_to_all(incoming: Tensor, outgoing: Tensor, group: Group) -> tuple[list[dist.Work], Callable[[], None]]:
+    """Begin to send each rank its part of `outgoing`, along the first dimension, and to receive from each into
+    `incoming`.
+
+    Returns:
+        What to wait for, and what to do then.
+    """
+    works = _exchange(list(outgoing), list(incoming), group)
+
+    def copy() -> None:
+        incoming[group.rank].copy_(outgoing[group.rank])
+
+    return works, copy
+
+
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> list[dist.Work]:
     """Begin to send to every other rank and to receive from it; the nearest in group order first."""
     works: list[dist.Work | None] = []
@@ -62,6 +80,16 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> l
         works.append(dist.irecv(incoming[source], group.ranks[source], group=group.handle))
         works.append(dist.isend(outgoing[to], group.ranks[to], group=group.handle))
     return [work for work in works if work is not None]
+
+
+def start_shift(outgoing: Tensor, incoming: Tensor, group: Group) -> list[dist.Work]:
+    """Begin to send to the next rank of the group, and to receive from the one before; returns what to wait for."""
+    to, source = ((group.rank + distance) % group.size for distance in (1, -1))
+    pair = (dist.isend, outgoing, to), (dist.irecv, incoming, source)
+    works: list[dist.Work] = dist.batch_isend_irecv(
+        [dist.P2POp(call, message, group.ranks[peer], group=group.handle) for call, message, peer in pair]
+    )
+    return works
 
 
 def sum_among(tensor: Tensor, group: Group, members: Sequence[int]) -> None:

@@ -30,6 +30,7 @@ from megacore.config.dimensions import (
     degrees_of,
     describe_rank,
     fill_degrees,
+    named_degrees,
 )
 from megacore.config.messages import counted, ranks_in_words
 from megacore.errors import ConfigError
@@ -100,6 +101,7 @@ class Mesh:
         degrees: the number of ranks along each dimension, by name, outermost first.
         world: all ranks.
         layer: ranks that split the same matrices.
+        sequence: ranks that take different positions of the same sequences.
         pipeline: ranks that hold consecutive stages of the model.
         batch: ranks that take different samples.
         loss: ranks whose partial losses and token counts add up to those of the global batch.
@@ -112,6 +114,7 @@ class Mesh:
     degrees: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys((d.name for d in DIMENSIONS), 1))
     world: Group = ALONE
     layer: Group = ALONE
+    sequence: Group = ALONE
     pipeline: Group = ALONE
     batch: Group = ALONE
     loss: Group = ALONE
@@ -262,11 +265,11 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
     """
     degrees = {name: max(1, degree) for name, degree in fill_degrees(config, world_size(), dimensions).items()}
     if (needed := math.prod(degrees.values())) != world_size():
+        equation = " x ".join(f"{name} {degree}" for name, degree in named_degrees(degrees).items())
         raise ConfigError(
             [
-                f"{' x '.join(f'{name} {degree}' for name, degree in degrees.items())} = {needed}, but the run has "
-                f"{counted(world_size(), 'process', 'processes')}: use torchrun --nproc-per-node {needed}, or degrees "
-                f"whose product is {world_size()}"
+                f"{equation} = {needed}, but the run has {counted(world_size(), 'process', 'processes')}: use torchrun "
+                f"--nproc-per-node {needed}, or degrees whose product is {world_size()}"
             ]
         )
     device, world = join_job(config)

@@ -3,8 +3,8 @@
 The formula is that of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) for the layers as they are built here:
 fused attention does not keep its weights, and tensors that two operators keep count once.
 
-Legend: b micro-batch, s sequence, h hidden size, n heads of d dimensions, g key and value heads, f inner width of the
-MLP, V vocabulary, t tensor-parallel ranks, e bytes of an element.
+Legend: b micro-batch, s sequence, p ranks that divide it, h hidden size, n heads of d dimensions, g key and value
+heads, f inner width of the MLP, V vocabulary, t tensor-parallel ranks, e bytes of an element.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INNER_TENSORS = {"relu": 1, "gelu": 2, "gelu-exact": 2, "swiglu": 3, "geglu": 3
 
 
 def residual_bytes(config: ResolvedConfig) -> float:
-    """One tensor [b, s, h] of the residual stream: all that `--recompute full` keeps of a block."""
+    """One tensor [b, s/p, h] of the residual stream: all that `--recompute full` keeps of a block."""
     split = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     return _element(config) * _tokens(config) * config.model.hidden_size / split
 
@@ -144,8 +144,10 @@ def _attention_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bo
 
 def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> bool:
     """Whether attention takes a block of queries at a time: where torch's operator would need masks or weights, and the
-    sequence is long."""
+    sequence is long; and where ranks divide sequences."""
     s = config.data.seq_length
+    if config.rank_positions < s and config.parallel.context_comm != "ulysses":
+        return True
     if config.training.attention == "fused-softmax" or s <= LONGEST_WHOLE:
         return False
     masked = block.position_embedding_type == "alibi" or _has_documents(config) or _has_window(block, s)
@@ -153,18 +155,43 @@ def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: b
 
 
 def attention_passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
-    """What exists while a block of queries is attended to on a CPU, and again in its backward: the mask or bias of the
-    block, in fp32 and as it is made; with dropout tiles of weights."""
-    if not on_cpu or not attends_in_blocks(config, block, on_cpu=on_cpu):
+    """What exists while attention is computed, and again in its backward: on a CPU the mask or bias of a block of
+    queries, in fp32 and as it is made, with dropout tiles of weights; and what ranks that divide sequences gather."""
+    if not attends_in_blocks(config, block, on_cpu=on_cpu):
         return 0.0
+    return _block_mask_bytes(config, block) * on_cpu + _gathered_bytes(config, block, on_cpu=on_cpu)
+
+
+def _block_mask_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     s, b, heads = config.data.seq_length, config.training.micro_batch_size, block.num_attention_heads
     heads_here = heads / _layer_ranks(config)
     if block.attention_dropout > 0:
         return 5 * 4 * b * heads_here * _BLOCK**2
     keys = s if not _has_window(block, s) else min(s, (block.window_size or s) + _BLOCK)
+    queries = config.rank_positions if config.rank_positions < s else _BLOCK
     if block.position_embedding_type == "alibi":
-        return 2 * 4 * (b if _has_documents(config) else 1) * heads_here * _ALIBI_BLOCK * keys
-    return (4 + 2) * (b if _has_documents(config) else 1) * _BLOCK * keys
+        return 2 * 4 * (b if _has_documents(config) else 1) * heads_here * min(_ALIBI_BLOCK, queries) * keys
+    return (4 + 2) * (b if _has_documents(config) else 1) * min(_BLOCK, queries) * keys
+
+
+def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """What ranks that divide sequences hold of each other's. Gathered: keys and values of the whole sequence, and their
+    gradients in fp32, of one range of queries and of both, or of both and as they are sent. In a ring: a share of
+    these, the next one, and sums in fp32. On a CPU also what torch's operator returns for a block."""
+    ranks = config.data.seq_length // config.rank_positions
+    if ranks == 1 or config.parallel.context_comm == "ulysses":
+        return 0.0
+    e, keys, returned = _element(config), gathered_keys(config, block), 4 if on_cpu else 0
+    if config.parallel.context_comm == "ring":
+        queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
+        return keys / ranks * (2 * e + 3 * 4 + returned) + 2 * 4 * queries
+    return keys * (e + 2 * 4 + returned)
+
+
+def gathered_keys(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """Numbers in the keys and values of a microbatch's sequences, which ranks that divide them gather in a block."""
+    width = block.head_size * max(block.query_groups / _layer_ranks(config), 1)
+    return 2.0 * config.training.micro_batch_size * config.data.seq_length * width
 
 
 def _has_window(block: ResolvedModel, length: int) -> bool:
@@ -186,7 +213,11 @@ def shared_bytes(config: ResolvedConfig) -> float:
     sequence is short, ALiBi's bias [n/t, s, s], or the mask of a window [s, s] and its bias."""
     e, s, model = _element(config), config.data.seq_length, config.model
     tables = 4.0 * s * model.rotary_dimensions if model.position_embedding_type == "rope" else 0.0
-    if config.training.attention == "fused-softmax" or _has_documents(config) or s > LONGEST_WHOLE:
+    if config.rank_positions < s:
+        tables *= 1 + config.rank_positions / s  # those of this rank's positions too
+    if config.rank_positions < s or config.training.attention == "fused-softmax" or _has_documents(config):
+        return tables
+    if s > LONGEST_WHOLE:
         return tables
     if model.position_embedding_type == "alibi":
         return e * s * s * model.num_attention_heads / _layer_ranks(config)
@@ -229,7 +260,8 @@ def _layer_ranks(config: ResolvedConfig) -> int:
 
 
 def _tokens(config: ResolvedConfig) -> int:
-    return config.training.micro_batch_size * config.data.seq_length
+    """Of a microbatch, on a rank."""
+    return config.training.micro_batch_size * config.rank_positions
 
 
 def _element(config: ResolvedConfig) -> int:

@@ -77,5 +77,5 @@ def _block_seconds(config: ResolvedConfig, block: ResolvedModel, flops_per_secon
 
 
 def _tokens(config: ResolvedConfig) -> int:
-    """Tokens of a microbatch."""
-    return config.training.micro_batch_size * config.data.seq_length
+    """Tokens of a microbatch, on a rank."""
+    return config.training.micro_batch_size * config.rank_positions

@@ -18,7 +18,7 @@ PARTS = {
     "gemm": "compute: matrix products",
     "attention": "compute: attention",
     "memory": "compute: memory-bound operators",
-    "tensor": "tensor and sequence parallel, exposed",
+    "tensor": "tensor, sequence and context parallel, exposed",
     "pipeline": "pipeline transfers, exposed",
     "replicas": "data parallel, exposed",
     "tied": "tied gradients",

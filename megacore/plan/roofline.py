@@ -22,7 +22,7 @@ from megacore.plan.peaks import Format
 
 Phase = Literal["forward", "backward", "update"]
 Kind = Literal["product", "attention", "memory"]
-Pattern = Literal["all-reduce", "all-gather", "reduce-scatter", "message"]
+Pattern = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "message"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,7 +64,8 @@ class Layout:
     def flags(self) -> str:
         """The flags that make it."""
         parallel, training = self.config.parallel, self.config.training
-        parts = [f"--tp {parallel.tp} --pp {parallel.pp} --dp {parallel.dp}"]
+        context = f" --cp {parallel.cp}" if parallel.cp > 1 else ""
+        parts = [f"--tp {parallel.tp}{context} --pp {parallel.pp} --dp {parallel.dp}"]
         if parallel.pp > 1:
             parts.append(f"--schedule {parallel.schedule}")
         if parallel.virtual_stages > 1:
@@ -225,7 +226,8 @@ def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping
     if degrees["pp"] > 1:
         stages = [z for z in stages if z < 2]  # each microbatch would be reduced by itself
     kinds = ("none", "selective", "full")
-    may_split = degrees["tp"] > 1 and config.data.seq_length % degrees["tp"] == 0
+    unit = dataclasses.replace(parallel, tp=degrees["tp"]).sequence_unit(sequence_parallel=True)
+    may_split = degrees["tp"] > 1 and config.data.seq_length % unit == 0
     split = [True] if may_split and parallel.sequence_parallel else [False, True] if may_split else [False]
     for size, stage, kind, sequence, shape in itertools.product(
         sizes, stages, kinds, split, _shapes(config, constraints, degrees["pp"])

@@ -150,6 +150,10 @@ class Speed:
         """Seconds of transfers, one after the other."""
         return sum(one.seconds(self.cluster.device, case=self.case) for one in sent)
 
+    def of_keys(self, sent: Iterable[Sent]) -> float:
+        """Those of keys and values."""
+        return self.transfers(one for one in sent if one.role == "sequence")
+
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
@@ -165,7 +169,7 @@ def _block_products(block: ResolvedModel, t: int) -> list[tuple[float, float]]:
 def _attention(config: ResolvedConfig, block: ResolvedModel, speed: Speed) -> tuple[Parts, Parts]:
     """Forward and backward of what lies between the projections."""
     t, s = ranks_of_role("layer", config.parallel), config.data.seq_length
-    tokens = config.training.micro_batch_size * s
+    tokens = config.training.micro_batch_size * config.rank_positions
     heads, d = block.num_attention_heads / t, block.head_size
     keys = min(s, block.window_size or s)
     flops = 4.0 * tokens * keys * heads * d
@@ -193,7 +197,7 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     block = layer.block
     assert block is not None
     t, e = ranks_of_role("layer", config.parallel), speed.element
-    tokens = config.training.micro_batch_size * config.data.seq_length
+    tokens = config.training.micro_batch_size * config.rank_positions
     split = t if config.parallel.sequence_parallel else 1
     products = _block_products(block, t)
     gemm = sum(speed.product(tokens, k, n) for k, n in products)
@@ -205,24 +209,27 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     traffic = layer_traffic(config, layer, again=again)
     software = speed.software
     overlap = software.tensor_overlap.of(speed.case)
-    transfer = speed.transfers(traffic.forward)
-    hidden = min(transfer, overlap * gemm) if software.overlaps_forward else 0.0
+    # In a ring keys and values travel beside attention, which otherwise waits for them.
+    beside = 1.0 if config.parallel.context_comm == "ring" else 0.0
+    transfer, keys = speed.transfers(traffic.forward), speed.of_keys(traffic.forward)
+    hidden = min(transfer - keys, overlap * gemm) if software.overlaps_forward else 0.0
+    hidden += min(keys, beside * attention.total)
     forward = Parts(gemm=gemm, memory=elementwise, exposed=transfer - hidden, hidden=hidden) + attention
     forward = _with_host(forward, _OPERATORS_FORWARD, speed)
     weights = sum(k * n for k, n in products)
     added = 0.0 if software.fused_accumulation else weights * (8.0 + e)  # in fp32
     weight_grad = Parts(gemm=gemm, memory=speed.memory(added))
     # Every sum of an input's gradient runs beside the product for a weight's (parallel/tensor.py).
-    transfer = speed.transfers(traffic.backward)
+    transfer, keys = speed.transfers(traffic.backward), speed.of_keys(traffic.backward)
     window = 0.0 if config.parallel.may_split_backward else weight_grad.gemm * overlap
-    hidden = min(transfer, window)
+    hidden = min(transfer - keys, window) + min(keys, beside * attention_backward.total)
     backward = Parts(gemm=gemm, memory=2 * elementwise, exposed=transfer - hidden, hidden=hidden) + attention_backward
     backward = _with_host(backward + weight_grad, _OPERATORS_BACKWARD, speed) + weight_grad.times(-1.0)
     recompute = config.training.recompute
     if again:
         backward += forward
     elif recompute == "selective":
-        backward += attention
+        backward += attention + Parts(exposed=speed.of_keys(traffic.again))
     elif recompute == "light":
         backward += Parts(memory=elementwise / 2)
     return Passes(forward, backward, weight_grad)
@@ -231,7 +238,7 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
 def _edge_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed) -> Passes:
     """One microbatch through the embedding or the head."""
     t, h = ranks_of_role("layer", config.parallel), config.model.hidden_size
-    tokens, e = config.training.micro_batch_size * config.data.seq_length, speed.element
+    tokens, e = config.training.micro_batch_size * config.rank_positions, speed.element
     traffic = layer_traffic(config, layer, again=False)
     exposed = Parts(exposed=speed.transfers(traffic.forward)), Parts(exposed=speed.transfers(traffic.backward))
     if layer.name == "embedding":

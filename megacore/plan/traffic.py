@@ -1,9 +1,10 @@
 """What a rank sends in a training step: every transfer of activations, gradients and parameters, by role of its group.
 
 Counted from the configuration and the layers, in the order of megacore's code: parallel/tensor.py for tensor
-parallelism, pipeline/transport.py for the pipeline, zero/ for the replicas. A test compares the sums with what gloo
-ranks send. Not counted are sums of a few numbers (norms, token counts, statistics of the loss) and the padding of
-ZeRO's buckets: less than 32 elements per parameter and 32 per rank and bucket.
+parallelism, parallel/context.py for context parallelism, pipeline/transport.py for the pipeline, zero/ for the
+replicas. A test compares the sums with what gloo ranks send. Not counted are sums of a few numbers (norms, token
+counts, statistics of the loss) and the padding of ZeRO's buckets: less than 32 elements per parameter and 32 per rank
+and bucket.
 
 A ring sends `(n - 1) / n` of a tensor that it gathers or scatters over n ranks, and twice as much of one that it
 reduces to all; these are the bytes that each rank sends, and that it receives (Patarasuk and Yuan 2009).
@@ -19,15 +20,20 @@ from typing import Literal, NamedTuple
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import stage_ranges
-from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
+from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
 from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import norm_parameters, vocabulary_rows
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 
-Role = Literal["layer", "pipeline", "replicas"]
+Role = Literal["layer", "sequence", "pipeline", "replicas"]
 LinkClass = Literal["node", "network"]
-ROLE_NAMES: dict[Role, str] = {"layer": "tensor parallel", "pipeline": "pipeline", "replicas": "data parallel"}
+ROLE_NAMES: dict[Role, str] = {
+    "layer": "tensor parallel",
+    "sequence": "context parallel",
+    "pipeline": "pipeline",
+    "replicas": "data parallel",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +112,53 @@ class LayerTraffic(NamedTuple):
 
 
 def layer_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
-    """Transfers of a layer over the layer group, for one microbatch.
+    """Transfers of a layer over the layer group, and over the ranks that divide sequences, for one microbatch.
 
     Args:
         config: a resolved configuration.
         layer: one of the model's.
         again: whether backward computes the layer's forward again, with its transfers.
     """
+    pairs = zip(_tensor_traffic(config, layer, again=again), _context_traffic(config, layer, again=again), strict=True)
+    return LayerTraffic(*(one + other for one, other in pairs))
+
+
+def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
+    """Keys and values in forward and once more in backward, and their gradients, in fp32: gathered and summed, or a
+    rank's share at a time from rank to rank, of which the gradients take one step more."""
+    ranks, e = ranks_of_role("sequence", config.parallel), ELEMENT_BYTES[config.precision.precision]
+    if ranks == 1 or layer.block is None:
+        return LayerTraffic((), (), ())
+    keys, stride = gathered_keys(config, layer.block), ranks_of_role("layer", config.parallel)
+
+    def sent(pattern: Pattern, what: str, size: float, count: int) -> tuple[Sent, ...]:
+        one = Sent(role="sequence", pattern=pattern, what=what, bytes=size, count=count, ranks=ranks, stride=stride)
+        return (one,)
+
+    returning: tuple[Sent, ...] = ()
+    if config.parallel.context_comm == "ulysses":
+        t, block = ranks_of_role("layer", config.parallel), layer.block
+        tokens, queries = config.training.micro_batch_size * config.rank_positions, block.num_attention_heads / t
+        copied = max(block.query_groups / t, 1, ranks)  # key heads; at least one for each rank
+        taken = sent("all-to-all", "queries, keys and values", e * tokens * block.head_size * (queries + 2 * copied), 1)
+        passing = taken + sent("all-to-all", "attention's results", e * tokens * block.head_size * queries, 1)
+    elif config.parallel.context_comm == "ring":
+        taken = passing = sent("message", "keys and values", keys * e / ranks, ranks - 1)
+        returning = sent("message", "their gradients", keys * 4 / ranks, ranks)
+    else:
+        taken = passing = sent("all-gather", "keys and values", keys * e, 1)
+        returning = sent("reduce-scatter", "their gradients", keys * 4, 1)
+    # Recomputation of attention stops before its results, which backward does not need, are exchanged.
+    repeated = passing if again else taken if config.training.recompute == "selective" else ()
+    return LayerTraffic(passing, passing + returning, repeated)
+
+
+def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool) -> LayerTraffic:
     t = ranks_of_role("layer", config.parallel)
     if t == 1:
         return LayerTraffic((), (), ())
     e = ELEMENT_BYTES[config.precision.precision]
-    whole = float(e * config.training.micro_batch_size * config.data.seq_length * config.model.hidden_size)
+    whole = float(e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size)
     entering, leaving = layer_sums(layer)
 
     def sent(pattern: Pattern, count: int) -> tuple[Sent, ...]:
@@ -154,7 +195,7 @@ def stage_message(config: ResolvedConfig) -> Sent:
     """An activation, or its gradient, on its way to the next stage."""
     e = ELEMENT_BYTES[config.precision.precision]
     split = ranks_of_role("layer", config.parallel) if config.parallel.sequence_parallel else 1
-    size = e * config.training.micro_batch_size * config.data.seq_length * config.model.hidden_size / split
+    size = e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size / split
     stride = config.parallel.ranks // config.parallel.pp
     return Sent(role="pipeline", pattern="message", what="activations", bytes=size, count=1, ranks=2, stride=stride)
 

@@ -325,7 +325,8 @@ def _fewer_layers(start: Change) -> Iterator[Change]:
 
 def _longest(start: Change, limits: Limits) -> Iterator[Change]:
     """The longest sequences that fit with the same other flags, to a multiple of 16 that the ranks can split."""
-    unit = 16 * ranks_of_role("layer", start.config.parallel)
+    parallel = start.config.parallel
+    unit = math.lcm(16 * ranks_of_role("layer", parallel), parallel.sequence_unit(sequence_parallel=True))
     fits = functools.partial(_fits_with_length, start, limits)
     units = bisect.bisect_left(range(1, start.config.data.seq_length // unit), True, key=lambda n: not fits(n * unit))
     if units:
@@ -347,8 +348,9 @@ def _with_length(start: Change, length: int) -> Change:
 
 def _shorter(start: Change) -> Iterator[Change]:
     """Half the sequence, a quarter, and so on."""
-    length = start.config.data.seq_length
-    while (length := length // 2) >= 16:
+    length, parallel = start.config.data.seq_length, start.config.parallel
+    unit = parallel.sequence_unit(sequence_parallel=bool(parallel.sequence_parallel)) if parallel.cp > 1 else 1
+    while (length := length // 2) >= 16 and length % unit == 0:
         change = _with_length(start, length)
         yield from _thrifty(change)
         yield _thriftiest(change)

@@ -22,13 +22,13 @@ from megacore.data.bert.dataset import BertBatch
 from megacore.layers.context import BuildContext
 from megacore.models.bert import Output, bert_flops, bert_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
-from megacore.ops import CrossEntropyOptions, cross_entropy
+from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.cross_entropy import vocab_parallel_argmax, vocabulary_share
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import TensorSpec
-from megacore.train.task import Task, document_numbers_spec, hidden_states_spec
+from megacore.train.task import Task, compiled_loss, document_numbers_spec, hidden_states_spec
 
 _NO_PAIR = -1
 
@@ -55,6 +55,7 @@ class BertTask(Task):
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
         self.has_pairs = config.bert.has_sentence_head
         self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
+        self.compiled_loss = compiled_loss(config)
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
@@ -108,10 +109,12 @@ class BertTask(Task):
         self, tokens: Tensor, pairs: Sequence[Tensor], microbatch: BertBatch, options: CrossEntropyOptions | None
     ) -> Tensor:
         """Sums from the tokens' logits, or their losses where the head has them, and from the pairs' logits, if any."""
-        per_token = tokens
-        if not self.head_has_loss:
-            per_token = cross_entropy(tokens, microbatch.labels, options=options, share=self.share)
-        sums, labels = [torch.sum(per_token * microbatch.loss_mask)], microbatch.sentence_labels
+        labels, mask = microbatch.sentence_labels, microbatch.loss_mask
+        if self.head_has_loss:
+            sums = [torch.sum(tokens * mask)]
+        else:
+            loss_sum = self.compiled_loss or summed_cross_entropy
+            sums = [loss_sum(tokens, microbatch.labels, mask, options=options, share=self.share)]
         sums += [F.cross_entropy(pair.float(), labels, ignore_index=_NO_PAIR, reduction="sum") for pair in pairs]
         return torch.stack(sums)
 

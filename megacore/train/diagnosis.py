@@ -95,6 +95,11 @@ class _Microbatch(NamedTuple):
     loss: float
     bad_inputs: tuple[str, ...]
 
+    def with_part(self, other: _Microbatch) -> _Microbatch:
+        """The same microbatch with what another rank has of its sequences."""
+        bad = tuple(dict.fromkeys(self.bad_inputs + other.bad_inputs))
+        return self._replace(loss=self.loss + other.loss, bad_inputs=bad)
+
 
 class _Output(NamedTuple):
     """The output of a layer: its place in forward order, whether it is finite, its largest finite magnitude."""
@@ -150,8 +155,11 @@ class _Case:
             microbatch = self._microbatches[number]
             bad_inputs = tuple(_bad_inputs(microbatch))
             mine.append(_Microbatch(mesh.batch.rank, number, microbatch.index, float(loss.sum()), bad_inputs))
-        gathered = (each for of_rank in all_gather_objects(mine, mesh.world) for each in of_rank)
-        return sorted(gathered, key=lambda each: each.in_run)
+        whole: dict[int, _Microbatch] = {}
+        for each in (each for of_rank in all_gather_objects(mine, mesh.world) for each in of_rank):
+            held = whole.get(each.in_run)  # by another rank, of other positions
+            whole[each.in_run] = each if held is None else held.with_part(each)
+        return sorted(whole.values(), key=lambda each: each.in_run)
 
     def of_loss(self, remarks: Sequence[str]) -> Diagnosis:
         """The cause of losses that are not finite."""

@@ -508,6 +508,8 @@ def _checked_config(
         )
     if parallel.sequence_parallel:
         problems.append("sequence_parallel is GPT's and BERT's: leave it out")
+    if parallel.cp > 1:
+        problems.append(f"cp {parallel.cp} is GPT's, whose trainer divides the sequences: use cp 1")
     if parallel.pipeline_layout is not None:
         problems.append(f"pipeline_layout {parallel.pipeline_layout} is GPT's: leave it out")
     if parallel.pipeline_balance == "flops":

@@ -16,7 +16,7 @@ from megacore.data.loading.loader import Microbatch
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
-from megacore.ops import CrossEntropyOptions, cross_entropy
+from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.cross_entropy import vocabulary_share
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.products import TORCH, Products
@@ -24,7 +24,7 @@ from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import TensorSpec
 from megacore.plan.flops import flops_per_sequence
-from megacore.train.task import Task, hidden_states_spec
+from megacore.train.task import Task, compiled_loss, hidden_states_spec
 
 
 class GPTTask(Task):
@@ -49,16 +49,30 @@ class GPTTask(Task):
         products: Products = TORCH,
     ) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
-        context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
+        context = BuildContext.of(
+            config, layer_group=mesh.layer, sequence_group=mesh.sequence, device=mesh.device, streams=streams
+        )
         super().__init__(gpt_layers(config.model, dataclasses.replace(context, products=products)), streams)
-        self.config, self.group = config, mesh.layer
+        self.config, self.group, self.sequence = config, mesh.layer, context.sequence
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
         self.options, self.head_has_loss = context.loss_options, context.loss_chunks > 1
+        self.compiled_loss = compiled_loss(config)
 
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
         self.weights.fill(parameters)
+
+    def of_rank(self, microbatch: Microbatch) -> Microbatch:
+        """This rank's positions, each with its label, which is the next position's token whoever holds that."""
+        if self.sequence.group.size == 1:
+            return microbatch
+        return Microbatch(
+            index=microbatch.index,
+            tokens=self.sequence.take(microbatch.tokens, 1),
+            labels=self.sequence.take(microbatch.labels, 1),
+            loss_mask=self.sequence.take(microbatch.loss_mask, 1),
+        )
 
     def first_input(self, microbatch: Microbatch) -> Tensor:
         """The tokens [b, s]."""
@@ -90,7 +104,9 @@ class GPTTask(Task):
         return flops_per_sequence(self.config.model, self.config.data.seq_length)
 
     def _cross_entropy(self, output: Tensor, microbatch: Microbatch, options: CrossEntropyOptions | None) -> Tensor:
-        per_token = output
-        if not self.head_has_loss:
-            per_token = cross_entropy(output, microbatch.labels, options=options, share=self.share)
-        return torch.sum(per_token * microbatch.loss_mask)
+        if self.head_has_loss:
+            return torch.sum(output * microbatch.loss_mask)
+        labels, mask = microbatch.labels, microbatch.loss_mask
+        if self.compiled_loss is not None:
+            return self.compiled_loss(output, labels, mask, options=options, share=self.share)
+        return summed_cross_entropy(output, labels, mask, options=options, share=self.share)

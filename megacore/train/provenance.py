@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -9,7 +10,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def provenance_of(mesh: Mesh) -> Provenance:
         platform=f"{platform.platform()}, {os.cpu_count()} processors, {memory:,.0f} GiB",
         device=device_name(mesh.device),
         packages={"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-        | dict(_installed()),
+        | _installed(),
     )
 
 
@@ -68,16 +68,21 @@ def first_line(run: Provenance, time: str) -> str:
     return f"megacore {run.version}, {code}, on {run.host}, {time}"
 
 
-def _installed() -> Iterator[tuple[str, str]]:
+@functools.cache
+def _installed() -> dict[str, str]:
+    versions = {}
     for name in _PACKAGES:
         try:
-            yield name, importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    return versions
 
 
+@functools.cache
 def _git_state(package: Path) -> str | None:
-    """The commit that the package's files belong to, if they are in a checkout of megacore."""
+    """The commit that the package's files belong to, if they are in a checkout of megacore; this process loaded them
+    once, and so asks once."""
     if not (package.parent / ".git").exists():
         return None
     try:

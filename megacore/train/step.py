@@ -146,7 +146,7 @@ class TrainStep:
         Raises:
             SilentCorruption: a microbatch that was computed again gave other numbers.
         """
-        self._microbatches = microbatches
+        self._microbatches = microbatches = [self.task.of_rank(microbatch) for microbatch in microbatches]
         counts = torch.stack([self.task.counts(microbatch) for microbatch in microbatches]).sum(0)
         scale, data_parallel = self.update.scaler.scale, self.model.data_parallel
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
@@ -232,7 +232,8 @@ class TrainStep:
             batches: this replica's microbatches of each, on the device.
         """
         sums = torch.zeros(2, *self.task.evaluation_shape, dtype=torch.float64, device=self.mesh.device)
-        for microbatches in batches:
+        for batch in batches:
+            microbatches = [self.task.of_rank(microbatch) for microbatch in batch]
             sums[0] += self.model.runtime.evaluate(microbatches)
             if self.mesh.pipeline.is_last:
                 sums[1] += torch.stack([self.task.evaluation_counts(m) for m in microbatches]).sum(0)

@@ -49,6 +49,7 @@ _PATTERNS: Mapping[str, Pattern] = {
     "_allgather_base_": "all-gather",
     "reduce_scatter_": "reduce-scatter",
     "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
     "send": "message",
     "recv_": "message",
     "broadcast_": "message",
@@ -183,7 +184,7 @@ class Recorder(TorchDispatchMode):
 
 def _groups(mesh: Mesh) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Role and ranks of the groups by torch's name of them; of a group with several roles the first."""
-    roles = ("layer", "replicas", "pipeline", "batch", "loss", "copies", "world")
+    roles = ("layer", "sequence", "replicas", "pipeline", "batch", "loss", "copies", "world")
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     for role in roles:
         group = getattr(mesh, role)

@@ -71,6 +71,7 @@ def launch_summary(
             f"{counted(config.microbatches, 'microbatch', 'microbatches')} of {training.micro_batch_size} per replica",
         ),
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
+        *([("context", _divided(config))] if parallel.cp > 1 else []),
         *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
         (
             "data",
@@ -97,9 +98,24 @@ def summary_line(label: str, text: str) -> str:
     )
 
 
+def _divided(config: ResolvedConfig) -> str:
+    """How the ranks divide sequences."""
+    parallel, length = config.parallel, config.data.seq_length
+    how = {
+        "allgather": "are gathered for each layer",
+        "ring": "travel in a ring",
+        "ulysses": "of 1 in {cp} heads are exchanged for positions",
+    }[parallel.context_comm].format(cp=parallel.cp)
+    return (
+        f"{length // parallel.cp} of {length} positions per rank, in 2 of {2 * parallel.cp} chunks; keys and values "
+        f"{how} (--cp-comm {parallel.context_comm})"
+    )
+
+
 def _compiled(config: ResolvedConfig) -> str:
     inside = "around the Triton kernels" if config.training.kernels == "triton" else "with their operators"
-    return f"transformer blocks, {inside}, by {config.training.compile_backend}"
+    loss = " and the loss" if loss_chunks(config) == 1 else ""
+    return f"transformer blocks{loss}, {inside}, by {config.training.compile_backend}"
 
 
 def _operators(config: ResolvedConfig, device: torch.device) -> str:
@@ -121,7 +137,7 @@ def attention_warning(config: ResolvedConfig, device: torch.device) -> str | Non
         config: resolved, of a transformer.
         device: where the model computes.
     """
-    if device.type == "cpu" or config.training.attention == "fused-softmax":
+    if device.type == "cpu" or config.training.attention == "fused-softmax" or config.parallel.cp > 1:
         return None
     model, ranks = config.model, ranks_of_role("layer", config.parallel)
     is_bert, alibi = isinstance(config, BertConfig), model.position_embedding_type == "alibi"

@@ -7,7 +7,7 @@ gpt_task.py, BERT's in bert_task.py, that of any list of layers in plain_task.py
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from megacore.config import ResolvedConfig
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import Microbatch
 from megacore.models.spec import LayerSpec
+from megacore.ops import summed_cross_entropy
+from megacore.parallel.compiled import alias, compile_function
 from megacore.parallel.mesh import Group
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
@@ -24,6 +26,17 @@ from megacore.pipeline.stage import TensorSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes of parameters and activations by the name of the precision."""
+
+
+def compiled_loss(config: ResolvedConfig) -> Callable[..., Tensor] | None:
+    """`summed_cross_entropy` as compiled code; None without --compile. Where the head computes the loss in chunks it is
+    not needed."""
+    training = config.training
+    if not training.compile:
+        return None
+    split = training.reproducible or config.parallel.may_split_backward
+    compiled = compile_function(summed_cross_entropy, backend=training.compile_backend, split_backward=split)
+    return lambda logits, *others, **choices: compiled(alias(logits), *others, **choices)
 
 
 class Task(ABC):
@@ -63,6 +76,11 @@ class Task(ABC):
     @abstractmethod
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
+
+    def of_rank(self, microbatch: Any) -> Any:
+        """A microbatch as this rank computes it, from one with whole sequences: its own positions, where ranks divide
+        them. Every other method is given what this returns."""
+        return microbatch
 
     @abstractmethod
     def first_input(self, microbatch: Any) -> Any:
@@ -104,9 +122,9 @@ class Task(ABC):
 
 
 def hidden_states_spec(config: ResolvedConfig, group: Group) -> TensorSpec:
-    """The input and output of a transformer block of the configured shape: [b, s, h], or [b, s/t, h] if the ranks of
-    the layer group split the sequence."""
-    positions = config.data.seq_length // (group.size if config.parallel.sequence_parallel else 1)
+    """The input and output of a transformer block of the configured shape: [b, s, h] of this rank's positions, or
+    [b, s/t, h] if the ranks of the layer group split them."""
+    positions = config.rank_positions // (group.size if config.parallel.sequence_parallel else 1)
     shape = (config.training.micro_batch_size, positions, config.model.hidden_size)
     return TensorSpec(shape, DTYPES[config.precision.precision])
 

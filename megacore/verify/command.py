@@ -27,7 +27,7 @@ from megacore.commands.tool import EXIT_FAILED, ToolParser, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
-from megacore.config.dimensions import degree_fields
+from megacore.config.dimensions import degree_fields, named_degrees
 from megacore.config.flags import read_flags
 from megacore.config.messages import counted, nearest_name
 from megacore.config.toml import read_toml
@@ -390,7 +390,8 @@ def _compare_all(request: Request, mesh: Mesh, checkpoint: Path, reference: Refe
 
 def _heading(request: Request) -> Iterator[str]:
     parallel = request.config.parallel
-    layout = " ".join(f"--{field} {getattr(parallel, field)}" for field in degree_fields())
+    named = named_degrees(parallel.degrees)
+    layout = " ".join(f"--{field} {getattr(parallel, field)}" for field in degree_fields() if field in named)
     yield f"layout: {layout}, against one process"
     yield f"narrowed: {', '.join(request.changes) or 'nothing'}"
     yield (

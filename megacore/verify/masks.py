@@ -18,6 +18,8 @@ from torch import Tensor
 from megacore import ops
 from megacore.layers import attention
 from megacore.layers.attention import SelfAttention
+from megacore.parallel.context import SequenceShards
+from megacore.parallel.mesh import Group
 from megacore.parallel.random import Dropout, seeded
 
 Note = Callable[[str, int], None]
@@ -62,28 +64,33 @@ def masks_recorded(note: Note) -> Iterator[None]:
 
 
 @contextmanager
-def masks_of_shards(tp: int, *, sequence_parallel: bool, note: Note) -> Iterator[None]:
-    """A model on one process draws the masks of `tp` ranks, and reports them.
+def masks_of_shards(tp: int, *, cp: int = 1, sequence_parallel: bool, note: Note) -> Iterator[None]:
+    """A model on one process draws the masks of `tp` x `cp` ranks, and reports them.
 
     Args:
         tp: ranks that would split the model.
+        cp: ranks that would divide each sequence.
         sequence_parallel: each of them would hold a part of the positions.
         note: called for every mask.
     """
-    mix = SelfAttention._mix
+    mix, divided = SelfAttention._mix, SequenceShards(Group(ranks=tuple(range(cp))))
 
     def forward(self: Dropout, x: Tensor) -> Tensor:
         if not self.drops:
             return x
-        parts = tp if sequence_parallel else 1
+        parts = cp * (tp if sequence_parallel else 1)
         outputs = []
+        if cp > 1:
+            order = torch.tensor(divided.order(x.shape[1]), device=x.device)
+            x = x[:, order]
         for shard, part in enumerate(x.chunk(parts, dim=1)):
             mask = torch.empty(part.shape, dtype=torch.bool, device=x.device)
             mask.bernoulli_(1.0 - self.probability, generator=self.streams.generator(self.site, shard))
             y = (part * self._scale).mul_(mask)
             note(_name(self.site, self.streams.microbatch, shard), _bits(part, y))
             outputs.append(y)
-        return torch.cat(outputs, dim=1) if parts > 1 else outputs[0]
+        y = torch.cat(outputs, dim=1) if parts > 1 else outputs[0]
+        return y[:, order.argsort()] if cp > 1 else y
 
     def mixed(self: SelfAttention, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         if not (self.dropout and self.training):

@@ -58,7 +58,8 @@ def narrow(config: ResolvedConfig) -> Narrowed:
     seq_length = _sequence(config)
     split = parallel.sequence_parallel
     if split is None:  # its default depends on the device
-        split = device != "cpu" and parallel.tp > 1 and seq_length % parallel.tp == 0
+        unit = parallel.sequence_unit(sequence_parallel=True)
+        split = device != "cpu" and parallel.tp > 1 and seq_length % unit == 0
     micro = min(training.micro_batch_size, 2)
     recomputed = training.recompute_num_layers
     sections: dict[str, Any] = {
@@ -122,12 +123,14 @@ def _clip_warmup(optimizer: OptimizerConfig) -> int:
 
 
 def one_process(config: ResolvedConfig) -> ResolvedConfig:
-    """The same training without a layout: one rank, one stage, no ZeRO, no sequence parallelism."""
+    """The same training without a layout: one rank, one stage, no ZeRO, whole sequences."""
     parallel = replace(
         config.parallel,
         tp=1,
         pp=1,
         dp=1,
+        cp=1,
+        cp_comm="auto",
         schedule="1f1b",
         virtual_stages=1,
         schedule_csv=None,
@@ -212,8 +215,8 @@ def _layout_text(config: ResolvedConfig, blocks: list[int]) -> str | None:
 
 
 def _sequence(config: ResolvedConfig) -> int:
-    length, tp = config.data.seq_length, config.parallel.tp
-    return min(length, tp * math.ceil(_SEQUENCE / tp))
+    unit = config.parallel.sequence_unit(sequence_parallel=True)
+    return min(config.data.seq_length, unit * math.ceil(_SEQUENCE / unit))
 
 
 def _microbatches(config: ResolvedConfig) -> int:

@@ -156,7 +156,8 @@ def _masks(layout: ResolvedConfig, note: Note) -> contextlib.AbstractContextMana
     parallel = layout.parallel
     if layout.training.compile:  # compiled code draws hidden dropout by itself
         return contextlib.nullcontext()
-    return masks_of_shards(parallel.tp, sequence_parallel=bool(parallel.sequence_parallel), note=note)
+    split = bool(parallel.sequence_parallel)
+    return masks_of_shards(parallel.tp, cp=parallel.cp, sequence_parallel=split, note=note)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.build import build_bert_datasets
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
 from megacore.parallel.collectives import all_gather_objects
+from megacore.parallel.context import SequenceShards
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.sharding import Slices
 from megacore.pipeline.stage import tensors_of
@@ -236,20 +237,32 @@ class Recorder:
         return self.steps.update.scaler.scale
 
     def _note_output(self, name: str) -> Any:
-        layer_group, task = self.mesh.layer, self.steps.task
+        layer_group, task, shards = self.mesh.layer, self.steps.task, SequenceShards(self.mesh.sequence)
         split = self.steps.config.parallel.sequence_parallel
 
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
             hidden = tensors_of(output)[0].detach()
             b, s, h = hidden.shape
             ranks = layer_group.size if split else 1
-            start = s * layer_group.rank if split else 0
+            length = shards.whole_length(s * ranks)
             key = Key(self._step, "output", f"{name}, microbatch {task.streams.microbatch}")
-            values = hidden.float().reshape(-1).numpy(force=True).copy()
-            slices = ((0, b), (start, start + s), (0, h))
-            self._keep(
-                Piece(key=key, shape=(b, s * ranks, h), slices=slices, local_shape=(b, s, h), start=0, values=values)
-            )
+            first = s * layer_group.rank if split else 0  # among those of the ranks that divide the sequence
+            for of in shards.ranges(length):
+                skipped, taken = max(first, 0), min(first + s, len(of))
+                if skipped < taken:
+                    part = hidden[:, skipped - first : taken - first]
+                    positions = of[skipped:taken]
+                    self._keep(
+                        Piece(
+                            key=key,
+                            shape=(b, length, h),
+                            slices=((0, b), (positions.start, positions.stop), (0, h)),
+                            local_shape=tuple(part.shape),
+                            start=0,
+                            values=part.float().reshape(-1).numpy(force=True).copy(),
+                        )
+                    )
+                first -= len(of)
 
         return note
 

@@ -16,12 +16,12 @@ import mmap
 import os
 import statistics
 import struct
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple
 
 from megacore.watch.order import UsualOrder
@@ -72,6 +72,8 @@ class Phase(IntEnum):
     SEND = 38
     RECEIVE = 39
     MEET = 40
+    SHIFT = 41
+    ALL_TO_ALL = 42
 
     @property
     def communicates(self) -> bool:
@@ -323,7 +325,7 @@ class Ledger:
         self._runs: dict[int, _Run] = {}  # by where they begin in `_posted`
         self._recent, self._voted = _operations(), _operations()  # since the last vote, and those that it was about
         self._stack: list[int] = []
-        self._code, self._since = code_of(Phase.IMPORT), time.monotonic()
+        self._code, self._since = code_of(Phase.IMPORT), monotonic()
         self.seconds = [0.0] * 64
         self.first_step = True
         self._order = UsualOrder()
@@ -340,21 +342,34 @@ class Ledger:
     def rest_in(self, phase: Phase) -> None:
         """Set the phase that the rank is in outside of every other phase. Only to be called outside of all phases."""
         assert not self._stack
-        self._code, self._since = code_of(phase), time.monotonic()
+        self._code, self._since = code_of(phase), monotonic()
         self._words[Word.PHASE], self._reals[Word.SINCE] = self._code, self._since
 
     def enter(self, code: int) -> None:
         """A phase begins."""
-        now = time.monotonic()
+        now = monotonic()
         self.seconds[self._code & 63] += now - self._since
         self._stack.append(self._code)
         self._code, self._since = code, now
         self._words[1] = code  # Word.PHASE and Word.SINCE: members of an enumeration would double the cost
         self._reals[2] = now
 
+    def enter_wait(self, code: int, count: int, nbytes: int) -> None:
+        """The wait for an operation begins.
+
+        Args:
+            code: of the phase, which names the channel.
+            count: the number of the operation on the channel.
+            nbytes: its size on this rank.
+        """
+        words = self._words
+        words[5] = count  # Word.AWAITED
+        words[6] = nbytes  # Word.BYTES
+        self.enter(code)
+
     def leave(self) -> None:
         """The phase ends, and the one around it continues."""
-        now = time.monotonic()
+        now = monotonic()
         self.seconds[self._code & 63] += now - self._since
         self._code, self._since = self._stack.pop(), now
         self._words[1] = self._code
@@ -416,11 +431,6 @@ class Ledger:
             order.leave()
             self._words[Word.DEVIATION] = order.left_in
         return Operation(self, kind.code, count, nbytes)
-
-    def await_operation(self, count: int, nbytes: int) -> None:
-        """The rank now waits for this operation of the channel of its phase."""
-        self._words[5] = count
-        self._words[6] = nbytes
 
     def _kind(self, phase: Phase, ranks: tuple[int, ...]) -> _Kind:
         channel = Channel(ranks, phase.is_message)
@@ -499,7 +509,7 @@ class Ledger:
     def note_termination(self) -> None:
         """A signal asks this rank to end."""
         if not self._reals[Word.TERMINATING]:
-            self._reals[Word.TERMINATING] = time.monotonic()
+            self._reals[Word.TERMINATING] = monotonic()
 
     @property
     def verdict(self) -> bool:
@@ -545,8 +555,7 @@ class Operation:
         self._ledger, self._code, self._count, self._nbytes = ledger, code, count, nbytes
 
     def __enter__(self) -> Operation:
-        self._ledger.await_operation(self._count, self._nbytes)
-        self._ledger.enter(self._code)
+        self._ledger.enter_wait(self._code, self._count, self._nbytes)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -586,7 +595,7 @@ class LedgerFile:
     def record(self) -> Record:
         """What the rank does now."""
         for _ in range(_READS):  # until no mark falls between two readings
-            now, content = time.monotonic(), self._map[:_TEXT]
+            now, content = monotonic(), self._map[:_TEXT]
             if self._map[:_TEXT] == content:
                 break
         self._parse()

@@ -39,6 +39,8 @@ PHASES_IN_WORDS = {
     Phase.OUTSIDE: "the program's code, outside of the engine",
     Phase.ALL_REDUCE: "all-reduce",
     Phase.ALL_GATHER: "all-gather",
+    Phase.SHIFT: "ring shift",
+    Phase.ALL_TO_ALL: "all-to-all",
     Phase.REDUCE_SCATTER: "reduce-scatter",
     Phase.GATHER_OBJECTS: "exchange of values",
     Phase.BARRIER: "barrier",

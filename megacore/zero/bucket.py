@@ -341,7 +341,8 @@ class Bucket:
         if self.options.stage == 0:
             self._reducing = _Reduction(start_all_reduce_(gradients, self.group), gradients, gradients)
         else:
-            shard = gradients.new_empty(self.layout.shard_size)
+            # On stage 1 the sum goes where this rank's share of the terms was: nothing more is kept.
+            shard = gradients[self._shard] if self.options.stage == 1 else gradients.new_empty(self.layout.shard_size)
             self._reducing = _Reduction(start_reduce_scatter(shard, gradients, self.group), shard, gradients)
         if self.options.stage >= 2:
             self._gradients = None
@@ -353,12 +354,10 @@ class Bucket:
         """Wait for the reduction, and keep this rank's shard of the sum."""
         if self._reducing is None:
             return
-        pending, shard, gradients = self._reducing
+        pending, shard, _ = self._reducing
         pending.wait()
         self._reducing = None
-        if self.options.stage == 1:  # the sum goes where its share of the terms was: nothing more is kept
-            self._shard_gradients = gradients[self._shard].copy_(shard)
-        elif self._shard_gradients is None:
+        if self._shard_gradients is None:
             self._shard_gradients = shard
         else:
             self._shard_gradients += shard

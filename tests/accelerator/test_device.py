@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,6 +97,32 @@ def check_operators(rank: int, world_size: int) -> None:
 
 def test_operators_are_the_cpus() -> None:
     on_device(check_operators)
+
+
+def check_kernels(rank: int, world_size: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, grad = torch.randn(2, 6, 8, 32, generator=generator).unbind()
+    weight, bias = torch.randn(2, 32, generator=generator).unbind()
+    aten = torch.ops.aten
+    calls: list[tuple[Any, Callable[..., list[Any]]]] = [
+        (aten.native_layer_norm, lambda x, grad, weight, bias: [x, [32], weight, bias, 1e-5]),
+        (aten.native_group_norm, lambda x, grad, weight, bias: [x, weight[:8], bias[:8], 6, 8, 32, 2, 1e-5]),
+        (aten.silu_backward, lambda x, grad, weight, bias: [grad, x]),
+        (aten.mish_backward, lambda x, grad, weight, bias: [grad, x]),
+    ]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for operator, arguments in calls:
+            here = arguments(*(t.to(dtype).to("pretend") for t in (x, grad, weight, bias)))
+            with counting() as c:
+                found = operator(*here)
+            assert c.operators == 1, operator
+            expected = operator(*arguments(*(t.to(dtype) for t in (x, grad, weight, bias))))
+            for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, expected)), strict=True):
+                assert torch.equal(one.cpu(), other), (operator, dtype)
+
+
+def test_an_operator_that_cpus_have_a_kernel_of_is_not_composed_of_others() -> None:
+    on_device(check_kernels)
 
 
 def check_counters(rank: int, world_size: int) -> None:

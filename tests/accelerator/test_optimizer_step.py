@@ -69,10 +69,12 @@ def _size(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """What the ending of a step moves and launches, how many buckets are no whole number of rows, and how much more
+    """What the ending of a step moves and launches, from the reduced gradients on; what operators move before, once the
+    reductions are done; how many buckets are no whole number of rows, and how much more
     memory than before it takes at once."""
 
     bytes_per_parameter: float
+    reduction_bytes_per_parameter: float
     launches: int
     names: Counter[str]
     before_waiting: Counter[str]
@@ -92,7 +94,8 @@ def ending(rank: int, world_size: int, output_dir: str, one_pass: bool, options:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         data_parallel = trainer.model.data_parallel
-        data_parallel.finish()  # what still runs of the reductions
+        with counting() as counters, Traffic(counters) as reduced:
+            data_parallel.finish()  # what still runs of the reductions
         torch.accelerator.reset_peak_memory_stats(mesh.device)
         held = torch.accelerator.memory_allocated(mesh.device)
         with counting() as counters, Traffic(counters) as traffic:
@@ -102,6 +105,7 @@ def ending(rank: int, world_size: int, output_dir: str, one_pass: bool, options:
         found.append(
             Step(
                 bytes_per_parameter=traffic.bytes / sum(shards),
+                reduction_bytes_per_parameter=reduced.bytes / sum(shards),
                 launches=traffic.names.total(),
                 names=traffic.names,
                 before_waiting=traffic.before_waiting,
@@ -151,6 +155,7 @@ def test_bytes_a_parameter(tmp_path: Any, options: Options, one_pass: bool, expe
     ranks = 2 if "zero_stage" in options else 1
     for step in run_distributed(ending, ranks, str(tmp_path), one_pass, options, backend="pretend", init=ranks > 1):
         assert expected <= step.bytes_per_parameter < expected + 0.5, step.names
+        assert step.reduction_bytes_per_parameter == 0  # the collective has written the sum where it is read
         assert len(step.waits) == 1 and "in to_host" in step.waits[0]
         if one_pass:
             assert step.names["adamw_"] == step.before_waiting["adamw_"] == step.buckets

@@ -35,7 +35,7 @@ from tests.parity.runs import Layout, make_config, make_trainer
 pytestmark = needs_pretend
 Options = dict[str, Any]
 STEPS = 4
-DEVICE: Options = {"device": "pretend", "train_iters": STEPS, "log_interval": STEPS}
+DEVICE: Options = {"device": "pretend", "train_iters": STEPS, "log_interval": STEPS, "num_layers": 2}
 
 # Of each layout, what is tried one after the other.
 CASES: list[tuple[Layout, list[Options]]] = [
@@ -64,7 +64,7 @@ CASES: list[tuple[Layout, list[Options]]] = [
         (1, 2, 1),
         [
             *({"schedule": schedule} for schedule in ("1f1b", "gpipe", "zero-bubble")),
-            {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1},
+            {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1, "num_layers": 4},
             {"bert_style": "modern", "schedule": "1f1b", "precision": "bf16"},
         ],
     ),
@@ -83,7 +83,7 @@ CASES: list[tuple[Layout, list[Options]]] = [
 
 def trainer_of(layout: Layout, output_dir: str, mesh: Mesh | None, options: Options) -> Trainer:
     make, start = (make_bert_config, make_bert_trainer) if "bert_style" in options else (make_config, make_trainer)
-    config: Any = make(layout, output_dir, **DEVICE, **options)
+    config: Any = make(layout, output_dir, **DEVICE | options)
     return start(config, mesh or build_mesh(config.parallel))
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megacore.checkpoint.manifest import find_checkpoint
-from tests.e2e.launching import PROGRAM, Job, needs_proc, small_run, under_torchrun
+from tests.e2e.launching import PROGRAM, Job, environment, needs_proc, small_run, under_torchrun
 from tests.patience import patience, until
+from tests.warm import start
 
 pytestmark = needs_proc
 START, END = 90.0, 12.0  # seconds that four processes may take to begin on a busy machine, and to end
@@ -136,16 +135,19 @@ def test_too_little_memory_is_told_once_without_a_traceback(tmp_path: Path) -> N
 @pytest.mark.parametrize("closed", ["stdout", "both"])
 def test_an_output_that_nobody_reads_ends_the_run_quietly(tmp_path: Path, closed: str) -> None:
     flags = small_run(tmp_path / "out", **ENDLESS)
-    out = subprocess.STDOUT if closed == "both" else subprocess.PIPE
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parent)}
-    command = [sys.executable, str(PROGRAM), *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=out, env=environment, text=True) as run:
-        assert run.stdout is not None
-        run.stdout.readline()
-        run.stdout.close()
-        said = run.stderr.read() if run.stderr is not None else ""
-        assert run.wait(timeout=patience(START)) == 1
-    assert said == ("" if closed == "both" else "megacore: stopped: what read the output has closed it\n")
+    output, errors = tmp_path / "stdout", tmp_path / "stderr"
+    os.mkfifo(output)
+    run = start(
+        PROGRAM, *flags, stdout=output, stderr=output if closed == "both" else errors, environment=environment()
+    )
+    try:
+        with output.open() as reader:
+            reader.readline()
+        assert run.wait(patience(START)) == 1
+    finally:
+        run.kill_all()
+    if closed == "stdout":
+        assert errors.read_text() == "megacore: stopped: what read the output has closed it\n"
 
 
 @pytest.mark.parametrize(("number", "num_workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 2)])

@@ -48,18 +48,19 @@ def brute_force(
 ) -> Tensor:
     """Position by position."""
     shared_by, out = query.shape[1] // key.shape[1], 0.0 * query
-    for b in range(B):
-        for head in range(query.shape[1]):
+    samples, heads, length, size = query.shape
+    for b in range(samples):
+        for head in range(heads):
             k, v = key[b, head // shared_by], value[b, head // shared_by]
-            for i in range(S):
+            for i in range(length):
                 seen = []
-                for j in range(S):
+                for j in range(length):
                     near = window is None or (i - j < window if causal else abs(i - j) <= window // 2)
                     same = documents is None or (documents[b, i] == documents[b, j] and documents[b, i] != 0)
                     if near and same and not (causal and j > i):
                         seen.append(j)
                 if seen:
-                    scores = k[seen] @ query[b, head, i] / math.sqrt(D)
+                    scores = k[seen] @ query[b, head, i] / math.sqrt(size)
                     if slopes is not None:
                         scores = scores - slopes[head] * torch.tensor([abs(i - j) for j in seen], dtype=scores.dtype)
                     out[b, head, i] = torch.softmax(scores, 0) @ v[seen]

@@ -1,52 +1,263 @@
-"""Kernels are launched on the device that their tensors are on, whichever is the current one."""
+"""Kernels are launched on the device that their tensors are on, and the compiled code that is kept for later launches
+is the one that Triton would choose."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
 
-KERNELS = ("adamw", "cross_entropy", "dropout", "gelu", "norm", "rotary", "softmax", "swiglu")
+from megacore.kernels.launch import Kernel
+from tools.kernel_cases import cases
+
+STREAMS = {0: 70, 1: 71}
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_every_launcher_goes_to_its_tensors_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tensor of a second device, of a machine that has one: the launcher is run inside that device's guard,
-    which takes time and is left out where the device is the current one."""
-    module = importlib.import_module(f"megacore.kernels.{name}")
-    inside: list[Any] = []
-    current = 0
+class Driver:
+    """Two devices, of which the first is the current one."""
+
+    def __init__(self) -> None:
+        self.current = 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return self.current
+
+    def get_current_stream(self, device: int) -> int:
+        return STREAMS[device]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the CPU that says it is on a numbered device."""
+
+    number = 1
+
+    def get_device(self) -> int:
+        return self.number
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _kernel(x_ptr, y_ptr, width, seed, scale, FLAG: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    pass
+
+
+class Launch(NamedTuple):
+    """What the driver was handed: which code, as device and Triton's key, and the arguments of `CompiledKernel.run`."""
+
+    code: str
+    arguments: tuple[Any, ...]
+
+
+class Launches:
+    """A kernel, its launches by Triton, and those of code that was kept."""
+
+    def __init__(self) -> None:
+        self.kernel = Kernel(JITFunction(_kernel.fn, do_not_specialize=["seed"]))
+        self.direct: list[Launch] = []
+        self.by_triton: list[Launch] = []
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", made)
+    return made
+
+
+@pytest.fixture
+def launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Triton's own code, up to the compiler and the driver: it binds, examines and hashes arguments as always."""
+    found = Launches()
+
+    def compiled(jit: Any, key: str, signature: Any, device: int, *_: Any) -> Any:
+        def run(*arguments: Any) -> None:
+            assert arguments[3] == STREAMS[device]
+            by_triton = arguments[7] is not None  # the hooks
+            (found.by_triton if by_triton else found.direct).append(Launch(f"{device}: {key}", arguments))
+
+        made = SimpleNamespace(
+            run=run, function=1, packed_metadata=2, launch_metadata=lambda *_: 3,
+            metadata=SimpleNamespace(target=GPUTarget("cuda", 90, 32)),
+        )  # fmt: skip
+        jit.device_caches[device][0][key] = made
+        return made
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+    return found
+
+
+def memory(offset: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Eight numbers that begin so many bytes after a multiple of 16."""
+    whole = torch.zeros(256, dtype=torch.uint8)
+    start = -whole.data_ptr() % 16 + offset
+    return whole[start : start + 8 * dtype.itemsize].view(dtype)
+
+
+def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Arguments that Triton tells apart, by what differs."""
+    x, y = memory(), memory()
+    usual: dict[str, Any] = {"FLAG": True, "BLOCK": 64, "num_warps": 4}
+    yield "usual", (x, y, 64, 7, 1.0), usual
+    yield "unaligned x", (memory(4), y, 64, 7, 1.0), usual
+    yield "unaligned y", (x, memory(8), 64, 7, 1.0), usual
+    yield "dtype", (memory(dtype=torch.bfloat16), y, 64, 7, 1.0), usual
+    yield "dtype of y", (x, memory(dtype=torch.float16), 64, 7, 1.0), usual
+    yield "no y", (x, None, 64, 7, 1.0), usual
+    yield "no multiple of 16", (x, y, 65, 7, 1.0), usual
+    yield "width 1", (x, y, 1, 7, 1.0), usual
+    yield "64 bits", (x, y, 2**31, 7, 1.0), usual
+    yield "long seed", (x, y, 64, 2**31, 1.0), usual
+    yield "negative seed", (x, y, 64, -(2**31), 1.0), usual
+    yield "longest seed", (x, y, 64, 2**63, 1.0), usual
+    yield "whole scale", (x, y, 64, 7, 2), usual
+    yield "flag", (x, y, 64, 7, 1.0), usual | {"FLAG": False}
+    yield "block", (x, y, 64, 7, 1.0), usual | {"BLOCK": 128}
+    yield "warps", (x, y, 64, 7, 1.0), usual | {"num_warps": 8}
+    yield "stages", (x, y, 64, 7, 1.0), usual | {"num_stages": 2}
+
+
+def test_what_is_kept_is_what_triton_would_launch(launches: Launches) -> None:
+    """Three rounds of all calls, the second the other way round: what runs is what Triton chooses for the arguments."""
+    chosen = {}
+    for name, arguments, constants in calls():
+        launches.kernel._jit[(1,)](*arguments, **constants)
+        chosen[name] = launches.by_triton[-1].code
+    assert len(set(chosen.values())) == len(chosen) - 1, "a negative seed of 32 bits is no other type"
+    for again in range(3):
+        for name, arguments, constants in list(calls())[:: -1 if again == 1 else 1]:
+            launches.by_triton.clear()
+            launches.direct.clear()
+            launches.kernel[(3, 2)](*arguments, **constants)
+            (launch,) = launches.direct or launches.by_triton
+            assert launch.code == chosen[name], name
+            assert launch.arguments[:3] == (3, 2, 1) and launch.arguments[4:6] == (1, 2)
+            assert bool(launches.direct) is (again > 0 or name == "negative seed"), name
+
+
+def test_the_driver_gets_arguments_and_constants_in_the_order_of_the_parameters(launches: Launches) -> None:
+    x, y = memory(), memory()
+    for seed in (1, 2):
+        launches.kernel[(3,)](x, y, 64, seed, 0.5, num_warps=4, BLOCK=64, FLAG=True)
+    (first,), (second,) = launches.by_triton, launches.direct
+    assert second.arguments[9] is x and second.arguments[10] is y
+    assert first.arguments[11:] == (64, 1, 0.5, True, 64)
+    assert second.arguments[11:] == (64, 2, 0.5, True, 64)
+    assert second.arguments[6:9] == (None, None, None), "nobody watches"
+
+
+def test_each_device_has_code_and_a_stream(launches: Launches, driver: Driver) -> None:
+    x, y = memory(), memory()
+    for device in (0, 1, 0, 1):
+        driver.current = device
+        launches.kernel[(1,)](x, y, 64, 1, 0.5, FLAG=True, BLOCK=64)
+    assert [code[0] for code, _ in launches.by_triton] == ["0", "1"]
+    assert [code[0] for code, _ in launches.direct] == ["0", "1"]
+
+
+def test_launches_go_to_the_device_of_their_first_tensor(
+    launches: Launches, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside that device's guard, which takes time and is left out where the device is the current one."""
+    inside: list[int] = []
 
     @contextmanager
-    def device(wanted: torch.device) -> Iterator[None]:
+    def device(wanted: int) -> Iterator[None]:
         inside.append(wanted)
+        before, driver.current = driver.current, wanted
         yield
-        inside.append("left")
+        driver.current = before
 
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda _: SimpleNamespace(device=device, current_device=lambda: current)
-    )
-    second = torch.device("xpu", 1)
-    launchers = [
-        function
-        for key, function in vars(module).items()
-        if inspect.isfunction(function) and not key.startswith("_") and function.__module__ == module.__name__
-    ]
-    assert launchers
-    for launcher in launchers:
-        inside.clear()
-        with pytest.raises((AttributeError, TypeError, ValueError)):  # nothing but the device is there to be launched
-            launcher(SimpleNamespace(device=second))
-        assert inside[:1] == [second], launcher.__name__
-        inside.clear()
-        current = 1
-        with pytest.raises((AttributeError, TypeError, ValueError)):
-            launcher(SimpleNamespace(device=second))
-        assert not inside, launcher.__name__
-        current = 0
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device=device))
+    x = memory().as_subclass(OnDevice)
+    for _ in range(2):
+        launches.kernel[(1,)](x, x, 64, 1, 0.5, FLAG=True, BLOCK=64)
+    assert inside == [1, 1] and driver.current == 0
+    driver.current = 1
+    launches.kernel[(1,)](x, x, 64, 1, 0.5, FLAG=True, BLOCK=64)
+    assert inside == [1, 1]
+    assert [code[0] for code, _ in launches.by_triton + launches.direct] == ["1"] * 3
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook", "pre_run"])
+def test_hooks_see_every_launch(hook: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = memory(), memory()
+
+    def launch() -> None:
+        launches.kernel[(1,)](x, y, 64, 1, 0.5, FLAG=True, BLOCK=64)
+
+    launch()
+    launch()
+    assert len(launches.by_triton) == 1
+    hooks = launches.kernel._jit.pre_run_hooks if hook == "pre_run" else getattr(triton.knobs.runtime, hook).calls
+    hooks.append(lambda *_, **__: None)
+    try:
+        launch()
+        launch()
+    finally:
+        hooks.clear()
+    assert len(launches.by_triton) == 3
+    launch()
+    assert len(launches.by_triton) == 3
+
+
+@pytest.mark.parametrize("change", ["another backend", "only compiled", "another Triton"])
+def test_triton_launches_what_cannot_be_kept(change: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = JITFunction._do_compile
+
+    def compiled(*arguments: Any) -> Any:
+        kernel = made(*arguments)
+        if change == "another backend":
+            kernel.metadata.target = GPUTarget("hip", "gfx942", 64)
+        elif change == "only compiled":
+            kernel.function = None
+        else:
+            del kernel.metadata
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+    x, y = memory(), memory()
+    for _ in range(3):
+        launches.kernel[(1,)](x, y, 64, 1, 0.5, FLAG=True, BLOCK=64)
+    assert len(launches.by_triton) == 3 and not launches.direct
+
+
+def test_sizes_that_change_in_every_launch_do_not_fill_the_memory(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacore.kernels.launch._MOST_LOADED", 4)
+    x, y = memory(), memory()
+    for width in range(100, 120):
+        launches.kernel[(1,)](x, y, width, 1, 0.5, FLAG=True, BLOCK=64)
+        assert len(launches.kernel._loaded) <= 4
+
+
+def test_every_kernel_is_launched_that_way(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All launchers, with the shapes for which kernels are compiled."""
+    launched: list[str] = []
+    whole = Kernel._launch
+
+    def launch(kernel: Any, grid: Any, *arguments: Any, **constants: Any) -> None:
+        launched.append(kernel._jit.fn.__name__)
+        whole(kernel, grid, *arguments, **constants)
+
+    def run(jit: Any, *_: Any, **__: Any) -> None:
+        assert launched.pop() == jit.fn.__name__
+        seen.add((jit.fn.__module__, jit.fn.__name__))
+
+    seen: set[tuple[str, str]] = set()
+    monkeypatch.setattr(Kernel, "_launch", launch)
+    monkeypatch.setattr(JITFunction, "run", run)
+    for case in cases():
+        case.launch()
+    assert len(seen) > 20 and not launched

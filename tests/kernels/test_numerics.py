@@ -1,23 +1,42 @@
-"""Every Triton kernel against double precision: on a GPU, or in Triton's interpreter (test_interpreter.py)."""
+"""Every Triton kernel against double precision: on a GPU, or in Triton's interpreter (test_interpreter.py).
+
+The interpreter takes milliseconds per program of a kernel. There, `make test` tries each comparison in fp32 and in one
+of fp16 and bf16, in turn; `make test-slow` tries the other one. Some inputs are smaller.
+"""
 
 from __future__ import annotations
 
 import importlib
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from megacore import ops
 from megacore.ops import loss
+from megacore.ops.block_attention import attend, attend_backward
+from megacore.ops.visibility import Visibility
 from tests.kernels.comparing import DTYPES, Comparison, compare
 from tests.kernels.comparisons import comparisons
+from tests.kernels.conftest import INTERPRETING
 
 pytestmark = pytest.mark.on_device
+# Of what `make test` leaves out in the interpreter; a GPU tries all.
+LATER = [pytest.mark.slow] if INTERPRETING else []
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("comparison", comparisons(), ids=str)
+def in_turn() -> list[Any]:
+    """Every comparison in every precision."""
+    left_out = itertools.cycle(("bf16", "fp16"))
+    return [
+        pytest.param(comparison, dtype, marks=LATER if dtype == later else [])
+        for comparison, later in zip(comparisons(), left_out, strict=False)
+        for dtype in DTYPES
+    ]
+
+
+@pytest.mark.parametrize(("comparison", "dtype"), in_turn(), ids=str)
 def test_kernel_is_its_formula(comparison: Comparison, dtype: str, device: torch.device) -> None:
     with ops.kernels_chosen("triton"):
         compare(comparison, comparison.operator, DTYPES[dtype], device)
@@ -36,11 +55,15 @@ def test_cross_entropy_of_shifted_logits(shift: float, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("shares", [1, 2, 5])
-def test_statistics_of_shares_are_merged(shares: int, device: torch.device) -> None:
-    """As ranks do that each hold some columns; the last has none."""
+def test_statistics_of_shares_are_merged(shares: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks do that each hold some columns; the last has none. More tokens than a program merges."""
+    tokens = 300
+    if INTERPRETING:
+        tokens = 40
+        monkeypatch.setattr(importlib.import_module("megacore.kernels.cross_entropy"), "_TOKENS", 32)
     generator = torch.Generator().manual_seed(1)
-    logits = (torch.randn(300, 37, generator=generator) * 3).to(device)
-    targets = torch.randint(0, 37, (300,), generator=generator).to(device)
+    logits = (torch.randn(tokens, 37, generator=generator) * 3).to(device)
+    targets = torch.randint(0, 37, (tokens,), generator=generator).to(device)
     targets[:3] = torch.tensor([-100, 37, -1])
     options = ops.CrossEntropyOptions(label_smoothing=0.1, z_loss=0.01)
     ends = [37 * i // shares for i in range(shares + 1)]
@@ -52,7 +75,7 @@ def test_statistics_of_shares_are_merged(shares: int, device: torch.device) -> N
             loss.statistics(logits[:, a:].contiguous(), targets, share=share, start=a, columns=b - a, options=options)
             for a, b in bounds[:-1]
         ]
-        nothing = torch.tensor([-1e30, 0.0, 0.0], device=device)[:, None].expand(3, 300)
+        nothing = torch.tensor([-1e30, 0.0, 0.0], device=device)[:, None].expand(3, tokens)
         parts = torch.stack([*own, nothing])
         merged = loss.merged(parts, targets, bounds=bounds, vocab_size=37, options=options)
         found, _ = loss.losses(merged, targets, share=ops.VocabularyShare(((0, 37),)), options=options)
@@ -147,22 +170,32 @@ def test_adamw_of_matrices_and_vectors_is_as_exact_as_torchs(dtype: torch.dtype,
 
 
 def test_the_same_bits_twice(device: torch.device) -> None:
-    """Nothing is added in the order of arrival."""
-    x = torch.randn(70, 300, device=device, requires_grad=True)
+    """Nothing is added in the order of arrival. The interpreter runs one program at a time: a few rows do."""
+    rows = 9 if INTERPRETING else 70
+    x = torch.randn(rows, 300, device=device, requires_grad=True)
     weight, bias = (
         torch.ones(300, device=device, requires_grad=True),
         torch.zeros(300, device=device, requires_grad=True),
     )
-    dy = torch.randn(70, 300, device=device)
+    dy = torch.randn(rows, 300, device=device)
     with ops.kernels_chosen("triton"):
         first, second = (torch.autograd.grad(ops.layer_norm(x, weight, bias), [x, weight, bias], dy) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(130, 2100), (7, 2049), (140, 40)])
-@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "width", "rms"),
+    [
+        (130, 2100, False),
+        (7, 2049, True),
+        (140, 40, False),
+        pytest.param(130, 2100, True, marks=LATER),
+        pytest.param(7, 2049, False, marks=LATER),
+        pytest.param(140, 40, True, marks=LATER),
+    ],
+)
 def test_shares_of_many_processors_add_up(
-    rms: bool, rows: int, width: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, width: int, rms: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """dweight and dbias from as many shares as a GPU makes; the interpreter's few processors leave one to a column."""
     kernel = importlib.import_module("megacore.kernels.norm")
@@ -194,3 +227,26 @@ def test_nothing_in_nothing_out(device: torch.device) -> None:
         assert ops.dropout_add(x, x, probability=0.1, seed=1).shape == (0, 8)
         assert ops.cross_entropy(x.detach(), torch.empty(0, dtype=torch.long, device=device)).shape == (0,)
     assert torch.all(grad == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("offset", "window"), [(12, None), (2, None), (0, 3), (4, 5)])
+def test_attention_of_a_part_of_the_keys_is_not_rounded(
+    offset: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As a ring needs it, against the operator on the CPU: queries beyond the keys, results and gradients in fp32."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value, d_out = (torch.randn(1, heads, 4, 16, generator=generator).to(dtype) for heads in (4, 2, 2, 4))
+    where: dict[str, Any] = {"view": Visibility(causal=True, window=window), "offset": offset}
+    out, logarithm = attend(query, key, value, **where, in_fp32=True)
+    gradients = attend_backward(d_out, out, logarithm, (query, key, value), **where)
+    expected = [out, logarithm, *gradients]
+    assert {x.dtype for x in expected} == {torch.float32}
+    with ops.kernels_chosen("triton"):
+        query, key, value, d_out = (x.to(device) for x in (query, key, value, d_out))
+        found = attend(query, key, value, **where, in_fp32=True)
+        of_kernel = [*found, *attend_backward(d_out, *found, (query, key, value), **where)]
+    error = 1e-5 if dtype == torch.float32 else 1e-2  # a device rounds weights to bf16 before their product
+    for ours, theirs in zip(of_kernel, expected, strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=error, atol=error)

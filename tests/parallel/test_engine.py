@@ -290,6 +290,7 @@ def test_a_wrong_model_is_refused(layers: list[Layer], said: str) -> None:
     ("parallel", "said"),
     [
         ({"tp": 2}, "tp 2: no layer is split; use tp 1, or layers such as ColumnParallelLinear"),
+        ({"cp": 2}, "cp 2 is GPT's, whose trainer divides the sequences: use cp 1"),
         ({"pipeline_layout": "E,t|t,H"}, "pipeline_layout E,t|t,H is GPT's"),
         ({"pipeline_balance": "flops"}, "use parameters or uniform"),
         ({"schedule": "interleaved"}, "needs several stages per rank"),

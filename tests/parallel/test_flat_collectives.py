@@ -1,7 +1,8 @@
-"""The collectives that devices take, on gloo, which has them too; CPUs themselves exchange messages instead."""
+"""The collectives that devices take, on gloo, which has them too, beside the messages that CPUs exchange instead."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,33 @@ def check_values(rank: int, world_size: int) -> None:
 
 def test_sums_and_parts_are_exact() -> None:
     run_distributed(check_values, 3)
+
+
+def _chosen(by_messages: bool, whole: torch.Tensor, group: Group) -> bool:
+    return by_messages
+
+
+def check_sums_in_place(rank: int, world_size: int) -> None:
+    group = Group(ranks=tuple(range(world_size)), rank=rank, handle=dist.group.WORLD)
+    terms = torch.randn(world_size, world_size, 5, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(5)
+    in_order = terms[0]
+    for term in terms[1:]:
+        in_order = in_order + term
+    for by_messages in (True, False):
+        collectives._by_messages = partial(_chosen, by_messages)
+        whole, apart = terms[rank].flatten(), torch.empty(5)
+        collectives.start_reduce_scatter(apart, terms[rank].flatten(), group).wait()
+        collectives.start_reduce_scatter(whole.chunk(world_size)[rank], whole, group).wait()
+        assert torch.equal(whole.chunk(world_size)[rank], apart)
+        untouched = torch.arange(world_size) != rank
+        assert torch.equal(whole.view(world_size, 5)[untouched], terms[rank][untouched])
+        if by_messages:
+            assert torch.equal(apart, in_order[rank])
+
+
+def test_a_sum_in_place_has_the_bits_of_one_apart_and_touches_nothing_else() -> None:
+    """By messages terms are added in the order of the ranks, wherever the sum goes."""
+    run_distributed(check_sums_in_place, 4)
 
 
 def train_both(rank: int, world_size: int, directory: str) -> list[tuple[Outcome, Outcome] | None]:

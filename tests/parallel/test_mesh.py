@@ -32,7 +32,6 @@ from tests.parity.runs import Layout, Outcome, bitwise, make_config, make_traine
 
 # ---- groups
 
-CONTEXT = (DIMENSIONS[0], DIMENSIONS[1], Dimension("cp", 3, "tokens"), DIMENSIONS[2])
 DEGREES = {"pp": 2, "dp": 2, "cp": 3, "tp": 2}
 
 
@@ -41,6 +40,7 @@ DEGREES = {"pp": 2, "dp": 2, "cp": 3, "tp": 2}
     [
         ("pipeline", {"pp"}),
         ("batch", {"dp"}),
+        ("sequence", {"cp"}),
         ("layer", {"tp"}),
         ("loss", {"dp", "cp"}),
         ("replicas", {"dp", "cp"}),
@@ -54,15 +54,16 @@ def test_a_group_is_the_ranks_that_differ_in_what_its_role_divides(role: str, al
         fixed = tuple(n for name, n in zip(DEGREES, place, strict=True) if name not in along)
         expected.setdefault(fixed, []).append(rank)
         assert tuple(coordinates_of(rank, DEGREES).values()) == place
-    assert sorted(groups_of_role(role, CONTEXT, DEGREES)) == sorted(map(tuple, expected.values()))
+    assert sorted(groups_of_role(role, DIMENSIONS, DEGREES)) == sorted(map(tuple, expected.values()))
     assert describe_rank(23, DEGREES) == "pp 1, dp 1, cp 2, tp 1"
+    assert describe_rank(7, DEGREES | {"cp": 1}) == "pp 1, dp 1, tp 1"  # named only where there are several
 
 
 # ---- a fourth dimension, which replicates
 
 
 def with_copies(degree: int) -> tuple[Dimension, ...]:
-    return (*DIMENSIONS[:2], Dimension("copy", degree, "nothing"), DIMENSIONS[2])
+    return (*DIMENSIONS[:2], Dimension("copy", degree, "nothing"), *DIMENSIONS[2:])
 
 
 def train_copies(

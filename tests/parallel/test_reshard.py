@@ -51,9 +51,9 @@ def train(trainer: Trainer, steps: int) -> list[float]:
 
 
 def whole_state(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
-    """Masters and moments of all ranks, whole."""
+    """Masters of all ranks, whole, and on the first rank their moments."""
     optimizer = trainer.update.optimizer
-    state = {"model": gather(trainer, mesh, lambda owned: owned.master)}
+    state = {"model": gather(trainer, mesh, lambda owned: owned.master, everywhere=True)}
     for kind in KINDS:
         state[kind] = gather(trainer, mesh, lambda owned: owned.state(optimizer, kind))  # noqa: B023
     return state

@@ -69,7 +69,7 @@ def losses_of(directory: Path) -> list[tuple[int, float, float]]:
 
 def signalled(rank: int, world_size: int, directory: str, victim: int, options: dict[str, Any]) -> int:
     """Run on four ranks, of which one gets two signals in its third step; returns the steps done."""
-    config = make_config((1, 2, 2), directory, train_iters=6, log_interval=1, **options)
+    config = make_config((1, 2, 2), directory, train_iters=6, log_interval=1, num_layers=3, **options)
     mesh = build_mesh(config.parallel)
 
     def twice() -> None:
@@ -103,7 +103,7 @@ def test_a_signal_to_one_rank_ends_all_at_the_same_step_saved(
 
 
 def one_process(directory: Path, data: Any = None, **options: Any) -> Trainer:
-    return make_trainer(make_config((1, 1, 1), directory, log_interval=1, **options), ALONE_MESH, data)
+    return make_trainer(make_config((1, 1, 1), directory, log_interval=1, num_layers=2, **options), ALONE_MESH, data)
 
 
 def test_the_run_ends_at_a_multiple_of_a_step_and_after_a_time(
@@ -182,7 +182,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, monkeypatch: pyt
 
 def full_disk(rank: int, world_size: int, directory: str, options: dict[str, Any]) -> tuple[int, str | None, float]:
     """A run on whose third save rank 1 has no room for shards; steps, how it ended, and seconds."""
-    config = make_config((1, 1, 2), directory, train_iters=6, save_interval=1, keep_last=2, **options)
+    config = make_config((1, 1, 2), directory, train_iters=6, save_interval=1, keep_last=2, num_layers=2, **options)
     mesh = build_mesh(config.parallel)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

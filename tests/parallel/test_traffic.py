@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.parallel import direct
-from megacore.parallel.mesh import Group
+from megacore.parallel.mesh import Group, build_mesh
 from megacore.plan.outline import outline
 from megacore.plan.traffic import rank_traffic
 from tests.distributed import run_distributed
-from tests.parity.runs import make_config, train
+from tests.parity.runs import make_config, make_trainer
 
 FEW = 200
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, "num_layers": 4}
@@ -63,17 +63,17 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def sent_per_step(rank: int, world_size: int, cases: list[str], directory: str) -> list[Counts]:
-    """Of the second step, by case: two steps less one."""
+    """Of the second step, by case."""
     found = []
     for case in cases:
         layout, changes = CASES[case]
-        runs = []
-        for steps in (1, 2):
-            with pytest.MonkeyPatch.context() as patch:
-                counting = Counting(patch)
-                train(rank, world_size, layout, directory, {**SIZES, **changes, "train_iters": steps})
-                runs.append(counting.sent)
-        found.append(Counter({key: size - runs[0][key] for key, size in runs[1].items() if size != runs[0][key]}))
+        config = make_config(layout, directory, **SIZES, **changes, train_iters=2)
+        trainer = make_trainer(config, build_mesh(config.parallel))
+        trainer.train_step(next(trainer.batches))
+        with pytest.MonkeyPatch.context() as patch:
+            counting = Counting(patch)
+            trainer.train_step(next(trainer.batches))
+            found.append(counting.sent)
     return found
 
 
@@ -101,12 +101,18 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 2},
     ),
     "pp 2, dp 2, ZeRO 3, zero-bubble": ((1, 2, 2), {"zero_stage": 3, "schedule": "zero-bubble"}),
+    "cp 2, tp 2, sequence parallel, selective": (
+        (2, 1, 1),
+        {"cp": 2, "cp_comm": "allgather", "sequence_parallel": True, "recompute": "selective", "num_query_groups": 2},
+    ),
+    "cp 4, ring": ((1, 1, 1), {"cp": 4, "cp_comm": "ring", "num_query_groups": 2}),
+    "cp 2, tp 2, ulysses, copied keys": ((2, 1, 1), {"cp": 2, "cp_comm": "ulysses", "num_query_groups": 2}),
 }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_sent(ranks: int, tmp_path: Any) -> None:
-    cases = [name for name, ((tp, pp, dp), _) in CASES.items() if tp * pp * dp == ranks]
+    cases = [name for name, ((tp, pp, dp), changes) in CASES.items() if tp * pp * dp * changes.get("cp", 1) == ranks]
     counted = run_distributed(sent_per_step, ranks, cases, str(tmp_path), timeout=240)
     for number, case in enumerate(cases):
         (tp, pp, dp), changes = CASES[case]
@@ -114,8 +120,8 @@ def test_bytes_sent(ranks: int, tmp_path: Any) -> None:
         layers = outline(config)
         for rank, found in enumerate(counted):
             planned: Counts = Counter()
-            for sent in rank_traffic(config, layers, rank // (tp * dp)):
-                distance = tp * dp if sent.role == "pipeline" else sent.stride
+            for sent in rank_traffic(config, layers, rank // (ranks // pp)):
+                distance = ranks // pp if sent.role == "pipeline" else sent.stride
                 planned[distance] += round(sent.sent_bytes) if sent.bytes >= FEW else 0
             expected = Counter({key: size for key, size in planned.items() if size})
             assert found[number] == expected, f"{case}, rank {rank}"

@@ -86,6 +86,9 @@ LAYOUTS = {
     "gpt: pp 2, dp 2, SGD, rope, untied": (
         f"{GPT} --pp 2 --dp 2 --optimizer sgd --position-embedding-type rope --untie-embeddings-and-output-weights"
     ),
+    "gpt: cp 2, tp 2, sequence parallel, ring": (
+        f"{GPT} --cp 2 --tp 2 --sequence-parallel --cp-comm ring --hidden-dropout 0.1"
+    ),
     "bert: tp 2, dp 2": f"{BERT} --tp 2 --dp 2",
     "bert, modern: tp 2, pp 2": f"{BERT} --tp 2 --pp 2 --bert-style modern",
 }
@@ -156,12 +159,12 @@ def test_a_wrong_update_on_both_sides_is_found_by_torchs_optimizer(capsys: pytes
 
 
 def test_a_wrong_loss_on_both_sides_is_found_by_torchs_cross_entropy(capsys: pytest.CaptureFixture[str]) -> None:
-    right = gpt_task.cross_entropy
+    right = gpt_task.summed_cross_entropy
 
-    def shifted(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
-        return right(logits, labels.roll(1, 1), **options)
+    def shifted(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        return right(logits, labels.roll(1, 1), mask, **options)
 
-    with replaced(gpt_task, "cross_entropy", shifted):
+    with replaced(gpt_task, "summed_cross_entropy", shifted):
         assert main(GPT.split()) == 1
     assert "torch.autograd over its layers: DIFFER" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,8 +33,9 @@ from megacore.config import (
     TrainingConfig,
     WatchConfig,
 )
+from megacore.parallel import direct
 from megacore.parallel.collectives import all_gather_objects
-from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly
+from megacore.parallel.mesh import Group, Mesh, build_mesh, compute_reproducibly
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.sharding import ShardSpec, Slices
 from megacore.train.callbacks import Callback
@@ -48,8 +50,8 @@ VOCAB, SEQUENCE, BATCH = 131, 16, 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves: one loss and one gradient norm a step, clipped gradients of step 1, weights before and after,
-    and the optimizer's state after by its kind."""
+    """What a run leaves: one loss and one gradient norm per step, and on rank 0 the clipped gradients of step 1, the
+    weights before and after, and the optimizer's state after, by its kind."""
 
     losses: list[float]
     norms: list[float]
@@ -64,8 +66,8 @@ Size = Callable[[Layout], dict[str, Any]]
 
 
 def small(layout: Layout) -> dict[str, Any]:
-    """Five steps, one more than the warmup, of a model with one block more than stages, which no pp above 1 divides."""
-    return {"num_layers": layout[1] + 1, "train_iters": 5}
+    """Three steps, one more than the warmup, and one block more than stages: no pp above 1 divides them."""
+    return {"num_layers": layout[1] + 1, "train_iters": 3, "lr_warmup_iters": 2}
 
 
 def whole(layout: Layout) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
     for field, value in changes.items():
         (name,) = (n for n, s in sections.items() if field in {f.name for f in dataclasses.fields(s)})
         sections[name] = dataclasses.replace(sections[name], **{field: value})
-    return Config(**sections).resolve(tp * pp * dp)
+    return Config(**sections).resolve(tp * pp * dp * sections["parallel"].cp)
 
 
 def make_trainer(
@@ -187,13 +189,13 @@ def train(rank: int, world_size: int, layout: Layout, output_dir: str, changes: 
     return outcome if rank == 0 else None
 
 
-def train_on(mesh: Mesh, config: ResolvedConfig) -> Outcome:
-    """Run on this rank of a mesh; every rank returns what came out."""
-    return outcome_of(make_trainer(config, mesh))
+def train_on(mesh: Mesh, config: ResolvedConfig, *, moments: bool = False) -> Outcome:
+    """Run on this rank of a mesh; see `outcome_of`."""
+    return outcome_of(make_trainer(config, mesh), moments=moments)
 
 
-def outcome_of(trainer: Trainer, *, moments: bool = True) -> Outcome:
-    """Run a trainer to its end; every rank returns what came out, the optimizer's state too if `moments`."""
+def outcome_of(trainer: Trainer, *, moments: bool = False) -> Outcome:
+    """Run a trainer to its end, and gather what came out, the optimizer's state too if `moments`."""
     config, mesh = trainer.config, trainer.mesh
     losses, norms, gradients = [], [], {}
     initial = gather(trainer, mesh, lambda owned: owned.master)
@@ -220,9 +222,14 @@ def _moments(trainer: Trainer, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
 
 
 def gather(
-    trainer: Trainer | PipelineEngine, mesh: Mesh, take: Callable[[LocalSegment], Tensor | None]
+    trainer: Trainer | PipelineEngine,
+    mesh: Mesh,
+    take: Callable[[LocalSegment], Tensor | None],
+    *,
+    everywhere: bool = False,
 ) -> dict[str, Tensor]:
-    """Whole tensors from what every rank owns; where several ranks own the same, they must agree bit for bit."""
+    """Whole tensors from what every rank owns, on the first rank; where several ranks own the same, they must agree bit
+    for bit. The other ranks get them only `everywhere`, which takes as long on each of them."""
     shapes = {name: tuple(parameter.shape) for name, parameter in trainer.model.parameters.items()}
     mine = [
         (owned.spec, shapes[owned.spec.name], owned.segment.start, owned.segment.stop, array_of(value))
@@ -230,7 +237,7 @@ def gather(
         if (value := take(owned)) is not None
     ]
     local: dict[tuple[str, Slices], tuple[ShardSpec, Tensor]] = {}
-    for pieces in all_gather_objects(mine, mesh.world):
+    for pieces in all_gather_objects(mine, mesh.world) if everywhere else _on_first_rank(mine, mesh.world):
         for spec, shape, start, stop, piece in pieces:
             _, tensor = local.setdefault((spec.name, spec.slices), (spec, torch.full(shape, torch.nan)))
             _agree(tensor.view(-1)[start:stop], torch.from_numpy(piece), spec.name)
@@ -240,6 +247,15 @@ def gather(
         _agree(spec.take(full), spec.unpadded(tensor), spec.name)
     assert not any(torch.isnan(full).any() for full in whole.values()), "a slice is missing"
     return whole
+
+
+def _on_first_rank(value: Any, group: Group) -> list[Any]:
+    """The value of every rank on the first one, and nothing on the others."""
+    if group.size > 1 and dist.get_backend(group.handle) == "gloo":
+        values = direct.gather_objects(value, group)
+    else:
+        values = all_gather_objects(value, group)
+    return values if group.is_first else []
 
 
 def array_of(tensor: Tensor) -> NDArray[np.float32]:

@@ -35,8 +35,17 @@ def kept_in_all(rank: int, world_size: int, directory: str, cases: list[dict[str
     return [kept_per_block(rank, world_size, (world_size, 1, 1), directory, case) for case in cases]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("tp", "precision"),
+    [
+        (1, "bf16"),
+        (1, "fp32"),
+        (2, "fp32"),
+        (4, "bf16"),
+        pytest.param(2, "bf16", marks=pytest.mark.slow),
+        pytest.param(4, "fp32", marks=pytest.mark.slow),
+    ],
+)
 def test_a_block_keeps_what_the_formula_says(tp: int, precision: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """On every rank, with every way to keep less, with and without either dropout; nothing is rounded, so 1%."""
     directory = str(tmp_path_factory.mktemp("run"))

@@ -32,9 +32,8 @@ def plant(trainer: Trainer, rank: int, culprit: int, value: float) -> list[bool]
 def skip_one(
     rank: int, world_size: int, layout: Layout, directory: str, stage: int, culprit: int, value: float, precision: str
 ) -> tuple[str | None, float, bool, int]:
-    config = make_config(
-        layout, directory, zero_stage=stage, precision=precision, hysteresis=1, initial_loss_scale=65536.0
-    )
+    scale: dict[str, Any] = {"hysteresis": 1, "initial_loss_scale": 65536.0}
+    config = make_config(layout, directory, zero_stage=stage, precision=precision, num_layers=3, **scale)
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
     switch = plant(trainer, rank, culprit, value)
@@ -52,12 +51,23 @@ def skip_one(
     return (said[0].splitlines()[0] if said else None), trainer.update.scaler.scale, same, trainer.update.skipped_steps
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    "layout, stage, culprit",
-    [((1, 1, 1), 0, 0), ((2, 1, 1), 0, 1), ((1, 2, 2), 0, 2), ((1, 1, 2), 1, 1), ((1, 1, 2), 2, 0), ((1, 1, 2), 3, 1)],
-    ids=str,
-)
+# Each with one of the two values, in turn; in `make test-slow` with the other one too.
+CULPRITS: list[tuple[Layout, int, int]] = [
+    ((1, 1, 1), 0, 0),
+    ((2, 1, 1), 0, 1),
+    ((1, 2, 2), 0, 2),
+    ((1, 1, 2), 1, 1),
+    ((1, 1, 2), 2, 0),
+    ((1, 1, 2), 3, 1),
+]
+IN_TURN = [
+    pytest.param(*culprit, value, marks=[pytest.mark.slow] if (number + turn) % 2 else [])
+    for number, culprit in enumerate(CULPRITS)
+    for turn, value in enumerate([math.nan, math.inf])
+]
+
+
+@pytest.mark.parametrize("layout, stage, culprit, value", IN_TURN, ids=str)
 def test_all_ranks_skip_and_the_culprit_is_named(
     layout: Layout, stage: int, culprit: int, value: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -169,12 +179,13 @@ def planted(rank: int, world_size: int, directory: str, cases: list[tuple[Layout
 
 def test_the_rank_is_right_where_ranks_add_each_others_gradients(tmp_path_factory: pytest.TempPathFactory) -> None:
     """With one replica gradients stay in `.grad`, and sums over positions and over copies are made there."""
-    sequence: dict[str, Any] = {"sequence_parallel": True}
+    sequence: dict[str, Any] = {"sequence_parallel": True, "num_layers": 1}
+    tied: dict[str, Any] = {"num_layers": 2}
     cases: list[tuple[Layout, dict[str, Any], str, int]] = [
         ((2, 1, 1), sequence, "head.norm.weight", 1),
         ((2, 1, 1), sequence, "head.norm.weight", 0),
-        ((1, 2, 1), {}, "embedding.tokens.weight", 1),
-        ((1, 2, 1), {}, "embedding.tokens.weight", 0),
+        ((1, 2, 1), tied, "embedding.tokens.weight", 1),
+        ((1, 2, 1), tied, "embedding.tokens.weight", 0),
     ]
     for said in run_distributed(planted, 2, str(tmp_path_factory.mktemp("run")), cases):
         for line, (_, _, name, culprit) in zip(said, cases, strict=True):

@@ -26,12 +26,14 @@ LAYOUTS: list[Layout] = [
     (1, 2, 4),
     (2, 2, 2),
 ]
+# Degree 4 stands in other layouts, and so does each pair of dimensions: these run in `make test-slow` only.
+LATER: list[Layout] = [(4, 2, 1), (1, 2, 4)]
 
 
 @pytest.mark.parametrize(
     ("layout", "size"),
     [
-        *((layout, small) for layout in LAYOUTS),
+        *((layout, small) for layout in LAYOUTS if layout not in LATER),
         ((1, 2, 2), whole),
         *(pytest.param(layout, whole, marks=pytest.mark.slow) for layout in LAYOUTS if layout != (1, 2, 2)),
     ],

@@ -17,7 +17,7 @@ from tests.distributed import run_distributed
 from tests.parity.bert_runs import make_bert_config, make_bert_trainer
 from tests.parity.runs import Layout, Run, agree, bitwise, make_config, make_trainer
 
-PLAIN: dict[str, Any] = {"train_iters": 4}
+PLAIN: dict[str, Any] = {"train_iters": 3, "lr_warmup_iters": 2, "num_layers": 3}
 CHUNKS: dict[str, Any] = PLAIN | {"loss_chunks": 3}
 UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
 

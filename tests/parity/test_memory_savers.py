@@ -21,7 +21,8 @@ from tests.parity.runs import (
     small,
 )
 
-DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "micro_batch_size": 1, "train_iters": 4}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+DROPOUT |= {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 2}
 
 
 @in_both_sizes
@@ -39,18 +40,22 @@ def test_sequence_parallel_with_sgd_equals_one_process(size: Size, run: Run) -> 
     agree(run((2, 2, 1), sequence_parallel=True, **changes), run((1, 1, 1), **changes))
 
 
+WAYS: list[dict[str, Any]] = [
+    {"recompute": "selective"},
+    {"recompute": "light"},
+    {"recompute": "full"},
+    {"recompute": "full", "recompute_num_layers": 1},
+]
+# Each way on two of the three layouts, in turn; in `make test-slow` on the third one too.
+IN_TURN = [
+    pytest.param(layout, stage, changes, marks=[pytest.mark.slow] if (number + turn) % 3 == 2 else [])
+    for number, (layout, stage) in enumerate([((1, 1, 1), 0), ((1, 2, 2), 3), ((2, 2, 1), 0)])
+    for turn, changes in enumerate(WAYS)
+]
+
+
 @in_both_sizes
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"recompute": "selective"},
-        {"recompute": "light"},
-        {"recompute": "full"},
-        {"recompute": "full", "recompute_num_layers": 1},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("layout, stage", [((1, 1, 1), 0), ((1, 2, 2), 3), ((2, 2, 1), 0)], ids=str)
+@pytest.mark.parametrize("layout, stage, changes", IN_TURN, ids=str)
 def test_recomputation_changes_no_bit(
     layout: Layout, stage: int, changes: dict[str, Any], size: Size, run: Run
 ) -> None:
@@ -71,7 +76,7 @@ def test_light_recomputation_resumes(before: str, after: str, tmp_path: Path) ->
     """From a checkpoint of a run with it or without it, to the same bits as an uninterrupted run."""
 
     def trainer(recompute: str, **changes: Any) -> Trainer:
-        changes = {**DROPOUT, "num_layers": 2, "recompute": recompute, **changes}
+        changes = {**DROPOUT, "train_iters": 4, "num_layers": 2, "recompute": recompute, **changes}
         config = make_config((1, 1, 1), tmp_path, **changes)
         return make_trainer(config, build_mesh(config.parallel))
 

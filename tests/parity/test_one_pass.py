@@ -68,7 +68,7 @@ def outcomes(rank: int, world_size: int, layout: Layout, output_dir: str, varian
         for one_pass in (False, True):
             trainer = trainer_of(layout, f"{output_dir}/{number}-{one_pass}", mesh, one_pass, options)
             mesh = trainer.mesh
-            runs.append(outcome_of(trainer))
+            runs.append(outcome_of(trainer, moments=True))
         plain, found = runs
         assert found.initial.keys() == plain.initial.keys()
         assert found.losses[0] == plain.losses[0], options

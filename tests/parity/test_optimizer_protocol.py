@@ -111,7 +111,7 @@ def runs_of(rank: int, dp: int, directory: str, variants: list[dict[str, Any]]) 
     results = []
     for changes in variants:
         trainer = trainer_of(dp, directory, **changes)
-        outcome = outcome_of(trainer, moments=False)  # the state of this optimizer does not cover every parameter
+        outcome = outcome_of(trainer)
         results.append(Result(outcome, state_of(trainer), trainer.model.data_parallel.padding))
     return results
 

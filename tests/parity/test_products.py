@@ -42,7 +42,7 @@ class CountedProducts(Products):
 
 @dataclass(frozen=True)
 class Counted:
-    """Three steps of one variant: calls, their number by formula, losses with the counter and without."""
+    """Two steps of one variant: calls, their number by formula, losses with the counter and without."""
 
     calls: dict[str, int]
     expected: dict[str, int]
@@ -54,13 +54,13 @@ def counted(rank: int, size: int, layout: Layout, directory: str, variants: list
     """Train every variant with the counter and without."""
     outcomes = []
     for changes in variants:
-        config = make_config(layout, directory, train_iters=3, num_layers=2, **changes)
+        config = make_config(layout, directory, train_iters=2, num_layers=2, micro_batch_size=4, **changes)
         mesh, products = build_mesh(config.parallel), CountedProducts()
         counting, plain = make_trainer(config, mesh, products=products), make_trainer(config, mesh)
-        losses = [[float(t.train_step(next(t.batches)).loss) for _ in range(3)] for t in (counting, plain)]
+        losses = [[float(t.train_step(next(t.batches)).loss) for _ in range(2)] for t in (counting, plain)]
         microbatches = config.training.global_batch_size // config.training.micro_batch_size
         linears = config.model.num_layers * (5 if config.model.gated else 4) + 1  # qkv, output, gate, up, down; head
-        expected = dict.fromkeys(KINDS, 3 * microbatches * linears)
+        expected = dict.fromkeys(KINDS, 2 * microbatches * linears)
         outcomes.append(Counted(dict(products.calls), expected, *losses))
     return outcomes
 

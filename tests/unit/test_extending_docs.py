@@ -65,9 +65,9 @@ def add_entry(registry: str, file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_cp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository to which the page's steps for a dimension are applied."""
-    root, copy = PAGE.parents[1], tmp_path_factory.mktemp("cp")
+    root, copy = PAGE.parents[1], tmp_path_factory.mktemp("copies")
     for package in ("megacore", "kernels"):
         shutil.copytree(root / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(root / "pretrain_gpt.py", copy)
@@ -92,37 +92,41 @@ print(config.parallel.degrees, config.training.global_batch_size, config.microba
 @pytest.mark.parametrize(
     ("processes", "flags", "answer"),
     [
-        ("2", "--cp 2", "{'pp': 1, 'dp': 1, 'cp': 2, 'tp': 1} 1 1"),
-        ("8", "--cp 2 --tp 2 --global-batch-size 8", "{'pp': 1, 'dp': 2, 'cp': 2, 'tp': 2} 8 4"),
-        ("2", "--cp 2 --dp 1", "{'pp': 1, 'dp': 1, 'cp': 2, 'tp': 1} 1 1"),
-        ("2", "--cp 2 --dp 2", "--cp 2 x --pp 1 x --dp 2 = 4, but the run has 2 processes: use --dp 1, or leave"),
+        ("2", "--copies 2", "{'pp': 1, 'dp': 1, 'cp': 1, 'copy': 2, 'tp': 1} 1 1"),
+        ("8", "--copies 2 --tp 2 --global-batch-size 8", "{'pp': 1, 'dp': 2, 'cp': 1, 'copy': 2, 'tp': 2} 8 4"),
+        ("2", "--copies 2 --dp 1", "{'pp': 1, 'dp': 1, 'cp': 1, 'copy': 2, 'tp': 1} 1 1"),
+        (
+            "2",
+            "--copies 2 --dp 2",
+            "--copies 2 x --pp 1 x --dp 2 = 4, but the run has 2 processes: use --dp 1, or leave",
+        ),
         (
             "4",
-            "--cp 3",
-            "--cp 3 x --pp 1 = 3 must divide the number of processes, but the run has 4 processes: use --cp 1,",
+            "--copies 3",
+            "--copies 3 x --pp 1 = 3 must divide the number of processes, but the run has 4 processes: use --copies 1,",
         ),
     ],
 )
 def test_the_steps_of_a_dimension_make_a_degree_that_counts(
-    processes: str, flags: str, answer: str, with_cp: Path
+    processes: str, flags: str, answer: str, with_copies: Path
 ) -> None:
     command = [sys.executable, "-c", PARSE, processes, *flags.split()]
-    environment = os.environ | {"PYTHONPATH": str(with_cp)}
-    done = subprocess.run(command, cwd=with_cp, env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(with_copies)}
+    done = subprocess.run(command, cwd=with_copies, env=environment, capture_output=True, text=True, check=False)
     assert answer in done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_a_run_with_the_dimension_of_the_page_trains_as_one_process(with_cp: Path) -> None:
+def test_a_run_with_the_dimension_of_the_page_trains_as_one_process(with_copies: Path) -> None:
     flags = "--mock-data --vocab-size 64 --preset gpt2-tiny --seq-length 16 --train-iters 3 --log-interval 1"
     losses = {}
     for ranks in (1, 2):
         launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} pretrain_gpt.py"
-        output = with_cp / str(ranks)
+        output = with_copies / str(ranks)
         subprocess.run(
             [sys.executable, *launch.split(), *flags.split(), "--cp", str(ranks), "--output-dir", str(output)],
-            cwd=with_cp,
-            env=os.environ | {"PYTHONPATH": str(with_cp), "OMP_NUM_THREADS": "1"},
+            cwd=with_copies,
+            env=os.environ | {"PYTHONPATH": str(with_copies), "OMP_NUM_THREADS": "1"},
             check=True,
         )
         lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

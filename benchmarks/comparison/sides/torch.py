@@ -50,7 +50,7 @@ def build(job: Job) -> Step:
     """A step as torch's documentation writes it."""
     layout = job.layout
     if layout.ranks == 1:
-        return _plain(job)
+        return _whole(job)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
     step = _pipeline(job, mesh) if layout.pp > 1 else _whole(job, mesh)
@@ -65,24 +65,17 @@ def _in_loss_parallel(step: Step) -> Step:
     return inside
 
 
-def _plain(job: Job) -> Step:
-    model = built(job)
-    optimizer, batches = adamw(model, job), microbatches(job, 0)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        tokens, labels = next(batches)
-        loss = cross_entropy(model(tokens), labels)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
-
-
-def _whole(job: Job, mesh: DeviceMesh) -> Step:
-    model = _parallel(built(job), job, mesh)
-    optimizer, batches = _optimizer(model, job, mesh), microbatches(job, mesh["dp"].get_local_rank())
+def _whole(job: Job, mesh: DeviceMesh | None = None) -> Step:
+    """A step of all layers; without a mesh in one process."""
+    plain, replica = built(job), 0
+    model: nn.Module = plain
+    optimizer: torch.optim.Optimizer
+    if mesh is None:
+        optimizer = adamw(model, job)
+    else:
+        model = _parallel(plain, job, mesh)
+        optimizer, replica = _optimizer(model, job, mesh), mesh["dp"].get_local_rank()
+    batches = microbatches(job, replica)
 
     def step() -> float:
         optimizer.zero_grad()

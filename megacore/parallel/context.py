@@ -1,0 +1,383 @@
+"""Context parallelism: the ranks of a group divide the positions of each sequence, and exchange keys and values.
+
+The sequence is cut into two chunks per rank, and rank r of p takes chunks r and 2p - 1 - r: with causal attention an
+early chunk sees few keys and a late one many, so that every rank computes as many scores (the zigzag of Zhu 2024,
+github.com/zhuzilin/ring-flash-attention, and of Llama team 2024, arXiv 2407.21783, section 3.3.2).
+
+Every layer but attention works on positions one by one. Attention gets the keys and values of other ranks in one of
+three ways. `allgather` gathers those of the whole sequence, and computes this rank's queries. Its backward gathers them
+again, sums the gradients of keys and values over the ranks in fp32, and keeps those of this rank's positions: the
+adjoint. Documents, windows and ALiBi go by positions in the whole sequence, so that every mask is possible. `ring` (Liu
+et al. 2023, arXiv 2310.01889) passes keys and values from rank to rank, and computes with some while the next travel;
+the parts are merged in fp32 by the logarithms of their sums. In backward their gradients travel with them. `ulysses`
+(Jacobs et al. 2023, arXiv 2309.14509) exchanges positions for heads: each rank attends over whole sequences with 1/p of
+the heads, as if there were no other rank, and the results are exchanged back.
+
+Shape legend: b micro-batch, n heads, g key and value heads, s sequence, p ranks, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megacore.ops.attention import Alibi, attention
+from megacore.ops.block_attention import attend, attend_backward
+from megacore.ops.visibility import Visibility
+from megacore.parallel.collectives import PartsExchanged, ShardsGathered, Shift, SumScattered
+from megacore.parallel.mesh import ALONE, Group
+
+ContextComm = Literal["allgather", "ring", "ulysses"]
+
+
+@dataclass(frozen=True)
+class SequenceShards:
+    """Which positions of a sequence each rank of a group holds.
+
+    Attributes:
+        group: the ranks that divide each sequence.
+        comm: how they exchange keys and values.
+    """
+
+    group: Group = ALONE
+    comm: ContextComm = "allgather"
+
+    def ranges(self, length: int, rank: int | None = None) -> tuple[range, ...]:
+        """A rank's positions in a sequence, ascending: two ranges of one size, or all of them where one rank has all.
+
+        Args:
+            length: s, of the whole sequence; a multiple of 2p where p is above 1.
+            rank: position in the group; None: this rank.
+        """
+        ranks = self.group.size
+        if ranks == 1:
+            return (range(length),)
+        assert length % (2 * ranks) == 0, f"{length} positions cannot be cut into {2 * ranks} chunks"
+        size, rank = length // (2 * ranks), self.group.rank if rank is None else rank
+        return tuple(range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * ranks - 1 - rank))
+
+    def order(self, length: int) -> list[int]:
+        """The positions of a sequence as they lie one rank after the other."""
+        return [position for rank in range(self.group.size) for of in self.ranges(length, rank) for position in of]
+
+    def whole_length(self, local: int) -> int:
+        """The length of a sequence of which this rank holds `local` positions."""
+        return local * self.group.size
+
+    def take(self, x: Tensor, dim: int, *, length: int | None = None) -> Tensor:
+        """This rank's positions of a tensor that has those of the whole sequence along `dim`; x itself where one rank
+        has all.
+
+        Args:
+            x: any tensor.
+            dim: its dimension of positions.
+            length: of the sequence, where x has more positions than that; None: it has as many.
+        """
+        if self.group.size == 1:
+            return x
+        ranges = self.ranges(x.shape[dim] if length is None else length)
+        return torch.cat([x.narrow(dim, of.start, len(of)) for of in ranges], dim)
+
+
+WHOLE = SequenceShards()
+"""Of one rank, which holds whole sequences."""
+
+
+def context_attention(
+    query: Tensor, key: Tensor, value: Tensor, shards: SequenceShards, *, view: Visibility, slopes: Tensor | None = None
+) -> Tensor:
+    """Attention of this rank's positions over those of all ranks.
+
+    Args:
+        query: [b, n, s/p, d]; any strides, the last dimension contiguous.
+        key: [b, g, s/p, d].
+        value: [b, g, s/p, d].
+        shards: which positions these are, and how the ranks exchange keys and values; of two ranks or more.
+        view: who sees whom, with the documents of the whole sequence; in a ring causal, without documents.
+        slopes: [n] fp32, of ALiBi.
+
+    Returns:
+        [b, n, s/p, d], laid out as [b, s/p, n, d]; 0 where the position is padding.
+    """
+    if shards.comm == "ulysses":
+        return _by_heads(query, key, value, shards, view=view, slopes=slopes)
+    if shards.comm == "ring":
+        assert view.causal and view.documents is None, "a ring knows causal attention without documents"
+        passed: Tensor = _RingAttention.apply(query, key, value, shards, view, slopes)
+        return passed
+    mixed: Tensor = _GatheredAttention.apply(query, key, value, shards, view, slopes)
+    if view.documents is None:
+        return mixed
+    padding = shards.take(view.documents, 1) == 0
+    return mixed.transpose(1, 2).masked_fill(padding[:, :, None, None], 0.0).transpose(1, 2)
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """It keeps this rank's keys and values, not those of the whole sequence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shards: SequenceShards,
+        view: Visibility,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        keys, values = _gathered(key, value, shards)
+        parts = [
+            attend(part, keys, values, view=view, slopes=slopes, offset=of.start) for of, part in _parts(query, shards)
+        ]
+        out, logarithm = _joined([part for part, _ in parts]), torch.cat([sums for _, sums in parts], 2)
+        ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
+        ctx.shards, ctx.causal, ctx.window = shards, view.causal, view.window
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logarithm, documents, slopes = ctx.saved_tensors
+        shards: SequenceShards = ctx.shards
+        view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
+        keys, values = _gathered(key, value, shards)
+        d_query, sums = [], list[Tensor]()
+        for (of, part), (_, d_of), (_, out_of), (_, sums_of) in zip(
+            *(_parts(x, shards) for x in (query, d_out, out, logarithm)), strict=True
+        ):
+            operands = part, keys, values
+            d_part, *terms = attend_backward(d_of, out_of, sums_of, operands, view=view, slopes=slopes, offset=of.start)
+            d_query.append(d_part.to(query.dtype))
+            sums = [total.add_(term) for total, term in zip(sums, terms, strict=True)] if sums else terms
+        d_key, d_value = _summed(sums, shards).unbind(0)
+        return _joined(d_query), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
+
+
+def _parts(x: Tensor, shards: SequenceShards) -> Iterator[tuple[range, Tensor]]:
+    """Each range of this rank's positions with its part of [b, heads, s/p, ...]."""
+    ranges = shards.ranges(shards.whole_length(x.shape[2]))
+    return zip(ranges, x.split([len(of) for of in ranges], 2), strict=True)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Along positions, laid out as the projections around attention read and write it: [b, s/p, heads, d]."""
+    return torch.cat([part.transpose(1, 2) for part in parts], 1).transpose(1, 2)
+
+
+def _gathered(key: Tensor, value: Tensor, shards: SequenceShards) -> Tensor:
+    """The keys and values of all ranks in the order of the sequence, [2, b, g, s, d]."""
+    local = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))  # [2, b, s/p, g, d]
+    length = shards.whole_length(local.shape[2])
+    whole = local.new_empty((*local.shape[:2], length, *local.shape[3:]))
+    for rank, piece in enumerate(ShardsGathered(local, shards.group).wait()):
+        ranges = shards.ranges(length, rank)
+        for of, part in zip(ranges, piece.split([len(of) for of in ranges], 2), strict=True):
+            whole[:, :, of.start : of.stop] = part
+    return whole.transpose(2, 3)
+
+
+def _summed(gradients: Sequence[Tensor], shards: SequenceShards) -> Tensor:
+    """The sum over the ranks of gradients of keys and of values [b, g, s, d] in fp32, of which this rank keeps its
+    positions: [2, b, g, s/p, d]."""
+    b, g, s, d = gradients[0].shape
+    pieces = gradients[0].new_empty(shards.group.size, len(gradients), b, s // shards.group.size, g, d)
+    for rank, piece in enumerate(pieces):
+        ranges = shards.ranges(s, rank)
+        for part, x in zip(piece, gradients, strict=True):
+            torch.cat([x[:, :, of.start : of.stop].transpose(1, 2) for of in ranges], 1, out=part)
+    return SumScattered(pieces, shards.group).wait().transpose(2, 3)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Causal attention. It keeps this rank's keys and values, and the merged result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        shards: SequenceShards,
+        view: Visibility,
+        slopes: Tensor | None,
+    ) -> Tensor:
+        out = _zeros_like(query)
+        logarithm = out.new_full(query.shape[:-1], -torch.inf)
+        for source, keys, values in _travelling(key, value, shards):
+            for pair in _pairs(source, query.shape[2], shards, view):
+                part, sums = attend(*pair.operands(query, keys, values), in_fp32=True, **pair.where(view, slopes))
+                _merge_(out[:, :, pair.rows], logarithm[:, :, pair.rows], part, sums)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, logarithm, slopes)
+        ctx.shards, ctx.view = shards, view
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logarithm, slopes = ctx.saved_tensors
+        shards: SequenceShards = ctx.shards
+        d_query, local = _zeros_like(query), key.new_empty(2, *key.transpose(1, 2).shape, dtype=torch.float32)
+        arriving: Shift | None = None
+        for source, keys, values in _travelling(key, value, shards):
+            d_keys = torch.zeros_like(local)
+            for pair in _pairs(source, query.shape[2], shards, ctx.view):
+                d_rows, out_rows, sums = (x[:, :, pair.rows] for x in (d_out, out, logarithm))
+                operands = pair.operands(query, keys, values)
+                terms = attend_backward(d_rows, out_rows, sums, operands, **pair.where(ctx.view, slopes))
+                d_query[:, :, pair.rows] += terms[0]
+                for total, term in zip(d_keys, terms[1:], strict=True):
+                    total.transpose(1, 2)[:, :, pair.columns] += term
+            if arriving is not None:
+                d_keys += arriving.wait()
+            arriving = Shift(d_keys, shards.group)
+        assert arriving is not None
+        d_key, d_value = arriving.wait().transpose(2, 3).to(key.dtype)
+        return d_query.to(query.dtype), d_key, d_value, None, None, None
+
+
+class _Pair(NamedTuple):
+    """Queries and keys of one chunk each, of which each query sees a key.
+
+    Attributes:
+        rows: of this rank's positions, which are the queries.
+        columns: of the other rank's positions, which are the keys.
+        offset: how many positions after the first key the first query is.
+    """
+
+    rows: slice
+    columns: slice
+    offset: int
+
+    def operands(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The parts of a rank's queries, and of a rank's keys and values."""
+        return query[:, :, self.rows], keys[:, :, self.columns], values[:, :, self.columns]
+
+    def where(self, view: Visibility, slopes: Tensor | None) -> dict[str, Any]:
+        """Keyword arguments of `attend`: only distances count without documents."""
+        return {"view": view, "slopes": slopes, "offset": self.offset}
+
+
+def _travelling(key: Tensor, value: Tensor, shards: SequenceShards) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The keys and values of this rank, then of the one before it, and so on around the ring: with the rank that they
+    belong to. The next travel while the caller computes."""
+    held, group = torch.stack((key.transpose(1, 2), value.transpose(1, 2))), shards.group  # [2, b, s/p, g, d]
+    for step in range(group.size):
+        following = Shift(held, group) if step < group.size - 1 else None
+        yield (group.rank - step) % group.size, held[0].transpose(1, 2), held[1].transpose(1, 2)
+        if following is not None:
+            held = following.wait()
+
+
+def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility) -> Iterator[_Pair]:
+    """What this rank's queries see of the keys of rank `source`: queries that see none of a chunk are left out, and
+    keys that no query sees.
+
+    Args:
+        source: whose keys.
+        local: positions of each rank.
+        shards: which positions these are.
+        view: causal, without documents.
+    """
+    length = shards.whole_length(local)
+    reach = length if view.reach is None else view.reach
+    first_row = 0
+    for queries in shards.ranges(length):
+        first_column = 0
+        for keys in shards.ranges(length, source):
+            start, stop = max(queries.start, keys.start), min(queries.stop, keys.stop - 1 + reach)
+            if start < stop:
+                begin, end = max(keys.start, start - reach + 1), min(keys.stop, stop)
+                yield _Pair(
+                    _slice(start, stop, first_row - queries.start),
+                    _slice(begin, end, first_column - keys.start),
+                    start - begin,
+                )
+            first_column += len(keys)
+        first_row += len(queries)
+
+
+def _slice(start: int, stop: int, shift: int) -> slice:
+    return slice(start + shift, stop + shift)
+
+
+def _merge_(out: Tensor, logarithm: Tensor, part: Tensor, sums: Tensor) -> None:
+    """Add attention over further keys, in place: each weighs as much as its share of the sum of both.
+
+    Args:
+        out: [b, n, q, d] fp32.
+        logarithm: [b, n, q] fp32, of the sums so far; -inf where there is none.
+        part: like out.
+        sums: like logarithm, finite.
+    """
+    both = torch.logaddexp(logarithm, sums)
+    out.mul_((logarithm - both).exp_()[..., None]).addcmul_(part, (sums - both).exp_()[..., None])
+    logarithm.copy_(both)
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    """fp32 zeros, laid out as the projections around attention read and write it: [b, s/p, heads, d]."""
+    return torch.zeros_like(x.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format).transpose(
+        1, 2
+    )
+
+
+def _by_heads(
+    query: Tensor, key: Tensor, value: Tensor, shards: SequenceShards, *, view: Visibility, slopes: Tensor | None
+) -> Tensor:
+    """As `context_attention`: whole sequences of 1/p of the heads on each rank. Where there are fewer key heads than
+    ranks, ranks get copies of one."""
+    ranks, rank = shards.group.size, shards.group.rank
+    copies = max(1, ranks // key.shape[1])
+    heads = [x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value)]
+    joined = torch.cat([x.transpose(1, 2).unflatten(2, (ranks, -1)) for x in (query, *heads)], 3)
+    sizes = [x.shape[1] // ranks for x in (query, *heads)]
+    whole: Tensor = _Exchange.apply(joined, shards, True)  # [b, s, (n + 2 g) / p, d]
+    mixed = attention(
+        *(x.transpose(1, 2) for x in whole.split(sizes, 2)),
+        causal=view.causal,
+        window=view.window,
+        documents=view.documents,
+        alibi=None if slopes is None else Alibi(slopes.chunk(ranks)[rank]),
+    )
+    back: Tensor = _Exchange.apply(mixed.transpose(1, 2), shards, False)  # [b, s/p, p, n/p, d]
+    return back.flatten(2, 3).contiguous().transpose(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """This rank's positions of all heads, [b, s/p, p, m, d], for all positions of its heads, [b, s, m, d], or back:
+    each the other's adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: SequenceShards, to_heads: bool) -> Tensor:
+        ctx.shards, ctx.to_heads = shards, to_heads
+        return _positions_to_heads(x, shards) if to_heads else _heads_to_positions(x, shards)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back = _heads_to_positions if ctx.to_heads else _positions_to_heads
+        return back(grad, ctx.shards), None, None
+
+
+def _positions_to_heads(x: Tensor, shards: SequenceShards) -> Tensor:
+    pieces = PartsExchanged(x.movedim(2, 0).contiguous(), shards.group).wait()  # [p, b, s/p, m, d]
+    b, local, m, d = pieces.shape[1:]
+    length = shards.whole_length(local)
+    whole = pieces.new_empty(b, length, m, d)
+    for rank, piece in enumerate(pieces):
+        ranges = shards.ranges(length, rank)
+        for of, part in zip(ranges, piece.split([len(of) for of in ranges], 1), strict=True):
+            whole[:, of.start : of.stop] = part
+    return whole
+
+
+def _heads_to_positions(x: Tensor, shards: SequenceShards) -> Tensor:
+    pieces = [
+        torch.cat([x[:, of.start : of.stop] for of in shards.ranges(x.shape[1], rank)], 1)
+        for rank in range(shards.group.size)
+    ]
+    return PartsExchanged(torch.stack(pieces), shards.group).wait().movedim(0, 2)

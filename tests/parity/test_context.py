@@ -1,0 +1,355 @@
+"""Context parallelism computes what one process does: attention against the loop over positions in double precision,
+training against one process, and no bit of what a position must not see."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore import ops
+from megacore.ops.visibility import Visibility
+from megacore.parallel.collectives import all_gather
+from megacore.parallel.context import ContextComm, SequenceShards, context_attention
+from megacore.parallel.mesh import Group, build_mesh
+from megacore.train.trainer import Trainer
+from tests.distributed import run_distributed
+from tests.kernels.test_attention import brute_force
+from tests.parity.runs import Layout, Outcome, agree, gather, make_config, make_trainer, outcome_of, train_on
+
+# ---- which positions a rank holds
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_hold_every_position_once_and_as_many_scores(ranks: int) -> None:
+    length = 24
+    shards = [SequenceShards(Group(ranks=tuple(range(ranks)), rank=rank)) for rank in range(ranks)]
+    held = [[position for of in each.ranges(length) for position in of] for each in shards]
+    assert sorted(itertools.chain(*held)) == list(range(length))
+    assert len({sum(position + 1 for position in positions) for positions in held}) == 1  # keys that they see
+    numbers = torch.arange(2 * length).view(2, length)
+    for each, positions in zip(shards, held, strict=True):
+        assert each.take(numbers, 1).tolist() == numbers[:, positions].tolist()
+        assert each.whole_length(len(positions)) == length
+
+
+# ---- attention
+
+S, HEADS, D = 16, 4, 8
+# With 2 ranks chunks have 4 positions, with 4 ranks 2. Documents: one of length 1, of prime length and longer than a
+# chunk, and ends at edges of chunks; in the second sequence padding in front, over whole chunks, and at the end.
+DOCUMENTS = torch.tensor(
+    [[1, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 4, 5, 5, 5, 5], [0, 0, 7, 7, 7, 8, 0, 0, 0, 0, 0, 0, 9, 9, 9, 0]]
+)
+VIEWS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "both ways": {"causal": False},
+    "a window within a chunk": {"causal": True, "window": 2},
+    "a window of several chunks": {"causal": True, "window": 7},
+    "two on either side": {"causal": False, "window": 4},
+    "documents": {"causal": True, "documents": DOCUMENTS},
+    "documents both ways": {"causal": False, "documents": DOCUMENTS},
+    "documents, window": {"causal": True, "documents": DOCUMENTS, "window": 3},
+    "nothing but padding": {"causal": True, "documents": torch.zeros_like(DOCUMENTS)},
+}
+
+
+def seen(causal: bool, window: int | None = None, documents: Tensor | None = None) -> Tensor:
+    """Who sees whom, [b, s, s], by a loop."""
+    matrix = torch.zeros(2, S, S, dtype=torch.bool)
+    for b, i, j in ((b, i, j) for b in range(2) for i in range(S) for j in range(S)):
+        near = window is None or (i - j < window if causal else abs(i - j) <= window // 2)
+        same = documents is None or bool(documents[b, i] == documents[b, j] != 0)
+        matrix[b, i, j] = near and same and not (causal and j > i)
+    return matrix
+
+
+def drawn(groups: int, seed: int = 5) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the result, as the projections lay them out."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, S, count, D) for count in (HEADS, groups, groups, HEADS)]
+    return [torch.randn(shape, generator=generator).transpose(1, 2) for shape in shapes]
+
+
+def attended(
+    tensors: Sequence[Tensor], shards: SequenceShards, view: Visibility, slopes: Tensor | None
+) -> list[Tensor]:
+    """The result, and the gradients of queries, keys and values, for the whole sequence, on every rank."""
+    *operands, d_out = (shards.take(x, 2) for x in tensors)
+    for x in operands:
+        x.requires_grad_()
+    query, key, value = operands
+    out = context_attention(query, key, value, shards, view=view, slopes=slopes)
+    assert out.transpose(1, 2).is_contiguous()  # as the output projection reads it
+    found = [out.detach(), *torch.autograd.grad(out, operands, d_out)]
+    whole = []
+    for x in found:
+        pieces = torch.cat(list(all_gather(x.contiguous(), shards.group)), 2)
+        whole.append(pieces[:, :, torch.tensor(shards.order(S)).argsort()])
+    return whole
+
+
+Key = tuple[str, int, bool, ContextComm]  # the view's name, the number of groups, whether there is ALiBi
+
+
+def attend_on_ranks(rank: int, world_size: int, cases: Sequence[Key]) -> dict[Key, list[list[Tensor]]]:
+    """Each case, and the same where one position of each sequence is another."""
+    group, results = build_mesh(make_config((1, 1, 1), "", cp=world_size).parallel).sequence, {}
+    for name, groups, alibi, comm in cases:
+        slopes = torch.tensor(ops.alibi_slopes(HEADS)) if alibi else None
+        changed = drawn(groups)
+        for x, other in zip(changed[:3], drawn(groups, seed=6), strict=False):
+            x[:, :, PROBED] = 100.0 * other[:, :, PROBED]
+        view, shards = Visibility(**VIEWS[name]), SequenceShards(group, comm)
+        results[name, groups, alibi, comm] = [attended(x, shards, view, slopes) for x in (drawn(groups), changed)]
+    return results if rank == 0 else {}
+
+
+PROBED = 5  # in the middle of a document, and the only position of one
+ATTENTIONS: list[Key] = [
+    (name, groups, alibi, comm)
+    for comm in get_args(ContextComm)
+    for name, options in VIEWS.items()
+    for groups, alibi in ((2, False), (1, True))
+    if comm != "ring" or (options["causal"] and "documents" not in options)
+]
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_attention_is_the_loop_and_leaks_nothing(ranks: int) -> None:
+    cases: list[Key] = [*ATTENTIONS, *(("causal", 4, False, comm) for comm in get_args(ContextComm))]
+    results = run_distributed(attend_on_ranks, ranks, cases)[0]
+    for (name, groups, alibi, _), (found, changed) in results.items():
+        *ours, d_out = drawn(groups)
+        exact = [x.double().requires_grad_() for x in ours]
+        slopes = ops.alibi_slopes(HEADS) if alibi else None
+        expected = brute_force(*exact, **VIEWS[name], slopes=slopes)
+        wanted = torch.autograd.grad(expected, exact, d_out.double(), allow_unused=True)
+        torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=2e-6)
+        for gradient, want, x in zip(found[1:], wanted, exact, strict=True):
+            want = torch.zeros_like(x) if want is None else want
+            torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=1e-5)
+        for unaffected, before, after in zip(_unaffected(VIEWS[name]), found, changed, strict=True):
+            assert torch.equal(before.transpose(1, 2)[unaffected], after.transpose(1, 2)[unaffected]), name
+            assert not unaffected.all() or "padding" in name
+
+
+def _unaffected(view: Mapping[str, Any]) -> list[Tensor]:
+    """The positions [b, s] whose result, and gradients of query, key and value, do not depend on the probed one."""
+    sees = seen(**view)
+    result = sees[:, :, PROBED].clone()  # whose result reads the probed key and value
+    result[:, PROBED] |= sees[:, PROBED].any(1)  # and its query
+    # The gradient of a key sums over the queries that see it, and each of these terms reads all that the query sees.
+    keys = torch.einsum("bij,bi->bj", sees.float(), result.float()) > 0
+    return [~result, ~result, ~keys, ~keys]
+
+
+def test_the_loss_of_a_missing_mask_would_show() -> None:
+    """The probe finds a leak where there is one."""
+    causal, both = _unaffected(VIEWS["causal"]), _unaffected(VIEWS["both ways"])
+    assert causal[0].any() and not both[0].any()
+
+
+def attend_in_bf16(rank: int, world_size: int) -> list[list[Tensor]]:
+    """With each way of communication."""
+    group = build_mesh(make_config((1, 1, 1), "", cp=world_size).parallel).sequence
+    tensors, view = [x.bfloat16() for x in drawn(2)], Visibility(causal=True)
+    return [attended(tensors, SequenceShards(group, comm), view, None) for comm in get_args(ContextComm)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sixteen_bits_lose_no_more_than_on_one_process(ranks: int) -> None:
+    *tensors, d_out = (x.bfloat16() for x in drawn(2))
+    exact = [x.double().requires_grad_() for x in tensors]
+    expected = brute_force(*exact, causal=True)
+    wanted = [expected.detach(), *torch.autograd.grad(expected, exact, d_out.double())]
+    for x in tensors:
+        x.requires_grad_()
+    out = ops.attention(*tensors, causal=True)
+    alone = [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
+    for found in run_distributed(attend_in_bf16, ranks)[0]:
+        for ours, one, want in zip(found, alone, wanted, strict=True):
+            assert ours.dtype == torch.bfloat16
+            assert float((ours.double() - want).norm()) <= 1.2 * float((one.double() - want).norm())
+
+
+# ---- training
+
+LLAMA: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "activation": "swiglu",
+    "ffn_hidden_size": 48,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+WINDOWS: dict[str, Any] = LLAMA | {"window_size": 3, "num_query_groups": 2}
+BLOOM: dict[str, Any] = {"position_embedding_type": "alibi", "embedding_layernorm": True}
+QWEN: dict[str, Any] = LLAMA | {"num_query_groups": 1, "qk_layernorm": True}
+STRETCHED: dict[str, Any] = LLAMA | {
+    "num_query_groups": 2,
+    "rope_scaling": "dynamic",
+    "rope_scaling_factor": 2.0,
+    "rope_original_max_positions": 8,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA | {"num_query_groups": 2},
+    "windows": WINDOWS,
+    "bloom": BLOOM,
+    "qwen": QWEN,
+    "stretched": STRETCHED,
+}
+# With an epsilon above AdamW's a weight is a smooth function of its gradient, also where that is zero but for rounding
+# (of the key's bias).
+SHORT: dict[str, Any] = {"num_layers": 2, "train_iters": 3, "adam_eps": 1e-4}
+
+
+def train_cases(
+    rank: int, world_size: int, directory: str, cases: Sequence[tuple[Layout, dict[str, Any]]]
+) -> list[Outcome]:
+    """One run a case, one after the other on the same ranks."""
+    outcomes = []
+    for layout, changes in cases:
+        config = make_config(layout, directory, **changes)
+        outcomes.append(train_on(build_mesh(config.parallel), config))
+    return outcomes if rank == 0 else []
+
+
+def alone(changes: Mapping[str, Any], directory: str) -> Outcome:
+    """The same model on one process."""
+    kept = {name: value for name, value in changes.items() if name not in _OF_LAYOUT}
+    (outcome,) = train_cases(0, 1, directory, [((1, 1, 1), kept)])
+    return outcome
+
+
+_OF_LAYOUT = {
+    "cp", "sequence_parallel", "zero_stage", "schedule", "virtual_stages", "recompute", "loss_chunks", "compile",
+    "compile_backend", "offload_optimizer", "micro_batch_size", "overlap_grad_reduce", "cp_comm",
+}  # fmt: skip
+
+# In `make test` each way of communication with another model, dimension and ZeRO stage; in `make test-slow` many more.
+FEW: list[tuple[str, Layout, dict[str, Any]]] = [
+    ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
+    ("qwen", (2, 1, 1), {"cp": 2, "recompute": "full", "cp_comm": "ulysses"}),
+    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective", "cp_comm": "allgather"}),
+]
+MORE: list[tuple[str, Layout, dict[str, Any]]] = [
+    ("gpt2", (1, 1, 2), {"cp": 2, "zero_stage": 2, "cp_comm": "allgather"}),
+    ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
+    ("llama", (1, 1, 1), {"cp": 4, "optimizer": "sgd", "cp_comm": "ring"}),
+    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 1, "cp_comm": "ring"}),
+    ("llama", (1, 2, 1), {"cp": 2, "cp_comm": "ulysses", "schedule": "zero-bubble"}),
+    ("stretched", (1, 2, 1), {"cp": 2, "micro_batch_size": 1, "schedule": "gpipe"}),
+]
+
+
+def compare(cases: Sequence[tuple[str, Layout, dict[str, Any]]], directory: str) -> None:
+    """Train cases of one number of ranks, and each model alone."""
+    runs = [(layout, SHORT | MODELS[model] | changes) for model, layout, changes in cases]
+    (tp, pp, dp), changes = runs[0]
+    found = run_distributed(train_cases, tp * pp * dp * changes["cp"], directory, runs, timeout=300)[0]
+    for outcome, (_, changes) in zip(found, runs, strict=True):
+        expected = alone(changes, directory)
+        agree(outcome, expected)
+        for name, value in expected.final.items():
+            torch.testing.assert_close(outcome.final[name], value, rtol=1e-5, atol=2e-6, msg=f"{changes}: {name}")
+
+
+@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+def test_training_is_that_of_one_process(cases: list[tuple[str, Layout, dict[str, Any]]], tmp_path: Path) -> None:
+    compare(cases, str(tmp_path))
+
+
+def _combination(number: int) -> tuple[str, Layout, dict[str, Any]]:
+    """A random layout of 8 ranks with cp 2, 4 or 8."""
+    choose = random.Random(number)
+    cp = choose.choice([2, 2, 2, 4, 4, 8])
+    tp = choose.choice([t for t in (1, 2, 4) if 8 % (cp * t) == 0])
+    pp = choose.choice([p for p in (1, 2, 4) if 8 % (cp * tp * p) == 0])
+    layout = tp, pp, 8 // cp // tp // pp
+    schedule = choose.choice(["1f1b", "gpipe", "zero-bubble", *(["interleaved"] if pp > 1 else [])])
+    changes: dict[str, Any] = {
+        "cp": cp,
+        "cp_comm": choose.choice(get_args(ContextComm) if 4 // tp % cp == 0 else ["allgather", "ring"]),
+        "schedule": schedule,
+        "virtual_stages": 2 if schedule == "interleaved" else 1,
+        "num_layers": choose.choice([2 * pp, 2 * pp + 1]),
+        "zero_stage": choose.randrange(4),
+        "micro_batch_size": 1 if layout[2] == 4 else choose.choice([1, 2]),
+        "recompute": choose.choice(["none", "selective", "full", "light"]),
+        "loss_chunks": choose.choice([None, 3]),
+        "sequence_parallel": choose.choice([False, tp > 1 and cp * tp <= 8]),
+        "optimizer": choose.choice(["adamw", "sgd"]),
+        "train_iters": 5,
+    }
+    return choose.choice(list(MODELS)), layout, changes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 64, 8))
+def test_training_is_that_of_one_process_in_any_combination(first: int, tmp_path: Path) -> None:
+    compare([_combination(number) for number in range(first, first + 8)], str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_twenty_steps_are_those_of_one_process(model: str, cp: int, tmp_path: Path) -> None:
+    changes = {"cp": cp, "train_iters": 20}
+    compare([(model, (1, 1, 1), changes | {"cp_comm": comm}) for comm in get_args(ContextComm)], str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "windows"])
+def test_compiled_blocks_train_alike(model: str, tmp_path: Path) -> None:
+    compiled = {"compile": True, "compile_backend": "aot-eager", "cp": 2}
+    compare([(model, (2, 1, 1), compiled | {"cp_comm": comm}) for comm in get_args(ContextComm)], str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_train_alike(precision: str, tmp_path: Path) -> None:
+    """Losses within what one process loses against fp32."""
+    changes = SHORT | {"precision": precision, "cp": 2, "zero_stage": 1}
+    cases = [((1, 1, 2), changes | {"cp_comm": comm}) for comm in get_args(ContextComm)]
+    exact = alone(SHORT, str(tmp_path))
+    for found in run_distributed(train_cases, 4, str(tmp_path), cases, timeout=180)[0]:
+        assert found.losses == pytest.approx(exact.losses, rel=2e-2)
+        assert found.norms == pytest.approx(exact.norms, rel=5e-2)
+
+
+# ---- checkpoints and evaluation
+
+
+def save_and_load(rank: int, world_size: int, directory: str) -> tuple[Outcome, float, dict[str, Tensor]]:
+    """Train on cp 2 and save; the mean loss of an evaluation; and what dp 2 loads."""
+    config = make_config((1, 1, 1), directory, cp=2, zero_stage=1, **SHORT)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    outcome, evaluated = outcome_of(trainer), evaluation(trainer)
+    trainer.save()
+    config = make_config((1, 1, 2), f"{directory}/again", zero_stage=3, load=directory, **SHORT)
+    loaded = make_trainer(config, build_mesh(config.parallel))
+    return outcome, evaluated, gather(loaded, loaded.mesh, lambda owned: owned.master)
+
+
+def evaluation(trainer: Trainer) -> float:
+    assert trainer.valid_batches is not None
+    return float(trainer.train_steps.evaluate(itertools.islice(trainer.valid_batches, 2)).means)
+
+
+def test_a_checkpoint_is_loaded_on_any_layout_and_evaluates_alike(tmp_path: Path) -> None:
+    outcome, evaluated, again = run_distributed(save_and_load, 2, str(tmp_path))[0]
+    config = make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **SHORT)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    one = gather(trainer, trainer.mesh, lambda owned: owned.master)
+    for name, value in outcome.final.items():
+        assert torch.equal(one[name], value) and torch.equal(again[name], value), name
+    assert evaluation(trainer) == pytest.approx(evaluated, rel=1e-6)

@@ -1,0 +1,74 @@
+"""The flags of context parallelism: what they mean, and what is refused with them, all at once and with a way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from megacore.config import Config
+from megacore.config.bert import BertConfig
+from megacore.config.cli import parse_config
+from tests.unit.refusals import GOOD, Refuse, alone, parse, problems, refuse
+
+__all__ = ["alone", "refuse"]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of eight processes."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_the_degree_counts_and_has_megatrons_name() -> None:
+    for flag in ("--cp", "--context-parallel-size"):
+        config = parse(*GOOD, flag, "2", "--tp", "2", "--seq-length", "32", "--global-batch-size", "8")
+        assert config.parallel.degrees == {"pp": 1, "dp": 2, "cp": 2, "tp": 2}
+        assert (config.microbatches, config.rank_positions) == (4, 16)
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--cp 4 --seq-length 1028", "--cp 4 needs a multiple of 8 as --seq-length, not 1028"),
+        ("--cp 4 --seq-length 1028", "use --seq-length 1024 or 1032, or --cp 1 or 2"),
+        ("--cp 2 --seq-length 33", "not 33: use --seq-length 32 or 36, or --cp 1"),
+        (
+            "--cp 2 --tp 4 --sequence-parallel --seq-length 1028",
+            "--cp 2 with --sequence-parallel over --tp 4 needs a multiple of 8 as --seq-length",
+        ),
+        ("--cp 2 --attention-dropout 0.1", "--attention-dropout 0.1 is not possible with --cp 2"),
+        ("--cp 2 --attention fused-softmax", "use --attention sdpa, or --cp 1"),
+        ("--cp 2 --reproducible", "--reproducible is not possible with --cp 2"),
+        (
+            "--cp 8 --cp-comm ulysses --num-attention-heads 12",
+            "divides the 12 query heads and 12 key heads of a tp rank",
+        ),
+        ("--cp-comm allgather", "--cp-comm allgather has no effect with --cp 1"),
+        ("--cp 3", "--cp 3 x --pp 1 = 3 must divide the number of processes, but the run has 8 processes"),
+        ("--cp 0", "--cp 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(flags: str, expected: str, refuse: Refuse) -> None:
+    found = problems(refuse(*GOOD, *flags.split()))
+    assert any(expected in problem for problem in found), found
+
+
+@pytest.mark.usefixtures("ranks")
+def test_every_problem_is_named_at_once(refuse: Refuse) -> None:
+    flags = "--cp 2 --seq-length 33 --attention-dropout 0.1 --attention fused-softmax --reproducible"
+    assert len(problems(refuse(*GOOD, *flags.split()))) == 4
+
+
+def test_degrees_of_one_are_not_named_where_there_are_none(refuse: Refuse) -> None:
+    (problem,) = problems(refuse(*GOOD, "--tp", "2"))
+    assert "cp" not in problem
+
+
+@pytest.mark.usefixtures("ranks")
+def test_bert_refuses_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config([*GOOD, "--cp", "2"], prog="pretrain_bert.py", description="", kind=BertConfig)
+    assert "--cp 2 is for pretrain_gpt.py" in capfd.readouterr().err
+    assert "cp" not in Config.unsupported
