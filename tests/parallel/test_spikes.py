@@ -128,7 +128,8 @@ def _resume_elsewhere(layout: Layout, directory: Path, expected: Losses, changes
     """A run that is started again after the rollback, on another layout, before it has saved again."""
     tp, pp, dp = layout
     again, newest = Losses(), directory / "run" / f"step_{LAST_SAVED:08d}.2"
-    guard, options = SpikeConfig(on_spike="rollback", **GUARD), {**changes, "zero_stage": 1, "load": str(newest)}
+    guard = SpikeConfig(on_spike="rollback", spike_skip_batches=1, **GUARD)
+    options = {**changes, "zero_stage": 1, "load": str(newest)}
     run = trainer_on(None, (pp, tp, dp), directory / "again", Text(POISON), again, guard, **options)
     run.run()
     assert again.skipped == []
