@@ -80,9 +80,6 @@ class RankMemory:
         passing: bytes that exist for a moment of backward, as an estimate: gradients of weights before they are added
             up, gradients of activations, buckets that are being reduced.
         reducing: on ZeRO's stages 2 and 3 the rank's shard of the bucket that is being reduced.
-        received: bytes that a rank of ZeRO-1 holds in the last backward, beside the buffer of gradients: its shard of
-            every reduced bucket, which the step copies into the buffer, what backward still needs and the last
-            gradient.
         overhead: of the process, certain and expected.
     """
 
@@ -99,7 +96,6 @@ class RankMemory:
     completing: float
     passing: float
     reducing: float
-    received: float
     overhead: tuple[float, float]
 
     @property
@@ -111,10 +107,8 @@ class RankMemory:
     @property
     def expected_tensors(self) -> float:
         """Bytes of tensors that the rank is expected to hold at its peak, in the memory in which it computes: those
-        that are certain, in backward `passing` and `reducing` as well, and in the last backward `received`."""
-        last_backward = self._computing_state - self.late + self.received
-        backward = self._backward + self.passing + self.reducing
-        return max(self.building, self._computing_state, backward, last_backward)
+        that are certain, and in backward `passing` and `reducing` as well."""
+        return max(self.building, self._computing_state, self._backward + self.passing + self.reducing)
 
     @property
     def gradients_apart(self) -> bool:
@@ -287,7 +281,6 @@ def _rank_memory(
         completing=certain[1],
         passing=backward.passing + max(waits, 0.0),
         reducing=backward.reducing,
-        received=backward.received + shared if backward.received else 0.0,
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
     )
 
@@ -502,7 +495,6 @@ class _Backward(NamedTuple):
 
     passing: float
     reducing: float
-    received: float
 
 
 def _passing(
@@ -518,7 +510,6 @@ def _passing(
 
     Activations of the layers that backward has passed are freed. Besides what `_beside` counts, ZeRO adds:
 
-    - stage 1: in the last backward the shards of all that is reduced, which wait for the step;
     - stage 2: a bucket that is reduced and one that is filled, each of its limit and the parameter that exceeds it;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all.
 
@@ -534,24 +525,19 @@ def _passing(
     replicas, splits = ranks_of_role("replicas", config.parallel), config.parallel.may_split_backward
     stage = config.parallel.zero_stage if replicas > 1 else 0
     table, sizes_by_chunk = _shared_table(chunks), _held_by_layer(chunks)
-    found, received = [(0.0, 0.0)], 0.0
+    found = [(0.0, 0.0)]
     beside: dict[int, float] = {}  # blocks that are alike are one object
-    for place, (chunk, sizes) in enumerate(zip(chunks, sizes_by_chunk, strict=True)):
+    for chunk, sizes in zip(chunks, sizes_by_chunk, strict=True):
         limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), replicas)
         kept = _kept_by_layer(chunk, config, on_cpu=on_cpu)
         waiting = _kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
-        left, freed, reduced = sum(kept), 0.0, sum(map(sum, sizes_by_chunk)) - sum(sizes)
-        later_size, later_bucket = 0, limit
+        freed, later_size, later_bucket = 0.0, 0, limit
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
             if (key := id(layer.block or layer)) not in beside:
                 beside[key] = _beside(config, layer, table, head=head, again=again, on_cpu=on_cpu)
             matrix = min(_largest_gradient(config, layer), size)  # a shared table is in its first layer's bucket
             moment, reducing, bucket = beside[key], 0.0, limit + term * matrix
-            if stage == 1 and place == 0:
-                before = left + term * reduced / replicas
-                after = left - kept[number] + term * (reduced + size - matrix) / replicas
-                received = max(received, moment + before, moment + after)
             if stage == 2:
                 if layer.block is not None:
                     later_bucket = max(later_bucket, bucket)  # of the same block
@@ -562,10 +548,10 @@ def _passing(
                 reducing = term * later_size / replicas
                 moment += e * gathered + term * (size + later_size)
             found.append((moment - freed - working, reducing))
-            left, freed = left - kept[number], freed + kept[number] + waiting[number]
-            reduced, later_size, later_bucket = reduced + size, size, bucket
+            freed += kept[number] + waiting[number]
+            later_size, later_bucket = size, bucket
     passing, reducing = max(found, key=sum)
-    return _Backward(passing, reducing, received)
+    return _Backward(passing, reducing)
 
 
 def _beside(
