@@ -41,8 +41,8 @@ class SilentCorruption(TrainingStopped):
 
 
 class TrainingDiverged(TrainingStopped):
-    """Training must end, and would diverge again if it were resumed from its last checkpoint as it is; exit status
-    4."""
+    """Training must end, and would probably diverge again if it were resumed from its last checkpoint as it is; exit
+    status 4."""
 
 
 class OutputClosed(Exception):

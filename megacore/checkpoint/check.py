@@ -27,7 +27,7 @@ S = TypeVar("S", bound=Section)
 # The content of files is compared with the manifest at the start up to this many bytes; the rest as it is read.
 _READ_BYTES = 1 << 30
 # The settings whose change is no news: where results go, what is reported, when the run saves and ends.
-_UNREPORTED = frozenset(("checkpoint", "logging", "watch", "spikes"))
+_UNREPORTED = frozenset(("checkpoint", "logging", "watch"))
 # Settings of the training itself that a run without their flags takes from its version, preset, device or length.
 _CONTINUED = (
     *("hidden_dropout", "attention_dropout", "precision"),

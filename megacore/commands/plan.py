@@ -72,7 +72,18 @@ class _Parser(ToolParser):
     def parse_args(self, argv: Any = None, namespace: Any = None) -> Any:
         known, rest = self.parse_known_args(argv, namespace)
         known.flags, known.problems = rest, self._problems
+        _give_back_value(known, list(sys.argv[1:] if argv is None else argv))
         return known
+
+
+def _give_back_value(known: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Without an entry point argparse takes for it the first value of a flag of the trainer: return it to the flag."""
+    if known.entry is None or known.entry in ENTRIES or known.entry.endswith(".py"):
+        return
+    flag = next((before for before, word in itertools.pairwise(argv) if word == known.entry), None)
+    if flag is not None and flag.startswith("--") and flag in known.flags:
+        known.flags.insert(known.flags.index(flag) + 1, known.entry)
+        known.entry = None
 
 
 def plan_tool(argv: Sequence[str] | None = None) -> int:

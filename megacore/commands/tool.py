@@ -67,7 +67,9 @@ def run_tool(parser: ToolParser, argv: Sequence[str] | None, action: Callable[[a
     except KeyboardInterrupt:
         return _say(parser, "interrupted; nothing was written", EXIT_INTERRUPTED)
     except BrokenProcessPool:
-        return _say(parser, "a worker process died, perhaps for lack of memory: use fewer --workers", EXIT_FAILED)
+        # None of a parser without the flag.
+        way_out = "fewer --workers" if parser.get_default("workers") is not None else "a machine with more free memory"
+        return _say(parser, f"a worker process died, perhaps for lack of memory: use {way_out}", EXIT_FAILED)
     except BrokenPipeError:  # dead workers are a BrokenProcessPool
         output_is_closed()
         return EXIT_OUTPUT_CLOSED

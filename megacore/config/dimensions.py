@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 Divides = Literal["stages", "samples", "tokens", "matrices", "nothing"]
@@ -63,7 +62,12 @@ def ranks_of_role(role: str, parallel: Any, dimensions: Sequence[Dimension] = DI
         parallel: the resolved section of the configuration with the degrees.
         dimensions: the table.
     """
-    return size_of_role(role, degrees_of(partial(getattr, parallel), dimensions), dimensions)
+    divided = ROLES[role]  # a loop over what counts, as the planner asks millions of times
+    size = 1
+    for d in dimensions:
+        if d.divides in divided:
+            size *= d.degree if isinstance(d.degree, int) else getattr(parallel, d.degree)
+    return size
 
 
 def size_of_role(role: str, degrees: Mapping[str, int], dimensions: Sequence[Dimension] = DIMENSIONS) -> int:

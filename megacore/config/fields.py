@@ -233,8 +233,10 @@ def _value_problem(info: FieldInfo, value: Any) -> str | None:
     if value is None:
         return None if info.optional else f"{info.flag} is missing and has no default: use {info.flag} {info.metavar}"
     if info.choices:
+        if value in info.choices:
+            return None
         near = did_you_mean(str(value), info.choices)
-        return None if value in info.choices else f"{info.flag} {value} is not known: use {one_of(info.choices)}{near}"
+        return f"{info.flag} {value} is not known: use {one_of(info.choices)}{near}"
     if info.kind in (str, tuple):
         return _text_problem(info, (value,) if info.kind is str else value)
     if info.kind in (int, float):

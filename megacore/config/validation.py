@@ -414,4 +414,4 @@ def _vocabulary(config: Config, world_size: int) -> Iterator[str]:
 
 def _start(*counts: int) -> str:
     noun = "process" if counts == (1,) else "processes"
-    return f"start {one_of(counts)} {noun} (torchrun --nproc-per-node)"
+    return f"start {one_of(counts)} {noun} (torchrun --nproc-per-node; for a plan --world-size)"

@@ -3,8 +3,10 @@
 With the exponential moving mean m and variance v of the global gradient norm g, whose z-score is z = (g - m) / sqrt(v):
 where z is above its threshold T, gradients are clipped to the norm m + T^2 sqrt(v) / z, which falls from m + T sqrt(v)
 towards m as the norm grows. Then m and v take in the norm after this clipping, so that a spike hardly moves them:
-m = a m + (1 - a) g, and after that v = a v + (1 - a) (g - m)^2. During the warm-up norms are only collected; their mean
-and variance are the first m and v. The fixed limit of --clip-grad holds too, in the warm-up as well.
+m = a m + (1 - a) g, and after that v = a v + (1 - a) (g - m)^2. As in the spike guard, the deviation sqrt(v) counts as
+a tenth of m at least: with v = 0 no norm above m would ever pass, and m would stay where it is. During the warm-up
+norms are only collected; their mean and variance are the first m and v. The fixed limit of --clip-grad holds too, in
+the warm-up as well.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 from megacore.config import OptimizerConfig
 
 _EPSILON = 1e-6  # added to the standard deviation
+_LEAST_DEVIATION = 0.1  # of the mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,8 @@ class AdaptiveClip:
         infinite = torch.full_like(norm, math.inf)
         if self._moments is None:
             return infinite
-        mean, deviation = self._moments.mean, math.sqrt(self._moments.variance)
+        mean = self._moments.mean
+        deviation = max(math.sqrt(self._moments.variance), _LEAST_DEVIATION * mean)
         z = (norm - mean) / (deviation + _EPSILON)
         return torch.where(z > self._threshold, mean + self._threshold**2 * deviation / z, infinite)
 

@@ -5,9 +5,10 @@ For the launch, for saves, and after a step in which something was not finite: i
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch import Tensor
 from megacore.optim.optimizer import Optimizer
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
-from megacore.zero.data_parallel import DataParallel
+from megacore.parallel.sharding import Slices
+from megacore.zero.data_parallel import DataParallel, LocalSegment
 
 WEIGHT = "weight"
 ROUNDED = "rounded weight"
@@ -61,8 +63,8 @@ def non_finite_state(data_parallel: DataParallel, optimizer: Optimizer[Any], mes
     known = list(_state(data_parallel, optimizer))
     counts = _counts([tensor for _, _, tensor in known])
     bad: dict[tuple[str, str], list[int]] = {}  # of one tensor the segments add up
-    for (kind, name, tensor), count in zip(known, counts, strict=True):
-        total = bad.setdefault((kind, name), [0, 0])
+    for (kind, local, tensor), count in zip(known, counts, strict=True):
+        total = bad.setdefault((kind, local.spec.name), [0, 0])
         total[0] += count
         total[1] += tensor.numel()
     entries = []
@@ -74,6 +76,42 @@ def non_finite_state(data_parallel: DataParallel, optimizer: Optimizer[Any], mes
     return sorted(each for of_rank in all_gather_objects(entries, mesh.world) for each in of_rank)
 
 
+class Copies(NamedTuple):
+    """Where a tensor is that is not finite on one rank.
+
+    Attributes:
+        host: of that rank.
+        finite: other ranks, which hold the same part of it in numbers that are finite.
+    """
+
+    host: str
+    finite: tuple[int, ...]
+
+
+@torch.no_grad()
+def copies_of(entry: NonFinite, data_parallel: DataParallel, optimizer: Optimizer[Any], mesh: Mesh) -> Copies:
+    """The finite copies of a tensor that is not finite on a rank; all ranks call this together.
+
+    The update of a step is the same on all copies. If only some are not finite, one was changed by something else.
+
+    Args:
+        entry: of `non_finite_state`.
+        data_parallel: holds the weights.
+        optimizer: holds the moments.
+        mesh: this rank's groups.
+    """
+    own: dict[tuple[Slices, int, int], bool] = {}  # part of the global parameter -> whether it is finite
+    for kind, local, tensor in _state(data_parallel, optimizer):
+        if (kind, local.spec.name) == (entry.kind, entry.name):
+            start = local.segment.start
+            own[local.spec.slices, start, start + tensor.numel()] = bool(tensor.isfinite().all())
+    everyone = all_gather_objects((socket.gethostname(), own), mesh.world)
+    host, there = everyone[entry.rank]
+    bad = [part for part, is_finite in there.items() if not is_finite]
+    finite = (rank for rank, (_, parts) in enumerate(everyone) if any(parts.get(part, False) for part in bad))
+    return Copies(host, tuple(finite))
+
+
 def describe_non_finite(entries: Sequence[NonFinite]) -> str:
     """The first of them in forward order, and how many follow; there is one at least."""
     first = entries[0]
@@ -83,17 +121,16 @@ def describe_non_finite(entries: Sequence[NonFinite]) -> str:
     return f"{first}{also}" + (f"; {names} more parameters" if names else "")
 
 
-def _state(data_parallel: DataParallel, optimizer: Optimizer[Any]) -> Iterator[tuple[str, str, Tensor]]:
-    """Kind, parameter's name and values of everything that this rank updates."""
+def _state(data_parallel: DataParallel, optimizer: Optimizer[Any]) -> Iterator[tuple[str, LocalSegment, Tensor]]:
+    """Kind, segment of a parameter, and values of everything that this rank updates."""
     for local in data_parallel.segments:
-        name = local.spec.name
-        yield WEIGHT, name, local.master
+        yield WEIGHT, local, local.master
         parameters = local.bucket.part_of_parameters(0, 1)
         if parameters.dtype != torch.float32:
-            yield ROUNDED, name, parameters[local.segment.shard_slice]
+            yield ROUNDED, local, parameters[local.segment.shard_slice]
         for kind in optimizer.state[local.run]:
             if kind != "step" and (values := local.state(optimizer, kind)) is not None:
-                yield kind, name, values
+                yield kind, local, values
 
 
 def _counts(tensors: Sequence[Tensor]) -> list[int]:

@@ -24,7 +24,7 @@ from megacore.config import ResolvedConfig, ResolvedPrecision
 from megacore.config.messages import counted
 from megacore.errors import TrainingDiverged, TrainingStopped
 from megacore.optim.adaptive_clip import AdaptiveClip
-from megacore.optim.nonfinite import NonFinite, non_finite_state
+from megacore.optim.nonfinite import Copies, NonFinite, copies_of, non_finite_state
 from megacore.optim.offload import host_cores, step_on_host
 from megacore.optim.optimizers import build_optimizer
 from megacore.optim.spikes import SpikeGuard
@@ -317,6 +317,10 @@ class WeightUpdate:
     def non_finite_state(self) -> list[NonFinite]:
         """Weights and moments that are not finite, of all ranks, which call this together."""
         return non_finite_state(self.data_parallel, self.optimizer, self.mesh)
+
+    def copies_of(self, entry: NonFinite) -> Copies:
+        """The copies of a weight or moment that is not finite on a rank; all ranks call this together."""
+        return copies_of(entry, self.data_parallel, self.optimizer, self.mesh)
 
     def non_finite_gradient(self) -> Culprit | None:
         """The gradient that was not finite first in the backward that has just been computed; of all ranks, which call

@@ -8,8 +8,10 @@ first stage too (BLOOM's 70 blocks on 12 stages come out as 5, ten times 6, 5).
 from __future__ import annotations
 
 import functools
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from megacore.config import ResolvedConfig
@@ -24,12 +26,18 @@ class LayerCost(TimedLayer, Protocol):
     def is_block(self) -> bool: ...
 
 
+def layer_kind(layer: LayerCost) -> tuple[int | str, int]:
+    """Equal for layers that compute and hold the same, as most blocks of a model do; the layers are kept alive by the
+    caller."""
+    return id(layer.block) if layer.block is not None else layer.name, layer.parameters
+
+
 def layer_costs(layers: Sequence[LayerCost], config: ResolvedConfig) -> list[float]:
     """What `--pipeline-balance` counts of each layer."""
     balance = config.parallel.pipeline_balance
     if balance == "time":
-        seconds: dict[tuple[int | str, int], float] = {}  # of each kind of layer: blocks are alike
-        keys = [(id(layer.block) if layer.block else layer.name, layer.parameters) for layer in layers]
+        seconds: dict[tuple[int | str, int], float] = {}
+        keys = [layer_kind(layer) for layer in layers]
         for key, layer in zip(keys, layers, strict=True):
             if key not in seconds:
                 seconds[key] = layer_seconds(config, layer)
@@ -68,14 +76,19 @@ def partition(layers: Sequence[LayerCost], stages: int, costs: Sequence[float]) 
 @functools.lru_cache(maxsize=256)  # the planner asks for the same stages with other batches and precisions
 def _partition(layer_costs: tuple[float, ...], is_block: tuple[bool, ...], stages: int) -> tuple[range, ...]:
     cost, held = [0, *accumulate(layer_costs)], [0, *accumulate(map(int, is_block))]
+    most = _some_largest_cost(cost, is_block, stages)
     # best[k][j]: (largest cost, sum of squares, start of the last stage) of layers [0, j) on k stages
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0, 0, 0)}]
-    for _ in range(stages):
+    for after in reversed(range(stages)):
         row: dict[int, tuple[float, float, int]] = {}
-        for end in range(1, len(layer_costs) + 1):
+        # The stages after this one need a block each, and hold no more than all of them may; and so did those before.
+        share = most * (1 + 1e-9)
+        least = max(bisect_left(held, stages - after), bisect_left(cost, cost[-1] - after * share))
+        past = min(bisect_right(held, held[-1] - after), bisect_right(cost, (stages - after) * share))
+        for end in range(least, past):
             for start in range(end - 1, -1, -1):
                 part = cost[end] - cost[start]
-                if end in row and part > row[end][0]:
+                if part > most or (end in row and part > row[end][0]):
                     break  # the stage only grows
                 if start in best[-1] and held[end] > held[start]:
                     largest, squares, _ = best[-1][start]
@@ -88,3 +101,35 @@ def _partition(layer_costs: tuple[float, ...], is_block: tuple[bool, ...], stage
         ranges.append(range(start, end))
         end = start
     return tuple(ranges[::-1])
+
+
+def _some_largest_cost(cost: Sequence[float], is_block: Sequence[bool], stages: int) -> float:
+    """The largest cost of a stage in some partition, close to the smallest: what costs more is in no best partition.
+
+    Stages are filled one after the other up to a limit, and the limit is bisected. Where fewer stages than asked for
+    suffice, more of them cost no more each.
+
+    Args:
+        cost: of the layers before each layer, and of all.
+        is_block: of each layer.
+        stages: number of stages.
+    """
+    blocks = [i for i, block in enumerate(is_block) if block]
+    cuts = [0, *blocks[1:], len(is_block)]  # so that each stage between two of them holds a block
+
+    def largest(limit: float) -> float:
+        """Of stages up to a limit; infinite where there are too many."""
+        first, found, count = 0, 0.0, 1
+        for last, after in pairwise(cuts):
+            if cost[after] - cost[first] > limit and last > first:
+                first, count = last, count + 1
+            found = max(found, cost[after] - cost[first])
+        return found if count <= stages else math.inf
+
+    low, high = cost[-1] / stages, cost[-1] - cost[0]
+    for _ in range(12):
+        if (found := largest(middle := (low + high) / 2)) <= high:
+            high = found
+        else:
+            low = middle
+    return high

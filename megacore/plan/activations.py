@@ -84,6 +84,27 @@ def kept_by_operator(
     }
 
 
+def activation_gradient_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
+    """Gradients of activations in the backward of a block, when they take most beside what the block keeps: of the
+    output and the input of `down`, when the block has freed nothing; or in attention of its weights, as far as these
+    are kept, and what a block of queries needs."""
+    tokens, e = _tokens(config), _element(config)
+    gathered = e * tokens * block.hidden_size if config.parallel.sequence_parallel else 0.0
+    mlp = residual_bytes(config) + gathered + e * tokens * block.inner_size / _layer_ranks(config)
+    attention = attention_core_bytes(config, block, on_cpu=on_cpu)
+    return max(mlp, attention + attention_passing_bytes(config, block, on_cpu=on_cpu))
+
+
+def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
+    """What a split backward keeps of a block for the gradients of its weights: the gradients of the outputs of all
+    operators with weights, the two norms included."""
+    split = (block.num_attention_heads + 2 * block.query_groups) * block.head_size  # of qkv
+    split += block.inner_size * (2 if block.gated else 1)  # of gate and up
+    norms = 1 if block.parallel_residual else 2
+    whole = _element(config) * _tokens(config)
+    return whole * (split / _layer_ranks(config) + 2 * block.hidden_size) + norms * residual_bytes(config)
+
+
 def attention_core_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
     """What `--recompute selective` drops of a block, and what exists once more while the block is recomputed."""
     whole = _attention_bytes(config, block, on_cpu=on_cpu, recompute="none")
@@ -220,6 +241,13 @@ def head_bytes(config: ResolvedConfig) -> float:
     chunks = loss_chunks(config)
     summed = 4.0 * _tokens(config) * config.model.hidden_size if chunks > 1 else 0.0
     return logits_bytes(config) / chunks + 2 * residual_bytes(config) + summed
+
+
+def head_kept_bytes(config: ResolvedConfig) -> float:
+    """What the head keeps of a microbatch until its backward: its input, the norm's output and the logits, unless they
+    are computed in chunks."""
+    logits = logits_bytes(config) if loss_chunks(config) == 1 else 0.0
+    return logits + 2 * residual_bytes(config)
 
 
 def _has_documents(config: ResolvedConfig) -> bool:

@@ -45,6 +45,13 @@ def block_parameters(config: ResolvedModel, tp: int | None = None) -> int:
     return (weights + split_biases) // t + whole_biases + head_norms + 2 * norm_parameters(config)
 
 
+def largest_product(config: ResolvedModel, tp: int) -> int:
+    """Weights of a block whose gradients one operator gives, on one of `tp` ranks: gate and up are one product."""
+    query, keys = config.num_attention_heads * config.head_size, 2 * config.query_groups * config.head_size
+    widths = (query + keys, query, config.inner_size * (2 if config.gated else 1))
+    return config.hidden_size * max(widths) // tp
+
+
 def head_parameters(config: ResolvedModel, tp: int | None = None) -> int:
     """Final norm and output layer, which a tied model shares with the embedding. `tp` as for `embedding_parameters`."""
     return vocabulary_rows(config, tp) * config.hidden_size + norm_parameters(config)

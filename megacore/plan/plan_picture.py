@@ -21,6 +21,7 @@ from megacore.plan.step_time import pipeline_costs, speed_of, timeline
 
 _GREY, _INK, _USED, _KEPT, _LIMIT, _DOT = "#6b7280", "#1f2430", "#2f66b0", "#9db7d9", "#c2410c", "#b8bfca"
 _LEFT, _TOP, _WIDTH = 66.0, 14.0, 1000.0
+_LETTER = 5.8  # width of a letter of the list under the picture of a search, at most
 _MOST_ROUNDS = 2  # microbatches per rank that are drawn
 
 
@@ -177,18 +178,28 @@ def frontier_picture(found: Found) -> Drawing:
         (x1, y1), (x2, y2) = ends
         marks.append(Line(x1=x1, y1=y1, x2=x1, y2=y2, color=_LIMIT))
         marks.append(Line(x1=x1, y1=y2, x2=x2, y2=y2, color=_LIMIT))
+    numbers: list[tuple[float, float]] = []
     for number, layout in enumerate(marked[:12], start=1):
         x, y = x_of(layout.memory_bytes), y_of(layout.seconds)
         marks.append(Box(x=x - 4, y=y - 4, width=8, height=8, fill=_LIMIT, note=layout.flags))
-        marks.append(Words(x=x + 7, y=y - 8, text=str(number), size=11, color=_LIMIT))
+        numbers.append(_free_spot(x, y, numbers))
+        marks.append(Words(x=numbers[-1][0], y=numbers[-1][1], text=str(number), size=11, color=_LIMIT))
     _axes(drawing, (left, top, width, height), most=most, times=_ticks(fastest), y_of=y_of)
     y = top + height + 52
     for number, layout in enumerate(marked[:12], start=1):
         text = f"{number}. {layout.seconds:.4g} s, {layout.memory_bytes / GIB:.1f} GiB: {layout.flags}"
         marks.append(Words(x=left, y=y, text=text, size=11.5))
+        drawing.width = max(drawing.width, left + _LETTER * len(text) + 30)
         y += 18
     drawing.height = y + 8
     return drawing
+
+
+def _free_spot(x: float, y: float, taken: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Where a number beside a point covers none of the others: above or below it, further off if it must be."""
+    spots = [(x + 7, y + sign * far) for far in (8, 20, 32) for sign in (-1, 1)]
+    free = (spot for spot in spots if all(abs(spot[0] - a) > 15 or abs(spot[1] - b) > 11 for a, b in taken))
+    return next(free, spots[0])
 
 
 def _ticks(fastest: float) -> list[float]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config import ResolvedConfig, validate
 from megacore.plan.cluster import Cluster
-from megacore.plan.memory import GIB, plan_memory, state_bytes, whole_parameters
+from megacore.plan.memory import GIB, fullest_rank, state_bytes, whole_parameters
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.step_time import step_time
 
@@ -90,7 +91,7 @@ class Found:
     Attributes:
         layouts: that fit, the fastest first; the first ones are simulated.
         tried: valid layouts.
-        least_memory: of all of them, bytes, at least; None: none is valid.
+        least_memory: of all of them, bytes, at least; None: some fit, or none is valid.
         capacity: bytes that a rank may take.
         cluster: that computes.
         wall_seconds: that the search took.
@@ -124,7 +125,8 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
     start = time.perf_counter()
     capacity = make_capacity(config, cluster, constraints)
     fitting: list[Layout] = []
-    tried, least = 0, None
+    too_large: list[ResolvedConfig] = []
+    tried, least = 0, math.inf
     outlines: dict[int, list[LayerOutline]] = {}
     is_valid = _Validity(constraints.world_size)
     for candidate in _candidates(config, cluster, constraints):
@@ -140,20 +142,24 @@ def search(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -
             state_bytes(whole_parameters(candidate, layers) // (tp * candidate.parallel.pp), candidate).values()
         )
         if state > capacity and not candidate.parallel.offload_optimizer:
-            least = state if least is None else min(least, state)
+            least = min(least, state)
             continue
-        needed = max(rank.expected for rank in plan_memory(candidate, layers, on_cpu=cluster.on_cpu))
-        least = needed if least is None else min(least, needed)
-        if needed <= capacity:
+        needed = fullest_rank(candidate, layers, on_cpu=cluster.on_cpu, limit=capacity).expected
+        if needed > capacity:
+            too_large.append(candidate)
+        else:
             seconds = step_time(candidate, layers, cluster, simulated=False).seconds
             fitting.append(Layout(config=candidate, memory_bytes=needed, seconds=seconds))
+    if not fitting:  # how much is missing?
+        needs = (fullest_rank(one, outlines[one.parallel.tp], on_cpu=cluster.on_cpu).expected for one in too_large)
+        least = min([least, *needs])
     fitting.sort(key=lambda layout: layout.seconds)
     best = [_simulated(layout, cluster) for layout in fitting[:_SIMULATED]]
     best.sort(key=lambda layout: layout.seconds)
     return Found(
         layouts=[*best, *fitting[_SIMULATED:]],
         tried=tried,
-        least_memory=least,
+        least_memory=least if tried and not fitting else None,
         capacity=capacity,
         cluster=cluster,
         wall_seconds=time.perf_counter() - start,
@@ -171,17 +177,20 @@ class _Validity:
     def __call__(self, config: ResolvedConfig) -> bool:
         parallel, training = config.parallel, config.training
         shape = (parallel.tp, parallel.pp, parallel.schedule, parallel.virtual_stages, training.micro_batch_size)
-        plain = dataclasses.replace(
-            config,
-            parallel=dataclasses.replace(parallel, zero_stage=0),
-            training=dataclasses.replace(training, recompute="none", recompute_num_layers=None),
-        )
         savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
-        return self._is_valid((*shape, parallel.sequence_parallel), plain) and self._is_valid(savings, config)
 
-    def _is_valid(self, key: tuple[object, ...], config: ResolvedConfig) -> bool:
+        def plain() -> ResolvedConfig:
+            return dataclasses.replace(
+                config,
+                parallel=dataclasses.replace(parallel, zero_stage=0),
+                training=dataclasses.replace(training, recompute="none", recompute_num_layers=None),
+            )
+
+        return self._is_valid((*shape, parallel.sequence_parallel), plain) and self._is_valid(savings, lambda: config)
+
+    def _is_valid(self, key: tuple[object, ...], config: Callable[[], ResolvedConfig]) -> bool:
         if key not in self._known:
-            self._known[key] = not validate(config, self._world_size)
+            self._known[key] = not validate(config(), self._world_size)
         return self._known[key]
 
 

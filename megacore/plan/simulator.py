@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megacore.pipeline.schedule import (
     Action,
@@ -118,12 +119,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises:
         ScheduleError: a rank would wait for ever, or two sides of a transfer do not fit.
     """
-    machine = _Machine(schedule, costs)
-    stuck = run_all([len(actions) for actions in schedule.actions], machine.advance)
-    if stuck:
-        names = "; ".join(f"rank {rank} waits to do {schedule.actions[rank][at]}" for rank, at in stuck.items())
-        raise ScheduleError(f"the schedule deadlocks: {names}")
-    return Timeline(spans=machine.spans)
+    return Simulator(schedule).timeline(costs)
 
 
 def run_all(lengths: Sequence[int], advance: Callable[[int, int], bool]) -> dict[int, int]:
@@ -147,52 +143,118 @@ def run_all(lengths: Sequence[int], advance: Callable[[int, int], bool]) -> dict
     return {rank: at for rank, (at, length) in enumerate(zip(position, lengths, strict=True)) if at < length}
 
 
-class _Machine:
-    """The ranks' clocks, the tensors that exist on each, and the messages between them."""
+class Simulator:
+    """Simulates one schedule with any costs: what waits for what does not depend on them, and is found once.
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
-        self.spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
-        self._clock = [0.0] * schedule.ranks
-        self._made: list[dict[Key, float]] = [{} for _ in range(schedule.ranks)]
-        self._sent: dict[tuple[int, int], list[tuple[Action, float]]] = defaultdict(list)  # (from, to) -> arrivals
+    Args:
+        schedule: with its transfers.
+
+    Raises:
+        ScheduleError: a rank would wait for ever, or two sides of a transfer do not fit.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._ranks = schedule.ranks
+        self._steps = _Machine(schedule).steps
+
+    def timeline(self, costs: Costs) -> Timeline:
+        """What each rank computes when."""
+        spans: list[list[Span]] = [[] for _ in range(self._ranks)]
+        starts, ends = self._times(costs)
+        for step, start, end in zip(self._steps, starts, ends[1:], strict=True):
+            spans[step.rank].append(Span(step.action, start, end))
+        return Timeline(spans=spans)
+
+    def end(self, costs: Costs) -> float:
+        """When the last rank is done."""
+        return max(self._times(costs)[1])
+
+    def _times(self, costs: Costs) -> tuple[list[float], list[float]]:
+        """Starts of the steps; and the beginning, 0, with their ends."""
+        durations = {
+            Op.FORWARD: costs.forward,
+            Op.INPUT_GRAD: costs.input_grad,
+            Op.WEIGHT_GRAD: costs.weight_grad,
+            Op.BACKWARD: [sum(parts) for parts in zip(costs.input_grad, costs.weight_grad, strict=True)],
+        }
+        starts, ends, clock = [], [0.0], [0.0] * self._ranks
+        for step in self._steps:
+            start = clock[step.rank]
+            for sent in step.awaited:
+                start = max(start, ends[sent] + costs.transfer)
+            starts.append(start)
+            clock[step.rank] = start + durations[step.action.op][step.action.stage]
+            ends.append(clock[step.rank])
+        return starts, ends
+
+
+class _Step(NamedTuple):
+    """A computation. What its rank computed itself exists when its turn comes.
+
+    Attributes:
+        rank: that computes.
+        action: what.
+        awaited: for each tensor from another rank the number, from 1, of the step after which that rank sends it; 0:
+            at the beginning.
+    """
+
+    rank: int
+    action: Action
+    awaited: tuple[int, ...]
+
+
+class _Machine:
+    """The tensors that exist on each rank, the messages between them, and the steps taken in an order that is possible
+    whatever they cost."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.steps: list[_Step] = []
+        self._schedule = schedule
+        self._last = [0] * schedule.ranks  # each rank's last step
+        self._made: list[set[Key]] = [set() for _ in range(schedule.ranks)]
+        self._sent: dict[tuple[int, int], list[tuple[Action, int]]] = defaultdict(list)  # (from, to) -> after step
         self._posted: dict[tuple[int, int], int] = defaultdict(int)  # receives
         self._expected: list[dict[Key, tuple[int, int]]] = [{} for _ in range(schedule.ranks)]  # from, number
+        stuck = run_all([len(actions) for actions in schedule.actions], self._advance)
+        if stuck:
+            names = "; ".join(f"rank {rank} waits to do {schedule.actions[rank][at]}" for rank, at in stuck.items())
+            raise ScheduleError(f"the schedule deadlocks: {names}")
 
-    def advance(self, rank: int, step: int) -> bool:
+    def _advance(self, rank: int, step: int) -> bool:
         """Take a rank's next step if it can be taken."""
-        action = self.schedule.actions[rank][step]
+        action = self._schedule.actions[rank][step]
         if action.op.is_transfer:
             self._transfer(rank, action)
             return True
-        times = [self._ready(rank, key) for key in requirements(action, self.schedule.stages)]
-        start = self._clock[rank]
-        for time in times:
-            if time is None:
+        awaited = []
+        for key in requirements(action, self._schedule.stages):
+            if key in self._expected[rank]:
+                after = self._sent_after(rank, key)
+                if after is None:
+                    return False
+                awaited.append(after)
+            elif key not in self._made[rank]:
                 return False
-            start = max(start, time)
-        end = start + self.costs.of(action)
-        self._clock[rank] = self._made[rank][result(action)] = end
-        self.spans[rank].append(Span(action, start, end))
+        self.steps.append(_Step(rank, action, tuple(awaited)))
+        self._last[rank] = len(self.steps)
+        self._made[rank].add(result(action))
         return True
 
     def _transfer(self, rank: int, action: Action) -> None:
-        other = peer_stage(action) % self.schedule.ranks
+        other = peer_stage(action) % self._schedule.ranks
         if action.op.is_receive:
             self._expected[rank][message(action)] = other, self._posted[other, rank]
             self._posted[other, rank] += 1
         else:
-            self._sent[rank, other].append((action, self._clock[rank] + self.costs.transfer))
+            self._sent[rank, other].append((action, self._last[rank]))
 
-    def _ready(self, rank: int, key: Key) -> float | None:
-        """When a tensor is on a rank; None as long as that is not known."""
-        if key not in self._expected[rank]:
-            return self._made[rank].get(key)
+    def _sent_after(self, rank: int, key: Key) -> int | None:
+        """The number of the step after which a tensor is sent to a rank; None as long as that is not known."""
         source, number = self._expected[rank][key]
         messages = self._sent[source, rank]
         if number >= len(messages):
             return None
-        sent, arrival = messages[number]
+        sent, after = messages[number]
         if message(sent) != key:
             raise ScheduleError(f"rank {rank} expects the {key[0]} of {key[1]}F{key[2]}, but rank {source} does {sent}")
-        return arrival
+        return after

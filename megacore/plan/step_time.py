@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.dimensions import ranks_of_role
-from megacore.pipeline.partition import stage_ranges
+from megacore.pipeline.partition import layer_kind, stage_ranges
 from megacore.pipeline.schedule import Schedule, build_schedule
 from megacore.pipeline.schedule_file import load_schedule
 from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
@@ -29,7 +29,7 @@ from megacore.plan.devices import Case, Range
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
 from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import vocabulary_rows
-from megacore.plan.simulator import Costs, Timeline, simulate
+from megacore.plan.simulator import Costs, Simulator, Timeline
 from megacore.plan.traffic import (
     Sent,
     layer_traffic,
@@ -381,11 +381,7 @@ def step_time(
     on_rank = range(busiest, len(stages), parallel.pp)
     parts = functools.reduce(Parts.__add__, (stages[number].passes.sum for number in on_rank)).times(m)
     waited = sum(stages[number].replicas_exposed for number in on_rank) * m
-    ends = [
-        _step_end(config, layers, ranges[rank :: parallel.pp], stages[rank :: parallel.pp], speed)
-        for rank in range(parallel.pp)
-    ]
-    end = max(ends, key=lambda one: one.exposed + one.optimizer)
+    end = max(_step_ends(config, layers, ranges, stages, speed), key=lambda one: one.exposed + one.optimizer)
     tied = tied_gradients(config)
     tied_seconds = 0.0 if tied is None else speed.transfers([tied])
     messages = speed.transfers([replace(stage_message(config), count=2 * m)]) if parallel.pp > 1 else 0.0
@@ -427,15 +423,14 @@ def _stage_times(
     config: ResolvedConfig, layers: Sequence[PlannedLayer], ranges: Sequence[range], speed: Speed
 ) -> tuple[StageTime, ...]:
     """Each stage's time; stages of equal blocks take the same."""
-    known: dict[tuple[int, ...], StageTime] = {}
+    known: dict[Hashable, StageTime] = {}
     times = []
     for numbers in ranges:
-        held = [layers[i] for i in numbers]
-        key = tuple(id(layer.block) if layer.block is not None else ~number for number, layer in enumerate(held))
-        edges = tuple(hash(layer.name) for layer in held if layer.block is None)
-        if (*key, *edges) not in known:
-            known[*key, *edges] = stage_time(config, held, speed)
-        times.append(known[*key, *edges])
+        held = layers[numbers.start : numbers.stop]
+        kinds = tuple(map(layer_kind, held))
+        if kinds not in known:
+            known[kinds] = stage_time(config, held, speed)
+        times.append(known[kinds])
     return tuple(times)
 
 
@@ -474,7 +469,19 @@ def _schedule(name: str, ranks: int, microbatches: int, virtual_stages: int) -> 
 
 def timeline(config: ResolvedConfig, costs: Costs, microbatches: int) -> Timeline:
     """What each rank computes when."""
-    return simulate(schedule_of(config, microbatches), costs)
+    return _simulator_of(config, microbatches).timeline(costs)
+
+
+def _simulator_of(config: ResolvedConfig, microbatches: int) -> Simulator:
+    parallel = config.parallel
+    if parallel.schedule_csv is not None:
+        return Simulator(schedule_of(config, microbatches))
+    return _simulator(parallel.schedule_name, parallel.pp, microbatches, parallel.virtual_stages)
+
+
+@functools.lru_cache(maxsize=64)
+def _simulator(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Simulator:
+    return Simulator(_schedule(name, ranks, microbatches, virtual_stages))
 
 
 def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
@@ -488,9 +495,9 @@ def pipeline_seconds(config: ResolvedConfig, costs: Costs) -> float:
         return m * sum(per_microbatch)
     p = parallel.pp
     if parallel.schedule_csv is not None or (parallel.schedule == "gpipe" and m <= 64) or m <= 3 * p:
-        return timeline(config, costs, m).end
+        return _simulator_of(config, m).end(costs)
     first = 2 * p + m % p
-    ends = [timeline(config, costs, count).end for count in (first, first + p)]
+    ends = [_simulator_of(config, count).end(costs) for count in (first, first + p)]
     return ends[0] + (m - first) / p * (ends[1] - ends[0])
 
 
@@ -510,6 +517,22 @@ class _End(NamedTuple):
     exposed: float
     hidden: float
     optimizer: float
+
+
+def _step_ends(
+    config: ResolvedConfig,
+    layers: Sequence[PlannedLayer],
+    ranges: Sequence[range],
+    stages: Sequence[StageTime],
+    speed: Speed,
+) -> Iterator[_End]:
+    """Of each pipeline rank, without those that are like one before."""
+    pp, seen = config.parallel.pp, set()
+    for rank in range(pp):
+        on_rank = stages[rank::pp]
+        if (alike := tuple(map(id, on_rank))) not in seen:
+            seen.add(alike)
+            yield _step_end(config, layers, ranges[rank::pp], on_rank, speed)
 
 
 def _step_end(

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from megacore.config.messages import ranks_in_words
 from megacore.data.gpt.blend import KnowsDocuments
-from megacore.optim.nonfinite import describe_non_finite
+from megacore.optim.nonfinite import NonFinite, describe_non_finite
 from megacore.parallel.collectives import all_gather_objects
 from megacore.pipeline.stage import tensors_of
 
@@ -68,11 +69,13 @@ class Diagnosis:
         cause: weights, moments, data, overflow or undetermined.
         lines: the evidence, each a sentence.
         is_permanent: whether no further step can be finite.
+        is_corruption: whether copies of a weight or moment on other ranks are finite: no update did that.
     """
 
     cause: str
     lines: tuple[str, ...]
     is_permanent: bool = False
+    is_corruption: bool = False
 
     def __str__(self) -> str:
         return f"likely cause: {self.cause}: {'; '.join(self.lines)}"
@@ -125,11 +128,35 @@ def diagnose(steps: TrainStep, microbatches: Sequence[Any], weight: BatchWeight,
     if non_finite:
         is_weight = any("weight" in each.kind for each in non_finite)
         text = f"first in forward order {describe_non_finite(non_finite)}; no later step can be finite"
-        return Diagnosis(cause="weights" if is_weight else "moments", lines=(text,), is_permanent=True)
+        fault = fault_in_words(steps, non_finite)
+        return Diagnosis(
+            cause="weights" if is_weight else "moments",
+            lines=(text,) if fault is None else (text, fault),
+            is_permanent=True,
+            is_corruption=fault is not None,
+        )
     case, remarks = _Case(steps, microbatches, weight), list[str]()
     if last_loss >= IMPLAUSIBLE_LOSS:
         remarks.append(f"the loss of the last finite step was {last_loss:.3g}: training had diverged already")
     return case.of_loss(remarks) if case.bad else case.of_gradient(remarks)
+
+
+def fault_in_words(steps: TrainStep, non_finite: Sequence[NonFinite]) -> str | None:
+    """Why a fault of a machine made weights or moments not finite; None where that is open. All ranks call this
+    together.
+
+    Args:
+        steps: took the steps.
+        non_finite: one entry at least.
+    """
+    first = non_finite[0]
+    copies = steps.update.copies_of(first)
+    if not copies.finite:
+        return None
+    return (
+        f"its copies on {ranks_in_words(copies.finite)} are finite, and updates are equal on all copies: memory or a "
+        f"processor of {copies.host} (rank {first.rank}) may be faulty"
+    )
 
 
 class _Case:

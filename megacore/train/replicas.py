@@ -263,8 +263,17 @@ class ReplicaCheck:
         )
 
     def _who(self, ranks: tuple[int, ...], hosts: Sequence[str]) -> str:
-        first = f"{self._mesh.describe(ranks[0])}, on {hosts[ranks[0]]}"
-        return f"{ranks_in_words(ranks)} ({first if len(ranks) == 1 else f'the first: {first}'})"
+        """Ranks with coordinates and hosts; of many, the ranks of each host."""
+        if len(ranks) == 1:
+            return f"rank {ranks[0]} ({self._mesh.describe(ranks[0])}, on {hosts[ranks[0]]})"
+        if len(ranks) <= _MOST:
+            each = [f"rank {rank}: {self._mesh.describe(rank)}, on {hosts[rank]}" for rank in ranks]
+        else:
+            of_host: dict[str, list[int]] = {}
+            for rank in ranks:
+                of_host.setdefault(hosts[rank], []).append(rank)
+            each = [f"{ranks_in_words(there)} on {host}" for host, there in of_host.items()]
+        return f"{ranks_in_words(ranks)} ({'; '.join(each)})"
 
 
 def _by_ranks(everyone: Sequence[Mapping[TensorKey, int]]) -> dict[tuple[tuple[int, ...], str], list[TensorKey]]:

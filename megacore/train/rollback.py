@@ -8,8 +8,9 @@ has the new position, so that a job that is started again, on any layout, skips 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
+from megacore.checkpoint.manifest import Manifest
 from megacore.config import ResolvedConfig
 from megacore.errors import TrainingDiverged
 
@@ -76,8 +77,7 @@ class Rollbacks:
             raise TrainingDiverged(
                 f"{happened}: a spike again after the rollback to step {self.done[-1].to_step}, on other samples "
                 f"({earlier}). Either the weights diverge: resume from an earlier checkpoint with a smaller --lr, or "
-                "with --clip-grad-adaptive. Or more of the data is bad: use a larger --spike-skip-batches than "
-                f"{self._options.spike_skip_batches}"
+                f"with --clip-grad-adaptive. Or more of the data is bad: {self._way_to_skip_more(to_step)}"
             )
         if len(self.done) >= self._options.max_rollbacks:
             raise TrainingDiverged(
@@ -89,6 +89,13 @@ class Rollbacks:
         self.done.append(Rollback(from_step, to_step, first_sample, stop_sample + further))
         return self.done[-1]
 
+    def _way_to_skip_more(self, newest_step: int) -> str:
+        """What to start, for the message. `extend` needs the checkpoint that the rollback saved."""
+        last, skip = self.done[-1], f"a larger --spike-skip-batches than {self._options.spike_skip_batches}"
+        if newest_step == last.to_step:
+            return f"resume with --load auto and {skip}"
+        return f"resume from the checkpoint of step {last.to_step}, in a new --output-dir, with {skip}"
+
     def series(self) -> dict[str, list[float]]:
         """The rollbacks, for a checkpoint; nothing where there were none."""
         return {_SERIES: [float(number) for each in self.done for number in astuple(each)]} if self.done else {}
@@ -96,6 +103,28 @@ class Rollbacks:
     def load(self, series: Mapping[str, Sequence[float]]) -> None:
         """Continue from a checkpoint."""
         self.done = rollbacks_of(series)
+
+    def extend(self, manifest: Manifest) -> Rollback | None:
+        """Apply a larger --spike-skip-batches to the last rollback, if the run continues right after it.
+
+        Args:
+            manifest: of the checkpoint that the run continues from.
+
+        Returns:
+            The rollback with its new range; None where nothing changes.
+        """
+        if self._options.on_spike != "rollback" or not self.done:
+            return None
+        last, there = self.done[-1], manifest.settings
+        batches, batch = there.get("spike_skip_batches"), there.get("global_batch_size")
+        is_next = (manifest.step, manifest.consumed_samples) == (last.to_step, last.stop_sample)
+        if not (is_next and type(batches) is int and type(batch) is int):
+            return None
+        stop_sample = last.stop_sample - batches * batch + self._options.spike_skip_batches * self._batch
+        if stop_sample <= last.stop_sample:
+            return None
+        self.done[-1] = replace(last, stop_sample=stop_sample)
+        return self.done[-1]
 
 
 def rollbacks_of(series: Mapping[str, Sequence[float]]) -> list[Rollback]:

@@ -24,7 +24,8 @@ from megacore.train.rollback import Rollback
 from megacore.train.step import StepResult
 from megacore.train.summary import summary_line
 
-_MOST_BYTES = 1 << 32  # of metrics.jsonl: several million records
+MOST_BYTES = 1 << 32
+"""Of metrics.jsonl: several million records."""
 
 
 class Report(Callback):
@@ -233,7 +234,7 @@ def _keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     try:
-        lines = read_bounded(path, _MOST_BYTES).splitlines(keepends=True)
+        lines = read_bounded(path, MOST_BYTES).splitlines(keepends=True)
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}), so this run cannot append to it: move it away, or use another "

@@ -21,13 +21,13 @@ from megacore.checkpoint.load import load_checkpoint
 from megacore.checkpoint.manifest import Manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
-from megacore.errors import CheckpointError, TrainingDiverged, TrainingStopped
+from megacore.errors import CheckpointError, SilentCorruption, TrainingDiverged, TrainingStopped
 from megacore.optim.lr_schedules import learning_rate
 from megacore.optim.nonfinite import describe_non_finite
 from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
-from megacore.train.diagnosis import Diagnosis, Source, diagnose
+from megacore.train.diagnosis import Diagnosis, Source, diagnose, fault_in_words
 from megacore.train.parallelize import parallelize
 from megacore.train.replay import Replay
 from megacore.train.same_operations import different_operations
@@ -165,6 +165,7 @@ class TrainStep:
             votes: this rank's terms of further sums over all ranks; the same number of them on every rank.
 
         Raises:
+            SilentCorruption: a weight or a moment is not finite on a rank, and its copies on other ranks are.
             TrainingDiverged: a weight or a moment is not finite, or too many steps in a row were spikes.
             TrainingStopped: losses or gradients of many steps in a row were not finite; or ranks took part in an
                 operation with different sizes.
@@ -202,9 +203,8 @@ class TrainStep:
 
     def _end_if_hopeless(self, stop: str | None, diagnosis: Diagnosis) -> None:
         if diagnosis.is_permanent:
-            raise TrainingDiverged(
-                f"step {self.step} is not finite, {diagnosis}. Resume from a checkpoint before it (--load auto)"
-            )
+            ending = SilentCorruption if diagnosis.is_corruption else TrainingDiverged
+            raise ending(f"step {self.step} is not finite, {diagnosis}. {_way_on(diagnosis.is_corruption)}")
         if stop is not None:
             raise TrainingStopped(f"{stop} ({diagnosis})")
 
@@ -212,12 +212,16 @@ class TrainStep:
         """Check weights and moments before they are saved; all ranks call this together.
 
         Raises:
+            SilentCorruption: one of them is not finite, and its copies on other ranks are.
             TrainingDiverged: one of them is not finite.
         """
         if non_finite := self.update.non_finite_state():
-            raise TrainingDiverged(
+            fault = fault_in_words(self, non_finite)
+            ending = TrainingDiverged if fault is None else SilentCorruption
+            raise ending(
                 f"the state after step {self.step} is not finite and is not saved: first in forward order "
-                f"{describe_non_finite(non_finite)}. Resume from the last checkpoint (--load auto)"
+                f"{describe_non_finite(non_finite)}{'' if fault is None else f'; {fault}'}. "
+                f"{_way_on(fault is not None)}"
             )
 
     def lr(self) -> float:
@@ -288,3 +292,13 @@ class TrainStep:
                 f"{describe_non_finite(non_finite)}: use an earlier checkpoint"
             )
         return manifest
+
+
+def _way_on(is_corruption: bool) -> str:
+    """What to do after a weight or a moment was not finite."""
+    if is_corruption:
+        return "Continue with --load auto, and without that machine if it happens again (docs/watching.md)"
+    return (
+        "Resume from the last checkpoint (--load auto). If the same step fails again, the run diverges: use a smaller "
+        "--lr. If it does not, memory or a processor of that rank may be faulty"
+    )

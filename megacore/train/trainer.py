@@ -33,7 +33,7 @@ from megacore.train.metrics import StepMetrics, StepTimes, mebibytes, term_means
 from megacore.train.profiling import Profiling, StepProfiler
 from megacore.train.provenance import first_line, provenance_of
 from megacore.train.replicas import ReplicaCheck
-from megacore.train.rollback import Rollbacks
+from megacore.train.rollback import Rollback, Rollbacks
 from megacore.train.saving import Saving
 from megacore.train.sinks import Report, say
 from megacore.train.step import StepResult, TrainStep
@@ -62,6 +62,7 @@ class Trainer:
     Attributes:
         decision: what all ranks do after the last step.
         loaded: the manifest of the checkpoint that the run resumes from, or None.
+        extended: the last rollback, if it skips more than before this start.
     """
 
     def __init__(
@@ -86,8 +87,11 @@ class Trainer:
         self.consumed_samples, self.rollbacks = 0, Rollbacks(config)
         load = None if config.checkpoint.load is None else Path(config.checkpoint.load)
         self.loaded = None if load is None else self._resume(load)
+        self.extended: Rollback | None = None
         if self.loaded is not None:
             self.rollbacks.load(self.loaded.series)
+            self.extended = self.rollbacks.extend(self.loaded)
+            self.consumed_samples = self.consumed_samples if self.extended is None else self.extended.stop_sample
         self._train_data = train_data
         self.train_steps.source = Source(dataset=train_data, micro_batch_size=config.training.micro_batch_size)
         self.batches = self._batches()
@@ -130,6 +134,8 @@ class Trainer:
         if self.loaded is not None:
             changes = ", ".join(changed_settings(self.config, self.loaded)) or "nothing"
             self.report.say(f"  {'continues':<10}{self.config.checkpoint.load}, step {self.step}; changed: {changes}")
+        if self.extended is not None:
+            self.report.say(f"  {'rollback':<10}skips more by --spike-skip-batches: {self.extended}")
         try:
             with self.stop_requests, self.saving:
                 self._train()

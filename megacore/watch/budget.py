@@ -33,6 +33,11 @@ STEPS = 10.0
 GRACE_SECONDS = 12.0
 """How many seconds it may stand still after a signal to end: launchers kill 30 seconds after the signal."""
 _GRACE_STEPS = 2.0
+_UNHURRIED = frozenset({Phase.SAVE, Phase.EVALUATE, Phase.FIRST_STEP})
+"""Sections that keep their time after a signal to end: a save must not be lost, and the other two have no step to be
+compared with."""
+_GRACE_AT_EXIT = 75.0
+"""Everything is saved then, and trackers may take a minute to close (train/trackers/callback.py)."""
 _OF_COLLECTIVE_TIMEOUT = 0.9
 
 
@@ -74,8 +79,9 @@ def limit(seen: Sequence[Seen], verdict: Verdict) -> Limit:
         return _asked_to_end(Limit(identity.hang_timeout, "--hang-timeout-minutes"), records)
     blamed = [records[rank] for rank in verdict.ranks if rank in records] or list(records.values())
     allowed = max((_of_section(record) for record in blamed), key=_seconds)
-    if all(record.section is Phase.STEP for record in blamed):
-        allowed = _asked_to_end(allowed, records)
+    if not any(record.section in _UNHURRIED for record in blamed):
+        at_exit = any(record.section is Phase.EXIT for record in blamed)
+        allowed = _asked_to_end(allowed, records, _GRACE_AT_EXIT if at_exit else GRACE_SECONDS)
     if any(record.phase.communicates for record in records.values()):
         backend = _OF_COLLECTIVE_TIMEOUT * min(record.identity.collective_timeout for record in records.values())
         reason = f"{_OF_COLLECTIVE_TIMEOUT:g} x --distributed-timeout-minutes, which is less than {allowed.reason}"
@@ -90,13 +96,13 @@ def _of_section(record: Record) -> Limit:
     return max(of_timeout, Limit(median, f"{STEPS:g} median steps"), key=_seconds)
 
 
-def _asked_to_end(allowed: Limit, records: Mapping[int, Record]) -> Limit:
+def _asked_to_end(allowed: Limit, records: Mapping[int, Record], seconds: float = GRACE_SECONDS) -> Limit:
     """Less, where a signal asks the run to end and it does not come to it."""
     waiting = [record.terminating for record in records.values() if record.terminating is not None]
     if not waiting:
         return allowed
     median = max(record.median_step for record in records.values())
-    grace = Limit(max(GRACE_SECONDS, _GRACE_STEPS * median), "after a signal to end")
+    grace = Limit(max(seconds, _GRACE_STEPS * median), "after a signal to end")
     return min(allowed, grace, key=_seconds)
 
 

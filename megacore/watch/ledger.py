@@ -17,7 +17,7 @@ import os
 import statistics
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from megacore.watch.order import UsualOrder
 
-MAGIC = 0x6D656761_00000001  # the last half is the version of this layout
+MAGIC = 0x6D656761_00000002  # the last half is the version of this layout
 SUFFIX = ".ledger"
 _CHANNELS = 250
 _TEXT = 8192  # offset of the text, in bytes
@@ -521,13 +521,34 @@ class Ledger:
         self._words[Word.SECTION] = self._words[Word.PHASE] = Phase.DONE
 
     def _describe(self) -> None:
-        channels = [[list(channel.ranks), channel.is_message] for channel in self._numbers]
-        text = json.dumps({"identity": asdict(self.identity), "channels": channels}).encode()
-        if len(text) > _SIZE - _TEXT:
-            return
+        channels = [[_progressions(channel.ranks), channel.is_message] for channel in self._numbers]
+        while len(text := self._text_of(channels)) > _SIZE - _TEXT and channels:
+            channels.pop()  # the reader knows channels by their number: the last ones are without ranks
         self._words[Word.TEXT_BYTES] = 0
         self._map[_TEXT : _TEXT + len(text)] = text
         self._words[Word.TEXT_BYTES] = len(text)
+
+    def _text_of(self, channels: list[Any]) -> bytes:
+        return json.dumps({"identity": asdict(self.identity), "channels": channels}).encode()
+
+
+def _progressions(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Ranks, in their order, as few progressions of first rank, difference and number; a group of a mesh is one."""
+    result: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        first, difference, count = result[-1] if result else (rank, 1, 0)
+        if count == 1:
+            result[-1] = (first, rank - first, 2)
+        elif count and rank == first + count * difference:
+            result[-1] = (first, difference, count + 1)
+        else:
+            result.append((rank, 1, 1))
+    return result
+
+
+def _ranks(progressions: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
+    """The reverse of `_progressions`."""
+    return tuple(first + number * step for first, step, count in progressions for number in range(count))
 
 
 def _operations() -> deque[int]:
@@ -643,7 +664,7 @@ class LedgerFile:
         with contextlib.suppress(ValueError):  # it is being written: the next reading sees it
             content = json.loads(text)
             self.identity = Identity(**content["identity"])
-            self._channels = [Channel(tuple(ranks), message) for ranks, message in content["channels"]]
+            self._channels = [Channel(_ranks(ranks), message) for ranks, message in content["channels"]]
             self._text = text
         if not self._text:
             raise ValueError("the ledger is being written")

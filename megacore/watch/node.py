@@ -147,7 +147,7 @@ class Node:
             time.sleep(0.05)
             for rank in before.keys() - settled:
                 with contextlib.suppress(OSError):
-                    text = self._stack_file(rank).read_text(errors="replace")[before[rank] :]
+                    text = self._stack_file(rank).read_bytes()[before[rank] :].decode(errors="replace")
                     if text and text == texts[rank]:
                         settled.add(rank)
                     texts[rank] = text

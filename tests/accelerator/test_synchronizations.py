@@ -34,7 +34,7 @@ from tests.parity.runs import Layout, make_config, make_trainer
 
 pytestmark = needs_pretend
 Options = dict[str, Any]
-STEPS = 4
+STEPS = 3
 DEVICE: Options = {"device": "pretend", "train_iters": STEPS, "log_interval": STEPS, "num_layers": 2}
 
 # Of each layout, what is tried one after the other.
@@ -292,7 +292,9 @@ def resumed(rank: int, world_size: int, output_dir: str) -> tuple[list[float], l
     """Losses of a run, and those of one that saves after two steps, with a third batch fetched already, and resumes."""
 
     def losses(name: str, steps: int, load: str | None = None) -> list[float]:
-        trainer = trainer_of((1, 1, 1), f"{output_dir}/{name}", None, {"micro_batch_size": 2, "load": load})
+        trainer = trainer_of(
+            (1, 1, 1), f"{output_dir}/{name}", None, {"micro_batch_size": 2, "load": load, "train_iters": 4}
+        )
         found = [float(trainer.train_step(next(trainer.batches)).loss) for _ in range(steps)]
         if load is None:
             assert trainer.consumed_samples == steps * 8

@@ -29,16 +29,17 @@ def wait_for_step(job: Job, number: int) -> None:
     assert said in job.said("stdout"), job.said()
 
 
-def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
-    flags = small_run(tmp_path / "out", tp=2, pp=2, **ENDLESS)
-    with under_torchrun(tmp_path / "logs", 4, PROGRAM, *flags) as job:
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_rank_is_named_and_ends_the_others(tmp_path: Path, tp: int) -> None:
+    flags = small_run(tmp_path / "out", tp=tp, pp=2, **ENDLESS)
+    with under_torchrun(tmp_path / "logs", 2 * tp, PROGRAM, *flags) as job:
         wait_for_step(job, 3)
-        victim = job.pid_of(2)
+        victim = job.pid_of(tp)
         os.kill(victim, signal.SIGKILL)
         status, launcher = job.ends(END)
         said = job.said()
     assert status == 1
-    line = rf"megacore: rank 2 \(pp 1, dp 0, tp 0; pid {victim} on \S+\) has died; stopping the others"
+    line = rf"megacore: rank {tp} \(pp 1, dp 0, tp 0; pid {victim} on \S+\) has died; stopping the others"
     assert re.fullmatch(line, said.strip())
     assert "Traceback" not in said
     assert "-9" in launcher or "has died" in launcher
@@ -101,7 +102,8 @@ exit_with(pretrain_gpt.main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("error", "tp", "ranks"),
     [
-        ("DataError", 2, "23"),  # both tensor-parallel ranks of a replica
+        # Both tensor-parallel ranks of a replica.
+        pytest.param("DataError", 2, "23", marks=pytest.mark.slow),
         ("RuntimeError", 1, "1"),
         ("DataError", 1, "01"),  # every rank
     ],
@@ -150,7 +152,14 @@ def test_an_output_that_nobody_reads_ends_the_run_quietly(tmp_path: Path, closed
         assert errors.read_text() == "megacore: stopped: what read the output has closed it\n"
 
 
-@pytest.mark.parametrize(("number", "num_workers"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGINT, 2)])
+@pytest.mark.parametrize(
+    ("number", "num_workers"),
+    [
+        (signal.SIGTERM, 0),
+        (signal.SIGINT, 2),
+        pytest.param(signal.SIGINT, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_the_launcher_saves_and_ends_everything_quietly(
     tmp_path: Path, number: signal.Signals, num_workers: int
 ) -> None:

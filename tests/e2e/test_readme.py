@@ -1,9 +1,8 @@
 """The README and the documents tell the truth: what they name exists, and their runnable commands run as written.
 
 In every document, each ```bash block after a `<!-- runnable -->` line runs in a folder like a fresh checkout. Only the
-sizes are smaller (see SMALLER). Flags, paths and their order are exactly those that a reader copies. The first block
-goes through bash and starts what the reader starts. The programs of the others start warm (tests/warm.py); they go
-through bash in `make test-slow`.
+sizes are smaller (see SMALLER). Flags, paths and their order are exactly those that a reader copies. The programs start
+warm (tests/warm.py), with the words that bash makes of the block. In `make test-slow` bash starts them.
 """
 
 from __future__ import annotations
@@ -55,10 +54,6 @@ RUNNABLE = [
 ]
 
 
-# The first block stands for all; the others take minutes.
-IN_BASH = [RUNNABLE[0], *(pytest.param(*block.values, id=block.id, marks=pytest.mark.slow) for block in RUNNABLE[1:])]
-
-
 def smaller(text: str) -> str:
     """The commands with the sizes of SMALLER."""
     for flag, value in SMALLER.items():
@@ -94,11 +89,16 @@ def through_bash(script: str, checkout: Path) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
-def warm(script: str, checkout: Path) -> None:
-    """Run the commands of a block one after the other; bash takes them apart as shlex does: they are plain words."""
+def commands_of(script: str) -> list[list[str]]:
+    """The words of a block's commands, without its first one."""
     lines = [shlex.split(line) for line in script.replace("\\\n", " ").splitlines() if line.strip()]
     assert lines[0] == ["source", ".venv/bin/activate"]
-    for program, *arguments in lines[1:]:
+    return lines[1:]
+
+
+def warm(script: str, checkout: Path) -> None:
+    """Run the commands of a block one after the other."""
+    for program, *arguments in commands_of(script):
         command = {"python": arguments, "torchrun": [str(TORCHRUN), *arguments]}[program]
         done = run_warm(Path(command[0]), *command[1:], timeout=120, directory=checkout)
         assert done.returncode == 0, f"{program} {arguments}\n{done.stdout}\n{done.stderr}"
@@ -113,13 +113,34 @@ def trained(checkout: Path) -> None:
         assert records[-1]["step"] == 4
 
 
-@pytest.mark.parametrize("text", RUNNABLE[1:])
+@pytest.mark.parametrize("text", RUNNABLE)
 def test_the_runnable_commands_run(text: str, checkout: Path) -> None:
     warm(smaller(text), checkout)
     trained(checkout)
 
 
-@pytest.mark.parametrize("text", IN_BASH)
+# Prints its name and its arguments, each on a line.
+PRINTER = """#!/bin/bash
+printf '%s\\n' "${0##*/}" "$@" "end of the command"
+"""
+
+
+@pytest.mark.parametrize("text", RUNNABLE)
+def test_bash_makes_the_same_words_of_a_block(text: str, tmp_path: Path) -> None:
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
+    for name in ("python", "torchrun"):
+        assert (Path(sys.prefix) / "bin" / name).exists()
+        (programs / name).write_text(PRINTER)
+        (programs / name).chmod(0o755)
+    command = ["bash", "-euo", "pipefail", "-c", text]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [word for words in commands_of(text) for word in (*words, "end of the command")]
+
+
+@pytest.mark.slow  # an interpreter takes 3 s of CPU time, and the blocks start twenty-odd
+@pytest.mark.parametrize("text", RUNNABLE)
 def test_the_runnable_commands_run_in_bash(text: str, checkout: Path) -> None:
     through_bash(smaller(text), checkout)
     trained(checkout)

@@ -197,6 +197,16 @@ def test_a_rollback_is_marked_where_its_samples_were_skipped(tmp_path: Path) -> 
     assert "2 steps skipped, 1 rollback" in parsed.text
 
 
+def test_extreme_numbers_are_named_and_left_out(tmp_path: Path) -> None:
+    """Differences of such losses are beyond the largest float."""
+    losses = [4.0, 1e308, -1e308, 3.0, 10**400, 2.0]
+    records = [step(number, **{"train/loss": loss}) for number, loss in enumerate(losses, start=1)]
+    page = page_of(write(tmp_path / "run", [*records, {"step": 10**400, "train/loss": 1.0}], []))
+    assert "train/loss has 3 numbers beyond 1e+100, first in step 2: left out of curves and figures." in page.text
+    drawn = page_of(write(tmp_path / "drawn", [step(1, **{"train/loss": 1e100}), step(2, **{"train/loss": -1e100})]))
+    assert "beyond" not in drawn.text
+
+
 def test_all_losses_none(tmp_path: Path) -> None:
     assert (
         "nothing was logged" in page_of(write(tmp_path / "run", [step(n, **{"train/loss": None}) for n in (1, 2)])).text

@@ -77,8 +77,8 @@ def test_recomputation_and_other_models_take_a_step() -> None:
     require_ok(in_a_process((2, 1, 1), *cases), cases)
 
 
-def test_shards_that_zero_1_receives_count() -> None:
-    # Few activations: the peak is at the end of backward, where the reduced shards of all buckets wait for the step.
+def test_peak_of_zero_1_with_few_activations() -> None:
+    # Gradients are reduced where they lie: no shard of them exists beside the buffer.
     cases = [{"zero_stage": 1, "hidden_size": 256, "num_layers": 4, "vocab_size": 1024}]
     found = in_a_process((1, 1, 2), *cases)
     require_ok(found, cases)

@@ -6,7 +6,8 @@ import json
 import random
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import build_mesh
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import PipelineEngine
+from megacore.train.replicas import ReplicaCheck
 from megacore.train.step import StepResult
 from megacore.train.trainer import Trainer
 from megacore.zero.data_parallel import LocalSegment
@@ -231,6 +233,15 @@ def engine_with_a_flipped_bit(rank: int, world_size: int, directory: str) -> lis
     with pytest.raises(SilentCorruption):
         engine.save(directory)
     return said
+
+
+def test_all_ranks_that_differ_are_named_with_their_hosts() -> None:
+    mesh = SimpleNamespace(describe=lambda rank: f"dp {rank}", world=SimpleNamespace(size=16))
+    check = ReplicaCheck(cast(Any, None), cast(Any, None), cast(Any, mesh), interval=1)
+    hosts = ["a", "b"] * 8
+    assert check._who((3,), hosts) == "rank 3 (dp 3, on b)"
+    assert check._who((1, 4), hosts) == "ranks 1, 4 (rank 1: dp 1, on b; rank 4: dp 4, on a)"
+    assert check._who(tuple(range(6)), hosts) == "ranks 0 to 5 (ranks 0, 2, 4 on a; ranks 1, 3, 5 on b)"
 
 
 def test_an_engine_names_the_replica_that_is_in_the_minority(tmp_path: Path) -> None:

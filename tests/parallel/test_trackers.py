@@ -74,6 +74,15 @@ def test_csv_of_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 2, 3, 4, 4]
 
 
+def test_csv_takes_a_line_that_is_being_written_from_the_run_itself(tmp_path: Path) -> None:
+    """The tracker's thread may read metrics.jsonl while rank 0 writes."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 4.0}\n{"step": 2, "train/lo')
+    table = CsvFile()
+    table.open(info(tmp_path, first_step=1))
+    table.write({"step": 2, "train/loss": 3.0})
+    assert rows(tmp_path) == [{"step": 1, "train/loss": 4.0}, {"step": 2, "train/loss": 3.0}]
+
+
 def test_csv_drops_what_a_rollback_undoes_at_once(tmp_path: Path) -> None:
     """A run may end before it logs again."""
     table = CsvFile()

@@ -21,7 +21,8 @@ from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer
 
 FEW = 200
-SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, "num_layers": 4}
+SIZES: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256, "num_layers": 2}
+INTERLEAVED: dict[str, Any] = {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}
 Counts = Counter[int]  # bytes sent by the distance of a group's ranks
 
 
@@ -67,7 +68,7 @@ def sent_per_step(rank: int, world_size: int, cases: list[str], directory: str) 
     found = []
     for case in cases:
         layout, changes = CASES[case]
-        config = make_config(layout, directory, **SIZES, **changes, train_iters=2)
+        config = make_config(layout, directory, **(SIZES | changes), train_iters=2)
         trainer = make_trainer(config, build_mesh(config.parallel))
         trainer.train_step(next(trainer.batches))
         with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +84,7 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "tp 2, sequence parallel": ((2, 1, 1), {"sequence_parallel": True}),
     "pp 2": ((1, 2, 1), {}),
     "pp 2, zero-bubble": ((1, 2, 1), {"schedule": "zero-bubble"}),
-    "pp 2, interleaved": ((1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2}),
+    "pp 2, interleaved": ((1, 2, 1), INTERLEAVED),
     "pp 2, untied": ((1, 2, 1), {"untie_embeddings_and_output_weights": True}),
     "dp 2": ((1, 1, 2), {}),
     "dp 2, ZeRO 1": ((1, 1, 2), {"zero_stage": 1}),
@@ -96,17 +97,24 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "pp 2, GPipe": ((1, 2, 1), {"schedule": "gpipe"}),
     "dp 4, ZeRO 2": ((1, 1, 4), {"zero_stage": 2, "micro_batch_size": 1}),
     "tp 4": ((4, 1, 1), {}),
-    "tp 2, pp 2, sequence parallel, interleaved": (
-        (2, 2, 1),
-        {"sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 2},
-    ),
+    "tp 2, pp 2, sequence parallel, interleaved": ((2, 2, 1), INTERLEAVED | {"sequence_parallel": True}),
     "pp 2, dp 2, ZeRO 3, zero-bubble": ((1, 2, 2), {"zero_stage": 3, "schedule": "zero-bubble"}),
     "cp 2, tp 2, sequence parallel, selective": (
         (2, 1, 1),
-        {"cp": 2, "cp_comm": "allgather", "sequence_parallel": True, "recompute": "selective", "num_query_groups": 2},
+        {
+            "num_layers": 4,
+            "cp": 2,
+            "cp_comm": "allgather",
+            "sequence_parallel": True,
+            "recompute": "selective",
+            "num_query_groups": 2,
+        },
     ),
-    "cp 4, ring": ((1, 1, 1), {"cp": 4, "cp_comm": "ring", "num_query_groups": 2}),
-    "cp 2, tp 2, ulysses, copied keys": ((2, 1, 1), {"cp": 2, "cp_comm": "ulysses", "num_query_groups": 2}),
+    "cp 4, ring": ((1, 1, 1), {"num_layers": 4, "cp": 4, "cp_comm": "ring", "num_query_groups": 2}),
+    "cp 2, tp 2, ulysses, copied keys": (
+        (2, 1, 1),
+        {"num_layers": 4, "cp": 2, "cp_comm": "ulysses", "num_query_groups": 2},
+    ),
 }
 
 
@@ -116,7 +124,7 @@ def test_bytes_sent(ranks: int, tmp_path: Any) -> None:
     counted = run_distributed(sent_per_step, ranks, cases, str(tmp_path), timeout=240)
     for number, case in enumerate(cases):
         (tp, pp, dp), changes = CASES[case]
-        config = make_config((tp, pp, dp), tmp_path, **SIZES, **changes)
+        config = make_config((tp, pp, dp), tmp_path, **(SIZES | changes))
         layers = outline(config)
         for rank, found in enumerate(counted):
             planned: Counts = Counter()

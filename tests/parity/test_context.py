@@ -118,12 +118,28 @@ ATTENTIONS: list[Key] = [
     for name, options in VIEWS.items()
     for groups, alibi in ((2, False), (1, True))
     if comm != "ring" or (options["causal"] and "documents" not in options)
+] + [("causal", 4, False, comm) for comm in get_args(ContextComm)]
+# In `make test` each way of communication with masks that differ most; in `make test-slow` all.
+FEW_ATTENTIONS: list[Key] = [
+    ("causal", 2, False, "ring"),
+    ("a window of several chunks", 1, True, "ring"),
+    ("both ways", 2, False, "ulysses"),
+    ("documents, window", 1, True, "ulysses"),
+    ("documents", 2, False, "allgather"),
+    ("two on either side", 1, True, "allgather"),
+    ("nothing but padding", 2, False, "allgather"),
 ]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_attention_is_the_loop_and_leaks_nothing(ranks: int) -> None:
-    cases: list[Key] = [*ATTENTIONS, *(("causal", 4, False, comm) for comm in get_args(ContextComm))]
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(4, FEW_ATTENTIONS, id="few-4"),
+        pytest.param(2, ATTENTIONS, id="all-2", marks=pytest.mark.slow),
+        pytest.param(4, ATTENTIONS, id="all-4", marks=pytest.mark.slow),
+    ],
+)
+def test_attention_is_the_loop_and_leaks_nothing(ranks: int, cases: Sequence[Key]) -> None:
     results = run_distributed(attend_on_ranks, ranks, cases)[0]
     for (name, groups, alibi, _), (found, changed) in results.items():
         *ours, d_out = drawn(groups)
@@ -235,19 +251,24 @@ _OF_LAYOUT = {
     "compile_backend", "offload_optimizer", "micro_batch_size", "overlap_grad_reduce", "cp_comm",
 }  # fmt: skip
 
-# In `make test` each way of communication with another model, dimension and ZeRO stage; in `make test-slow` many more.
+# Without clipping: where the optimizer is offloaded, an `Outcome` has the gradients before it.
+OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "clip_grad": 0.0}
+
+# In `make test` context parallelism beside each other way; in `make test-slow` many more.
 FEW: list[tuple[str, Layout, dict[str, Any]]] = [
     ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
-    ("qwen", (2, 1, 1), {"cp": 2, "recompute": "full", "cp_comm": "ulysses"}),
-    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective", "cp_comm": "allgather"}),
+    ("qwen", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "full", "cp_comm": "ulysses"}),
+    ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
 ]
 MORE: list[tuple[str, Layout, dict[str, Any]]] = [
+    ("qwen", (2, 1, 1), {"cp": 2, "recompute": "full", "cp_comm": "ulysses"}),
+    ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective", "cp_comm": "allgather"}),
     ("gpt2", (1, 1, 2), {"cp": 2, "zero_stage": 2, "cp_comm": "allgather"}),
-    ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
     ("llama", (1, 1, 1), {"cp": 4, "optimizer": "sgd", "cp_comm": "ring"}),
     ("bloom", (1, 1, 2), {"cp": 2, "zero_stage": 1, "cp_comm": "ring"}),
     ("llama", (1, 2, 1), {"cp": 2, "cp_comm": "ulysses", "schedule": "zero-bubble"}),
     ("stretched", (1, 2, 1), {"cp": 2, "micro_batch_size": 1, "schedule": "gpipe"}),
+    ("llama", (1, 1, 2), {"cp": 2, "zero_stage": 1, **OFFLOAD}),
 ]
 
 
@@ -290,7 +311,8 @@ def _combination(number: int) -> tuple[str, Layout, dict[str, Any]]:
         "optimizer": choose.choice(["adamw", "sgd"]),
         "train_iters": 5,
     }
-    return choose.choice(list(MODELS)), layout, changes
+    model = choose.choice(list(MODELS))
+    return model, layout, changes | choose.choice([{}, OFFLOAD])
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacore.errors import CheckpointError, TrainingDiverged, TrainingStopped
+from megacore.errors import CheckpointError, SilentCorruption, TrainingDiverged, TrainingStopped
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train.step import StepResult
@@ -173,6 +173,30 @@ def moments_are_to_blame(trainer: Trainer) -> None:
 @pytest.mark.parametrize(("layout", "changes"), LAYOUTS, ids=str)
 def test_the_cause_is_named(layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
     run_distributed(cases, math.prod(layout), layout, str(tmp_path), changes)
+
+
+def one_of_two_copies(rank: int, world_size: int, directory: str) -> None:
+    """Updates are equal on both ranks, so a machine has erred: status 3, not 4."""
+    trainer = start(None, (1, 1, 2), directory, {"check_replicas_interval": 0})
+    segment = trainer.model.data_parallel.segments_of(NAME)[0]
+    if rank == 1:
+        segment.master[1] = math.nan
+    trainer.model.data_parallel.publish()
+    evidence = (
+        r" on rank 1 \(1 of .*its copies on rank 0 are finite, .* processor of \S+ \(rank 1\) may be faulty\. Con"
+    )
+    with pytest.raises(SilentCorruption, match=rf"after step 0 .* not saved: first in forward order {NAME}{evidence}"):
+        trainer.save()
+    with pytest.raises(SilentCorruption, match=rf"likely cause: weights: first in forward order {NAME}{evidence}"):
+        step(trainer)
+    segment.master[1] = math.nan  # on both: this may be the training
+    trainer.model.data_parallel.publish()
+    with pytest.raises(TrainingDiverged, match=r"rank 0 \(1 of .*\. If the same step fails again, the run diverges"):
+        step(trainer)
+
+
+def test_a_weight_that_is_not_finite_in_one_copy_is_corruption(tmp_path: Path) -> None:
+    run_distributed(one_of_two_copies, 2, str(tmp_path))
 
 
 def test_a_checkpoint_that_is_not_finite_is_neither_written_nor_read(

@@ -80,7 +80,17 @@ def test_all_ranks_skip_and_the_culprit_is_named(
         assert skipped == 1
 
 
-@pytest.mark.parametrize("layout, stage, culprit", [((1, 1, 2), 2, 1), ((1, 2, 2), 1, 2), ((2, 2, 2), 3, 5)], ids=str)
+@pytest.mark.parametrize(
+    "layout, stage, culprit",
+    [
+        ((1, 1, 2), 3, 1),
+        ((2, 2, 1), 1, 2),
+        pytest.param((1, 1, 2), 2, 1, marks=pytest.mark.slow),
+        pytest.param((1, 2, 2), 1, 2, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), 3, 5, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_an_overflow_in_fp16_halves_the_scale_on_all_ranks(
     layout: Layout, stage: int, culprit: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -95,7 +105,7 @@ def test_an_overflow_in_fp16_halves_the_scale_on_all_ranks(
 
 def bad_loss(rank: int, world_size: int, directory: str) -> list[str]:
     """One data-parallel rank's loss is infinite though its gradients are not; three times in a row is too often."""
-    config = make_config((1, 1, 2), directory, max_bad_steps=3)
+    config = make_config((1, 1, 2), directory, max_bad_steps=3, num_layers=1)
     mesh = build_mesh(config.parallel)
     trainer = make_trainer(config, mesh)
     sound = trainer.task.loss
@@ -121,42 +131,53 @@ def test_a_loss_that_is_not_finite_counts_and_three_in_a_row_stop(tmp_path_facto
         ]
 
 
-def spreads(rank: int, world_size: int, layout: Layout, directory: str, changes: dict[str, Any]) -> str:
-    """A NaN enters the backward where `blocks.4.mlp.down` ends, on one data-parallel rank, and spreads from there."""
-    config = make_config(layout, directory, **changes)
-    mesh = build_mesh(config.parallel)
-    trainer = make_trainer(config, mesh)
-    said: list[str] = []
-    trainer.report.say = said.append  # type: ignore[assignment,method-assign]
-    for chunk in trainer.model.chunks if mesh.batch.is_last else ():
-        for layer in chunk.layers:
-            block: Any = layer
-            if any(p.spec.name.startswith("blocks.4.") for p in sharded_parameters(layer)):
-                block.mlp.down.register_full_backward_pre_hook(lambda module, grads: (grads[0] * math.nan,))
-    trainer.train_step(next(trainer.batches))
-    return said[0]
-
-
-@pytest.mark.parametrize(
-    "layout, changes, culprit",
-    [
+Spreading = tuple[Layout, dict[str, Any], int]  # the last is the culprit
+# By the number of ranks; each row's cases run one after the other on the same ones.
+SPREADING: dict[int, list[Spreading]] = {
+    1: [
         ((1, 1, 1), {}, 0),
         ((1, 1, 1), {"reproducible": True}, 0),
+    ],
+    2: [
         ((1, 1, 2), {"zero_stage": 1, "bucket_size_mb": 25.0}, 1),
         ((1, 1, 2), {"zero_stage": 3}, 1),
         ((1, 2, 1), {"bucket_size_mb": 25.0}, 1),
-        ((1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2}, 1),
+        ((1, 2, 1), {"schedule": "interleaved", "virtual_stages": 2, "num_layers": 4}, 1),
+    ],
+    4: [
         ((1, 2, 2), {"zero_stage": 2}, 3),
     ],
-    ids=str,
-)
-def test_what_spreads_is_traced_to_where_it_began(
-    layout: Layout, changes: dict[str, Any], culprit: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    tp, pp, dp = layout
-    directory = str(tmp_path_factory.mktemp("run"))
-    for said in run_distributed(spreads, tp * pp * dp, layout, directory, changes):
-        assert f"the gradient of blocks.4.mlp.down.bias on rank {culprit}" in said
+}
+
+
+def spreads(rank: int, world_size: int, directory: str, cases: list[Spreading]) -> list[str]:
+    """A NaN enters the backward where the last block's `mlp.down` ends, on one data-parallel rank, and spreads from
+    there; what is said of it, case by case."""
+    first_lines: list[str] = []
+    for layout, changes, _ in cases:
+        config = make_config(layout, directory, **{"num_layers": 3, **changes})
+        mesh = build_mesh(config.parallel)
+        trainer = make_trainer(config, mesh)
+        said: list[str] = []
+        trainer.report.say = said.append  # type: ignore[assignment,method-assign]
+        last = f"blocks.{config.model.num_layers - 1}."
+        for chunk in trainer.model.chunks if mesh.batch.is_last else ():
+            for layer in chunk.layers:
+                block: Any = layer
+                if any(p.spec.name.startswith(last) for p in sharded_parameters(layer)):
+                    block.mlp.down.register_full_backward_pre_hook(lambda module, grads: (grads[0] * math.nan,))
+        trainer.train_step(next(trainer.batches))
+        first_lines.append(said[0])
+    return first_lines
+
+
+@pytest.mark.parametrize("ranks", SPREADING)
+def test_what_spreads_is_traced_to_where_it_began(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cases = SPREADING[ranks]
+    for lines in run_distributed(spreads, ranks, str(tmp_path_factory.mktemp("run")), cases):
+        for said, (_, changes, culprit) in zip(lines, cases, strict=True):
+            last = changes.get("num_layers", 3) - 1
+            assert f"the gradient of blocks.{last}.mlp.down.bias on rank {culprit}" in said, changes
 
 
 def plant_in(trainer: Trainer, name: str, value: float) -> None:
@@ -214,7 +235,7 @@ def test_finite_gradients_whose_squares_overflow_are_called_just_that(
     precision: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Four microbatches of 2^67 each."""
-    config = make_config((1, 1, 1), str(tmp_path_factory.mktemp("run")), precision=precision)
+    config = make_config((1, 1, 1), str(tmp_path_factory.mktemp("run")), precision=precision, num_layers=3)
     trainer = make_trainer(config, build_mesh(config.parallel))
     said: list[str] = []
     trainer.report.say = said.append  # type: ignore[assignment,method-assign]
@@ -231,7 +252,7 @@ def loss_in_fp16(rank: int, world_size: int, directory: str) -> tuple[list[str],
     """The forward gives NaN on one rank: the loss scale is not to blame. Then gradients overflow at the smallest
     scale."""
     scale = {"initial_loss_scale": 65536.0, "min_loss_scale": 65536.0, "hysteresis": 1}
-    changes = {"precision": "fp16", "max_bad_steps": 3, **scale}
+    changes = {"precision": "fp16", "max_bad_steps": 3, "num_layers": 3, **scale}
     config = make_config((1, 1, 2), directory, **changes)
     trainer = make_trainer(config, build_mesh(config.parallel))
     sound, factor = trainer.task.loss, [math.nan]

@@ -27,7 +27,7 @@ LAYOUTS: list[Layout] = [
     (2, 2, 2),
 ]
 # Degree 4 stands in other layouts, and so does each pair of dimensions: these run in `make test-slow` only.
-LATER: list[Layout] = [(4, 2, 1), (1, 2, 4)]
+LATER: list[Layout] = [(4, 2, 1), (1, 4, 2), (1, 2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,9 @@ def test_adamw_with_clipping_equals_one_process(layout: Layout, size: Size, run:
 
 
 @in_both_sizes
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [(2, 1, 1), (1, 3, 1), (1, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_sgd_untied_equals_one_process(layout: Layout, size: Size, run: Run) -> None:
     """AdamW forgives a gradient that is wrong by a factor; plain SGD does not."""
     changes = {

@@ -27,7 +27,16 @@ DROPOUT |= {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 2}
 
 @in_both_sizes
 @pytest.mark.parametrize(
-    "layout, stage", [((2, 1, 1), 0), ((4, 1, 1), 0), ((2, 2, 1), 0), ((2, 1, 2), 1), ((2, 2, 2), 3)], ids=str
+    "layout, stage",
+    [
+        ((2, 1, 1), 0),
+        ((4, 1, 1), 0),
+        ((2, 2, 1), 0),
+        ((2, 1, 2), 3),
+        pytest.param((2, 1, 2), 1, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), 3, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_sequence_parallel_equals_one_process(layout: Layout, stage: int, size: Size, run: Run) -> None:
     changes = size(layout)
@@ -64,7 +73,7 @@ def test_recomputation_changes_no_bit(
     bitwise(run(layout, **plain, **changes), run(layout, **plain))
 
 
-@pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param((1, 2, 1), marks=pytest.mark.slow), (2, 2, 1)], ids=str)
 def test_light_recomputation_with_a_split_backward_changes_no_bit(layout: Layout, run: Run) -> None:
     """The gradients of weights are computed later, from outputs of norms that are computed once more."""
     plain = {**small(layout), **DROPOUT, "schedule": "zero-bubble", "sequence_parallel": layout[0] > 1}

@@ -121,12 +121,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run_distributed(runs_of, 1, str(tmp_path_factory.mktemp("alone")), [{}])[0][0]
 
 
-@pytest.mark.parametrize("dp", [2, 4])
+EVEN: list[dict[str, Any]] = [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 1, "offload_optimizer": True}]
+ODD: list[dict[str, Any]] = [{"zero_stage": 1}, {"zero_stage": 3}]
+
+
+@pytest.mark.parametrize(
+    ("dp", "variants"),
+    [
+        (2, EVEN),
+        (4, ODD),
+        pytest.param(2, ODD, marks=pytest.mark.slow),
+        pytest.param(4, EVEN, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_every_stage_gives_the_bits_of_one_process(
-    dp: int, alone: Result, tmp_path_factory: pytest.TempPathFactory
+    dp: int, variants: list[dict[str, Any]], alone: Result, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    variants: list[dict[str, Any]] = [{"zero_stage": stage} for stage in range(4)]
-    variants.append({"zero_stage": 1, "offload_optimizer": True})
     ranks = run_distributed(runs_of, dp, str(tmp_path_factory.mktemp("run")), variants)
     for number, changes in enumerate(variants):
         bitwise(ranks[0][number].outcome, alone.outcome, kinds=("initial", "final"))

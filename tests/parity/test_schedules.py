@@ -23,9 +23,9 @@ GPIPE, SPLIT = {"schedule": "gpipe"}, {"schedule": "zero-bubble"}
         ((1, 2, 1), THRICE | {"untie_embeddings_and_output_weights": True}),
         ((1, 3, 1), TWICE | {"num_layers": 6}),
         ((1, 4, 1), SPLIT),
-        ((1, 4, 1), GPIPE),
+        pytest.param((1, 4, 1), GPIPE, marks=pytest.mark.slow),
         ((1, 2, 2), TWICE | {"zero_stage": 1}),
-        ((1, 2, 2), THRICE | {"zero_stage": 2}),
+        pytest.param((1, 2, 2), THRICE | {"zero_stage": 2}, marks=pytest.mark.slow),
         ((1, 2, 2), TWICE | {"zero_stage": 3}),
         ((1, 2, 2), SPLIT | {"zero_stage": 1, "recompute": "full"}),
         ((1, 2, 2), SPLIT | {"zero_stage": 2, "recompute": "selective", "hidden_dropout": 0.1}),
@@ -50,8 +50,18 @@ FEWER = {"global_batch_size": 4}
 KEPT = {"num_layers", "precision", "hidden_dropout", "untie_embeddings_and_output_weights", "global_batch_size"}
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("changes", [GPIPE, TWICE, SPLIT], ids=str)
+@pytest.mark.parametrize(
+    "changes, microbatches",
+    [
+        (TWICE, 1),
+        (SPLIT, 1),
+        (GPIPE, 3),
+        (TWICE, 3),
+        pytest.param(GPIPE, 1, marks=pytest.mark.slow),
+        pytest.param(SPLIT, 3, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_nor_does_it_with_few_microbatches(changes: dict[str, Any], microbatches: int, run: Run) -> None:
     changes = EXACT | changes | {"global_batch_size": microbatches}
     bitwise(run((1, 2, 1), **changes), run((1, 1, 1), **EXACT, global_batch_size=microbatches))
@@ -99,7 +109,7 @@ def test_nor_does_it_on_one_stage_beside_tensor_parallelism(run: Run) -> None:
 @pytest.mark.parametrize(
     "layout, changes",
     [
-        ((2, 2, 2), TWICE | {"zero_stage": 2}),
+        pytest.param((2, 2, 2), TWICE | {"zero_stage": 2}, marks=pytest.mark.slow),
         ((1, 4, 1), SPLIT),
         ((1, 1, 1), SPLIT),
         ((2, 1, 2), SPLIT | {"zero_stage": 3}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from random import Random
 
 import pytest
 
@@ -148,3 +149,35 @@ def test_the_head_counts_by_the_vocabulary_and_attention_by_the_length() -> None
     assert blocks_of_stages(planned(W1.replace("8192", "64"))) == [2, 2]
     assert blocks_of_stages(planned(W1.replace("256 --vocab", "16384 --vocab"))) == [2, 2]
     assert blocks_of_stages(planned(W1 + " --pipeline-balance parameters")) == [2, 2]
+
+
+def test_partition_has_the_smallest_sum_of_squares_that_stages_in_order_give() -> None:
+    """As the table of all ends and starts gives it, which the partition does not fill where no best one can lie."""
+    random = Random(1)
+    for _ in range(150):
+        blocks = random.randint(1, 9)
+        size = random.choice([1.0, 1.3, 1e9])
+        inner = [random.choice([size, size, random.random()]) for _ in range(blocks)]
+        edges = random.choice([(0.01, 3.0), (0.0, 0.0), (4.0, 0.2)])
+        cost = [edges[0], *inner, edges[1]]
+        layers = [layer(1, is_block=0 < i <= blocks) for i in range(len(cost))]
+        stages = random.randint(1, blocks)
+        assert partition(layers, stages, cost) == whole_table(cost, stages)
+
+
+def whole_table(cost: list[float], stages: int) -> list[range]:
+    """Stages of blocks between an embedding and a head."""
+    sums = [0, *itertools.accumulate(cost)]
+    best: dict[int, tuple[float, float, list[range]]] = {0: (0.0, 0.0, [])}
+    for _ in range(stages):
+        row = {}
+        for end in range(2, len(cost) + 1):
+            parts = [(start, sums[end] - sums[start]) for start in best if max(start, 1) < min(end, len(cost) - 1)]
+            options = [
+                (max(best[start][0], part), best[start][1] + part * part, [*best[start][2], range(start, end)])
+                for start, part in parts
+            ]
+            if options:
+                row[end] = min(options, key=lambda option: (*option[:2], option[2][-1].start))
+        best = row
+    return best[len(cost)][2]

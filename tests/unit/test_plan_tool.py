@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,11 @@ import pytest
 
 from megacore.config.cli import save_toml
 from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
+from megacore.plan.memory import GIB, plan_memory
+from megacore.plan.outline import outline
+from megacore.plan.search import Constraints, search
 from tests.parity.runs import make_config
+from tests.unit.refusals import parse
 from tools.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -151,6 +156,57 @@ def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[s
     plan = planned(capsys, f"{flags} {best['flags']}")
     assert plan["step_seconds"]["value"] == pytest.approx(best["step_seconds"])
     assert picture.read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_a_search_computes_the_memory_of_the_rank_that_takes_most() -> None:
+    """Of ranks with equal layers only the first is computed: every rank of every layout takes no more."""
+    flags = "--mock-data --train-iters 9 --vocab-size 5000 --num-layers 7 --hidden-size 256 --num-attention-heads 4"
+    config = parse(*flags.split(), "--global-batch-size", "24", "--precision", "bf16")
+    limits = {"micro_batch_size": 2, "tp": 2}
+    found = search(config, CLUSTERS["h100"], Constraints(world_size=6, most=limits))
+    assert {layout.config.parallel.schedule for layout in found.layouts} == {"1f1b", "interleaved", "zero-bubble"}
+    assert {layout.config.parallel.pp for layout in found.layouts} == {1, 2, 3, 6}
+    for layout in found.layouts:
+        ranks = plan_memory(layout.config, outline(layout.config), on_cpu=False)
+        assert layout.memory_bytes == max(rank.expected for rank in ranks)
+    # What fits into less is the same.
+    half = sorted(layout.memory_bytes for layout in found.layouts)[len(found.layouts) // 2]
+    some = search(config, CLUSTERS["h100"], Constraints(world_size=6, most=limits, memory_bytes=half))
+    assert {layout.flags for layout in some.layouts} == {
+        layout.flags for layout in found.layouts if layout.memory_bytes <= half
+    }
+    none = search(config, CLUSTERS["h100"], Constraints(world_size=6, most=limits, memory_bytes=GIB))
+    assert not none.layouts
+    assert none.least_memory == min(layout.memory_bytes for layout in found.layouts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "shown"),
+    [
+        ("--preset gpt2-small --cluster h100", "--preset", "no entry point is given"),
+        ("--cluster h100 --preset gpt2-small --tp 5", "--preset", "--tp 5 must divide"),
+        ("pretrain_gtp.py --preset gpt2-small", "--preset", "did you mean pretrain_gpt.py?"),
+    ],
+)
+def test_without_an_entry_point_no_flag_loses_its_value(
+    flags: str, flag: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(flags.split()))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert f"{flag} needs a value" not in text
+    assert shown in text
+
+
+def test_the_picture_of_a_search_shows_its_list_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "found.svg"
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 32 --cluster a100-40g --world-size 8"
+    found = planned(capsys, f"{flags} --search --max-tp 2 --max-micro-batch-size 1 --picture {picture}")
+    text = picture.read_text(encoding="utf-8")
+    width = float(re.search(r'width="([0-9.]+)"', text).group(1))  # type: ignore[union-attr]
+    longest = max(len(row["flags"]) for row in found["frontier"][:12])
+    assert width > 74 + 5.3 * (longest + 20)  # of DejaVu Sans at 11.5, as measured in a PNG
 
 
 def test_pictures(tmp_path: Path) -> None:

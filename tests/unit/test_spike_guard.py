@@ -115,7 +115,7 @@ def test_a_resumed_guard_judges_as_the_one_before() -> None:
 
 
 class ReferenceZClip:
-    """ZClip as the paper's algorithm 1 reads, in numpy, on a whole series of norms."""
+    """ZClip as the paper's algorithm 1 reads, with a least deviation, in numpy, on a whole series of norms."""
 
     def __init__(self, alpha: float, threshold: float, warmup: int) -> None:
         self.alpha, self.threshold, self.warmup = alpha, threshold, warmup
@@ -125,17 +125,19 @@ class ReferenceZClip:
         mean, variance = first.mean(), first.var()
         result = list(norms[: self.warmup])
         for norm in norms[self.warmup :]:
-            score = (norm - mean) / (np.sqrt(variance) + 1e-6)
-            kept = mean + self.threshold**2 / score * np.sqrt(variance) if score > self.threshold else norm
+            deviation = np.maximum(np.sqrt(variance), mean / 10)
+            score = (norm - mean) / (deviation + 1e-6)
+            kept = mean + self.threshold**2 / score * deviation if score > self.threshold else norm
             mean = self.alpha * mean + (1 - self.alpha) * kept
             variance = self.alpha * variance + (1 - self.alpha) * (kept - mean) ** 2
             result.append(float(kept))
         return result
 
 
-def test_adaptive_clipping_follows_the_paper() -> None:
+@pytest.mark.parametrize("spread", [0.2, 0.05])  # with the smaller one, the least deviation counts
+def test_adaptive_clipping_follows_the_paper(spread: float) -> None:
     random = np.random.default_rng(1)
-    norms = [float(n) for n in np.exp(random.normal(0.0, 0.2, 200)) * np.where(random.random(200) < 0.05, 20.0, 1.0)]
+    norms = [float(n) for n in np.exp(random.normal(0.0, spread, 200)) * np.where(random.random(200) < 0.05, 20.0, 1.0)]
     config = OptimizerConfig(
         clip_grad_adaptive=True, clip_grad_warmup_iters=25, clip_grad_decay=0.9, clip_grad_z_threshold=2.0
     )
@@ -150,6 +152,23 @@ def test_adaptive_clipping_follows_the_paper() -> None:
     expected = ReferenceZClip(0.9, 2.0, 25).clipped(norms)
     assert found == pytest.approx(expected, rel=1e-12)
     assert sum(kept < norm for kept, norm in zip(found, norms, strict=True)) > 5
+
+
+def test_norms_that_are_equal_in_the_warm_up_do_not_fix_the_limit() -> None:
+    config = OptimizerConfig(clip_grad_adaptive=True, clip_grad_warmup_iters=2)
+    clip = AdaptiveClip(config)
+    for norm in (1.0, 1.0):
+        clip.observe(torch.tensor(norm, dtype=torch.float64))
+    above, far = torch.tensor(1.25, dtype=torch.float64), torch.tensor(100.0, dtype=torch.float64)
+    assert math.isinf(float(clip.limit(above)))  # z is a little below 2.5
+    assert float(clip.limit(far)) == pytest.approx(1.0 + 2.5**2 * 0.1 * (0.1 + 1e-6) / 99.0, rel=1e-12)
+    for _ in range(600):
+        clip.observe(torch.tensor(3.0, dtype=torch.float64))
+    assert math.isinf(float(clip.limit(torch.tensor(3.0, dtype=torch.float64))))  # the new level
+
+
+def test_a_warm_up_of_one_step_is_refused() -> None:
+    assert "clip_grad_warmup_iters" in OptimizerConfig(clip_grad_adaptive=True, clip_grad_warmup_iters=1).wrong_fields()
 
 
 # ---- when a run stops
@@ -167,6 +186,28 @@ def test_a_rollback_skips_what_was_seen_since_and_some_more() -> None:
     assert str(done) == "step 12 -> step 10, samples 80 to 111 skipped"
     assert rollbacks_of(kept.series()) == [done]
     assert rollbacks_of({}) == []
+
+
+def saved_after(done: Rollbacks, *, step: int = 10, further: int = 0, batches: int | None = 2, batch: int = 8) -> Any:
+    settings = {"spike_skip_batches": batches, "global_batch_size": batch}
+    position = done.done[-1].stop_sample + further
+    return SimpleNamespace(step=step, consumed_samples=position, settings=settings)
+
+
+def test_a_larger_skip_extends_only_a_rollback_that_the_run_continues_right_after() -> None:
+    kept = rollbacks(spike_skip_batches=2)
+    kept.add("a spike", from_step=12, to_step=10, first_sample=80, stop_sample=96)
+    for batches, stop in ((5, 96 + 5 * 8), (2, None), (0, None)):
+        resumed = rollbacks(spike_skip_batches=batches)
+        for later in (saved_after(kept, step=11, further=8), saved_after(kept, batches=None)):
+            resumed.load(kept.series())
+            assert resumed.extend(later) is None
+        extended = resumed.extend(saved_after(kept))
+        assert (extended and extended.stop_sample) == stop
+        assert resumed.done[-1].stop_sample == (stop or 112)
+    with pytest.raises(TrainingDiverged, match=r"resume from the checkpoint of step 10, in a new --output-dir, with a"):
+        kept.add("a spike", from_step=12, to_step=11, first_sample=200, stop_sample=208)
+    assert rollbacks().extend(saved_after(kept)) is None
 
 
 def test_a_spike_that_comes_back_stops_and_so_does_one_too_many() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megacore.train.trackers.callback import _END_SECONDS
 from megacore.watch.blame import Verdict
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
 from megacore.watch.ledger import Channel, Ledger, LedgerFile, Phase, Record, code_of
@@ -95,6 +97,26 @@ def test_operations_are_counted_by_channel_and_waited_for_later(ledger: Ledger) 
         assert (read(ledger).phase, read(ledger).awaited, read(ledger).nbytes) == (Phase.REDUCE_SCATTER, 1, 8)
     posted = {Channel(RANKS): 2, Channel(OTHERS, is_message=True): 1, Channel(OTHERS): 1}
     assert read(ledger).posted == posted
+
+
+def test_groups_of_ten_thousand_ranks_have_room(ledger: Ledger) -> None:
+    world = tuple(range(16_384))
+    groups = [world, *(tuple(range(first, 16_384, 8)) for first in range(8)), (5, 1, 2, 9, 3), (7, 7)]
+    for ranks in groups:
+        post(Phase.ALL_REDUCE, ranks, 8)
+    assert read(ledger).posted == {Channel(ranks): 1 for ranks in groups}
+
+
+def test_channels_beyond_the_room_have_no_ranks_and_the_others_keep_theirs(ledger: Ledger) -> None:
+    draw = random.Random(0)
+    groups = [tuple(draw.sample(range(100_000), 5_000)) for _ in range(8)]
+    for ranks in groups:
+        operation = post(Phase.ALL_REDUCE, ranks, 8)
+    known = list(read(ledger).posted)
+    assert 0 < len(known) < 8
+    assert known == [Channel(ranks) for ranks in groups[: len(known)]]
+    with operation:
+        assert read(ledger).channel is None
 
 
 def take_step(ledger: Ledger, number: int, sizes: list[int]) -> int:
@@ -265,11 +287,20 @@ def test_nothing_waits_until_the_backend_fails_without_a_name() -> None:
     )
 
 
-def test_a_signal_to_end_shortens_the_patience_in_a_step_and_not_in_a_save() -> None:
+def test_a_signal_to_end_shortens_the_patience_but_not_in_a_save() -> None:
     about = {"hang_timeout": 300.0}
     assert limit([seen(0, 1, terminating=3.0, about=about)], holder()).seconds == GRACE_SECONDS
     assert limit([seen(0, 1, terminating=3.0, median_step=20.0, about=about)], holder()).seconds == 40.0
-    assert limit([seen(0, 1, terminating=3.0, section=Phase.SAVE, about=about)], holder()).seconds == 1800.0
+    ending: dict[str, Any] = {"terminating": 3.0, "about": about}
+    for where in (Phase.SINK, Phase.CHECK, Phase.LOAD, Phase.INDEX, Phase.START):
+        assert limit([seen(0, 1, section=where, **ending)], holder()).seconds == GRACE_SECONDS
+    assert limit([seen(0, 1, section=Phase.EXIT, **ending)], holder()).seconds == _END_SECONDS + 15.0
+    for where in (Phase.SAVE, Phase.EVALUATE, Phase.FIRST_STEP):
+        assert limit([seen(0, 1, section=where, **ending)], holder()).seconds == TIMES[where] * 300.0
+    in_a_circle = Verdict(kind="cycle", ranks=(0, 1))
+    together = [seen(0, 2, section=Phase.SINK, **ending), seen(1, 2, section=Phase.SAVE, about=about)]
+    assert limit(together, in_a_circle).seconds == 1800.0
+    assert limit(together, holder(0)).seconds == GRACE_SECONDS
 
 
 def test_a_run_stands_still_as_long_as_its_last_rank_and_not_while_all_are_stopped() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.lock import LOCK_NAME
+from megacore.commands.report.series import LARGEST
 from megacore.config.bert import BertConfig
 from megacore.config.fields import field_infos, flag
+from megacore.config.messages import counted
 from megacore.config.schema import sections_of
 from megacore.errors import UserError
 from megacore.files import take_lock
@@ -93,9 +96,10 @@ def read_run(directory: Path) -> RunFiles:
         raise UserError(f"{directory} has none of {', '.join(names)}: give the --output-dir of a run")
     run = RunFiles(directory=directory)
     for record in _records(directory / "metrics.jsonl", run.problems):
-        if type(record.get("step")) is int:
+        if type(record.get("step")) is int and abs(record["step"]) < 1 << 63:
             is_evaluation = any(key.startswith("eval/") for key in record)
             (run.evaluations if is_evaluation else run.steps).append(record)
+    run.problems += _extreme_values([*run.steps, *run.evaluations])
     run.steps.sort(key=_step)
     run.evaluations.sort(key=_step)
     run.events += [e for e in _records(directory / "events.jsonl", run.problems) if isinstance(e.get("event"), str)]
@@ -169,6 +173,18 @@ def _records(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
         problems.append(
             f"{path.name} has {damaged} line{'s' * (damaged > 1)} that are no records, such as a cut-off one"
         )
+
+
+def _extreme_values(records: Iterable[Record]) -> Iterator[str]:
+    """The metrics with finite numbers that are too large to be drawn."""
+    steps_of: dict[str, list[int]] = {}
+    for record in records:
+        for key, value in record.items():
+            if type(value) in (float, int) and LARGEST < abs(value) < math.inf:
+                steps_of.setdefault(key, []).append(record["step"])
+    for key, steps in steps_of.items():
+        numbers = counted(len(steps), "number")
+        yield f"{key} has {numbers} beyond {LARGEST:g}, first in step {steps[0]}: left out of curves and figures"
 
 
 def _settings(path: Path, problems: list[str]) -> Mapping[str, Mapping[str, Any]]:

@@ -14,10 +14,14 @@ class Point(NamedTuple):
     y: float | None
 
 
+LARGEST = 1e100
+"""A value beyond it is not drawn: sums and differences of such values would overflow."""
+
+
 def finite(value: object) -> float | None:
-    """The value if it is a finite number, else None."""
+    """The value if it is a number that can be drawn: finite, and no larger than LARGEST; else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
+    return float(value) if is_number and abs(value) <= LARGEST else None  # type: ignore[arg-type]
 
 
 def decimated(points: Sequence[Point], buckets: int) -> list[Point]:

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacore.files import replace_bytes
+from megacore.files import read_bounded, replace_bytes
+from megacore.train.sinks import MOST_BYTES
 from megacore.train.trackers.tracker import RunInfo, finite
 
 NAME = "metrics.csv"
@@ -63,5 +64,6 @@ class CsvFile:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, which the run itself has checked."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """The records of metrics.jsonl, which the run has checked; it may be writing the last line just now."""
+    lines = read_bounded(path, MOST_BYTES).splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]

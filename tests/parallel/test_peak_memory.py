@@ -1,0 +1,55 @@
+"""The planned peak of every rank's memory against the bytes that a run of the rank holds, over the layouts, ZeRO stages
+and schedules of test_traffic.py.
+
+A rank takes two whole steps on fake tensors, by the code of a run; what exists at its peak is counted storage by
+storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megacore.train import dry_run
+from megacore.train.dry_run import RankReport, run_rank
+from megacore.train.fake_job import absent_accelerator
+from tests.distributed import run_distributed
+from tests.parallel.test_traffic import CASES
+from tests.parity.runs import make_config
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024, "num_layers": 4}
+QUICK = ("pp 2, GPipe", "dp 2, ZeRO 2", "tp 2, dp 2, ZeRO 3", "pp 2, dp 2, ZeRO 1")
+
+
+def whole_steps(rank: int, world_size: int, cases: Sequence[str]) -> list[list[RankReport]]:
+    """Of each case the first rank of every stage, after two steps of all its microbatches."""
+    absent_accelerator()
+    found = []
+    with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
+        for case in cases:
+            layout, of_case = CASES[case]
+            config = make_config(layout, "unused", **SIZES, **of_case).for_device(on_cpu=False)
+            tp, pp, dp = layout
+            found.append([run_rank(config, stage * tp * dp, on_cpu=False) for stage in range(pp)])
+    return found
+
+
+def require_peaks(cases: Sequence[str]) -> None:
+    found = run_distributed(whole_steps, 1, cases, init=False, timeout=300)[0]
+    for case, reports in zip(cases, found, strict=True):
+        for report in reports:
+            assert report.problem is None
+            assert report.planned.expected_tensors == pytest.approx(report.peak, rel=0.02), f"{case}, {report.rank}"
+            assert report.planned.certain <= 1.02 * report.peak, f"{case}, {report.rank}"  # no run is refused for less
+
+
+def test_peak_of_memory() -> None:
+    require_peaks(QUICK)
+
+
+@pytest.mark.slow
+def test_peak_of_memory_of_all_layouts() -> None:
+    require_peaks([case for case in CASES if case not in QUICK])
