@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.config import ResolvedConfig
+from megacore.config.dimensions import named_degrees
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.pipeline.runtime import PipelineRuntime
@@ -118,7 +119,8 @@ class Tracer(Callback):
 
     def _write(self) -> None:
         """Gather the traces of all ranks and write the file, on the first."""
-        coordinates = self._mesh.coordinates(self._mesh.world.rank)
+        named = named_degrees(self._mesh.degrees)
+        coordinates = {d: at for d, at in self._mesh.coordinates(self._mesh.world.rank).items() if d in named}
         trace = RankTrace(coordinates=coordinates, steps=tuple(self._traced.values()))
         ranks = all_gather_objects(trace, self._mesh.world)
         if self._mesh.world.rank == 0:

@@ -178,14 +178,14 @@ def test_other_code_or_another_library_is_named(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_ranks_that_differ_alike_share_a_line() -> None:
-    first = {"--tp": "2", "--dp": "4", "--pp": "1", "--seed": "1"}
+    first = {"--tp": "2", "--cp": "1", "--dp": "4", "--pp": "1", "--seed": "1"}
     lines = differences([first] * 4 + [first | {"--seed": "2"}] * 4)
     assert lines[0] == "ranks 4 to 7 (the first: pp 0, dp 2, tp 0): --seed 2, ranks 0 to 3: 1"
     assert len(lines) == 2
 
 
 def test_the_rank_that_differs_from_most_is_named_even_if_it_is_the_first() -> None:
-    most = {"--tp": "1", "--dp": "3", "--pp": "1", "--seed": "1"}
+    most = {"--tp": "1", "--cp": "1", "--dp": "3", "--pp": "1", "--seed": "1"}
     lines = differences([most | {"--tp": "3", "--dp": "1"}, most, most])
     assert lines[:-1] == [
         "rank 0 (pp 0, dp 0, tp 0): --tp 3, ranks 1, 2: 1",

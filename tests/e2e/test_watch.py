@@ -145,7 +145,7 @@ def test_a_rank_that_leaves_a_collective_out_is_named_where_gloo_aborts(
 ) -> None:
     """It leaves out the sum over dp. The next operation of the rank on that group is smaller than what it receives."""
     monkeypatch.setenv(HANG, json.dumps({"rank": 0, "at": "collective", "call": 16, "fault": "skip"}))
-    with under_torchrun(tmp_path / "logs", 4, HANGING, *flags(tmp_path / "out", dp=2, pp=2)) as job:
+    with under_torchrun(tmp_path / "logs", 4, HANGING, *flags(tmp_path / "out", dp=2, pp=2, log_interval=1000)) as job:
         until(lambda: "megacore: " in job.said(), START, "no report")
         assert job.ends(END)[0] == 1
         said = job.said()
@@ -188,13 +188,12 @@ def test_the_batch_script_of_the_docs_passes_a_signal_on_and_ends_as_the_launche
     launcher = tmp_path / "torchrun"
     launcher.write_text(f'#!/bin/sh\nsh -c "{rank}" &\nwait $!\nsleep 0.1\nexit 3\n')
     launcher.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    with subprocess.Popen(["bash", "-c", script], env={"PATH": path}, stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        assert job.stdout.readline() == "training\n"
+    said, environment = tmp_path / "said", {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with said.open("w") as file, subprocess.Popen(["bash", "-c", script], env=environment, stdout=file) as job:
+        until(lambda: said.read_text() == "training\n", START, "the job has not begun")
         job.send_signal(signal.SIGUSR2)
-        assert job.stdout.readline() == "saved\n"
         assert job.wait(patience(10)) == 3
+    assert said.read_text() == "training\nsaved\n"
 
 
 def test_a_signal_ends_a_run_with_a_stopped_rank_in_its_grace(tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_the_manifest_says_what_made_the_checkpoint(newest: Path) -> None:
     assert manifest["serial"] == 2
     assert manifest["consumed_samples"] == 2 * manifest["config"]["training"]["global_batch_size"]
     assert manifest["counters"].keys() >= {"updates", "skipped_steps", "learning_rate"}
-    assert manifest["topology"] == {"tp": 1, "pp": 1, "dp": 1}
+    assert manifest["topology"] == {"tp": 1, "cp": 1, "pp": 1, "dp": 1}
     assert manifest["tokenizer"]
     assert "no generator has a state" in manifest["random"]
     assert {"tokenizer/tokenizer.json", "exp_avg-pp0-tp0.safetensors"} <= manifest["files"].keys()
