@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from megacore.watch.processes import born
 from tests.patience import patience, until
 from tests.warm import Started, start
 
@@ -57,8 +58,8 @@ class Job:
         return dict(_writers(self.logs))
 
     def pid_of(self, rank: int) -> int:
-        """The process of a rank."""
-        return next(pid for pid, found in self.pids().items() if found == rank)
+        """The process of a rank: the oldest, before those that it has started, whose numbers may be lower."""
+        return min((pid for pid, found in self.pids().items() if found == rank), key=born)
 
     def said(self, stream: str = "stderr") -> str:
         """What the ranks printed, one after the other."""
