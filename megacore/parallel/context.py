@@ -82,6 +82,22 @@ class SequenceShards:
         ranges = self.ranges(x.shape[dim] if length is None else length)
         return torch.cat([x.narrow(dim, of.start, len(of)) for of in ranges], dim)
 
+    def put_together(self, pieces: Tensor, dim: int) -> Tensor:
+        """The whole sequence, in its order, of what each rank holds.
+
+        Args:
+            pieces: [p, ...], by rank.
+            dim: of a piece: its dimension of positions.
+        """
+        shape = list(pieces.shape[1:])
+        shape[dim] = length = self.whole_length(shape[dim])
+        whole = pieces.new_empty(shape)
+        for rank, piece in enumerate(pieces):
+            ranges = self.ranges(length, rank)
+            for of, part in zip(ranges, piece.split([len(of) for of in ranges], dim), strict=True):
+                whole.narrow(dim, of.start, len(of)).copy_(part)
+        return whole
+
 
 WHOLE = SequenceShards()
 """Of one rank, which holds whole sequences."""
@@ -171,13 +187,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _gathered(key: Tensor, value: Tensor, shards: SequenceShards) -> Tensor:
     """The keys and values of all ranks in the order of the sequence, [2, b, g, s, d]."""
     local = torch.stack((key.transpose(1, 2), value.transpose(1, 2)))  # [2, b, s/p, g, d]
-    length = shards.whole_length(local.shape[2])
-    whole = local.new_empty((*local.shape[:2], length, *local.shape[3:]))
-    for rank, piece in enumerate(ShardsGathered(local, shards.group).wait()):
-        ranges = shards.ranges(length, rank)
-        for of, part in zip(ranges, piece.split([len(of) for of in ranges], 2), strict=True):
-            whole[:, :, of.start : of.stop] = part
-    return whole.transpose(2, 3)
+    return shards.put_together(ShardsGathered(local, shards.group).wait(), 2).transpose(2, 3)
 
 
 def _summed(gradients: Sequence[Tensor], shards: SequenceShards) -> Tensor:
@@ -365,14 +375,7 @@ class _Exchange(torch.autograd.Function):
 
 def _positions_to_heads(x: Tensor, shards: SequenceShards) -> Tensor:
     pieces = PartsExchanged(x.movedim(2, 0).contiguous(), shards.group).wait()  # [p, b, s/p, m, d]
-    b, local, m, d = pieces.shape[1:]
-    length = shards.whole_length(local)
-    whole = pieces.new_empty(b, length, m, d)
-    for rank, piece in enumerate(pieces):
-        ranges = shards.ranges(length, rank)
-        for of, part in zip(ranges, piece.split([len(of) for of in ranges], 1), strict=True):
-            whole[:, of.start : of.stop] = part
-    return whole
+    return shards.put_together(pieces, 1)
 
 
 def _heads_to_positions(x: Tensor, shards: SequenceShards) -> Tensor:
