@@ -29,7 +29,7 @@ from megacore.ops.dispatch import (
 
 @operator("megacore::gelu_forward")
 def _gelu_forward(x: Tensor, bias: Tensor | None) -> Tensor:
-    if runs_triton(x=x):
+    if runs_triton(x):
         from megacore.kernels import gelu as kernel
 
         return kernel.forward(x, bias)
@@ -43,7 +43,7 @@ def _(x: Tensor, bias: Tensor | None) -> Tensor:
 
 @operator("megacore::gelu_backward")
 def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    if runs_triton(x=x):
+    if runs_triton(x):
         from megacore.kernels import gelu as kernel
 
         return kernel.backward(dy, x, bias)
@@ -119,7 +119,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 @operator("megacore::swiglu_forward")
 def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    if runs_triton(gate=gate):
+    if runs_triton(gate, "gate"):
         from megacore.kernels import swiglu as kernel
 
         return kernel.forward(gate, up)
@@ -137,7 +137,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 
 @operator("megacore::swiglu_backward")
 def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    if runs_triton(gate=gate):
+    if runs_triton(gate, "gate"):
         from megacore.kernels import swiglu as kernel
 
         return kernel.backward(dy, gate, up)
@@ -193,7 +193,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 @operator("megacore::swiglu_of_halves")
 def _halves_forward(both: Tensor) -> Tensor:
     up, gate = both.chunk(2, dim=-1)
-    if runs_triton(both=both):
+    if runs_triton(both, "both"):
         from megacore.kernels import swiglu as kernel
 
         return kernel.forward(gate, up)
@@ -207,7 +207,7 @@ def _(both: Tensor) -> Tensor:
 
 @operator("megacore::swiglu_of_halves_backward")
 def _halves_backward(dy: Tensor, both: Tensor) -> Tensor:
-    if runs_triton(both=both):
+    if runs_triton(both, "both"):
         from megacore.kernels import swiglu as kernel
 
         return kernel.backward_of_halves(dy, both)
