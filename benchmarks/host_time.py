@@ -277,8 +277,7 @@ class _BiasGelu(Node):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        dx = gelu.backward(dy, *ctx.saved_tensors)
-        return dx, dx.view(-1, dx.shape[-1]).sum(0)
+        return gelu.backward_biased(dy, *ctx.saved_tensors)
 
 
 class _DropoutAdd(Node):

@@ -129,13 +129,16 @@ class Node(torch.autograd.Function):
     For those `torch.autograd.Function.apply` examines all arguments in every call.
     """
 
+    _apply: Callable[..., Any]  # that of torch.autograd.Function's parent, for the class
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+
     @classmethod
     def apply(cls, *arguments: Any) -> Any:
         """The results of `forward`, for autograd."""
-        if transforms_active():
-            return super().apply(*arguments)
-        parent: Any = super(torch.autograd.Function, cls)
-        return parent.apply(*arguments)
+        return super().apply(*arguments) if transforms_active() else cls._apply(*arguments)
 
 
 class Operator:

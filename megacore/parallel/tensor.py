@@ -121,15 +121,14 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
         """[b, s, i] (or [b, s/t, i]) -> [b, s, o/t]"""
-        return column_parallel(
+        return _linears(
             x,
-            self.weight,
-            self.bias if with_bias else None,
+            (self.weight, self.bias if with_bias else None),
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
             products=self.products,
-        )
+        )[0]
 
 
 class RowParallelLinear(ShardedModule):
