@@ -124,6 +124,7 @@ class BertConfig(Config):
         "init_from_hf": (
             "is for pretrain_gpt.py: convert the directory with tools/convert_checkpoint.py, and use --load"
         ),
+        "ignore_config_field": "is for --init-from-hf, and so for pretrain_gpt.py: leave it out",
     }
 
     help_texts: ClassVar[Mapping[str, str]] = {

@@ -527,6 +527,9 @@ class CheckpointConfig(Section):
     init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
     """Starts from the weights of a Hugging Face transformers directory. Its config.json sets the shape of the model; a
     flag that contradicts it is refused. Default: weights drawn from --seed."""
+    ignore_config_field: Annotated[str | None, Flag(metavar="NAME[,NAME]")] = None
+    """Fields of the config.json of --init-from-hf to leave out, for fields that do not change what the model computes.
+    Default: none."""
     save_interval: Annotated[int | None, Range(1)] = None
     """Number of steps between checkpoints. Default: only at the end of the run."""
     keep_last: Annotated[int | None, Range(1)] = None
@@ -547,6 +550,8 @@ class CheckpointConfig(Section):
     limit."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.init_from_hf is None:
+            yield from self.without_effect(("ignore_config_field",), wrong, "no --init-from-hf", "--init-from-hf")
         if self.keep_every is not None and self.keep_last is None and not wrong & {"keep_every", "keep_last"}:
             yield (
                 f"--keep-every {self.keep_every} has no effect without --keep-last, because every checkpoint is kept: "
