@@ -16,8 +16,8 @@ from megacore.errors import ConfigError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.plan.fit import device_problem, device_warning, host_problem, host_warning, offload_problem
-from megacore.plan.memory import PlannedLayer
 from megacore.plan.room import Room
+from megacore.plan.state import PlannedLayer
 
 
 def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> str | None:
