@@ -234,9 +234,9 @@ def _rank_memory(
     chunks = [[layers[i] for i in numbers] for numbers in on_rank]
     # Besides what its blocks keep, a stage keeps the output that it sends until the gradient of it comes back.
     outputs = [0.0 if chunk[-1] is layers[-1] else residual_bytes(config) for chunk in chunks]
-    kept = [
-        sum(_kept_by_layer(chunk, config, on_cpu=on_cpu)) + sent for chunk, sent in zip(chunks, outputs, strict=True)
-    ]
+    in_blocks = [_kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
+    offloads = config.training.offload_activations and not on_cpu
+    kept = [sent + (0.0 if offloads else sum(sizes)) for sizes, sent in zip(in_blocks, outputs, strict=True)]
     blocks = [block for chunk in chunks for layer in chunk if (block := layer.block) is not None]
     flying = in_flight(config.parallel, rank, config.microbatches)
     has_head = stages[-1] in on_rank and layers[-1].block is None and bool(blocks)
@@ -245,6 +245,8 @@ def _rank_memory(
     again = _computed_again(config, blocks, on_cpu=on_cpu)
     head = head_bytes(config) if has_head else 0.0
     shared = shared_bytes(config) if blocks else 0.0
+    if offloads:  # two blocks are on the device at a time
+        shared += 2 * max((size for sizes in in_blocks for size in sizes), default=0.0)
     working = max(head, again)
     schedule = _moments(config.parallel, rank, config.microbatches)
     forgets = _forgets_gradients(config)
@@ -271,7 +273,8 @@ def _rank_memory(
         pp_rank=rank,
         parameters=parameters,
         state=state,
-        on_host=0.0 if on_cpu or not config.parallel.offload_optimizer else state["optimizer"] + state["buffers"],
+        on_host=(0.0 if on_cpu or not config.parallel.offload_optimizer else state["optimizer"] + state["buffers"])
+        + (_products(flying, map(sum, in_blocks)) if offloads else 0.0),
         activations=_products(flying, kept) + _products([max(n - 1, 0) for n in flying], head_kept) + shared,
         in_flight=sum(flying),
         working=working,
