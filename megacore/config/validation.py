@@ -209,7 +209,7 @@ def _distributed_inputs(config: Config, world_size: int) -> Iterator[str]:
     if tp == 1:
         yield f"{flag} has no effect with --tp 1: leave it out, or use --tp 2 or more"
     elif config.parallel.sequence_parallel:
-        yield f"{flag} has no effect with --sequence-parallel, which divides the inputs of blocks: leave one of them out"
+        yield f"{flag} has no effect with --sequence-parallel, which divides the inputs anyway: leave one of them out"
     elif hidden % tp:
         yield f"{flag} divides --hidden-size {hidden} over --tp {tp}: use --tp {one_of(divisors(hidden, near=tp))}"
 

@@ -102,38 +102,34 @@ class _View(NamedTuple):
     """A tensor in memory that is kept elsewhere."""
 
     memory: _Memory
-    dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def fetched(self) -> Tensor:
         """The tensor on the device."""
-        data = self.memory.take()
-        return torch.empty(0, dtype=self.dtype, device=data.device).set_(
-            data.untyped_storage(), self.offset, self.shape, self.stride
-        )
+        return self.memory.take().as_strided(self.shape, self.stride, self.offset)
 
 
 class _Memory:
     """What several kept tensors may share.
 
     Attributes:
-        device: the bytes on the device, while they are there.
-        host: the bytes in host memory, once they are sent.
+        device: the numbers on the device, flat, while they are there.
+        host: those in host memory, once they are sent.
     """
 
     def __init__(self, block: _Block, device: Tensor) -> None:
         self.device: Tensor | None = device
         self.host: Tensor | None = None
-        self._block, self._size, self._views, self._taken = block, device.nbytes, 0, 0
+        self._block, self._size, self._dtype, self._views, self._taken = block, device.numel(), device.dtype, 0, 0
 
     def add_view(self) -> None:
         """Count a tensor that will be fetched."""
         self._views += 1
 
     def take(self) -> Tensor:
-        """The bytes on the device, which are fetched if need be; given away when every view has had them."""
+        """The numbers on the device, which are fetched if need be; given away when every view has had them."""
         self._block.arrive(self)
         data = self.device
         assert data is not None
@@ -143,14 +139,14 @@ class _Memory:
         return data
 
     def send(self) -> None:
-        """Copy the bytes to the host, in the current stream."""
+        """Copy them to the host, in the current stream."""
         assert self.device is not None
-        self.host = torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
+        self.host = torch.empty(self._size, dtype=self._dtype, pin_memory=True)
         self.host.copy_(self.device, non_blocking=True)
 
     def make_room(self, device: torch.device) -> None:
         """Allocate them on the device, in the current stream."""
-        self.device = torch.empty(self._size, dtype=torch.uint8, device=device)
+        self.device = torch.empty(self._size, dtype=self._dtype, device=device)
 
     def fetch(self) -> None:
         """Copy them there, in the current stream."""
@@ -163,19 +159,19 @@ class _Block:
 
     def __init__(self, stream: torch.Stream, previous: _Block | None) -> None:
         self._stream, self._previous = stream, previous
-        self._memories: dict[tuple[int, int], _Memory] = {}  # by memory and version
+        self._memories: dict[tuple[int, int, torch.dtype], _Memory] = {}  # by memory, version and format
         self._copied: torch.Event | None = None
         self._is_fetched = False
 
     def put(self, tensor: Tensor) -> _View:
         """Keep a tensor, on the device until `leave`."""
-        key = _memory(tensor), tensor._version
+        key = _memory(tensor), tensor._version, tensor.dtype
         if key not in self._memories:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-            self._memories[key] = _Memory(self, whole)
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            self._memories[key] = _Memory(self, tensor.detach().as_strided((size,), (1,), 0))
         memory = self._memories[key]
         memory.add_view()
-        return _View(memory, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _View(memory, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def send(self) -> None:
         """Begin to copy everything to the host."""

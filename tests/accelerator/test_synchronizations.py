@@ -130,8 +130,7 @@ def test_a_step_waits_once_and_copies_the_next_batch_alone(
 
 
 def test_ranks_that_divide_sequences_wait_as_often(tmp_path: Path) -> None:
-    methods: list[Options] = [{"cp": 2, "cp_comm": comm} for comm in ("ring", "allgather", "ulysses")]
-    variants = [*methods, {"cp": 2, "bert_style": "classic"}]
+    variants: list[Options] = [{"cp": 2, "cp_comm": "ring", "zero_stage": 1}, {"cp": 2, "bert_style": "classic"}]
     run_distributed(count, 2, (1, 1, 1), str(tmp_path), variants, backend="pretend")
 
 
