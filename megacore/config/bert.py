@@ -114,7 +114,6 @@ class BertConfig(Config):
     bert: BertSection = field(default_factory=BertSection)
     presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {
-        "cp": "is for pretrain_gpt.py, because BERT's sequences are not divided yet: use --cp 1, or leave it out",
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
         "eod_mask_loss": (
@@ -136,7 +135,7 @@ class BertConfig(Config):
         ),
         "dp": (
             "Data-parallel degree: number of model replicas that share the batch. Default: the number of processes "
-            "divided by --tp x --pp."
+            "divided by --tp x --cp x --pp."
         ),
         "min_lr": "Learning rate at the end of the decay. At most --lr. Default: 0.",
         "position_embedding_type": (
@@ -203,6 +202,11 @@ class BertConfig(Config):
             yield "--whole-word-masking has no effect with --mock-data, which has no words: leave it out"
         if not wrong & {"seq_length", "sentence_task", "bert_style"}:
             yield from self._shortest_sample()
+        if self.parallel.cp > 1 and self.parallel.cp_comm == "ring" and not wrong & {"cp", "cp_comm"}:
+            yield (
+                "--cp-comm ring is not possible with pretrain_bert.py, because a ring computes causal attention only, "
+                "and without padding: use --cp-comm allgather or ulysses, or leave it out"
+            )
         if "bert_style" not in wrong:
             yield from self._layers(wrong)
 

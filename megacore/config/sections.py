@@ -59,7 +59,7 @@ class ParallelConfig(Section):
     """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
     a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
     shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
-    auto: ring."""
+    auto: ring; for pretrain_bert.py, whose padding a ring does not know, allgather."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
     forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
@@ -98,11 +98,6 @@ class ParallelConfig(Section):
     The backend is NCCL on cuda and gloo on cpu."""
     distributed_timeout_minutes: Annotated[float, Range(0.05, 10080)] = 10.0
     """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
-
-    @property
-    def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
-        """How keys and values are exchanged, once that is chosen."""
-        return "ring" if self.cp_comm == "auto" else self.cp_comm
 
     def sequence_unit(self, *, sequence_parallel: bool) -> int:
         """What --seq-length must be a multiple of: each of the --cp ranks holds two equal ranges of positions, and with
@@ -471,6 +466,13 @@ class TrainingConfig(Section):
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
     of them."""
+    offload_activations: bool = False
+    """Copies what transformer blocks keep for backward to host memory, while the next block computes, and back in
+    backward. The device holds the activations of two blocks. On a CPU it does nothing, as they are in host memory. The
+    results are bitwise the same."""
+    distribute_saved_activations: bool = False
+    """Divides the inputs that --recompute full keeps over the --tp ranks, which gather them in backward. The results
+    are bitwise the same. --sequence-parallel divides them anyway."""
     attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
     """Implementation of attention. sdpa: torch's fused operator; above 1024 positions windows, documents, ALiBi and
     (on a CPU) dropout run in blocks (docs/kernels.md). fused-softmax: separate score, softmax and value products, which
@@ -504,6 +506,20 @@ class TrainingConfig(Section):
                 f"--recompute-num-layers {self.recompute_num_layers} has no effect with --recompute {self.recompute}: "
                 "leave it out, or use --recompute full"
             )
+        if self.offload_activations and "offload_activations" not in wrong:
+            if self.recompute == "light" and "recompute" not in wrong:
+                yield (
+                    "--offload-activations is not possible with --recompute light, which chooses for each tensor what "
+                    "is kept: use --recompute none, selective or full"
+                )
+            if self.compile and "compile" not in wrong:
+                yield (
+                    "--offload-activations is not possible with --compile, whose code keeps its activations itself: "
+                    "leave one of them out"
+                )
+        if self.recompute != "full" and "recompute" not in wrong:
+            how = f"--recompute {self.recompute}"
+            yield from self.without_effect(("distribute_saved_activations",), wrong, how, "--recompute full")
         if not self.compile and "compile" not in wrong:
             yield from self.without_effect(("compile_backend",), wrong, "--no-compile", "--compile")
 

@@ -201,6 +201,19 @@ def _recomputed(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("distribute_saved_activations", "tp", "sequence_parallel", "hidden_size")
+def _distributed_inputs(config: Config, world_size: int) -> Iterator[str]:
+    tp, hidden, flag = config.parallel.tp, config.model.hidden_size, "--distribute-saved-activations"
+    if not config.training.distribute_saved_activations:
+        return
+    if tp == 1:
+        yield f"{flag} has no effect with --tp 1: leave it out, or use --tp 2 or more"
+    elif config.parallel.sequence_parallel:
+        yield f"{flag} has no effect with --sequence-parallel, which divides the inputs anyway: leave one of them out"
+    elif hidden % tp:
+        yield f"{flag} divides --hidden-size {hidden} over --tp {tp}: use --tp {one_of(divisors(hidden, near=tp))}"
+
+
 @_about("pp", "num_layers", "virtual_stages", "pipeline_layout")
 def _stages(config: Config, world_size: int) -> Iterator[str]:
     pp, virtual, layers = config.parallel.pp, config.parallel.virtual_stages, config.model.num_layers

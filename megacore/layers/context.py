@@ -80,7 +80,7 @@ class BuildContext:
         """The context of a configured run."""
         return cls(
             layer_group=layer_group,
-            sequence=SequenceShards(sequence_group, config.parallel.context_comm),
+            sequence=SequenceShards(sequence_group, config.context_comm),
             device=device,
             streams=streams,
             sequence_parallel=bool(config.parallel.sequence_parallel),

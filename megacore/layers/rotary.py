@@ -142,6 +142,11 @@ class Rotary:
         cos, sin = self._tables
         return cos[:length], sin[:length]
 
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """The tables that exist."""
+        return (*self._tables, *self._here)
+
     def frequencies(self, length: int) -> Tensor:
         """Radians a position of each pair of dimensions, [r/2] fp32.
 

@@ -72,7 +72,7 @@ def _verdict(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer])
     room, stage, problem = device_room(mesh.device), mesh.pipeline.rank, None
     if room is not None:
         problem = device_problem(config, layers, stage, room)
-    if problem is None and config.parallel.offload_optimizer:
+    if problem is None and (config.parallel.offload_optimizer or config.training.offload_activations):
         problem = offload_problem(config, layers)
     return _Verdict(problem, None if problem or room is None else device_warning(config, layers, stage, room))
 

@@ -72,6 +72,7 @@ def launch_summary(
         ),
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
         *([("context", _divided(config))] if parallel.cp > 1 else []),
+        *([("offload", _offloaded(mesh.device))] if training.offload_activations else []),
         *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
         (
             "data",
@@ -105,11 +106,18 @@ def _divided(config: ResolvedConfig) -> str:
         "allgather": "are gathered for each layer",
         "ring": "travel in a ring",
         "ulysses": "of 1 in {cp} heads are exchanged for positions",
-    }[parallel.context_comm].format(cp=parallel.cp)
+    }[config.context_comm].format(cp=parallel.cp)
     return (
         f"{length // parallel.cp} of {length} positions per rank, in 2 of {2 * parallel.cp} chunks; keys and values "
-        f"{how} (--cp-comm {parallel.context_comm})"
+        f"{how} (--cp-comm {config.context_comm})"
     )
+
+
+def _offloaded(device: torch.device) -> str:
+    """What --offload-activations does."""
+    if device.type == "cpu":
+        return "none: on a CPU activations are in host memory (--offload-activations)"
+    return "activations of blocks wait in host memory for backward (--offload-activations)"
 
 
 def _compiled(config: ResolvedConfig) -> str:
