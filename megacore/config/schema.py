@@ -195,6 +195,12 @@ class ResolvedConfig(Config):
         """Positions of each sequence that a rank computes."""
         return self.data.seq_length // ranks_of_role("sequence", self.parallel)
 
+    @property
+    def beside_hidden_states(self) -> tuple[str, ...]:
+        """What travels with the hidden states from layer to layer, [b, s] int64 each: `documents`, the number of each
+        position's document, and `positions` within it."""
+        return self.data.beside_tokens
+
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.
 
