@@ -63,7 +63,7 @@ def _touches(ours, theirs, DOCUMENTS: tl.constexpr):
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, logarithm_ptr, documents_ptr, slopes_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    queries, keys, offset, reach, heads, size, scale,
+    queries, keys, offset, reach, heads, size, scale, documents_batch,
     SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def _forward(
     slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
     ours = query
     if DOCUMENTS:
-        ours = tl.load(documents_ptr + batch * keys + query, mask=row < queries, other=0)
+        ours = tl.load(documents_ptr + batch * documents_batch + query, mask=row < queries, other=0)
     first, last = 0, keys
     if CAUSAL:
         last = tl.minimum(keys, offset + (tl.program_id(0) + 1) * M)
@@ -88,7 +88,7 @@ def _forward(
         key = start + tl.arange(0, N)
         theirs = key
         if DOCUMENTS:
-            theirs = tl.load(documents_ptr + batch * keys + key, mask=key < keys, other=0)
+            theirs = tl.load(documents_ptr + batch * documents_batch + key, mask=key < keys, other=0)
         if _touches(ours, theirs, DOCUMENTS):
             here = (key < keys)[:, None] & (column < size)[None, :]
             k = _load(
@@ -120,7 +120,7 @@ def _backward_queries(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_q_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     d_out_batch, d_out_head, d_out_row, d_q_batch, d_q_head, d_q_row,
-    queries, keys, offset, reach, heads, size, scale,
+    queries, keys, offset, reach, heads, size, scale, documents_batch,
     SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,7 @@ def _backward_queries(
     slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
     ours = query
     if DOCUMENTS:
-        ours = tl.load(documents_ptr + batch * keys + query, mask=row < queries, other=0)
+        ours = tl.load(documents_ptr + batch * documents_batch + query, mask=row < queries, other=0)
     first, last = 0, keys
     if CAUSAL:
         last = tl.minimum(keys, offset + (tl.program_id(0) + 1) * M)
@@ -148,7 +148,7 @@ def _backward_queries(
         key = start + tl.arange(0, N)
         theirs = key
         if DOCUMENTS:
-            theirs = tl.load(documents_ptr + batch * keys + key, mask=key < keys, other=0)
+            theirs = tl.load(documents_ptr + batch * documents_batch + key, mask=key < keys, other=0)
         if _touches(ours, theirs, DOCUMENTS):
             here = (key < keys)[:, None] & (column < size)[None, :]
             k = _load(
@@ -175,7 +175,7 @@ def _backward_keys(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_k_ptr, d_v_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     d_out_batch, d_out_head, d_out_row, d_k_batch, d_k_head, d_k_row,
-    queries, keys, offset, reach, groups, size, scale,
+    queries, keys, offset, reach, groups, size, scale, documents_batch,
     SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def _backward_keys(
     v = _load(v_ptr + batch * v_batch + group * v_head + key[:, None] * v_row + column[None, :], here, WIDE)
     theirs = key
     if DOCUMENTS:
-        theirs = tl.load(documents_ptr + batch * keys + key, mask=key < keys, other=0)
+        theirs = tl.load(documents_ptr + batch * documents_batch + key, mask=key < keys, other=0)
     first, last = 0, queries
     if CAUSAL:
         first = tl.maximum(tl.program_id(0) * N - offset, 0) // M * M
@@ -201,7 +201,7 @@ def _backward_keys(
             query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
             ours = query
             if DOCUMENTS:
-                ours = tl.load(documents_ptr + batch * keys + query, mask=row < queries, other=0)
+                ours = tl.load(documents_ptr + batch * documents_batch + query, mask=row < queries, other=0)
             if _touches(ours, theirs, DOCUMENTS):
                 q = _load(
                     q_ptr + batch * q_batch + head * q_head + row[:, None] * q_row + column[None, :], inside, WIDE
@@ -241,7 +241,8 @@ def forward(
         query: [b, n, q, d], d at most `largest_head`; the last dimension contiguous.
         key: [b, g, k, d]; likewise.
         value: like key.
-        documents: [b, k] contiguous int32 or int64: of the whole sequence; a query sees its own document.
+        documents: [b, k], or [b, offset + q] if that is longer, int32 or int64, rows contiguous: of the positions from
+            that of the first key on; a query sees its own document.
         slopes: [n] fp32.
         causal: no query sees a later key.
         reach: the distance from which a key is not seen.
@@ -260,7 +261,7 @@ def forward(
         _forward[(blocks_of(rows, blocks["M"]), b * n)](
             query, key, value, out, logarithm, _or(documents, query), _or(slopes, query),
             *_strides(query, key, value, out),
-            rows, key.shape[2], offset, reach or 0, n, d, d**-0.5, **options, **blocks,
+            rows, key.shape[2], offset, reach or 0, n, d, d**-0.5, _row(documents), **options, **blocks,
         )  # fmt: skip
     return out, logarithm
 
@@ -299,12 +300,12 @@ def backward(
     blocks = _blocks(query, _backward_queries)
     _backward_queries[(blocks_of(rows, blocks["M"]), b * n)](
         query, key, value, d_out, d_query, *masks, *_strides(query, key, value, d_out, d_query),
-        *sizes, n, d, d**-0.5, **options, **blocks,
+        *sizes, n, d, d**-0.5, _row(documents), **options, **blocks,
     )  # fmt: skip
     blocks = _blocks(query, _backward_keys)
     _backward_keys[(blocks_of(keys, blocks["N"]), b * groups)](
         query, key, value, d_out, d_key, d_value, *masks, *_strides(query, key, value, d_out, d_key),
-        *sizes, groups, d, d**-0.5, **options, **blocks,
+        *sizes, groups, d, d**-0.5, _row(documents), **options, **blocks,
     )  # fmt: skip
     return d_query, d_key, d_value
 
@@ -312,6 +313,11 @@ def backward(
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """A pointer that is not read needs some tensor."""
     return other if tensor is None else tensor
+
+
+def _row(documents: Tensor | None) -> int:
+    """Numbers from one sequence's documents to the next one's."""
+    return 0 if documents is None else documents.stride(0)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

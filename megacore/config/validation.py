@@ -126,12 +126,6 @@ def _positions_of_documents(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-@_about("cp", "cp_comm", "packing", "reset_attention_mask")
-def _documents_of_context(config: Config, world_size: int) -> Iterator[str]:
-    if config.parallel.cp > 1 and config.parallel.context_comm == "ring" and "documents" in config.data.beside_tokens:
-        yield "--cp-comm ring does not know documents: use --cp-comm allgather or ulysses"
-
-
 @_about("cp", "reproducible")
 def _reproducible_context(config: Config, world_size: int) -> Iterator[str]:
     if config.parallel.cp > 1 and config.training.reproducible:
