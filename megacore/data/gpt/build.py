@@ -21,6 +21,7 @@ from megacore.data.gpt.blend import BlendedDataset, SampleDataset, blend_index
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.mock import MockDataset
 from megacore.data.gpt.packing import PackedDataset
+from megacore.data.indexed.loss_mask import open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset, check_token_ids
 from megacore.data.indexed.sidecar import read_sidecar
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -70,6 +71,7 @@ def check_inputs(config: Config) -> int:
         try:
             indexed = IndexedDataset(prefix)
             split_documents(indexed, config.data.split_shares())
+            open_loss_mask(indexed)
             budget -= _check_tokens(indexed, tokenizer, vocab_size, budget)
         except DataError as error:
             problems.append(str(error))
