@@ -116,6 +116,9 @@ class BertConfig(Config):
     unsupported: ClassVar[Mapping[str, str]] = {
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
+        "packing": "is for pretrain_gpt.py: leave it out, because --bert-style decides how documents become samples",
+        "reset_position_ids": "is for pretrain_gpt.py: leave it out, because packed BERT has relative positions",
+        "reset_attention_mask": "is for pretrain_gpt.py: leave it out, because BERT always attends within a document",
         "eod_mask_loss": (
             "is for a model that predicts the next token, which BERT does not: leave it out "
             "(BERT never predicts a special token)"
@@ -240,3 +243,7 @@ class ResolvedBertConfig(ResolvedConfig, BertConfig):
     is_causal: ClassVar[bool] = False
 
     bert: ResolvedBert = field()
+
+    @property
+    def beside_hidden_states(self) -> tuple[str, ...]:
+        return ("documents",)

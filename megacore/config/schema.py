@@ -202,6 +202,12 @@ class ResolvedConfig(Config):
             return self.parallel.cp_comm
         return "ring" if self.is_causal else "allgather"
 
+    @property
+    def beside_hidden_states(self) -> tuple[str, ...]:
+        """What travels with the hidden states from layer to layer, [b, s] int64 each: `documents`, the number of each
+        position's document, and `positions` within it."""
+        return self.data.beside_tokens
+
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.
 

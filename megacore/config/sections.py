@@ -295,8 +295,28 @@ class DataConfig(Section):
     """Number of processes per rank that prepare batches in advance. 0: the training process prepares them itself."""
     data_cache_path: Annotated[str | None, Flag(metavar="DIR")] = None
     """Directory for the cached sample indices. Default: a directory named cache beside each dataset."""
+    packing: Literal["none", "concat", "best-fit"] = "concat"
+    """How documents become samples. concat: one stream of documents is cut into samples. none: each sample is one
+    document, padded, or cut if it is longer. best-fit: samples hold whole documents, chosen so that little padding is
+    left (best-fit decreasing); a document longer than --seq-length is split."""
+    reset_position_ids: bool | None = None
+    """Restarts positions at each document of a sample. Default: on with --packing best-fit, off with concat."""
+    reset_attention_mask: bool | None = None
+    """Restricts attention to the document of each token. Default: on with --packing best-fit, off with concat."""
     eod_mask_loss: bool = False
-    """Excludes the loss at end-of-document tokens of the input. Needs --tokenizer."""
+    """Excludes the loss at end-of-document tokens of the input, and at the last token of each document. Needs
+    --tokenizer."""
+
+    @property
+    def beside_tokens(self) -> tuple[str, ...]:
+        """What the layers get beside the tokens: the documents, where attention stays within each, and the positions,
+        where they restart. A sample of --packing none is one document, and causal attention sees no padding after
+        it."""
+        packed = self.packing == "best-fit"
+        resets = {"documents": self.reset_attention_mask, "positions": self.reset_position_ids}
+        if self.packing == "none":
+            return ()
+        return tuple(name for name, flag in resets.items() if (packed if flag is None else flag))
 
     def blend(self) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
         """The prefixes of --data-path, and their weights or None.

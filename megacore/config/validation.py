@@ -117,6 +117,15 @@ def _attention_of_context(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("reset_position_ids", "reset_attention_mask", "packing", "position_embedding_type")
+def _positions_of_documents(config: Config, world_size: int) -> Iterator[str]:
+    if config.data.beside_tokens == ("positions",) and config.model.position_embedding_type == "alibi":
+        yield (
+            "--reset-position-ids has no meaning with --position-embedding-type alibi, which goes by distances, unless "
+            "attention stays within documents: use --reset-attention-mask too, or leave it out"
+        )
+
+
 @_about("cp", "reproducible")
 def _reproducible_context(config: Config, world_size: int) -> Iterator[str]:
     if config.parallel.cp > 1 and config.training.reproducible:

@@ -116,7 +116,7 @@ class Rotary:
         cos, sin = self._angles(packed, positions)
         if positions is None:
             return ops.split_rotary(packed, cos, sin, groups=groups)
-        b, s = positions.shape
+        b, s = packed.shape[:2]
         parts = ops.split_rotary(packed.view(1, b * s, *packed.shape[2:]), cos, sin, groups=groups)
         query, key, value = (part.view(b, s, *part.shape[2:]) for part in parts)
         return query, key, value

@@ -171,7 +171,7 @@ class _Block:
             self._memories[key] = _Memory(self, tensor.detach().as_strided((size,), (1,), 0))
         memory = self._memories[key]
         memory.add_view()
-        return _View(memory, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _View(memory, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def send(self) -> None:
         """Begin to copy everything to the host."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import TensorSpec
-from megacore.train.task import Task, compiled_loss, document_numbers_spec, hidden_states_spec
+from megacore.train.task import Task, beside_specs, compiled_loss, hidden_states_spec
 
 _NO_PAIR = -1
 
@@ -69,7 +70,7 @@ class BertTask(Task):
         counted once, by the rank that holds the first position."""
         if self.sequence.group.size == 1:
             return microbatch
-        local = {
+        local: dict[str, Any] = {
             name: self.sequence.take(getattr(microbatch, name), 1)
             for name in ("tokens", "token_types", "labels", "loss_mask")
         }
@@ -83,7 +84,7 @@ class BertTask(Task):
 
     def stage_input_specs(self, microbatch: BertBatch, stage: int) -> tuple[TensorSpec, ...]:
         """The hidden states and the document numbers, between any two stages."""
-        return hidden_states_spec(self.config, self.group), document_numbers_spec(self.config)
+        return hidden_states_spec(self.config, self.group), *beside_specs(self.config)
 
     def last_inputs(self, microbatch: BertBatch) -> tuple[Tensor, ...]:
         """The labels [b, s], where the head computes the loss."""

@@ -12,6 +12,7 @@ from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.config.messages import counted
 from megacore.config.sections import ChosenSchedule
+from megacore.data.gpt.packing import Packing
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.plan.activations import loss_chunks
@@ -28,6 +29,7 @@ def launch_summary(
     stages: list[range],
     *,
     samples: tuple[int, int],
+    packing: Packing | None = None,
     idle_share: float,
 ) -> str:
     """Topology, model, batch, bubble, data, and which implementation every operator runs.
@@ -38,6 +40,7 @@ def launch_summary(
         layers: the whole model.
         stages: which layers each pipeline stage holds.
         samples: training and validation samples of the run.
+        packing: what an epoch of training samples holds, where these are padded.
         idle_share: predicted share of the ranks' time that the pipeline leaves them idle.
     """
     training, parallel, model = config.training, config.parallel, config.model
@@ -79,6 +82,7 @@ def launch_summary(
             f"{samples[0]:,} training and {samples[1]:,} validation samples"
             + (" (mock)" if config.data.mock_data else ""),
         ),
+        *([("packing", text)] if (text := _packed(config, packing)) else []),
         ("operators", _operators(config, mesh.device)),
         *([("loss", f"logits in {chunks} chunks of the vocabulary")] if (chunks := loss_chunks(config)) > 1 else []),
         *([("compiled", _compiled(config))] if training.compile else []),
@@ -97,6 +101,23 @@ def summary_line(label: str, text: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _packed(config: ResolvedConfig, packing: Packing | None) -> str:
+    """How documents become samples, where that is not the plain stream of documents."""
+    data, parts = config.data, []
+    if packing is not None:
+        parts.append(
+            f"{data.packing}: {counted(packing.samples, 'sample')} per epoch of "
+            f"{counted(packing.documents, 'document')}, {packing.padding:.1%} padding"
+        )
+        if packing.longer:
+            how = f"cut, and {packing.cut:.2%} of the tokens left out" if data.packing == "none" else "split"
+            parts.append(f"{counted(packing.longer, 'longer document')} {how}")
+    if isinstance(config, BertConfig):
+        return "; ".join(parts)
+    said = {"documents": "attention stays within documents", "positions": "positions restart at each document"}
+    return "; ".join([*parts, *(said[name] for name in config.beside_hidden_states)])
 
 
 def _divided(config: ResolvedConfig) -> str:
@@ -157,7 +178,7 @@ def attention_warning(config: ResolvedConfig, device: torch.device) -> str | Non
         seq_length=config.data.seq_length,
         dtype=DTYPES[config.precision.precision],
         causal=not is_bert,
-        masked=is_bert or alibi or windowed,
+        masked=is_bert or alibi or windowed or "documents" in config.beside_hidden_states,
         alibi=alibi,
         dropout=model.attention_dropout,
     )

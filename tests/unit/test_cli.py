@@ -175,7 +175,6 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--swiglu"], ("--swiglu", "Megatron-LM's", "use --activation swiglu")),
     (["--start-weight-decay"], ("--start-weight-decay", "Megatron-LM's", "not have it yet")),
     (["--distributed-backend", "nccl"], ("use --device",)),
-    (["--reset-attention-mask"], ("--reset-attention-mask is Megatron-LM's", "BERT always attends within a document")),
     (["--masked-softmax-fusion"], ("--masked-softmax-fusion is Megatron-LM's", "leave it out")),
     (["--no-lr"], ("--no-lr", "only a switch", "--lr FLOAT")),
     (["--mock-data", "True"], ("--mock-data True", "--mock-data or --no-mock-data")),
