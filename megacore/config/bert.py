@@ -115,6 +115,7 @@ class BertConfig(Config):
     presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {
         "cp": "is for pretrain_gpt.py, because BERT's sequences are not divided yet: use --cp 1, or leave it out",
+        "num_experts": "is for pretrain_gpt.py, because BERT's blocks have no experts: leave it out",
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
         "eod_mask_loss": (

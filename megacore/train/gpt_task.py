@@ -18,6 +18,7 @@ from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
 from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.cross_entropy import vocabulary_share
+from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
@@ -52,7 +53,9 @@ class GPTTask(Task):
         context = BuildContext.of(
             config, layer_group=mesh.layer, sequence_group=mesh.sequence, device=mesh.device, streams=streams
         )
-        super().__init__(gpt_layers(config.model, dataclasses.replace(context, products=products)), streams)
+        self.experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size)
+        context = dataclasses.replace(context, products=products, experts=self.experts)
+        super().__init__(gpt_layers(config.model, context), streams)
         self.config, self.group, self.sequence = config, mesh.layer, context.sequence
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
@@ -62,6 +65,10 @@ class GPTTask(Task):
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
         self.weights.fill(parameters)
+
+    def begin_step(self, loss_scale: float) -> None:
+        """Tell the layers that add losses the factor of the step's."""
+        self.experts.loss_scale.value = loss_scale
 
     def of_rank(self, microbatch: Microbatch) -> Microbatch:
         """This rank's positions, each with its label, which is the next position's token whoever holds that."""

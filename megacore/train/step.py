@@ -151,6 +151,7 @@ class TrainStep:
         scale, data_parallel = self.update.scaler.scale, self.model.data_parallel
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
         data_parallel.begin_step(scale)
+        self.task.begin_step(scale)
         if self._replay is not None and self._replay.is_due(self.step + 1):
             self._summed_loss = self._replay.train_step(microbatches, self._weight, step=self.step + 1)
         else:

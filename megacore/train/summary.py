@@ -7,7 +7,7 @@ import textwrap
 import torch
 
 from megacore import ops
-from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config import ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.config.messages import counted
@@ -15,6 +15,8 @@ from megacore.config.sections import ChosenSchedule
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.plan.activations import loss_chunks
+from megacore.plan.flops import blocks_of
+from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.train.metrics import LINE_WIDTH
 from megacore.train.task import DTYPES
 
@@ -72,6 +74,7 @@ def launch_summary(
         ),
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
         *([("context", _divided(config))] if parallel.cp > 1 else []),
+        *([("experts", _experts(config, experts))] if (experts := model.experts) is not None else []),
         *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
         (
             "data",
@@ -109,6 +112,18 @@ def _divided(config: ResolvedConfig) -> str:
     return (
         f"{length // parallel.cp} of {length} positions per rank, in 2 of {2 * parallel.cp} chunks; keys and values "
         f"{how} (--cp-comm {parallel.context_comm})"
+    )
+
+
+def _experts(config: ResolvedConfig, experts: ResolvedExperts) -> str:
+    """How many experts there are, who uses them, and where they are."""
+    parallel, held = config.parallel, sum(map(experts.holds, range(config.model.num_layers)))
+    active = sum(number * active_parameters(block) for block, number in blocks_of(config.model))
+    every = sum(number * block_parameters(block) for block, number in blocks_of(config.model))
+    return (
+        f"{experts.num_experts} in {counted(held, 'block')}, of which a token uses {experts.moe_router_topk}: "
+        f"{active / 1e6:,.2f}M of the blocks' {every / 1e6:,.2f}M parameters; --ep {parallel.ep}: "
+        f"{experts.num_experts // parallel.ep} of them per rank, each split over {parallel.expert_split}"
     )
 
 

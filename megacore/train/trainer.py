@@ -371,14 +371,16 @@ class Trainer:
             samples=(train_samples, valid_samples),
             idle_share=self.metrics.predicted_bubble,
         )
-        memory = mebibytes(self.metrics.predicted_memory)
+        memory = self.metrics.predicted_memory
         lines = [
             first_line(self.provenance, time.strftime("%Y-%m-%d %H:%M:%S %Z")),
             summary_line("command", self.provenance.command),
             summary,
             summary_line("figures", f"TFLOP/s and MFU count {CONVENTION}{self.metrics.about_mfu()}"),
-            summary_line("memory", f"MiB of state on the fullest rank, by formula: {memory}"),
         ]
+        if memory:
+            formula = "MiB of state on the fullest rank, by formula"
+            lines.append(summary_line("memory", f"{formula}: {mebibytes(memory)}"))
         is_transformer = any(layer.block is not None for layer in self.task.layers)
         if is_transformer and (slower := attention_warning(self.config, self.mesh.device)) is not None:
             lines.append(summary_line("warning", slower))
