@@ -80,7 +80,6 @@ def _not_yet(config: Config, world_size: int) -> Iterator[str]:
         return
     parallel, training = config.parallel, config.training
     for given, is_given, way_out in (
-        (f"--cp {parallel.cp}", parallel.cp > 1, "use --cp 1"),
         ("--reproducible", training.reproducible, "leave it out (on CPUs two runs with one layout are equal anyway)"),
         ("--compile", training.compile, "leave it out"),
         ("--offload-optimizer", parallel.offload_optimizer, "use --zero-stage 1 or more instead"),
@@ -113,7 +112,7 @@ def refuse_experts(config: Config, what: str) -> None:
         )
 
 
-RULES: tuple[tuple[frozenset[str], Rule], ...] = (
+EXPERT_RULES: tuple[tuple[frozenset[str], Rule], ...] = (
     (frozenset({"num_experts", "ep", "etp", "tp", "dp", "cp", "pp", "sequence_parallel"}), _ranks),
     (
         frozenset(
@@ -128,7 +127,7 @@ RULES: tuple[tuple[frozenset[str], Rule], ...] = (
     (
         frozenset(
             {
-                "num_experts", "cp", "reproducible", "compile", "offload_optimizer", "recompute", "schedule",
+                "num_experts", "reproducible", "compile", "offload_optimizer", "recompute", "schedule",
                 "schedule_csv", "replay_interval", "init_from_hf",
             }
         ),

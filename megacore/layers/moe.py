@@ -11,6 +11,7 @@ width of an expert, r rows of this rank's experts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -158,7 +159,7 @@ class MoE(nn.Module):
         self.config, self.ranks = experts, context.experts
         self.sequence_parallel = context.sequence_parallel
         # Ranks that hold other positions of the same sequences.
-        self.positions = context.layer_group if context.sequence_parallel else ALONE
+        self.positions = (context.layer_group if context.sequence_parallel else ALONE, context.sequence.group)
         self.router = Router(config.hidden_size, experts.num_experts, device=context.device)
         self.experts = Experts(config, experts, context)
         has_shared = experts.moe_shared_expert_size is not None
@@ -191,7 +192,7 @@ class MoE(nn.Module):
         Both are sums over the global batch, divided by its sequences or tokens: neither microbatches nor ranks change
         them. The losses of a sequence need its counts on all ranks that hold a part of it, which have no gradient.
         """
-        config, length = self.config, weights.shape[1] * self.positions.size
+        config, length = self.config, weights.shape[1] * math.prod(group.size for group in self.positions)
         losses = []
         if config.moe_aux_loss_coeff:
             losses.append(config.moe_aux_loss_coeff * self._imbalance(shares, indices, length))
@@ -208,5 +209,6 @@ class MoE(nn.Module):
         experts, chosen = self.config.num_experts, self.config.moe_router_topk
         counts = shares.new_zeros(len(indices), experts)
         counts.scatter_add_(1, indices.flatten(1), torch.ones_like(indices, dtype=counts.dtype).flatten(1))
-        all_reduce_(counts, self.positions)
+        for group in self.positions:
+            all_reduce_(counts, group)
         return (counts * (experts / (chosen * length)) * (shares.sum(1) / length)).sum()

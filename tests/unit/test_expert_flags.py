@@ -71,7 +71,6 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
         ("--moe-shared-expert-gate", "--moe-shared-expert-gate has no effect with no shared expert"),
         ("--moe-first-dense-layers 12", "--moe-first-dense-layers 12 must be below --num-layers 12"),
         ("--no-disable-bias-linear", "--num-experts needs --disable-bias-linear"),
-        ("--cp 2", "--cp 2 is not available with --num-experts yet: use --cp 1"),
         ("--reproducible", "--reproducible is not available with --num-experts yet"),
         ("--compile", "--compile is not available with --num-experts yet"),
         ("--offload-optimizer", "--offload-optimizer is not available with --num-experts yet"),
@@ -88,8 +87,8 @@ def test_what_does_not_fit_is_refused(flags: str, expected: str, refuse: Refuse)
 
 @pytest.mark.usefixtures("ranks")
 def test_every_problem_is_named_at_once(refuse: Refuse) -> None:
-    flags = "--ep 3 --moe-router-topk 9 --cp 2 --reproducible --moe-ffn-hidden-size 33 --tp 2 --etp 2"
-    assert len(problems(refuse(*EXPERTS, *flags.split()))) == 7
+    flags = "--ep 3 --moe-router-topk 9 --reproducible --moe-ffn-hidden-size 33 --tp 2 --etp 2"
+    assert len(problems(refuse(*EXPERTS, *flags.split()))) == 5
 
 
 @pytest.mark.usefixtures("ranks")
