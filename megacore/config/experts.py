@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from megacore.config.fields import Flag, Range, Section, field_infos, flag
+from megacore.config.messages import divisors, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,19 @@ class ExpertsConfig(Section):
     """Weighs the chosen experts by their softmax scores over all experts, as in OLMoE (norm_topk_prob false in
     transformers). Otherwise the weights of a token's experts are divided by their sum, as in Mixtral (norm_topk_prob
     true)."""
+    moe_router_num_groups: Annotated[int | None, Range(2, 100_000)] = None
+    """Divides the experts into this many groups, of which a token uses at most --moe-router-group-topk, as in
+    DeepSeek-V3. It must divide --num-experts. Default: no groups."""
+    moe_router_group_topk: Annotated[int | None, Range(1, 100_000)] = None
+    """Number of groups that a token's experts may come from: those whose --moe-router-topk / N best scores have the
+    highest sum. Default: none; --moe-router-num-groups requires it."""
+    moe_router_topk_scaling_factor: Annotated[float, Range(above=0)] = 1.0
+    """Multiplies the weights of the chosen experts (routed_scaling_factor in transformers)."""
+    moe_router_enable_expert_bias: bool = False
+    """Balances the experts without a loss: each has a bias that is added to its scores where experts are chosen, and
+    not to the weights. After every step it rises if the expert had fewer tokens than the mean, and falls if more."""
+    moe_router_bias_update_rate: Annotated[float, Range(above=0)] = 1e-3
+    """By how much --moe-router-enable-expert-bias raises or lowers a bias per step."""
     moe_ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None
     """Inner width of an expert. A multiple of --etp. Default: --ffn-hidden-size."""
     moe_shared_expert_size: Annotated[
@@ -73,6 +87,10 @@ class ExpertsConfig(Section):
             yield from self.without_effect(names, wrong, "no experts", flag("num_experts"))
             return
         yield from self._router(wrong)
+        yield from self._groups(wrong)
+        if not self.moe_router_enable_expert_bias:
+            names, needs = ("moe_router_bias_update_rate",), "--moe-router-enable-expert-bias"
+            yield from self.without_effect(names, wrong, "no bias", needs)
         if self.moe_shared_expert_size is None:
             needs = "--moe-shared-expert-size"
             yield from self.without_effect(("moe_shared_expert_gate",), wrong, "no shared expert", needs)
@@ -93,6 +111,36 @@ class ExpertsConfig(Section):
                 "--moe-router-pre-softmax, or --moe-router-topk 2 or more"
             )
 
+    def _groups(self, wrong: frozenset[str]) -> Iterator[str]:
+        experts, groups, chosen = self.num_experts, self.moe_router_num_groups, self.moe_router_group_topk
+        assert experts is not None
+        if wrong & {"moe_router_num_groups", "moe_router_group_topk", "moe_router_topk"}:
+            return
+        if groups is None:
+            yield from self.without_effect(("moe_router_group_topk",), wrong, "no groups", "--moe-router-num-groups")
+            return
+        if experts % groups:
+            near = one_of(divisors(experts, near=groups, most=6))
+            yield f"--moe-router-num-groups {groups} must divide --num-experts {experts}: use {near}"
+        if chosen is None:
+            yield f"--moe-router-num-groups {groups} needs --moe-router-group-topk: use 1 to {groups}"
+            return
+        if chosen > groups:
+            yield (
+                f"--moe-router-group-topk {chosen} must be at most --moe-router-num-groups {groups}: use {groups} or "
+                "less"
+            )
+        elif self.moe_router_topk % chosen:
+            yield (
+                f"--moe-router-group-topk {chosen} must divide --moe-router-topk {self.moe_router_topk}: use "
+                f"{one_of(divisors(self.moe_router_topk, near=chosen, most=6))}"
+            )
+        elif self.moe_router_topk > experts // groups * chosen:
+            yield (
+                f"--moe-router-topk {self.moe_router_topk} is more than the {experts // groups * chosen} experts of "
+                f"{chosen} of {groups} groups: use a larger --moe-router-group-topk, or fewer groups"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedExperts(ExpertsConfig):
@@ -107,7 +155,6 @@ class ResolvedExperts(ExpertsConfig):
         return self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_size or 0)
 
 
-ARCHITECTURE_OF_EXPERTS = tuple(
-    name for name in field_infos(ExpertsConfig) if name not in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-)
+_OF_TRAINING = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+ARCHITECTURE_OF_EXPERTS = tuple(name for name in field_infos(ExpertsConfig) if name not in _OF_TRAINING)
 """The fields that change what a model computes, and not only how it is trained."""

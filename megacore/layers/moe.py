@@ -56,33 +56,70 @@ class Choice(NamedTuple):
     shares: Tensor
 
 
-def choose(logits: Tensor, experts: ResolvedExperts) -> Choice:
+def choose(logits: Tensor, experts: ResolvedExperts, bias: Tensor | None = None) -> Choice:
     """The k experts with the highest scores, of equal ones the first.
 
     Args:
         logits: [b, s, E] fp32.
         experts: says what scores and weights are.
+        bias: [E] fp32, added to the scores by which experts are chosen; None: there is none.
     """
     is_softmax = experts.moe_router_score_function == "softmax"
     scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
     chosen = experts.moe_router_topk
-    ranked = torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices
-    indices = ranked[..., :chosen].sort(-1).values
+    preferred = scores.detach() if bias is None else scores.detach() + bias
+    if experts.moe_router_num_groups is not None:
+        preferred = preferred.masked_fill(~_in_best_groups(preferred, experts), -torch.inf)
+    indices = _highest(preferred, chosen).sort(-1).values
     weights = scores.gather(-1, indices)
     if is_softmax and not experts.moe_router_pre_softmax:
         weights = weights / weights.sum(-1, keepdim=True)
     elif not is_softmax and chosen > 1:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    weights = weights * experts.moe_router_topk_scaling_factor
     shares = scores if is_softmax else scores / scores.sum(-1, keepdim=True)
     return Choice(indices, weights, shares)
 
 
-class Router(ShardedModule):
-    """h -> E logits, computed in fp32."""
+def _highest(values: Tensor, count: int) -> Tensor:
+    """Indices of the highest values along the last dimension, of equal ones the first."""
+    return torch.sort(values, dim=-1, descending=True, stable=True).indices[..., :count]
 
-    def __init__(self, hidden_size: int, experts: int, *, device: torch.device) -> None:
+
+def _in_best_groups(scores: Tensor, experts: ResolvedExperts) -> Tensor:
+    """[..., E] bool, whether an expert is in one of the groups that a token may use (DeepSeek-AI 2024, arXiv
+    2412.19437, section 2.1.2)."""
+    groups, allowed = experts.moe_router_num_groups, experts.moe_router_group_topk
+    assert groups is not None and allowed is not None
+    grouped = scores.unflatten(-1, (groups, -1))  # [..., groups, experts of it]
+    best = grouped.sort(-1, descending=True).values[..., : experts.moe_router_topk // allowed].sum(-1)
+    of_group = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, _highest(best, allowed), True)
+    return of_group.unsqueeze(-1).expand_as(grouped).flatten(-2)
+
+
+class Router(ShardedModule):
+    """h -> E logits, computed in fp32.
+
+    Args:
+        hidden_size: h.
+        experts: the section of the experts.
+        device: where parameters live.
+
+    Attributes:
+        counts: [E] int64, how often each expert was chosen on this rank in the forwards of this step.
+        bias: [E] fp32, what moves the choice; None: nothing does.
+    """
+
+    counts: Tensor
+    bias: Tensor | None
+
+    def __init__(self, hidden_size: int, experts: ResolvedExperts, *, device: torch.device) -> None:
         super().__init__()
-        self.weight = replicated(experts, hidden_size, device=device)
+        self.weight = replicated(experts.num_experts, hidden_size, device=device)
+        counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("counts", counts, persistent=False)
+        has_bias = experts.moe_router_enable_expert_bias
+        self.register_buffer("bias", torch.zeros(experts.num_experts, device=device) if has_bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, E] fp32"""
@@ -160,7 +197,7 @@ class MoE(nn.Module):
         self.sequence_parallel = context.sequence_parallel
         # Ranks that hold other positions of the same sequences.
         self.positions = (context.layer_group if context.sequence_parallel else ALONE, context.sequence.group)
-        self.router = Router(config.hidden_size, experts.num_experts, device=context.device)
+        self.router = Router(config.hidden_size, experts, device=context.device)
         self.experts = Experts(config, experts, context)
         has_shared = experts.moe_shared_expert_size is not None
         self.shared = SharedExpert(config, experts, context) if has_shared else None
@@ -168,8 +205,9 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
         logits = self.router(x)
-        indices, weights, shares = choose(logits, self.config)
+        indices, weights, shares = choose(logits, self.config, self.router.bias)
         if self.training and torch.is_grad_enabled():
+            self.router.counts.add_(torch.bincount(indices.flatten(), minlength=self.config.num_experts))
             weights = self._balanced(weights, logits, shares, indices)
         output = self._routed(x, indices, weights)
         return output if self.shared is None else output + self.shared(x)

@@ -53,8 +53,8 @@ class GPTTask(Task):
         context = BuildContext.of(
             config, layer_group=mesh.layer, sequence_group=mesh.sequence, device=mesh.device, streams=streams
         )
-        self.experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size)
-        context = dataclasses.replace(context, products=products, experts=self.experts)
+        experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size)
+        context = dataclasses.replace(context, products=products, experts=experts)
         super().__init__(gpt_layers(config.model, context), streams)
         self.config, self.group, self.sequence = config, mesh.layer, context.sequence
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
@@ -65,10 +65,6 @@ class GPTTask(Task):
     def initialize(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
         self.weights.fill(parameters)
-
-    def begin_step(self, loss_scale: float) -> None:
-        """Tell the layers that add losses the factor of the step's."""
-        self.experts.loss_scale.value = loss_scale
 
     def of_rank(self, microbatch: Microbatch) -> Microbatch:
         """This rank's positions, each with its label, which is the next position's token whoever holds that."""

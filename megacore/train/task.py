@@ -82,14 +82,6 @@ class Task(ABC):
         them. Every other method is given what this returns."""
         return microbatch
 
-    def begin_step(self, loss_scale: float) -> None:
-        """The forwards of a train step follow.
-
-        Args:
-            loss_scale: a factor of its loss.
-        """
-        return
-
     @abstractmethod
     def first_input(self, microbatch: Any) -> Any:
         """The input of the model's first layer: a tensor or a tuple of tensors."""

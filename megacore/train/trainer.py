@@ -243,7 +243,8 @@ class Trainer:
             times: how long a step took, on average since the last log.
         """
         figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
-        further = {**self.rollbacks.figures(), **self.callbacks.figures()}
+        balance = {} if self.train_steps.balance is None else self.train_steps.balance.figures()
+        further = {**balance, **self.rollbacks.figures(), **self.callbacks.figures()}
         self.callbacks.on_log({**self._position(), **figures, **further})
 
     def evaluate(self) -> float | None:

@@ -98,7 +98,7 @@ def their_block(family: str, model: ResolvedModel) -> nn.Module:
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 
     config = theirs.DeepseekV3Config(
-        **sizes, n_group=1, topk_group=1, routed_scaling_factor=1.0, n_shared_experts=1, n_routed_experts=6
+        **sizes, n_group=3, topk_group=2, routed_scaling_factor=2.5, n_shared_experts=1, n_routed_experts=6
     )
     return theirs.DeepseekV3MoE(config)
 
@@ -108,7 +108,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"moe_router_pre_softmax": True, "moe_shared_expert_size": 12, "moe_shared_expert_gate": True},
     "qwen3_moe": {"moe_router_topk": 3},
     "olmoe": {"moe_router_pre_softmax": True, "moe_router_topk": 4},
-    "deepseek_v3": {"moe_router_score_function": "sigmoid", "moe_shared_expert_size": WIDTH},
+    "deepseek_v3": {
+        "moe_router_score_function": "sigmoid",
+        "moe_shared_expert_size": WIDTH,
+        "moe_router_topk": 4,
+        "moe_router_num_groups": 3,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_enable_expert_bias": True,
+    },
 }
 _SHARED = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
@@ -138,6 +146,9 @@ def test_a_layer_equals_that_of_transformers(family: str) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(known[name])
+        for bias in theirs.buffers():  # DeepSeek's, which moves the choice
+            ours.router.bias = torch.tensor([0.3, -0.2, 0.0, 0.1, -0.3, 0.2])
+            bias.copy_(ours.router.bias)
     x, grad = batch()
     other = x.detach().clone().requires_grad_()
     y, expected = ours(x), theirs(other)

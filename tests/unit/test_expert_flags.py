@@ -68,6 +68,22 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
         ),
         ("--tp 2 --moe-ffn-hidden-size 33", "--etp 2 must divide --moe-ffn-hidden-size 33"),
         ("--tp 2 --moe-shared-expert-size 33", "--tp 2 must divide --moe-shared-expert-size 33: use 32 or 34"),
+        (
+            "--moe-router-num-groups 3 --moe-router-group-topk 2",
+            "--moe-router-num-groups 3 must divide --num-experts 8",
+        ),
+        ("--moe-router-num-groups 4", "--moe-router-num-groups 4 needs --moe-router-group-topk: use 1 to 4"),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 5", "--moe-router-group-topk 5 must be at most"),
+        (
+            "--moe-router-num-groups 4 --moe-router-group-topk 3 --moe-router-topk 4",
+            "--moe-router-group-topk 3 must divide --moe-router-topk 4: use 1, 2 or 4",
+        ),
+        (
+            "--moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-topk 4",
+            "--moe-router-topk 4 is more than the 2 experts of 1 of 4 groups",
+        ),
+        ("--moe-router-group-topk 2", "--moe-router-group-topk 2 has no effect with no groups"),
+        ("--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate 0.1 has no effect with no bias"),
         ("--moe-shared-expert-gate", "--moe-shared-expert-gate has no effect with no shared expert"),
         ("--moe-first-dense-layers 12", "--moe-first-dense-layers 12 must be below --num-layers 12"),
         ("--no-disable-bias-linear", "--num-experts needs --disable-bias-linear"),
