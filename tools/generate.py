@@ -16,9 +16,8 @@ from typing import TypeVar
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained_model
 from megacore.commands.tool import ToolParser, positive, run_tool
-from megacore.config import ResolvedModel
 from megacore.config.fields import Range
 from megacore.config.numbers import parse_float, parse_int
 from megacore.config.sections import MAX_SEED
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(args: Namespace) -> None:
     directory = find_checkpoint(Path(args.checkpoint))
     manifest = read_manifest(directory)
-    config = section_of(manifest, directory, "model", ResolvedModel)
+    config = trained_model(manifest, directory)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not continue a text: use tools/fill_mask.py")
     tokenizer = tokenizer_of(directory, args.tokenizer, config)

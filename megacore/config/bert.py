@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from megacore.config.fields import Flag, Range, Section
+from megacore.config.experts import ExpertsConfig
+from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.presets import BERT_PRESETS, Shape
 from megacore.config.schema import Config, ResolvedConfig
 
+_WITHOUT_EXPERTS = "is for pretrain_gpt.py, because BERT's blocks have no experts: leave it out"
 _MASK_PROB = {"classic": 0.15, "modern": 0.30}
 _SENTENCE_TASK: dict[str, Literal["nsp", "none"]] = {"classic": "nsp", "modern": "none"}
 # Defaults by style, instead of those of decoder models. The optimizer's are BERT's (arXiv 1810.04805, section A.2).
@@ -114,6 +116,7 @@ class BertConfig(Config):
     bert: BertSection = field(default_factory=BertSection)
     presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys((*field_infos(ExpertsConfig), "ep", "etp"), _WITHOUT_EXPERTS),
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
         "packing": "is for pretrain_gpt.py: leave it out, because --bert-style decides how documents become samples",

@@ -60,6 +60,12 @@ class ParallelConfig(Section):
     a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
     shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
     auto: ring; for pretrain_bert.py, whose padding a ring does not know, allgather."""
+    ep: Annotated[int, Range(1), Flag(("--expert-model-parallel-size",))] = 1
+    """Expert-parallel degree: number of ranks of a pipeline stage that divide the experts of --num-experts. They are
+    ranks that differ in --dp, --cp and, with --etp 1, --tp; --ep x --etp must divide their number."""
+    etp: Annotated[int | None, Range(1), Flag(("--expert-tensor-parallel-size",))] = None
+    """Number of tensor-parallel ranks that split each expert: --tp, or 1, which needs --sequence-parallel where --tp is
+    above 1. Default: --tp."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
     forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
@@ -98,6 +104,11 @@ class ParallelConfig(Section):
     The backend is NCCL on cuda and gloo on cpu."""
     distributed_timeout_minutes: Annotated[float, Range(0.05, 10080)] = 10.0
     """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
+
+    @property
+    def expert_split(self) -> int:
+        """Ranks that split each expert."""
+        return self.tp if self.etp is None else self.etp
 
     def sequence_unit(self, *, sequence_parallel: bool) -> int:
         """What --seq-length must be a multiple of: each of the --cp ranks holds two equal ranges of positions, and with

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
+from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.messages import counted, divisors, nearest_multiples, number, one_of
 from megacore.config.optimizers import OptimizerSettings
@@ -48,7 +49,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
 # ---- constraints between sections ------------------------------------------------------------------------------------
 
 _Constraint = Callable[[Config, int], Iterator[str]]
-_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = []
+_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [*EXPERT_RULES]
 
 
 def _about(*names: str) -> Callable[[_Constraint], _Constraint]:

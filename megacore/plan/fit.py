@@ -36,7 +36,7 @@ def check_memory(config: ResolvedConfig) -> None:
         ConfigError: it does not fit; with what it needs and what would fit.
     """
     may_accelerate = config.parallel.device != "cpu" and any(map(os.path.exists, _DEVICE_FILES))
-    if may_accelerate or config.model.vocab_size is None or not config.training.memory_check:
+    if may_accelerate or config.model.vocab_size is None or not config.training.memory_check or config.model.experts:
         return
     if problem := host_problem(config, outline(config)):
         raise ConfigError([problem])
