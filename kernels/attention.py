@@ -32,11 +32,11 @@ def _load(x_ptr, batch, head, row, column, x_batch, x_head, x_row, inside, WIDE:
 
 
 @triton.jit
-def _documents(documents_ptr, batch, keys, position, exists, DOCUMENTS: tl.constexpr):
+def _documents(documents_ptr, batch, documents_batch, position, exists, DOCUMENTS: tl.constexpr):
     """The documents of positions; without documents something that nothing reads."""
     documents = position
     if DOCUMENTS:
-        documents = tl.load(documents_ptr + batch * keys + position, mask=exists, other=0)
+        documents = tl.load(documents_ptr + batch * documents_batch + position, mask=exists, other=0)
     return documents
 
 
@@ -92,7 +92,7 @@ def _touches(ours, theirs, DOCUMENTS: tl.constexpr):
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, logarithm_ptr, documents_ptr, slopes_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    queries, keys, offset, reach, heads, size, scale,
+    queries, keys, offset, reach, heads, size, scale, documents_batch,
     SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -101,14 +101,14 @@ def _forward(
     query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
     q = _load(q_ptr, batch, head, row, column, q_batch, q_head, q_row, inside, WIDE)
     slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
-    ours = _documents(documents_ptr, batch, keys, query, row < queries, DOCUMENTS)
+    ours = _documents(documents_ptr, batch, documents_batch, query, row < queries, DOCUMENTS)
     first, last = _keys_of_block(offset, keys, reach, CAUSAL, WINDOW, M, N)
     highest = tl.full([M], _LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     out = tl.zeros([M, D], tl.float32)
     for start in range(first, last, N):
         key = start + tl.arange(0, N)
-        theirs = _documents(documents_ptr, batch, keys, key, key < keys, DOCUMENTS)
+        theirs = _documents(documents_ptr, batch, documents_batch, key, key < keys, DOCUMENTS)
         if _touches(ours, theirs, DOCUMENTS):
             here = (key < keys)[:, None] & (column < size)[None, :]
             k = _load(k_ptr, batch, head // SHARED, key, column, k_batch, k_head, k_row, here, WIDE)
@@ -136,7 +136,7 @@ def _backward_queries(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_q_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     d_out_batch, d_out_head, d_out_row, d_q_batch, d_q_head, d_q_row,
-    queries, keys, offset, reach, heads, size, scale,
+    queries, keys, offset, reach, heads, size, scale, documents_batch,
     SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -149,12 +149,12 @@ def _backward_queries(
     logarithm = tl.load(logarithm_ptr + statistics, mask=row < queries, other=0.0)
     delta = tl.load(delta_ptr + statistics, mask=row < queries, other=0.0)
     slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
-    ours = _documents(documents_ptr, batch, keys, query, row < queries, DOCUMENTS)
+    ours = _documents(documents_ptr, batch, documents_batch, query, row < queries, DOCUMENTS)
     first, last = _keys_of_block(offset, keys, reach, CAUSAL, WINDOW, M, N)
     d_q = tl.zeros([M, D], tl.float32)
     for start in range(first, last, N):
         key = start + tl.arange(0, N)
-        theirs = _documents(documents_ptr, batch, keys, key, key < keys, DOCUMENTS)
+        theirs = _documents(documents_ptr, batch, documents_batch, key, key < keys, DOCUMENTS)
         if _touches(ours, theirs, DOCUMENTS):
             here = (key < keys)[:, None] & (column < size)[None, :]
             k = _load(k_ptr, batch, head // SHARED, key, column, k_batch, k_head, k_row, here, WIDE)
@@ -177,7 +177,7 @@ def _backward_keys(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_k_ptr, d_v_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     d_out_batch, d_out_head, d_out_row, d_k_batch, d_k_head, d_k_row,
-    queries, keys, offset, reach, groups, size, scale,
+    queries, keys, offset, reach, groups, size, scale, documents_batch,
     SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def _backward_keys(
     here = (key < keys)[:, None] & (column < size)[None, :]
     k = _load(k_ptr, batch, group, key, column, k_batch, k_head, k_row, here, WIDE)
     v = _load(v_ptr, batch, group, key, column, v_batch, v_head, v_row, here, WIDE)
-    theirs = _documents(documents_ptr, batch, keys, key, key < keys, DOCUMENTS)
+    theirs = _documents(documents_ptr, batch, documents_batch, key, key < keys, DOCUMENTS)
     first, last = 0, queries
     if CAUSAL:
         first = tl.maximum(tl.program_id(0) * N - offset, 0) // M * M
@@ -199,7 +199,7 @@ def _backward_keys(
         for start in range(first, last, M):
             row = start + tl.arange(0, M)
             query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
-            ours = _documents(documents_ptr, batch, keys, query, row < queries, DOCUMENTS)
+            ours = _documents(documents_ptr, batch, documents_batch, query, row < queries, DOCUMENTS)
             if _touches(ours, theirs, DOCUMENTS):
                 q = _load(q_ptr, batch, head, row, column, q_batch, q_head, q_row, inside, WIDE)
                 d_out = _load(d_out_ptr, batch, head, row, column, d_out_batch, d_out_head, d_out_row, inside, WIDE)
@@ -235,7 +235,8 @@ def forward(
         query: [b, n, q, d], d at most `largest_head`; the last dimension contiguous.
         key: [b, g, k, d]; likewise.
         value: like key.
-        documents: [b, k] contiguous int32 or int64: of the whole sequence; a query sees its own document.
+        documents: [b, k], or [b, offset + q] if that is longer, int32 or int64, rows contiguous: of the positions from
+            that of the first key on; a query sees its own document.
         slopes: [n] fp32.
         causal: no query sees a later key.
         reach: the distance from which a key is not seen.
@@ -254,7 +255,7 @@ def forward(
         _forward[(blocks_of(rows, blocks["M"]), b * n)](
             query, key, value, out, logarithm, _or(documents, query), _or(slopes, query),
             *_strides(query, key, value, out),
-            rows, key.shape[2], offset, reach or 0, n, d, d**-0.5, **options, **blocks,
+            rows, key.shape[2], offset, reach or 0, n, d, d**-0.5, _row(documents), **options, **blocks,
         )  # fmt: skip
     return out, logarithm
 
@@ -293,12 +294,12 @@ def backward(
     blocks = _blocks(query, _backward_queries)
     _backward_queries[(blocks_of(rows, blocks["M"]), b * n)](
         query, key, value, d_out, d_query, *masks, *_strides(query, key, value, d_out, d_query),
-        *sizes, n, d, d**-0.5, **options, **blocks,
+        *sizes, n, d, d**-0.5, _row(documents), **options, **blocks,
     )  # fmt: skip
     blocks = _blocks(query, _backward_keys)
     _backward_keys[(blocks_of(keys, blocks["N"]), b * groups)](
         query, key, value, d_out, d_key, d_value, *masks, *_strides(query, key, value, d_out, d_key),
-        *sizes, groups, d, d**-0.5, **options, **blocks,
+        *sizes, groups, d, d**-0.5, _row(documents), **options, **blocks,
     )  # fmt: skip
     return d_query, d_key, d_value
 
@@ -306,6 +307,11 @@ def backward(
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """A pointer that is not read needs some tensor."""
     return other if tensor is None else tensor
+
+
+def _row(documents: Tensor | None) -> int:
+    """Numbers from one sequence's documents to the next one's."""
+    return 0 if documents is None else documents.stride(0)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

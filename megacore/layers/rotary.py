@@ -116,7 +116,7 @@ class Rotary:
         cos, sin = self._angles(packed, positions)
         if positions is None:
             return ops.split_rotary(packed, cos, sin, groups=groups)
-        b, s = positions.shape
+        b, s = packed.shape[:2]
         parts = ops.split_rotary(packed.view(1, b * s, *packed.shape[2:]), cos, sin, groups=groups)
         query, key, value = (part.view(b, s, *part.shape[2:]) for part in parts)
         return query, key, value
@@ -141,6 +141,11 @@ class Rotary:
             return self._tables
         cos, sin = self._tables
         return cos[:length], sin[:length]
+
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """The tables that exist."""
+        return (*self._tables, *self._here)
 
     def frequencies(self, length: int) -> Tensor:
         """Radians a position of each pair of dimensions, [r/2] fp32.

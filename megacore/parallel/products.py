@@ -67,7 +67,7 @@ class Products:
         """x W^T + b for autograd: [..., i] -> [..., o]"""
         gradient: Tensor | None = None
         if torch.is_grad_enabled() and weight.requires_grad:  # saves x before anything is computed
-            gradient = _WeightGradient.apply(self, x.detach(), (*x.shape[:-1], len(weight)), weight, bias)
+            gradient = _WeightGradient.apply(self, x.detach(), (*x.shape[:-1], weight.shape[-2]), weight, bias)
         y: Tensor = _Output.apply(self, x, weight.detach(), None if bias is None else bias.detach())
         if gradient is None:
             return y
