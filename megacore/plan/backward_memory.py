@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -38,15 +37,14 @@ def kept_by_layer(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_
     return kept
 
 
-def _distinct(blocks: Iterable[ResolvedModel]) -> list[tuple[ResolvedModel, int]]:
-    """The blocks that are not one and the same, and how many of each there are."""
-    counts = Counter(map(id, blocks := list(blocks)))
-    return [(block, counts[number]) for number, block in {id(block): block for block in blocks}.items()]
+def _distinct(blocks: Iterable[ResolvedModel]) -> Iterable[ResolvedModel]:
+    """The blocks that are not one and the same."""
+    return {id(block): block for block in blocks}.values()
 
 
 def _largest_block(config: ResolvedConfig, blocks: Iterable[ResolvedModel], *, on_cpu: bool) -> float:
     """What a block keeps of a microbatch where nothing is computed again; 0 where there is none."""
-    kept = (block_bytes(config, block, on_cpu=on_cpu, recompute="none") for block, _ in _distinct(blocks))
+    kept = (block_bytes(config, block, on_cpu=on_cpu, recompute="none") for block in _distinct(blocks))
     return max(kept, default=0.0)
 
 
@@ -56,7 +54,7 @@ def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, o
         inner = max((block.inner_size for block in blocks), default=0) / config.parallel.tp
         return max(inner / config.model.hidden_size, 1.0) * residual_bytes(config) if blocks else 0.0
     if config.training.recompute == "selective":
-        cores = (attention_core_bytes(config, block, on_cpu=on_cpu) for block, _ in _distinct(blocks))
+        cores = (attention_core_bytes(config, block, on_cpu=on_cpu) for block in _distinct(blocks))
         return max(cores, default=0.0)
     if config.training.recompute == "full":
         return max(_largest_block(config, blocks, on_cpu=on_cpu) - residual_bytes(config), 0.0)
@@ -87,6 +85,7 @@ def passing_bytes(
     again: float,
     working: float,
     on_cpu: bool,
+    is_first: bool = False,
 ) -> Backward:
     """What exists for a moment of backward, at the layer where it is most.
 
@@ -95,6 +94,9 @@ def passing_bytes(
     - stage 2: a bucket that is reduced and one that is filled, each of its limit and the parameter that exceeds it;
     - stage 3: these of two layers, and the parameters of two, or with a split backward of all.
 
+    A first backward of ranks without replicas, whose gradients do not outlive a step, makes those of the layers that it
+    has passed, and on an accelerator copies those of the layer itself into their buffer.
+
     Args:
         config: a resolved configuration.
         chunks: the layers of each of the rank's stages.
@@ -102,6 +104,7 @@ def passing_bytes(
         again: what a block that is computed again keeps besides its input.
         working: as much of this as the rank's memory counts already.
         on_cpu: whether the ranks compute in host memory.
+        is_first: whether it is a stage's first backward, with no gradients before it.
     """
     e, term = ELEMENT_BYTES[config.precision.precision], term_bytes(config)
     replicas, splits = ranks_of_role("replicas", config.parallel), config.parallel.may_split_backward
@@ -113,13 +116,16 @@ def passing_bytes(
         limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), replicas)
         kept = kept_by_layer(chunk, config, on_cpu=on_cpu)
         waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
-        freed, later_size, later_bucket = 0.0, 0, limit
+        freed, made, later_size, later_bucket = 0.0, 0.0, 0, limit
         for number in reversed(range(len(chunk))):
             layer, size = chunk[number], sizes[number]
             if (key := id(layer.block or layer)) not in beside:
                 beside[key] = _beside(config, layer, table, head=head, again=again, on_cpu=on_cpu)
             matrix = min(_largest_gradient(config, layer), size)  # a shared table is in its first layer's bucket
             moment, reducing, bucket = beside[key], 0.0, limit + term * matrix
+            if is_first:
+                moment += made + (0.0 if on_cpu else term * matrix)
+                made += term * size
             if stage == 2:
                 if layer.block is not None:
                     later_bucket = max(later_bucket, bucket)  # of the same block
@@ -148,7 +154,9 @@ def _beside(
         return again + gradient + e * table + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
     if layer.name == "embedding":
         return residual_bytes(config) + max(gradient, 3.0 * e * table)
-    return head + gradient
+    whole = e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size
+    # The gradient of the head's input; with sequence parallelism also the input, gathered once more.
+    return head + gradient + whole * (2 if config.parallel.sequence_parallel else 1)
 
 
 def _largest_gradient(config: ResolvedConfig, layer: PlannedLayer) -> int:

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megacore.config import ResolvedConfig
 from megacore.config.dimensions import ranks_of_role
@@ -173,11 +174,7 @@ def _rank_memory(
     parameters = held_parameters(layers, on_rank)
     state = state_bytes(parameters, config)
     chunks = [[layers[i] for i in numbers] for numbers in on_rank]
-    # Besides what its blocks keep, a stage keeps the output that it sends until the gradient of it comes back.
-    outputs = [0.0 if chunk[-1] is layers[-1] else residual_bytes(config) for chunk in chunks]
-    kept = [
-        sum(kept_by_layer(chunk, config, on_cpu=on_cpu)) + sent for chunk, sent in zip(chunks, outputs, strict=True)
-    ]
+    kept = [sum(kept_by_layer(chunk, config, on_cpu=on_cpu)) for chunk in chunks]
     blocks = [block for chunk in chunks for layer in chunk if (block := layer.block) is not None]
     flying = in_flight(config.parallel, rank, config.microbatches)
     has_head = stages[-1] in on_rank and layers[-1].block is None and bool(blocks)
@@ -186,18 +183,20 @@ def _rank_memory(
     again = computed_again(config, blocks, on_cpu=on_cpu)
     head = head_bytes(config) if has_head else 0.0
     shared = shared_bytes(config) if blocks else 0.0
-    working = max(head, again)
+    sent = residual_bytes(config) if config.parallel.pp > 1 else 0.0  # freed on arrival
+    working = max(head, again, sent)
     schedule = moments(config.parallel, rank, config.microbatches)
     forgets = forgets_gradients(config)
     totals = [sum(sizes) for sizes in held_by_layer(chunks)]
     grads = [state["grads"] * total / max(sum(totals), 1) if forgets else 0.0 for total in totals]
     kept_grads = [sum(kept_gradients(config, chunk)) for chunk in chunks]
 
-    def most(*, computing: bool, split: bool) -> float:
-        """Of gradients and activations, at the moments in which a microbatch is computed, or else is done."""
+    def most(*, computing: bool, split: bool, first: bool = False) -> float:
+        """Of gradients and activations, at the moments in which a microbatch is computed, or else is done; or until
+        each stage has had its first backward."""
         found = 0.0 if forgets else state["grads"]
         for moment in schedule:
-            if moment.computing is computing and moment.split is split:
+            if moment.computing is computing and moment.split is split and not (first and all(moment.begun)):
                 waiting = _products(moment.waiting, kept_grads)
                 held = _products(moment.held, kept) + _products([max(n - 1, 0) for n in moment.held], head_kept)
                 begun = _products(moment.begun, grads) if forgets else state["grads"]
@@ -206,8 +205,11 @@ def _rank_memory(
 
     certain = [most(computing=computing, split=False) for computing in (True, False)]
     expected = [most(computing=computing, split=True) for computing in (True, False)]
-    waits = max(expected[0] + working, expected[1]) - max(certain[0] + working, certain[1])
-    backward = passing_bytes(config, chunks, head=head, again=again, working=working, on_cpu=on_cpu)
+    passing = partial(passing_bytes, config, chunks, head=head, again=again, working=working, on_cpu=on_cpu)
+    backward = passing()
+    peak = max(expected[0] + working, expected[1]) + backward.passing
+    if forgets and ranks_of_role("replicas", config.parallel) == 1:
+        peak = max(peak, most(computing=True, split=True, first=True) + working + passing(is_first=True).passing)
     return RankMemory(
         pp_rank=rank,
         parameters=parameters,
@@ -220,7 +222,7 @@ def _rank_memory(
         late=late_bytes(config, state, on_cpu=on_cpu),
         computing=certain[0],
         completing=certain[1],
-        passing=backward.passing + max(waits, 0.0),
+        passing=max(peak - max(certain[0] + working, certain[1]), 0.0),
         reducing=backward.reducing,
         overhead=(_CERTAIN_CPU_OVERHEAD, CPU_OVERHEAD) if on_cpu else (0.0, ACCELERATOR_OVERHEAD),
     )
