@@ -29,7 +29,9 @@ def typical_cluster(*, on_cpu: bool, device_name: str = "") -> Cluster:
 def is_open(config: ResolvedConfig) -> bool:
     """Whether there is a schedule to choose."""
     parallel = config.parallel
-    return parallel.schedule == AUTO_SCHEDULE and parallel.pp > 1 and parallel.schedule_csv is None
+    # The time and the memory of experts are not predicted yet: they run by 1F1B, unless another one is named.
+    is_predicted = config.model.experts is None
+    return parallel.schedule == AUTO_SCHEDULE and parallel.pp > 1 and parallel.schedule_csv is None and is_predicted
 
 
 class ScheduleChoice(NamedTuple):

@@ -174,7 +174,9 @@ def _rank_memory(
     parameters = held_parameters(layers, on_rank)
     state = state_bytes(parameters, config)
     chunks = [[layers[i] for i in numbers] for numbers in on_rank]
-    kept = [sum(kept_by_layer(chunk, config, on_cpu=on_cpu)) for chunk in chunks]
+    in_blocks = [kept_by_layer(chunk, config, on_cpu=on_cpu) for chunk in chunks]
+    offloads = config.training.offload_activations and not on_cpu
+    kept = [0.0 if offloads else sum(sizes) for sizes in in_blocks]
     blocks = [block for chunk in chunks for layer in chunk if (block := layer.block) is not None]
     flying = in_flight(config.parallel, rank, config.microbatches)
     has_head = stages[-1] in on_rank and layers[-1].block is None and bool(blocks)
@@ -183,6 +185,8 @@ def _rank_memory(
     again = computed_again(config, blocks, on_cpu=on_cpu)
     head = head_bytes(config) if has_head else 0.0
     shared = shared_bytes(config) if blocks else 0.0
+    if offloads:  # two blocks are on the device at a time
+        shared += 2 * max((size for sizes in in_blocks for size in sizes), default=0.0)
     sent = residual_bytes(config) if config.parallel.pp > 1 else 0.0  # freed on arrival
     working = max(head, again, sent)
     schedule = moments(config.parallel, rank, config.microbatches)
@@ -214,7 +218,8 @@ def _rank_memory(
         pp_rank=rank,
         parameters=parameters,
         state=state,
-        on_host=0.0 if on_cpu or not config.parallel.offload_optimizer else state["optimizer"] + state["buffers"],
+        on_host=(0.0 if on_cpu or not config.parallel.offload_optimizer else state["optimizer"] + state["buffers"])
+        + (_products(flying, map(sum, in_blocks)) if offloads else 0.0),
         activations=_products(flying, kept) + _products([max(n - 1, 0) for n in flying], head_kept) + shared,
         in_flight=sum(flying),
         working=working,
