@@ -54,7 +54,7 @@ def twins(name: str, **options: Any) -> tuple[nn.Module, Stage]:
     config = gpt2_config() if name == "gpt2" else model_config(FAMILIES[name])
     context = BuildContext(device=CPU, streams=RandomStreams(0, CPU), **options)
     stage = Stage(gpt_layers(config, context)).eval()
-    values = gpt2_values(model) if name == "gpt2" else translated(FAMILIES[name], dict(model.named_parameters()))  # type: ignore[arg-type]
+    values = gpt2_values(model) if name == "gpt2" else translated(FAMILIES[name], dict(model.named_parameters()))
     with torch.no_grad():
         for key, parameter in stage.by_name().items():
             parameter.zero_()
