@@ -236,6 +236,7 @@ class ResolvedBertConfig(ResolvedConfig, BertConfig):
     """The configuration of a run of pretrain_bert.py whose number of processes and vocabulary are known."""
 
     is_causal: ClassVar[bool] = False
+    padded_documents: ClassVar[bool] = True
 
     bert: ResolvedBert = field()
 
