@@ -22,8 +22,9 @@ _LOWEST = tl.constexpr(-1e30)  # below every score, and finite: differences of t
 
 
 @triton.jit
-def _load(at, inside, WIDE: tl.constexpr):
-    """Rows; in fp32 where Triton's interpreter runs, which cannot multiply 16-bit numbers."""
+def _load(x_ptr, batch, head, row, column, x_batch, x_head, x_row, inside, WIDE: tl.constexpr):
+    """Rows of a head; in fp32 where Triton's interpreter runs, which cannot multiply 16-bit numbers."""
+    at = x_ptr + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
     x = tl.load(at, mask=inside, other=0.0)
     if WIDE:
         x = x.to(tl.float32)
@@ -31,11 +32,33 @@ def _load(at, inside, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _visible(
-    scores, query, key, our_documents, their_documents, slope, queries, keys, reach,
+def _documents(documents_ptr, batch, documents_batch, position, exists, DOCUMENTS: tl.constexpr):
+    """The documents of positions; without documents something that nothing reads."""
+    documents = position
+    if DOCUMENTS:
+        documents = tl.load(documents_ptr + batch * documents_batch + position, mask=exists, other=0)
+    return documents
+
+
+@triton.jit
+def _keys_of_block(offset, keys, reach, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """The first and the last key that the program's block of queries may see."""
+    first, last = 0, keys
+    if CAUSAL:
+        last = tl.minimum(keys, offset + (tl.program_id(0) + 1) * M)
+    if WINDOW:
+        first = tl.maximum(offset + tl.program_id(0) * M - reach + 1, 0) // N * N
+        last = tl.minimum(last, offset + (tl.program_id(0) + 1) * M + reach - 1)
+    return first, last
+
+
+@triton.jit
+def _scores(
+    q, k, scale, query, key, ours, theirs, slope, queries, keys, reach,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Scores with ALiBi's term, and the lowest number where a key is not seen; queries are rows."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     distance = query[:, None] - key[None, :]
     seen = (query < queries)[:, None] & (key < keys)[None, :]
     if CAUSAL:
@@ -43,10 +66,16 @@ def _visible(
     if WINDOW:
         seen &= tl.abs(distance) < reach
     if DOCUMENTS:
-        seen &= our_documents[:, None] == their_documents[None, :]
+        seen &= ours[:, None] == theirs[None, :]
     if ALIBI:
         scores -= slope * tl.abs(distance).to(tl.float32)
     return tl.where(seen, scores, _LOWEST)
+
+
+@triton.jit
+def _weights(scores, logarithm):
+    """What the softmax made of scores, whose logarithm of the sum of each row is known."""
+    return tl.where(scores > _LOWEST, tl.exp(scores - logarithm[:, None]), 0.0)
 
 
 @triton.jit
@@ -70,40 +99,27 @@ def _forward(
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     row, column = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
     query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
-    q = _load(q_ptr + batch * q_batch + head * q_head + row[:, None] * q_row + column[None, :], inside, WIDE)
+    q = _load(q_ptr, batch, head, row, column, q_batch, q_head, q_row, inside, WIDE)
     slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
-    ours = query
-    if DOCUMENTS:
-        ours = tl.load(documents_ptr + batch * documents_batch + query, mask=row < queries, other=0)
-    first, last = 0, keys
-    if CAUSAL:
-        last = tl.minimum(keys, offset + (tl.program_id(0) + 1) * M)
-    if WINDOW:
-        first = tl.maximum(offset + tl.program_id(0) * M - reach + 1, 0) // N * N
-        last = tl.minimum(last, offset + (tl.program_id(0) + 1) * M + reach - 1)
+    ours = _documents(documents_ptr, batch, documents_batch, query, row < queries, DOCUMENTS)
+    first, last = _keys_of_block(offset, keys, reach, CAUSAL, WINDOW, M, N)
     highest = tl.full([M], _LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     out = tl.zeros([M, D], tl.float32)
     for start in range(first, last, N):
         key = start + tl.arange(0, N)
-        theirs = key
-        if DOCUMENTS:
-            theirs = tl.load(documents_ptr + batch * documents_batch + key, mask=key < keys, other=0)
+        theirs = _documents(documents_ptr, batch, documents_batch, key, key < keys, DOCUMENTS)
         if _touches(ours, theirs, DOCUMENTS):
             here = (key < keys)[:, None] & (column < size)[None, :]
-            k = _load(
-                k_ptr + batch * k_batch + head // SHARED * k_head + key[:, None] * k_row + column[None, :], here, WIDE
-            )
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = _visible(
-                scores, query, key, ours, theirs, slope, offset + queries, keys, reach, CAUSAL, WINDOW, DOCUMENTS, ALIBI
-            )
+            k = _load(k_ptr, batch, head // SHARED, key, column, k_batch, k_head, k_row, here, WIDE)
+            scores = _scores(
+                q, k, scale, query, key, ours, theirs, slope, offset + queries, keys, reach,
+                CAUSAL, WINDOW, DOCUMENTS, ALIBI,
+            )  # fmt: skip
             higher = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.where(scores > _LOWEST, tl.exp(scores - higher[:, None]), 0.0)
+            weights = _weights(scores, higher)
             correction = tl.exp(highest - higher)
-            v = _load(
-                v_ptr + batch * v_batch + head // SHARED * v_head + key[:, None] * v_row + column[None, :], here, WIDE
-            )
+            v = _load(v_ptr, batch, head // SHARED, key, column, v_batch, v_head, v_row, here, WIDE)
             out = tl.dot(weights.to(v.dtype), v, out * correction[:, None], input_precision="ieee")
             total = total * correction + tl.sum(weights, 1)
             highest = higher
@@ -127,41 +143,27 @@ def _backward_queries(
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     row, column = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
     query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
-    q = _load(q_ptr + batch * q_batch + head * q_head + row[:, None] * q_row + column[None, :], inside, WIDE)
-    at = d_out_ptr + batch * d_out_batch + head * d_out_head + row[:, None] * d_out_row + column[None, :]
-    d_out = _load(at, inside, WIDE)
+    q = _load(q_ptr, batch, head, row, column, q_batch, q_head, q_row, inside, WIDE)
+    d_out = _load(d_out_ptr, batch, head, row, column, d_out_batch, d_out_head, d_out_row, inside, WIDE)
     statistics = (batch * heads + head) * queries + row
     logarithm = tl.load(logarithm_ptr + statistics, mask=row < queries, other=0.0)
     delta = tl.load(delta_ptr + statistics, mask=row < queries, other=0.0)
     slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
-    ours = query
-    if DOCUMENTS:
-        ours = tl.load(documents_ptr + batch * documents_batch + query, mask=row < queries, other=0)
-    first, last = 0, keys
-    if CAUSAL:
-        last = tl.minimum(keys, offset + (tl.program_id(0) + 1) * M)
-    if WINDOW:
-        first = tl.maximum(offset + tl.program_id(0) * M - reach + 1, 0) // N * N
-        last = tl.minimum(last, offset + (tl.program_id(0) + 1) * M + reach - 1)
+    ours = _documents(documents_ptr, batch, documents_batch, query, row < queries, DOCUMENTS)
+    first, last = _keys_of_block(offset, keys, reach, CAUSAL, WINDOW, M, N)
     d_q = tl.zeros([M, D], tl.float32)
     for start in range(first, last, N):
         key = start + tl.arange(0, N)
-        theirs = key
-        if DOCUMENTS:
-            theirs = tl.load(documents_ptr + batch * documents_batch + key, mask=key < keys, other=0)
+        theirs = _documents(documents_ptr, batch, documents_batch, key, key < keys, DOCUMENTS)
         if _touches(ours, theirs, DOCUMENTS):
             here = (key < keys)[:, None] & (column < size)[None, :]
-            k = _load(
-                k_ptr + batch * k_batch + head // SHARED * k_head + key[:, None] * k_row + column[None, :], here, WIDE
-            )
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = _visible(
-                scores, query, key, ours, theirs, slope, offset + queries, keys, reach, CAUSAL, WINDOW, DOCUMENTS, ALIBI
-            )
-            weights = tl.where(scores > _LOWEST, tl.exp(scores - logarithm[:, None]), 0.0)
-            v = _load(
-                v_ptr + batch * v_batch + head // SHARED * v_head + key[:, None] * v_row + column[None, :], here, WIDE
-            )
+            k = _load(k_ptr, batch, head // SHARED, key, column, k_batch, k_head, k_row, here, WIDE)
+            scores = _scores(
+                q, k, scale, query, key, ours, theirs, slope, offset + queries, keys, reach,
+                CAUSAL, WINDOW, DOCUMENTS, ALIBI,
+            )  # fmt: skip
+            weights = _weights(scores, logarithm)
+            v = _load(v_ptr, batch, head // SHARED, key, column, v_batch, v_head, v_row, here, WIDE)
             d_weights = tl.dot(d_out, tl.trans(v), input_precision="ieee")
             d_scores = weights * (d_weights - delta[:, None])
             d_q = tl.dot(d_scores.to(k.dtype), k, d_q, input_precision="ieee")
@@ -182,11 +184,9 @@ def _backward_keys(
     batch, group = (tl.program_id(1) // groups).to(tl.int64), tl.program_id(1) % groups
     key, column = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
     here = (key < keys)[:, None] & (column < size)[None, :]
-    k = _load(k_ptr + batch * k_batch + group * k_head + key[:, None] * k_row + column[None, :], here, WIDE)
-    v = _load(v_ptr + batch * v_batch + group * v_head + key[:, None] * v_row + column[None, :], here, WIDE)
-    theirs = key
-    if DOCUMENTS:
-        theirs = tl.load(documents_ptr + batch * documents_batch + key, mask=key < keys, other=0)
+    k = _load(k_ptr, batch, group, key, column, k_batch, k_head, k_row, here, WIDE)
+    v = _load(v_ptr, batch, group, key, column, v_batch, v_head, v_row, here, WIDE)
+    theirs = _documents(documents_ptr, batch, documents_batch, key, key < keys, DOCUMENTS)
     first, last = 0, queries
     if CAUSAL:
         first = tl.maximum(tl.program_id(0) * N - offset, 0) // M * M
@@ -199,24 +199,18 @@ def _backward_keys(
         for start in range(first, last, M):
             row = start + tl.arange(0, M)
             query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
-            ours = query
-            if DOCUMENTS:
-                ours = tl.load(documents_ptr + batch * documents_batch + query, mask=row < queries, other=0)
+            ours = _documents(documents_ptr, batch, documents_batch, query, row < queries, DOCUMENTS)
             if _touches(ours, theirs, DOCUMENTS):
-                q = _load(
-                    q_ptr + batch * q_batch + head * q_head + row[:, None] * q_row + column[None, :], inside, WIDE
-                )
-                at = d_out_ptr + batch * d_out_batch + head * d_out_head + row[:, None] * d_out_row + column[None, :]
-                d_out = _load(at, inside, WIDE)
+                q = _load(q_ptr, batch, head, row, column, q_batch, q_head, q_row, inside, WIDE)
+                d_out = _load(d_out_ptr, batch, head, row, column, d_out_batch, d_out_head, d_out_row, inside, WIDE)
                 statistics = (batch * groups * SHARED + head) * queries + row
                 logarithm = tl.load(logarithm_ptr + statistics, mask=row < queries, other=0.0)
                 delta = tl.load(delta_ptr + statistics, mask=row < queries, other=0.0)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                scores = _visible(
-                    scores, query, key, ours, theirs, slope, offset + queries, keys, reach,
+                scores = _scores(
+                    q, k, scale, query, key, ours, theirs, slope, offset + queries, keys, reach,
                     CAUSAL, WINDOW, DOCUMENTS, ALIBI,
                 )  # fmt: skip
-                weights = tl.where(scores > _LOWEST, tl.exp(scores - logarithm[:, None]), 0.0)
+                weights = _weights(scores, logarithm)
                 d_v = tl.dot(tl.trans(weights.to(v.dtype)), d_out, d_v, input_precision="ieee")
                 d_weights = tl.dot(d_out, tl.trans(v), input_precision="ieee")
                 d_scores = weights * (d_weights - delta[:, None])

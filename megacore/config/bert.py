@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from megacore.config.fields import Flag, Range, Section
+from megacore.config.experts import ExpertsConfig
+from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.presets import BERT_PRESETS, Shape
 from megacore.config.schema import Config, ResolvedConfig
 
+_WITHOUT_EXPERTS = "is for pretrain_gpt.py, because BERT's blocks have no experts: leave it out"
 _MASK_PROB = {"classic": 0.15, "modern": 0.30}
 _SENTENCE_TASK: dict[str, Literal["nsp", "none"]] = {"classic": "nsp", "modern": "none"}
 # Defaults by style, instead of those of decoder models. The optimizer's are BERT's (arXiv 1810.04805, section A.2).
@@ -114,7 +116,7 @@ class BertConfig(Config):
     bert: BertSection = field(default_factory=BertSection)
     presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {
-        "cp": "is for pretrain_gpt.py, because BERT's sequences are not divided yet: use --cp 1, or leave it out",
+        **dict.fromkeys((*field_infos(ExpertsConfig), "ep", "etp"), _WITHOUT_EXPERTS),
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
         "packing": "is for pretrain_gpt.py: leave it out, because --bert-style decides how documents become samples",
@@ -127,6 +129,7 @@ class BertConfig(Config):
         "init_from_hf": (
             "is for pretrain_gpt.py: convert the directory with tools/convert_checkpoint.py, and use --load"
         ),
+        "ignore_config_field": "is for --init-from-hf, and so for pretrain_gpt.py: leave it out",
     }
 
     help_texts: ClassVar[Mapping[str, str]] = {
@@ -138,7 +141,7 @@ class BertConfig(Config):
         ),
         "dp": (
             "Data-parallel degree: number of model replicas that share the batch. Default: the number of processes "
-            "divided by --tp x --pp."
+            "divided by --tp x --cp x --pp."
         ),
         "min_lr": "Learning rate at the end of the decay. At most --lr. Default: 0.",
         "position_embedding_type": (
@@ -205,6 +208,11 @@ class BertConfig(Config):
             yield "--whole-word-masking has no effect with --mock-data, which has no words: leave it out"
         if not wrong & {"seq_length", "sentence_task", "bert_style"}:
             yield from self._shortest_sample()
+        if self.parallel.cp > 1 and self.parallel.cp_comm == "ring" and not wrong & {"cp", "cp_comm"}:
+            yield (
+                "--cp-comm ring is not possible with pretrain_bert.py, because a ring computes causal attention only, "
+                "and without padding: use --cp-comm allgather or ulysses, or leave it out"
+            )
         if "bert_style" not in wrong:
             yield from self._layers(wrong)
 

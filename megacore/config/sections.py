@@ -59,7 +59,13 @@ class ParallelConfig(Section):
     """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
     a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
     shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
-    auto: ring."""
+    auto: ring; for pretrain_bert.py, whose padding a ring does not know, allgather."""
+    ep: Annotated[int, Range(1), Flag(("--expert-model-parallel-size",))] = 1
+    """Expert-parallel degree: number of ranks of a pipeline stage that divide the experts of --num-experts. They are
+    ranks that differ in --dp, --cp and, with --etp 1, --tp; --ep x --etp must divide their number."""
+    etp: Annotated[int | None, Range(1), Flag(("--expert-tensor-parallel-size",))] = None
+    """Number of tensor-parallel ranks that split each expert: --tp, or 1, which needs --sequence-parallel where --tp is
+    above 1. Default: --tp."""
     schedule: ScheduleName = "auto"
     """Pipeline schedule. auto: the fastest by simulation that fits into memory; the launch summary names it. gpipe: all
     forwards, then all backwards. 1f1b: one forward, one backward. interleaved: 1f1b over --virtual-stages smaller
@@ -100,9 +106,9 @@ class ParallelConfig(Section):
     """Minutes that a collective waits for a missing rank before the run fails. At most a week."""
 
     @property
-    def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
-        """How keys and values are exchanged, once that is chosen."""
-        return "ring" if self.cp_comm == "auto" else self.cp_comm
+    def expert_split(self) -> int:
+        """Ranks that split each expert."""
+        return self.tp if self.etp is None else self.etp
 
     def sequence_unit(self, *, sequence_parallel: bool) -> int:
         """What --seq-length must be a multiple of: each of the --cp ranks holds two equal ranges of positions, and with
@@ -496,6 +502,13 @@ class TrainingConfig(Section):
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
     of them."""
+    offload_activations: bool = False
+    """Copies what transformer blocks keep for backward to host memory, while the next block computes, and back in
+    backward. The device holds the activations of two blocks. On a CPU it does nothing, as they are in host memory. The
+    results are bitwise the same."""
+    distribute_saved_activations: bool = False
+    """Divides the inputs that --recompute full keeps over the --tp ranks, which gather them in backward. The results
+    are bitwise the same. --sequence-parallel divides them anyway."""
     attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
     """Implementation of attention. sdpa: torch's fused operator; above 1024 positions windows, documents, ALiBi and
     (on a CPU) dropout run in blocks (docs/kernels.md). fused-softmax: separate score, softmax and value products, which
@@ -529,6 +542,20 @@ class TrainingConfig(Section):
                 f"--recompute-num-layers {self.recompute_num_layers} has no effect with --recompute {self.recompute}: "
                 "leave it out, or use --recompute full"
             )
+        if self.offload_activations and "offload_activations" not in wrong:
+            if self.recompute == "light" and "recompute" not in wrong:
+                yield (
+                    "--offload-activations is not possible with --recompute light, which chooses for each tensor what "
+                    "is kept: use --recompute none, selective or full"
+                )
+            if self.compile and "compile" not in wrong:
+                yield (
+                    "--offload-activations is not possible with --compile, whose code keeps its activations itself: "
+                    "leave one of them out"
+                )
+        if self.recompute != "full" and "recompute" not in wrong:
+            how = f"--recompute {self.recompute}"
+            yield from self.without_effect(("distribute_saved_activations",), wrong, how, "--recompute full")
         if not self.compile and "compile" not in wrong:
             yield from self.without_effect(("compile_backend",), wrong, "--no-compile", "--compile")
 
@@ -552,6 +579,9 @@ class CheckpointConfig(Section):
     init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
     """Starts from the weights of a Hugging Face transformers directory. Its config.json sets the shape of the model; a
     flag that contradicts it is refused. Default: weights drawn from --seed."""
+    ignore_config_field: Annotated[str | None, Flag(metavar="NAME[,NAME]")] = None
+    """Fields of the config.json of --init-from-hf to leave out, for fields that do not change what the model computes.
+    Default: none."""
     save_interval: Annotated[int | None, Range(1)] = None
     """Number of steps between checkpoints. Default: only at the end of the run."""
     keep_last: Annotated[int | None, Range(1)] = None
@@ -572,6 +602,8 @@ class CheckpointConfig(Section):
     limit."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.init_from_hf is None:
+            yield from self.without_effect(("ignore_config_field",), wrong, "no --init-from-hf", "--init-from-hf")
         if self.keep_every is not None and self.keep_last is None and not wrong & {"keep_every", "keep_last"}:
             yield (
                 f"--keep-every {self.keep_every} has no effect without --keep-last, because every checkpoint is kept: "

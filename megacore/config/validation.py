@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
+from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.messages import counted, divisors, nearest_multiples, number, one_of
 from megacore.config.optimizers import OptimizerSettings
@@ -48,7 +49,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
 # ---- constraints between sections ------------------------------------------------------------------------------------
 
 _Constraint = Callable[[Config, int], Iterator[str]]
-_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = []
+_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [*EXPERT_RULES]
 
 
 def _about(*names: str) -> Callable[[_Constraint], _Constraint]:
@@ -208,6 +209,19 @@ def _recomputed(config: Config, world_size: int) -> Iterator[str]:
             f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}: use {layers} or less, "
             "or leave it out to recompute all of them"
         )
+
+
+@_about("distribute_saved_activations", "tp", "sequence_parallel", "hidden_size")
+def _distributed_inputs(config: Config, world_size: int) -> Iterator[str]:
+    tp, hidden, flag = config.parallel.tp, config.model.hidden_size, "--distribute-saved-activations"
+    if not config.training.distribute_saved_activations:
+        return
+    if tp == 1:
+        yield f"{flag} has no effect with --tp 1: leave it out, or use --tp 2 or more"
+    elif config.parallel.sequence_parallel:
+        yield f"{flag} has no effect with --sequence-parallel, which divides the inputs anyway: leave one of them out"
+    elif hidden % tp:
+        yield f"{flag} divides --hidden-size {hidden} over --tp {tp}: use --tp {one_of(divisors(hidden, near=tp))}"
 
 
 @_about("pp", "num_layers", "virtual_stages", "pipeline_layout")

@@ -5,6 +5,7 @@ The norm comes before the layer, as in GPT-2, or after the residual sum, as in t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import overload
@@ -114,6 +115,7 @@ class TransformerBlock(nn.Module):
         rotary: turns queries and keys by their positions; None: nothing does.
         alibi: bias by distance, of this rank's heads.
         attention_norm: whether there is a norm before attention; ModernBERT's first block has none.
+        mlp: builds what follows attention.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class TransformerBlock(nn.Module):
         rotary: Rotary | None = None,
         alibi: ops.Alibi | None = None,
         attention_norm: bool = True,
+        mlp: Callable[[ResolvedModel, BuildContext], nn.Module] = MLP,
     ) -> None:
         super().__init__()
         self.parallel, self.light = config.parallel_residual, context.recompute_light
@@ -137,7 +140,7 @@ class TransformerBlock(nn.Module):
         )
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         self.mlp_norm = build_norm(config, device=context.device)
-        self.mlp = MLP(config, context)
+        self.mlp = mlp(config, context)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
 
     @overload

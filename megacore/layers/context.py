@@ -11,6 +11,7 @@ import torch
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.ops import Attention, CrossEntropyOptions
 from megacore.parallel.context import WHOLE, SequenceShards
+from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.linear_cross_entropy import ChunkedLoss
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import TORCH, Products
@@ -53,6 +54,7 @@ class BuildContext:
         products: computes the matrix products of every linear layer, the output layer's included.
         loss_chunks: in how many the output layer computes its logits, and the loss with them; 1: it gives the logits.
         loss_options: label smoothing and z-loss of training, for an output layer that computes the loss.
+        experts: ranks that divide experts.
     """
 
     layer_group: Group = ALONE
@@ -70,6 +72,7 @@ class BuildContext:
     products: Products = TORCH
     loss_chunks: int = 1
     loss_options: CrossEntropyOptions = field(default_factory=partial(CrossEntropyOptions, in_place=True))
+    experts: ExpertRanks = field(default_factory=ExpertRanks)
 
     @classmethod
     def of(
@@ -84,7 +87,7 @@ class BuildContext:
         """The context of a configured run."""
         return cls(
             layer_group=layer_group,
-            sequence=SequenceShards(sequence_group, config.parallel.context_comm),
+            sequence=SequenceShards(sequence_group, config.context_comm),
             device=device,
             streams=streams,
             sequence_parallel=bool(config.parallel.sequence_parallel),

@@ -12,12 +12,13 @@ from functools import partial
 from typing import overload
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megacore.config import ResolvedModel
 from megacore.layers.attention import alibi_of_rank
-from megacore.layers.block import TransformerBlock
+from megacore.layers.block import MLP, TransformerBlock
 from megacore.layers.context import BuildContext
+from megacore.layers.moe import MoE
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import Rotary
 from megacore.models.spec import LayerSpec
@@ -134,18 +135,24 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
     """
     block = partial(
         TransformerBlock,
-        config,
-        context,
+        context=context,
         window=config.window_size,
         rotary=Rotary.of(config, context.sequence),
         alibi=alibi_of_rank(config, context),
     )
-    first, *blocks, last = gpt_outline(config, context.layer_group.size)
+    ranks = context.experts
+    expert_ranks = ranks.dispatch.size * ranks.layer.size
+    first, *blocks, last = gpt_outline(config, context.layer_group.size, expert_ranks=expert_ranks)
     return [
         LayerSpec.of(first, partial(GPTEmbedding, config, context)),
-        *(LayerSpec.of(size, partial(block, size.name)) for size in blocks),
+        *(LayerSpec.of(size, partial(block, size.block, name=size.name, mlp=_mlp_of(size.block))) for size in blocks),
         LayerSpec.of(last, partial(GPTHead, config, context)),
     ]
+
+
+def _mlp_of(block: ResolvedModel | None) -> type[nn.Module]:
+    """What follows attention in a block."""
+    return MLP if block is None or block.experts is None else MoE
 
 
 def next_token_logits(logits: Tensor, vocab_size: int) -> Tensor:

@@ -178,7 +178,7 @@ def _blocks(of: range, size: int) -> Iterator[range]:
 
 def _uses_kernel(query: Tensor, dropout: float) -> bool:
     """Whether the Triton kernel runs, which draws no dropout, and holds a head's row in registers."""
-    if dropout > 0.0 or not runs_triton(query=query):
+    if dropout > 0.0 or not runs_triton(query, "query"):
         return False
     from megacore.kernels import attention as kernel
 

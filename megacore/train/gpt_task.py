@@ -18,6 +18,7 @@ from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
 from megacore.ops import CrossEntropyOptions, summed_cross_entropy
 from megacore.parallel.cross_entropy import vocabulary_share
+from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.mesh import Mesh
 from megacore.parallel.products import TORCH, Products
 from megacore.parallel.random import RandomStreams
@@ -52,7 +53,9 @@ class GPTTask(Task):
         context = BuildContext.of(
             config, layer_group=mesh.layer, sequence_group=mesh.sequence, device=mesh.device, streams=streams
         )
-        super().__init__(gpt_layers(config.model, dataclasses.replace(context, products=products)), streams)
+        experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size)
+        context = dataclasses.replace(context, products=products, experts=experts)
+        super().__init__(gpt_layers(config.model, context), streams)
         self.beside = config.beside_hidden_states
         if self.beside:
             self.batch_type = PackedMicrobatch

@@ -7,7 +7,7 @@ import textwrap
 import torch
 
 from megacore import ops
-from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config import ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.config.messages import counted
@@ -16,6 +16,8 @@ from megacore.data.gpt.packing import Packing
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.plan.activations import loss_chunks
+from megacore.plan.flops import blocks_of
+from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.train.metrics import LINE_WIDTH
 from megacore.train.task import DTYPES
 
@@ -75,6 +77,8 @@ def launch_summary(
         ),
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
         *([("context", _divided(config))] if parallel.cp > 1 else []),
+        *([("offload", _offloaded(mesh.device))] if training.offload_activations else []),
+        *([("experts", _experts(config, experts))] if (experts := model.experts) is not None else []),
         *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
         (
             "data",
@@ -126,10 +130,29 @@ def _divided(config: ResolvedConfig) -> str:
         "allgather": "are gathered for each layer",
         "ring": "travel in a ring",
         "ulysses": "of 1 in {cp} heads are exchanged for positions",
-    }[parallel.context_comm].format(cp=parallel.cp)
+    }[config.context_comm].format(cp=parallel.cp)
     return (
         f"{length // parallel.cp} of {length} positions per rank, in 2 of {2 * parallel.cp} chunks; keys and values "
-        f"{how} (--cp-comm {parallel.context_comm})"
+        f"{how} (--cp-comm {config.context_comm})"
+    )
+
+
+def _offloaded(device: torch.device) -> str:
+    """What --offload-activations does."""
+    if device.type == "cpu":
+        return "none: on a CPU activations are in host memory (--offload-activations)"
+    return "activations of blocks wait in host memory for backward (--offload-activations)"
+
+
+def _experts(config: ResolvedConfig, experts: ResolvedExperts) -> str:
+    """How many experts there are, who uses them, and where they are."""
+    parallel, held = config.parallel, sum(map(experts.holds, range(config.model.num_layers)))
+    active = sum(number * active_parameters(block) for block, number in blocks_of(config.model))
+    every = sum(number * block_parameters(block) for block, number in blocks_of(config.model))
+    return (
+        f"{experts.num_experts} in {counted(held, 'block')}, of which a token uses {experts.moe_router_topk}: "
+        f"{active / 1e6:,.2f}M of the blocks' {every / 1e6:,.2f}M parameters; --ep {parallel.ep}: "
+        f"{experts.num_experts // parallel.ep} of them per rank, each split over {parallel.expert_split}"
     )
 
 

@@ -244,7 +244,8 @@ class Trainer:
             times: how long a step took, on average since the last log.
         """
         figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
-        further = {**self.rollbacks.figures(), **self.callbacks.figures()}
+        balance = {} if self.train_steps.balance is None else self.train_steps.balance.figures()
+        further = {**balance, **self.rollbacks.figures(), **self.callbacks.figures()}
         self.callbacks.on_log({**self._position(), **figures, **further})
 
     def evaluate(self) -> float | None:
@@ -373,14 +374,16 @@ class Trainer:
             packing=train_data.packing if isinstance(train_data, KnowsPacking) else None,
             idle_share=self.metrics.predicted_bubble,
         )
-        memory = mebibytes(self.metrics.predicted_memory)
+        memory = self.metrics.predicted_memory
         lines = [
             first_line(self.provenance, time.strftime("%Y-%m-%d %H:%M:%S %Z")),
             summary_line("command", self.provenance.command),
             summary,
             summary_line("figures", f"TFLOP/s and MFU count {CONVENTION}{self.metrics.about_mfu()}"),
-            summary_line("memory", f"MiB of state on the fullest rank, by formula: {memory}"),
         ]
+        if memory:
+            formula = "MiB of state on the fullest rank, by formula"
+            lines.append(summary_line("memory", f"{formula}: {mebibytes(memory)}"))
         is_transformer = any(layer.block is not None for layer in self.task.layers)
         if is_transformer and (slower := attention_warning(self.config, self.mesh.device)) is not None:
             lines.append(summary_line("warning", slower))

@@ -205,6 +205,12 @@ def _activations() -> Iterator[Comparison]:
     def halves(both: Tensor) -> Tensor:
         return ops.swiglu(*both.chunk(2, dim=-1))
 
+    yield Comparison(  # whose bias gradient several programs add up
+        name="bias_gelu-150x300",
+        operator=ops.bias_gelu,
+        oracle=gelu,
+        shapes={"x": (150, 300), "bias": (300,)},
+    )
     for rows, width in ((5, 100), (1, 1), (3, 2500)):
         yield Comparison(
             name=f"gelu-{rows}x{width}",

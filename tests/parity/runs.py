@@ -22,6 +22,7 @@ from megacore.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    ExpertsConfig,
     LoggingConfig,
     ModelConfig,
     OptimizerConfig,
@@ -144,6 +145,7 @@ def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> Resol
             init_method_std=0.1,
             make_vocab_size_divisible_by=8,
         ),
+        "experts": ExpertsConfig(),
         "parallel": ParallelConfig(
             tp=tp,
             pp=pp,
