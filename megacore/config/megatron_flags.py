@@ -64,6 +64,8 @@ REPLACED = {
     "--recompute-method": "leave it out: --recompute-num-layers counts a stage's first blocks (block)",
     "--recompute-modules": "use --recompute selective, which is core_attn, or --recompute full",
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear and --rope-scaling-factor",
+    "--sft": "use tools/preprocess_data.py --sft, and --data-path with the dataset that it writes",
+    "--sft-tokenizer-prompt-format": "use tools/preprocess_data.py --sft with --chat-template",
     "--swiglu": "use --activation swiglu",
     "--tensorboard-log-interval": "use --log-interval, which holds for every place that metrics go to",
     "--tensorboard-queue-size": "leave it out: events are written beside training",
