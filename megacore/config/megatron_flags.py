@@ -64,6 +64,8 @@ REPLACED = {
     "--recompute-method": "leave it out: --recompute-num-layers counts a stage's first blocks (block)",
     "--recompute-modules": "use --recompute selective, which is core_attn, or --recompute full",
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear and --rope-scaling-factor",
+    "--sft": "leave it out: a --data-path of conversations has a loss mask, see Supervised fine-tuning in docs/data.md",
+    "--sft-tokenizer-prompt-format": "leave it out: preprocess_data.py renders conversations, see docs/data.md",
     "--swiglu": "use --activation swiglu",
     "--tensorboard-log-interval": "use --log-interval, which holds for every place that metrics go to",
     "--tensorboard-queue-size": "leave it out: events are written beside training",

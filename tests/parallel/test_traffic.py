@@ -95,6 +95,7 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "pp 2": ((1, 2, 1), {}),
     "pp 2, zero-bubble": ((1, 2, 1), {"schedule": "zero-bubble"}),
     "pp 2, interleaved": ((1, 2, 1), INTERLEAVED),
+    "pp 2, packed": ((1, 2, 1), {"reset_attention_mask": True, "reset_position_ids": True}),
     "pp 2, untied": ((1, 2, 1), {"untie_embeddings_and_output_weights": True}),
     "dp 2": ((1, 1, 2), {}),
     "dp 2, ZeRO 1": ((1, 1, 2), {"zero_stage": 1}),
