@@ -33,7 +33,7 @@ from megacore.plan.cluster import CLUSTERS, Cluster, cluster_named, to_toml
 from megacore.plan.plan_picture import frontier_picture, memory_picture, timeline_picture
 from megacore.plan.plan_report import as_json, markdown
 from megacore.plan.planner import Plan, make_plan, scheduled
-from megacore.plan.search import Constraints, Found, search, search_json, search_table
+from megacore.plan.search import Constraints, Found, impossible_limits, search, search_json, search_table
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_bert.py")
 _DRY_RUN = "--dry-run"
@@ -95,6 +95,7 @@ def plan_tool(argv: Sequence[str] | None = None) -> int:
         "entry", nargs="?", metavar="ENTRY", help=f"entry point whose run is planned: {one_of(ENTRIES)}"
     )
     parser.add_argument("--calibrate", type=Path, metavar="DIR", help="fit a cluster file to the run in this directory")
+    parser.set_defaults(help_of=parser.prog)
     return run_tool(parser, given, _plan)
 
 
@@ -116,7 +117,7 @@ def dry_run(argv: Sequence[str], entry: str) -> int:
         parser = _parser(f"{entry} --dry-run", f"{entry} --dry-run [--world-size N] [--cluster NAME] [flags of a run]")
         action = _plan
     _add_dry_run(parser)
-    parser.set_defaults(entry=entry, calibrate=None, is_dry_run=True)
+    parser.set_defaults(entry=entry, calibrate=None, is_dry_run=True, help_of=entry)
     return run_tool(parser, argv, action)
 
 
@@ -158,7 +159,7 @@ def _parser(prog: str, usage: str) -> _Parser:
         prog=prog,
         usage=usage,
         description="Plan a training run before paying for it: memory of every rank, time of a step, bytes sent, days "
-        "and price. All other flags are those of the entry point. See docs/planner.md.",
+        "and price. All other flags are those of the entry point, which its own --help lists. See docs/planner.md.",
         allow_abbrev=False,
     )
     _add_common_flags(parser)
@@ -261,7 +262,7 @@ def _read(args: argparse.Namespace) -> _Request:
         problems.append(f"--world-size {args.world_size} must be at most {MOST_RANKS}")
     config = parse_config(
         _with_defaults(args),
-        prog=entry if entry in ENTRIES else ENTRIES[0],
+        prog=args.help_of,
         description="Plan a run.",
         kind=BertConfig if entry == "pretrain_bert.py" else Config,
         shape=None if entry == "pretrain_bert.py" else shape_from_hf,
@@ -270,13 +271,20 @@ def _read(args: argparse.Namespace) -> _Request:
             check_schedule,
             lambda resolved: _require_peak(resolved, cluster),
             lambda resolved: refuse_experts(resolved, "a plan or a dry run"),
+            lambda resolved: _require_possible_limits(resolved, cluster, args),
         ],
         planned=True,
-        world_size=args.world_size,
+        world_size=None if _chooses_dp(args) else args.world_size,
         problems=problems,
     )
     assert cluster is not None
     return _Request(config, cluster)
+
+
+def _chooses_dp(args: argparse.Namespace) -> bool:
+    """Whether a search is for a batch of a given size, which need not have a sample for each rank. Without one the
+    batch has a sample for each."""
+    return bool(args.search and {flag.split("=")[0] for flag in args.flags} & {"--global-batch-size", "--config"})
 
 
 def _wrong_limits(args: argparse.Namespace) -> Iterator[str]:
@@ -290,6 +298,18 @@ def _wrong_limits(args: argparse.Namespace) -> Iterator[str]:
         least, most = given.get(f"min-{name}"), given.get(f"max-{name}")
         if least is not None and most is not None and least > most:
             yield f"--min-{name} {least} must be at most --max-{name} {most}"
+    smallest = {f"--min-{name}": given[f"min-{name}"] for name in _LEAST if f"min-{name}" in given}
+    ranks = math.prod(smallest.values())
+    if args.search and args.world_size is not None and ranks > args.world_size and len(smallest) > 1:
+        product = " x ".join(f"{flag} {value}" for flag, value in smallest.items())
+        yield f"{product} = {ranks} must be at most --world-size {args.world_size}"
+
+
+def _require_possible_limits(config: ResolvedConfig, cluster: Cluster | None, args: argparse.Namespace) -> None:
+    if not args.search or args.world_size is None or cluster is None:
+        return
+    if problems := impossible_limits(config, _constraints(args)):
+        raise ConfigError(problems)
 
 
 def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
@@ -339,16 +359,7 @@ def _require_peak(config: ResolvedConfig, cluster: Cluster | None) -> None:
 
 
 def _search(args: argparse.Namespace, request: _Request) -> None:
-    constraints = Constraints(
-        world_size=args.world_size,
-        most={
-            name: value
-            for name in (flag.replace("-", "_") for flag in _MOST)
-            if (value := getattr(args, f"max_{name}")) is not None
-        },
-        least={name: value for name in _LEAST if (value := getattr(args, f"min_{name}")) is not None},
-        memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
-    )
+    constraints = _constraints(args)
     found = search(request.config, request.cluster, constraints)
     _require_found(found, request, constraints)
     if args.json:
@@ -360,9 +371,30 @@ def _search(args: argparse.Namespace, request: _Request) -> None:
         print(f"wrote {args.picture}", file=sys.stderr)
 
 
+def _constraints(args: argparse.Namespace) -> Constraints:
+    """The limits of a search."""
+    return Constraints(
+        world_size=args.world_size,
+        most={
+            name: value
+            for name in (flag.replace("-", "_") for flag in _MOST)
+            if (value := getattr(args, f"max_{name}")) is not None
+        },
+        least={name: value for name in _LEAST if (value := getattr(args, f"min_{name}")) is not None},
+        memory_bytes=None if args.max_memory_gb is None else args.max_memory_gb * 1e9,
+    )
+
+
 def _require_found(found: Found, request: _Request, constraints: Constraints) -> None:
     if found.layouts:
         return
+    if not found.tried:
+        raise ConfigError(
+            [
+                f"--search: no layout of --world-size {constraints.world_size} within the given limits is valid: use "
+                "wider limits, or another --world-size or --global-batch-size"
+            ]
+        )
     least = "" if found.least_memory is None else f"; the smallest needs {found.least_memory / 1e9:.3g} GB per rank"
     raise ConfigError(
         [

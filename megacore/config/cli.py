@@ -102,8 +102,9 @@ def parse_config(
         process = replace(process, world_size=world_size)
     _answer_question(argv, prog, description, config_class, process)
     reading = _read(argv, process, config_class, shape, continued)
+    is_valid = not (reading.problems or reading.local_problems)
     reading.local_problems.extend(problems)
-    if reading.problems or reading.local_problems:
+    if not is_valid:
         _refuse(prog, process, reading)
     vocab_size = _call(vocabulary, reading.config, reading)
     if reading.local_problems and reading.config.model.vocab_size is None:

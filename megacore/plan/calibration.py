@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from megacore.config import Config, ResolvedConfig
+from megacore.config.bert import BertConfig
 from megacore.config.cli import load_toml
 from megacore.config.dimensions import degrees_of
 from megacore.errors import ConfigError, UserError
@@ -49,6 +51,8 @@ def calibrate(directory: Path, base: Cluster) -> Calibration:
     Raises:
         ConfigError: everything that is missing or unreadable.
     """
+    if not directory.is_dir():
+        raise ConfigError([f"--calibrate {directory} is not a directory: give the --output-dir of a run"])
     problems: list[str] = []
     config = _config(directory, problems)
     seconds = _step_seconds(directory / "metrics.jsonl", problems)
@@ -153,11 +157,15 @@ def _narrow(device: Device) -> Device:
 
 def _config(directory: Path, problems: list[str]) -> ResolvedConfig | None:
     path = directory / "config.toml"
-    try:
-        config = load_toml(path, Config)
-    except FileNotFoundError:
+    if not path.exists():
         problems.append(f"--calibrate {directory}: {path.name} is missing: give the --output-dir of a run")
         return None
+    try:
+        is_bert = "bert" in tomllib.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, tomllib.TOMLDecodeError):
+        is_bert = False  # `load_toml` says what is wrong
+    try:
+        config = load_toml(path, BertConfig if is_bert else Config)
     except ConfigError as error:
         problems.extend(error.problems)
         return None

@@ -216,11 +216,17 @@ def _simulated(layout: Layout, cluster: Cluster) -> Layout:
 
 
 def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[ResolvedConfig]:
-    parallel, layers = config.parallel, config.model.num_layers
-    world = constraints.world_size // (parallel.ranks // (parallel.tp * parallel.cp * parallel.pp * parallel.dp))
-    node = constraints.most.get("tp", cluster.device.node_ranks)
+    layers, world = config.model.num_layers, _ranks_to_divide(config, constraints)
+    most_tp = constraints.most.get("tp", cluster.device.node_ranks)
+    if "tp" not in constraints.most and constraints.least.get("tp", 1) > most_tp:  # across nodes, as is asked for
+        most_tp = world
     for tp, cp in itertools.product(_divisors(world), _context_degrees(config, constraints)):
-        if world % (tp * cp) or tp > node or config.model.num_attention_heads % tp or not constraints.allow("tp", tp):
+        if (
+            world % (tp * cp)
+            or tp > most_tp
+            or config.model.num_attention_heads % tp
+            or not constraints.allow("tp", tp)
+        ):
             continue
         for pp in _divisors(world // tp // cp):
             dp = world // tp // cp // pp
@@ -228,6 +234,41 @@ def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constrain
                 continue
             if constraints.allow("pp", pp) and constraints.allow("dp", dp):
                 yield from _variants(config, constraints, {"tp": tp, "cp": cp, "pp": pp, "dp": dp})
+
+
+def _ranks_to_divide(config: ResolvedConfig, constraints: Constraints) -> int:
+    """The product of the degrees that a search chooses."""
+    parallel = config.parallel
+    return constraints.world_size // (parallel.ranks // (parallel.tp * parallel.cp * parallel.pp * parallel.dp))
+
+
+def impossible_limits(config: ResolvedConfig, constraints: Constraints) -> list[str]:
+    """What is wrong with limits that leave a degree no value, whatever the other degrees are.
+
+    Limits of which the smallest value is above the largest are left to the caller.
+    """
+    heads, layers = config.model.num_attention_heads, config.model.num_layers
+    batch, sequence = config.training.global_batch_size, config.data.seq_length
+    divisors = _divisors(_ranks_to_divide(config, constraints))
+    possible = {
+        "tp": ([d for d in divisors if heads % d == 0], f"divide --num-attention-heads {heads}"),
+        "cp": ([d for d in divisors if sequence % d == 0], f"divide --seq-length {sequence}"),
+        "pp": ([d for d in divisors if d <= layers], f"are at most --num-layers {layers}"),
+        "dp": ([d for d in divisors if batch % d == 0], f"divide --global-batch-size {batch}"),
+    }
+    problems = []
+    for name, (values, reason) in possible.items():
+        least, most = constraints.least.get(name), constraints.most.get(name)
+        inverted = least is not None and most is not None and least > most
+        if inverted or any(constraints.allow(name, value) for value in values):
+            continue
+        flags = {f"--min-{name}": least, f"--max-{name}": most}
+        given = " and ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
+        problems.append(
+            f"{given} {'leave' if None not in flags.values() else 'leaves'} no --{name}: those that divide "
+            f"--world-size {constraints.world_size} and {reason} are {', '.join(map(str, values))}"
+        )
+    return problems
 
 
 def _context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[int]:

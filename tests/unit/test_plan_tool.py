@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from megacore.config.cli import save_toml
+from megacore.config.bert import BertConfig
+from megacore.config.cli import parse_config, save_toml
 from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
 from megacore.plan.memory import GIB, plan_memory
 from megacore.plan.outline import outline
@@ -130,6 +131,48 @@ def test_wrong_values_of_the_plans_flags_are_reported_with_the_rest(
     assert stop.value.code == 2
     text = capsys.readouterr().err
     assert all(part in text for part in said), text
+    assert text.endswith("Flags and their defaults: plan.py --help\n")
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (
+            "--max-tp 0 --min-pp 200",
+            [
+                "--max-tp 0 must be at least 1",
+                "--min-pp 200 leaves no --pp: those that divide --world-size 64 and are at most --num-layers 12 are "
+                "1, 2, 4, 8",
+            ],
+        ),
+        (
+            "--min-tp 16 --min-cp 3 --max-cp 3 --min-dp 8",
+            [
+                "--min-tp 16 x --min-cp 3 x --min-dp 8 = 384 must be at most --world-size 64",
+                "--min-tp 16 leaves no --tp: those that divide --world-size 64 and divide --num-attention-heads 12 are "
+                "1, 2, 4",
+                "--min-cp 3 and --max-cp 3 leave no --cp",
+            ],
+        ),
+        ("--min-dp 3 --max-dp 3", ["--min-dp 3 and --max-dp 3 leave no --dp"]),
+    ],
+)
+def test_limits_that_no_layout_can_keep_are_all_named(
+    limits: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-small --global-batch-size 16 --cluster h100 --world-size 64 --search"
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main([*flags.split(), *limits.split()]))
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert all(part in text for part in said), text
+    assert text.count("\n  - ") == len(said)
+
+
+def test_a_search_goes_beyond_a_node_where_it_is_told_to(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset bloom-176b --cluster h100 --world-size 32 --search --min-tp 9 --max-pp 1"
+    found = planned(capsys, f"{flags} --max-memory-gb 1000 --max-micro-batch-size 1 --global-batch-size 2")
+    assert {row["tp"] for row in found["layouts"]} == {16}
 
 
 @pytest.mark.parametrize("text", ['based_on = ["h100"]', 'based_on = "h100"\nefficiency = 3', "memory_gb = ["])
@@ -227,6 +270,32 @@ def test_calibration_predicts_the_run_that_it_is_fitted_to(tmp_path: Path, capsy
     plan = planned(capsys, f"pretrain_gpt.py --config {tmp_path / 'config.toml'} --cluster {cluster}")
     assert plan["step_seconds"]["value"] == pytest.approx(0.5, rel=1e-3)
     assert plan["step_seconds"]["origin"] == "fitted"
+
+
+def test_calibration_takes_runs_of_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--mock-data --vocab-size 64 --train-iters 4 --num-layers 2 --hidden-size 32 --num-attention-heads 2"
+    config = parse_config(flags.split(), prog="pretrain_bert.py", description="", kind=BertConfig)
+    save_toml(config, tmp_path / "config.toml")
+    (tmp_path / "metrics.jsonl").write_text('{"perf/step_time_s": 0.5}', encoding="utf-8")
+    assert main(["pretrain_bert.py", "--calibrate", str(tmp_path)]) == 0
+    assert "predicted with it: 0.5 s (+0.0%)" in capsys.readouterr().out
+
+
+def test_a_search_has_layouts_for_fewer_samples_than_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "pretrain_gpt.py --preset gpt2-large --global-batch-size 2 --cluster a100-40g --world-size 8 --search"
+    found = planned(capsys, f"{flags} --max-pp 1 --max-micro-batch-size 1")
+    assert {row["dp"] for row in found["layouts"]} == {2}
+
+
+@pytest.mark.parametrize(("name", "said"), [("missing", "is not a directory"), (".", "config.toml is missing")])
+def test_a_directory_without_a_run_is_refused(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--calibrate", str(tmp_path / name)]) == 2
+    text = capsys.readouterr().err
+    assert f"--calibrate {tmp_path / name}" in text
+    assert f"{said}: give the --output-dir of a run" in text
+    assert "--config" not in text
 
 
 def test_dry_run_plans_in_place_of_training() -> None:
