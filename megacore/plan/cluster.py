@@ -277,6 +277,10 @@ def _ranges(table: Mapping[str, Any], path: Path, problems: list[str]) -> dict[s
         if not is_time and min(triple) <= 0:
             problems.append(f"{path}: efficiency.{name} = {values!r} must be above 0")
             continue
+        if triple != sorted(triple, reverse=is_time):
+            order = "fall" if is_time else "rise"
+            problems.append(f"{path}: efficiency.{name} = {values!r} must {order}: [slow, expected, fast]")
+            continue
         ranges[_RANGES[name]] = Range(*(v * (1e-6 if is_time else 1) for v in triple))
     return ranges
 

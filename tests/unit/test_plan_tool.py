@@ -13,6 +13,7 @@ import pytest
 
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config, save_toml
+from megacore.errors import ConfigError
 from megacore.plan.cluster import CLUSTERS, load_cluster, to_toml
 from megacore.plan.memory import GIB, plan_memory
 from megacore.plan.outline import outline
@@ -173,6 +174,19 @@ def test_a_search_goes_beyond_a_node_where_it_is_told_to(capsys: pytest.CaptureF
     flags = "pretrain_gpt.py --preset bloom-176b --cluster h100 --world-size 32 --search --min-tp 9 --max-pp 1"
     found = planned(capsys, f"{flags} --max-memory-gb 1000 --max-micro-batch-size 1 --global-batch-size 2")
     assert {row["tp"] for row in found["layouts"]} == {16}
+
+
+def test_efficiencies_are_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(
+        'based_on = "h100"\n[efficiency]\nproducts = [0.8, 0.7, 0.6]\nhost_us = [1, 2, 3]', encoding="utf-8"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        load_cluster(path)
+    assert list(refusal.value.problems) == [
+        f"{path}: efficiency.products = [0.8, 0.7, 0.6] must rise: [slow, expected, fast]",
+        f"{path}: efficiency.host_us = [1, 2, 3] must fall: [slow, expected, fast]",
+    ]
 
 
 @pytest.mark.parametrize("text", ['based_on = ["h100"]', 'based_on = "h100"\nefficiency = 3', "memory_gb = ["])
