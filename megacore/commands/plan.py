@@ -406,8 +406,11 @@ def _require_found(found: Found, request: _Request, constraints: Constraints) ->
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    if args.problems:
-        raise ConfigError(args.problems)
+    unused = [
+        f"{flag.split('=')[0]} has no effect with --calibrate: leave it out" for flag in args.flags if flag[:2] == "--"
+    ]
+    if problems := [*args.problems, *unused]:
+        raise ConfigError(problems)
     base = cluster_named(args.cluster or "cpu")
     fitted = calibrate(args.calibrate, base)
     path = args.calibrate / "cluster.toml"

@@ -58,6 +58,8 @@ def calibrate(directory: Path, base: Cluster) -> Calibration:
     seconds = _step_seconds(directory / "metrics.jsonl", problems)
     if problems or config is None or seconds is None:
         raise ConfigError(problems)
+    if base.peak(config.precision.precision) is None:
+        raise ConfigError([f"--cluster {base.name} has no peak for --precision {config.precision.precision}"])
     config, layers = scheduled(config, base), outline(config)
 
     def step(cluster: Cluster) -> float:
@@ -68,8 +70,6 @@ def calibrate(directory: Path, base: Cluster) -> Calibration:
         return _sum(pipeline_costs(config, time.stages, speed_of(config, cluster, "expected")))
 
     before = step(base)
-    if base.peak(config.precision.precision) is None:
-        raise ConfigError([f"--cluster {base.name} has no peak for --precision {config.precision.precision}"])
     trace = directory / "trace.json"
     report = [
         f"measured step: {seconds:.4g} s; predicted for {base.name}: {before:.4g} s ({before / seconds - 1:+.0%})"

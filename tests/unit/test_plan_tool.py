@@ -286,6 +286,20 @@ def test_calibration_predicts_the_run_that_it_is_fitted_to(tmp_path: Path, capsy
     assert plan["step_seconds"]["origin"] == "fitted"
 
 
+def test_calibration_refuses_a_cluster_without_the_peak_and_flags_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_toml(make_config((1, 1, 1), tmp_path), tmp_path / "config.toml")
+    (tmp_path / "metrics.jsonl").write_text('{"perf/step_time_s": 0.5}', encoding="utf-8")
+    cluster = tmp_path / "own.toml"
+    text = "\n".join(line for line in to_toml(CLUSTERS["h100"]).splitlines() if not line.startswith("fp32 ="))
+    cluster.write_text(text, encoding="utf-8")
+    assert main(["--calibrate", str(tmp_path), "--cluster", str(cluster)]) == 2
+    assert "has no peak for --precision fp32" in capsys.readouterr().err
+    assert main(["--calibrate", str(tmp_path), "--tp", "3"]) == 2
+    assert "--tp has no effect with --calibrate" in capsys.readouterr().err
+
+
 def test_calibration_takes_runs_of_bert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--mock-data --vocab-size 64 --train-iters 4 --num-layers 2 --hidden-size 32 --num-attention-heads 2"
     config = parse_config(flags.split(), prog="pretrain_bert.py", description="", kind=BertConfig)
