@@ -16,9 +16,8 @@ from typing import TypeVar
 if importlib.util.find_spec("megacore") is None:  # a bare checkout, which nothing has installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megacore.checkpoint.manifest import find_checkpoint, read_manifest, section_of
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained_model
 from megacore.commands.tool import ToolParser, positive, run_tool
-from megacore.config import ResolvedModel
 from megacore.config.fields import Range
 from megacore.config.numbers import parse_float, parse_int
 from megacore.config.sections import MAX_SEED
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(args: Namespace) -> None:
     directory = find_checkpoint(Path(args.checkpoint))
     manifest = read_manifest(directory)
-    config = section_of(manifest, directory, "model", ResolvedModel)
+    config = trained_model(manifest, directory)
     if "bert" in manifest.config:
         raise UserError(f"{directory} holds a BERT, which does not continue a text: use tools/fill_mask.py")
     tokenizer = tokenizer_of(directory, args.tokenizer, config)
@@ -48,17 +47,23 @@ def _generate(args: Namespace) -> None:
         raise UserError("--prompt has no tokens: give at least one character")
     stage = model_of(directory, partial(gpt_layers, config), select_device(args.device))
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    print(tokenizer.decode(prompt), end="", flush=True)
-    new: list[int] = []
-    shown = ""
+    tokens, shown = list(prompt), ""
+
+    def show(*, complete: bool) -> None:
+        """Print what is new in the text; half a character waits for its rest until the text is complete."""
+        nonlocal shown
+        text = tokenizer.decode(tokens)
+        if complete or not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+
+    show(complete=False)
     for token in generate(stage, config, prompt, max_new_tokens=args.max_new_tokens, sampling=sampling):
         if token == tokenizer.eod:
             break
-        new.append(token)
-        text = tokenizer.decode(new)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a character: wait for the rest
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+        tokens.append(token)
+        show(complete=False)
+    show(complete=True)
     print()
 
 

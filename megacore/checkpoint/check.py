@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import verified_tokenizer, verify
 from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoint, read_manifest
-from megacore.config import SECTIONS, ModelConfig, ResolvedConfig, TrainingConfig
+from megacore.config import SECTIONS, ExpertsConfig, ModelConfig, ResolvedConfig, TrainingConfig
+from megacore.config.experts import ARCHITECTURE_OF_EXPERTS
 from megacore.config.fields import Section, field_infos, flag
 from megacore.config.model import differing
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
@@ -207,10 +208,13 @@ def _differences(manifest: Manifest, config: ResolvedConfig) -> Iterator[str]:
     yield from _differences_of(
         model, config.model, (name for name in differing(model, config.model) if name not in unknown)
     )
+    experts = _stored(ExpertsConfig, manifest.config.get("experts", {}))
+    changed = [name for name in ARCHITECTURE_OF_EXPERTS if getattr(experts, name) != getattr(config.experts, name)]
+    yield from _differences_of(experts, config.experts, changed)
     if isinstance(section := getattr(config, "bert", None), Section):
         bert = _stored(type(section), manifest.config["bert"])
-        changed = (name for name in _ARCHITECTURE_OF_BERT if getattr(bert, name) != getattr(section, name))
-        yield from _differences_of(bert, section, changed)
+        style = (name for name in _ARCHITECTURE_OF_BERT if getattr(bert, name) != getattr(section, name))
+        yield from _differences_of(bert, section, style)
 
 
 def _stored(kind: type[S], values: Mapping[str, Any]) -> S:

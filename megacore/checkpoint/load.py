@@ -3,7 +3,7 @@ checked: each by one of the ranks, so that together they read the checkpoint onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -172,18 +172,29 @@ def never_kept(manifest: Manifest) -> set[str]:
 
 
 @torch.no_grad()
-def load_parameters(path: Path, parameters: Iterable[ShardedParameter]) -> Manifest:
-    """Fill only parameters, in place, for use without an optimizer (generation); otherwise as `load_checkpoint`."""
+def load_parameters(
+    path: Path, parameters: Iterable[ShardedParameter], buffers: Mapping[str, Tensor] | None = None
+) -> Manifest:
+    """Fill only parameters, in place, for use without an optimizer (generation); otherwise as `load_checkpoint`.
+
+    Args:
+        path: as for `load_checkpoint`.
+        parameters: to fill.
+        buffers: to fill where the checkpoint has them, by global name.
+    """
     parameters = list(parameters)
     directory = find_checkpoint(path)
     manifest = read_manifest(directory)
     _require_same_model(manifest, parameters, directory)
-    if problem := verified_together(directory, manifest, ALONE, kinds=[MODEL]):
+    if problem := verified_together(directory, manifest, ALONE, kinds=[MODEL, BUFFERS]):
         raise CheckpointError(problem)
     reader = Reader(directory, manifest)
     for parameter in parameters:
         parameter.zero_()
         parameter.spec.unpadded(parameter).copy_(reader.read(MODEL, parameter.spec.name, parameter.spec.slices))
+    buffers = buffers or {}
+    for name in buffers.keys() & manifest.tensors.get(BUFFERS, {}).keys():
+        buffers[name].copy_(reader.read(BUFFERS, name, tuple((0, size) for size in buffers[name].shape)))
     return manifest
 
 

@@ -14,7 +14,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from megacore.checkpoint.directory import (
 )
 from megacore.checkpoint.files import TOKENIZER_DIRECTORY, FileEntry, describe, open_regular, verify
 from megacore.checkpoint.small_json import without_duplicates
+from megacore.config import Config, ExpertsConfig, ResolvedModel
 from megacore.config.fields import Section
 from megacore.errors import CheckpointError
 
@@ -395,6 +396,22 @@ def _cut_dimensions(entry: TensorEntry) -> list[int]:
     """The dimensions in which a piece is not the complete tensor."""
     sizes = enumerate(entry.shape)
     return [d for d, size in sizes if any((piece.start[d], piece.stop[d]) != (0, size) for piece in entry.pieces)]
+
+
+def sections_as_dicts(config: Config) -> dict[str, dict[str, Any]]:
+    """The sections of a configuration, for a manifest. The experts of a model are those of their section."""
+    sections = asdict(config)
+    sections["model"].pop("experts", None)
+    return sections
+
+
+def trained_model(manifest: Manifest, directory: Path) -> ResolvedModel:
+    """The model that was trained, with its experts; arguments and errors as for `section_of`."""
+    model = section_of(manifest, directory, "model", ResolvedModel)
+    if "experts" not in manifest.config:
+        return model
+    experts = section_of(manifest, directory, "experts", ExpertsConfig)
+    return replace(model, experts=experts.resolve(model.ffn_hidden_size))
 
 
 def section_of(manifest: Manifest, directory: Path, name: str, kind: type[S]) -> S:

@@ -28,6 +28,7 @@ from megacore.checkpoint.manifest import (
     Piece,
     TensorEntry,
     schema_of,
+    sections_as_dicts,
 )
 from megacore.checkpoint.state import MODEL, TrainingState
 from megacore.checkpoint.storage import (
@@ -251,7 +252,7 @@ class CheckpointSaver:
             counters=state.counters,
             series=state.series,
             topology=dict(self._mesh.degrees),
-            config=dataclasses.asdict(self._config),
+            config=sections_as_dicts(self._config),
         )
 
     def _publish(self, job: _Job, contributions: list[tuple[dict[str, FileEntry], _Tables]]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.config.dimensions import degree_fields
+from megacore.config.expert_rules import refuse_experts
 from megacore.config.help import DRY_RUN_FLAGS
 from megacore.config.messages import did_you_mean, one_of
 from megacore.convert.start import shape_from_hf
@@ -265,7 +266,11 @@ def _read(args: argparse.Namespace) -> _Request:
         kind=BertConfig if entry == "pretrain_bert.py" else Config,
         shape=None if entry == "pretrain_bert.py" else shape_from_hf,
         vocabulary=vocabulary_size,
-        checks=[check_schedule, lambda resolved: _require_peak(resolved, cluster)],
+        checks=[
+            check_schedule,
+            lambda resolved: _require_peak(resolved, cluster),
+            lambda resolved: refuse_experts(resolved, "a plan or a dry run"),
+        ],
         planned=True,
         world_size=args.world_size,
         problems=problems,

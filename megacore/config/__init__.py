@@ -4,6 +4,7 @@ schema.py holds the whole (`Config`, `ResolvedConfig`), model.py, sections.py, o
 bert.py its sections, validation.py what must hold between them. cli.py turns a command line into a configuration.
 """
 
+from megacore.config.experts import ExpertsConfig, ResolvedExperts
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
 from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "ExpertsConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "ResolvedConfig",
+    "ResolvedExperts",
     "ResolvedModel",
     "ResolvedOptimizer",
     "ResolvedParallel",

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from megacore.config.fields import Flag, Range, Section
+from megacore.config.experts import ExpertsConfig
+from megacore.config.fields import Flag, Range, Section, field_infos
 from megacore.config.presets import BERT_PRESETS, Shape
 from megacore.config.schema import Config, ResolvedConfig
 
+_WITHOUT_EXPERTS = "is for pretrain_gpt.py, because BERT's blocks have no experts: leave it out"
 _MASK_PROB = {"classic": 0.15, "modern": 0.30}
 _SENTENCE_TASK: dict[str, Literal["nsp", "none"]] = {"classic": "nsp", "modern": "none"}
 # Defaults by style, instead of those of decoder models. The optimizer's are BERT's (arXiv 1810.04805, section A.2).
@@ -114,8 +116,12 @@ class BertConfig(Config):
     bert: BertSection = field(default_factory=BertSection)
     presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys((*field_infos(ExpertsConfig), "ep", "etp"), _WITHOUT_EXPERTS),
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
+        "packing": "is for pretrain_gpt.py: leave it out, because --bert-style decides how documents become samples",
+        "reset_position_ids": "is for pretrain_gpt.py: leave it out, because packed BERT has relative positions",
+        "reset_attention_mask": "is for pretrain_gpt.py: leave it out, because BERT always attends within a document",
         "eod_mask_loss": (
             "is for a model that predicts the next token, which BERT does not: leave it out "
             "(BERT never predicts a special token)"
@@ -123,6 +129,7 @@ class BertConfig(Config):
         "init_from_hf": (
             "is for pretrain_gpt.py: convert the directory with tools/convert_checkpoint.py, and use --load"
         ),
+        "ignore_config_field": "is for --init-from-hf, and so for pretrain_gpt.py: leave it out",
     }
 
     help_texts: ClassVar[Mapping[str, str]] = {
@@ -203,8 +210,8 @@ class BertConfig(Config):
             yield from self._shortest_sample()
         if self.parallel.cp > 1 and self.parallel.cp_comm == "ring" and not wrong & {"cp", "cp_comm"}:
             yield (
-                "--cp-comm ring is not possible with pretrain_bert.py, because a ring computes causal attention only, "
-                "and without padding: use --cp-comm allgather or ulysses, or leave it out"
+                "--cp-comm ring is not possible with pretrain_bert.py, because a ring computes causal attention "
+                "only: use --cp-comm allgather or ulysses, or leave it out"
             )
         if "bert_style" not in wrong:
             yield from self._layers(wrong)
@@ -239,3 +246,7 @@ class ResolvedBertConfig(ResolvedConfig, BertConfig):
     is_causal: ClassVar[bool] = False
 
     bert: ResolvedBert = field()
+
+    @property
+    def beside_hidden_states(self) -> tuple[str, ...]:
+        return ("documents",)

@@ -53,6 +53,12 @@ ROLES: Mapping[str, frozenset[Divides]] = {
     "copies": frozenset({"nothing"}),
 }
 
+EXPERT_ROLES: Mapping[str, int] = {"expert_replicas": 0, "dispatch": 1, "expert_layer": 2}
+"""The groups of the ranks of a pipeline stage that divide experts, by role: which axis of (edp, ep, etp) they go along.
+
+That is the stage's block of ranks that divide samples, tokens and matrices, seen in another way: etp ranks split each
+expert, ep ranks hold different experts, and edp ranks hold copies of them."""
+
 
 def ranks_of_role(role: str, parallel: Any, dimensions: Sequence[Dimension] = DIMENSIONS) -> int:
     """The number of ranks in a group of a role.

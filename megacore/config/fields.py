@@ -119,7 +119,8 @@ def field_infos(section: type) -> dict[str, FieldInfo]:
 def _field_infos(section: type) -> dict[str, FieldInfo]:
     declared = get_type_hints(_declaring_class(section), include_extras=True)
     narrowed = get_type_hints(section)
-    return {f.name: _describe(f, declared[f.name], narrowed[f.name]) for f in dataclasses.fields(section)}
+    fields = [f for f in dataclasses.fields(section) if f.name in declared]  # a resolved section may have more
+    return {f.name: _describe(f, declared[f.name], narrowed[f.name]) for f in fields}
 
 
 def _declaring_class(section: type) -> type:

@@ -207,8 +207,8 @@ class _Page:
             yield from textwrap.indent(command, "  ").splitlines()
         yield from self._heading("More help")
         yield from self._columns("--help SECTION", "All flags of one section:")
-        for name, section in sections_of(self.kind).items():
-            yield from self._columns(f"  {name}", str(section.__doc__))
+        for name in self._sections():
+            yield from self._columns(f"  {name}", str(sections_of(self.kind)[name].__doc__))
         yield from self._columns("--help FLAG", "One flag, for example --help lr.")
         yield from self._columns("--help all", "Every flag.")
         yield from self._columns("--version", "The version of megacore.")
@@ -218,7 +218,7 @@ class _Page:
         yield f"All flags of {prog}"
         yield ""
         yield from self._entry(CONFIG_INFO)
-        for name in sections_of(self.kind):
+        for name in self._sections():
             yield ""
             yield from self.section(name)
         yield ""
@@ -226,6 +226,11 @@ class _Page:
         for flag in DRY_RUN_FLAGS:
             yield ""
             yield from self.dry_run_flag(flag)
+
+    def _sections(self) -> list[str]:
+        """Sections with a flag that the entry point accepts."""
+        accepted = all_fields(self.kind).keys() - self.kind.unsupported.keys()
+        return [name for name, section in sections_of(self.kind).items() if accepted & field_infos(section).keys()]
 
     def section(self, name: str) -> Iterator[str]:
         """Every flag of a section."""

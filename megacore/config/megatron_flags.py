@@ -63,8 +63,6 @@ REPLACED = {
     "--recompute-granularity": "use --recompute selective or --recompute full",
     "--recompute-method": "leave it out: --recompute-num-layers counts a stage's first blocks (block)",
     "--recompute-modules": "use --recompute selective, which is core_attn, or --recompute full",
-    "--reset-attention-mask": "leave it out: BERT always attends within a document, GPT not yet",
-    "--reset-position-ids": "leave it out: packed BERT has relative positions, GPT counts through a sample",
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear and --rope-scaling-factor",
     "--swiglu": "use --activation swiglu",
     "--tensorboard-log-interval": "use --log-interval, which holds for every place that metrics go to",
@@ -87,11 +85,11 @@ REPLACED = {
 
 _NOT_YET = """
     --apply-layernorm-1p --decoupled-lr
-    --decoupled-min-lr --empty-unused-memory-level --enable-one-logger --end-weight-decay --expert-model-parallel-size
+    --decoupled-min-lr --empty-unused-memory-level --enable-one-logger --end-weight-decay
     --finetune --fp8-amax-compute-algo --fp8-amax-history-len --fp8-format --fp8-param-gather --iterations-to-skip
     --log-num-zeros-in-grad --log-params-norm --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
     --manual-gc --manual-gc-interval --no-load-optim --no-mmap-bin-files --no-save-optim --num-dataset-builder-threads
-    --num-experts --per-split-data-args-path --pretrained-checkpoint --rampup-batch-size --rotary-interleaved
+    --per-split-data-args-path --pretrained-checkpoint --rampup-batch-size --rotary-interleaved
     --skip-train --squared-relu --start-weight-decay --step-batch-size-schedule --test-data-path --timing-log-level
     --timing-log-option --tp-comm-overlap --train-data-path --use-tp-pp-dp-mapping --valid-data-path --vocab-extra-ids
     --weight-decay-incr-style

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Flag, Range, Section, flag
 from megacore.config.messages import divisors, nearest_multiples, one_of
 
@@ -132,12 +133,15 @@ class ModelConfig(Section):
         """Whether the query, key and value projection has a bias."""
         return self.add_qkv_bias or not self.disable_bias_linear
 
-    def resolve(self, *, seq_length: int, vocab_size: int | None = None) -> ResolvedModel:
+    def resolve(
+        self, *, seq_length: int, vocab_size: int | None = None, experts: ResolvedExperts | None = None
+    ) -> ResolvedModel:
         """This model with every size filled in.
 
         Args:
             seq_length: the longest context where `max_position_embeddings` is not given.
             vocab_size: the size of the vocabulary where the field is not given.
+            experts: of its blocks.
 
         Raises:
             ValueError: the size of the vocabulary is known from neither.
@@ -152,6 +156,7 @@ class ModelConfig(Section):
             ffn_hidden_size=self.inner_size,
             max_position_embeddings=self.max_position_embeddings or seq_length,
             vocab_size=vocab_size,
+            experts=experts,
         )
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
@@ -233,13 +238,23 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedModel(ModelConfig):
-    """A model whose sizes are all known: what `ModelConfig.resolve` returns."""
+    """A model whose sizes are all known: what `ModelConfig.resolve` returns.
+
+    Attributes:
+        experts: of its blocks, from their section; None: every block has a feed-forward layer.
+    """
 
     num_query_groups: int = field()
     kv_channels: int = field()
     ffn_hidden_size: int = field()
     max_position_embeddings: int = field()
     vocab_size: int = field()
+    experts: ResolvedExperts | None = None
+
+    def as_written(self) -> dict[str, Any]:
+        written = super().as_written()
+        del written["experts"]  # they have a table
+        return written
 
 
 # Fields that say how a model is initialised, trained or held in memory, not what it computes.

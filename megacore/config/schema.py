@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
+from megacore.config.experts import ExpertsConfig
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
@@ -43,6 +44,7 @@ class Config:
     """Everything that defines a run of pretrain_gpt.py, and the base class of other entry points' configurations."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -128,7 +130,11 @@ class Config:
         microbatches = global_batch_size // training.micro_batch_size
         sections = {name: getattr(self, name) for name in sections_of(type(self))}
         return sections | {
-            "model": self.model.resolve(seq_length=self.data.seq_length, vocab_size=vocab_size),
+            "model": self.model.resolve(
+                seq_length=self.data.seq_length,
+                vocab_size=vocab_size,
+                experts=self.experts.resolve(self.model.inner_size),
+            ),
             "parallel": parallel.resolved_as(ResolvedParallel, **filled),
             "precision": self.precision.resolve(microbatches),
             "optimizer": self.optimizer.resolved_as(
@@ -201,6 +207,12 @@ class ResolvedConfig(Config):
         if self.parallel.cp_comm != "auto":
             return self.parallel.cp_comm
         return "ring" if self.is_causal else "allgather"
+
+    @property
+    def beside_hidden_states(self) -> tuple[str, ...]:
+        """What travels with the hidden states from layer to layer, [b, s] int64 each: `documents`, the number of each
+        position's document, and `positions` within it."""
+        return self.data.beside_tokens
 
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.

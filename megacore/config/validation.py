@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megacore.config.dimensions import DIMENSIONS, ROLES, degree_fields, fill_degrees, named_degrees, size_of_role
+from megacore.config.expert_rules import EXPERT_RULES
 from megacore.config.fields import Section, field_infos, flag_and_value
 from megacore.config.messages import counted, divisors, nearest_multiples, number, one_of
 from megacore.config.optimizers import OptimizerSettings
@@ -48,7 +49,7 @@ def validate(config: Config, world_size: int, *, unread: frozenset[str] = frozen
 # ---- constraints between sections ------------------------------------------------------------------------------------
 
 _Constraint = Callable[[Config, int], Iterator[str]]
-_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = []
+_CONSTRAINTS: list[tuple[frozenset[str], _Constraint]] = [*EXPERT_RULES]
 
 
 def _about(*names: str) -> Callable[[_Constraint], _Constraint]:
@@ -114,6 +115,15 @@ def _attention_of_context(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"--attention fused-softmax is not possible with --cp {config.parallel.cp}, because it needs all keys of "
             "a row at once: use --attention sdpa, or --cp 1"
+        )
+
+
+@_about("reset_position_ids", "reset_attention_mask", "packing", "position_embedding_type")
+def _positions_of_documents(config: Config, world_size: int) -> Iterator[str]:
+    if config.data.beside_tokens == ("positions",) and config.model.position_embedding_type == "alibi":
+        yield (
+            "--reset-position-ids has no meaning with --position-embedding-type alibi, which goes by distances, unless "
+            "attention stays within documents: use --reset-attention-mask too, or leave it out"
         )
 
 

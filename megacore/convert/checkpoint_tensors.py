@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +17,8 @@ from megacore.checkpoint.manifest import (
     find_checkpoint,
     read_manifest,
     section_of,
+    sections_as_dicts,
+    trained_model,
     verify,
 )
 from megacore.checkpoint.state import MODEL
@@ -109,7 +109,13 @@ class CheckpointTensors:
 
 
 def _model_of(manifest: Manifest, directory: Path) -> ResolvedModel:
-    return section_of(manifest, directory, "model", ResolvedModel)
+    model = trained_model(manifest, directory)
+    if model.experts is not None:
+        raise CheckpointError(
+            f"{directory} is of a model with experts (--num-experts {model.experts.num_experts}), which cannot be "
+            "converted yet: tools/generate.py and --load read it"
+        )
+    return model
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -185,14 +191,13 @@ def weights_manifest(
         for name, (dtype, shape) in types_of.items()
     }
     files: dict[str, FileEntry] = {name: describe(directory / name) for name in sorted({*where.values(), *others})}
-    sections: dict[str, dict[str, Any]] = dataclasses.asdict(config)
     return Manifest(
         step=0,
         consumed_samples=0,
         counters={"updates": 0},
         topology=dict.fromkeys((dimension.name for dimension in DIMENSIONS), 1),
         tokenizer=tokenizer,
-        config=sections,
+        config=sections_as_dicts(config),
         files=files,
         tensors={MODEL: entries},
     )

@@ -59,5 +59,7 @@ def model_of(directory: Path, layers: Callable[[BuildContext], list[LayerSpec]],
         CheckpointError: the checkpoint is damaged, or of another model.
     """
     stage = Stage(layers(BuildContext(device=device, streams=RandomStreams(0, device))))
-    load_parameters(directory, stage.by_name().values())
+    layers_by_name = zip(stage.names, stage.layers, strict=True)
+    buffers = {f"{name}.{local}": each for name, layer in layers_by_name for local, each in layer.named_buffers()}
+    load_parameters(directory, stage.by_name().values(), buffers)
     return stage.eval()

@@ -5,6 +5,7 @@ The norm comes before the layer, as in GPT-2, or after the residual sum, as in t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import overload
@@ -114,6 +115,7 @@ class TransformerBlock(nn.Module):
         rotary: turns queries and keys by their positions; None: nothing does.
         alibi: bias by distance, of this rank's heads.
         attention_norm: whether there is a norm before attention; ModernBERT's first block has none.
+        mlp: builds what follows attention.
     """
 
     def __init__(
@@ -127,16 +129,18 @@ class TransformerBlock(nn.Module):
         rotary: Rotary | None = None,
         alibi: ops.Alibi | None = None,
         attention_norm: bool = True,
+        mlp: Callable[[ResolvedModel, BuildContext], nn.Module] = MLP,
     ) -> None:
         super().__init__()
         self.parallel, self.light = config.parallel_residual, context.recompute_light
+        self.beside = context.beside
         self.attention_norm = build_norm(config, device=context.device) if attention_norm else nn.Identity()
         self.attention = SelfAttention(
             config, context, f"{name}.attention", causal=causal, window=window, rotary=rotary, alibi=alibi
         )
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
         self.mlp_norm = build_norm(config, device=context.device)
-        self.mlp = MLP(config, context)
+        self.mlp = mlp(config, context)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
 
     @overload
@@ -148,13 +152,13 @@ class TransformerBlock(nn.Module):
         """The block's output, in the form of its input.
 
         Args:
-            x: [b, s, h]; or with documents [b, s], or documents and positions [b, s], as for SelfAttention, which are
-                handed on as they are.
+            x: [b, s, h]; or with what `BuildContext.beside` names, such as documents and positions [b, s], as for
+                SelfAttention, which are handed on as they are.
         """
         if isinstance(x, Tensor):
             return self._apply_to(x)
         hidden, *where = x
-        return (self._apply_to(hidden, *where), *where)
+        return (self._apply_to(hidden, **dict(zip(self.beside, where, strict=False))), *where)
 
     def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         light = self.light and not isinstance(self.attention_norm, nn.Identity)

@@ -11,6 +11,7 @@ import torch
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.ops import Attention, CrossEntropyOptions
 from megacore.parallel.context import WHOLE, SequenceShards
+from megacore.parallel.experts import ExpertRanks
 from megacore.parallel.linear_cross_entropy import ChunkedLoss
 from megacore.parallel.mesh import ALONE, Group
 from megacore.parallel.products import TORCH, Products
@@ -47,10 +48,12 @@ class BuildContext:
         recompute_light: the outputs of norms and activations are computed again in backward, and not kept.
         recompute_full: blocks keep only their input, and are computed again in backward.
         split_backward: input and weight gradients are computed separately, as some schedules and --reproducible need.
+        beside: names of what follows the hidden states in the input of a block, in order.
         attention: which implementation computes attention.
         products: computes the matrix products of every linear layer, the output layer's included.
         loss_chunks: in how many the output layer computes its logits, and the loss with them; 1: it gives the logits.
         loss_options: label smoothing and z-loss of training, for an output layer that computes the loss.
+        experts: ranks that divide experts.
     """
 
     layer_group: Group = ALONE
@@ -62,10 +65,12 @@ class BuildContext:
     recompute_light: bool = False
     recompute_full: bool = False
     split_backward: bool = False
+    beside: tuple[str, ...] = ("documents", "positions")
     attention: Attention = "auto"
     products: Products = TORCH
     loss_chunks: int = 1
     loss_options: CrossEntropyOptions = field(default_factory=partial(CrossEntropyOptions, in_place=True))
+    experts: ExpertRanks = field(default_factory=ExpertRanks)
 
     @classmethod
     def of(
@@ -88,6 +93,7 @@ class BuildContext:
             recompute_light=config.training.recompute == "light",
             recompute_full=config.training.recompute == "full",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
+            beside=config.beside_hidden_states,
             attention=config.training.attention,
             loss_chunks=loss_chunks(config),
             loss_options=CrossEntropyOptions(

@@ -9,13 +9,16 @@ Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-p
 from __future__ import annotations
 
 from functools import partial
+from typing import overload
 
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megacore.config import ResolvedModel
 from megacore.layers.attention import alibi_of_rank
-from megacore.layers.block import TransformerBlock
+from megacore.layers.block import MLP, TransformerBlock
 from megacore.layers.context import BuildContext
+from megacore.layers.moe import MoE
 from megacore.layers.norm import build_norm
 from megacore.layers.rotary import Rotary
 from megacore.models.spec import LayerSpec
@@ -44,21 +47,45 @@ class GPTEmbedding(ShardedModule):
             self.positions = replicated(rows, config.hidden_size, device=context.device)
         self.dropout = context.hidden_dropout(config, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
-        self.sequence = context.sequence
+        self.sequence, self.beside = context.sequence, context.beside
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[b, s] int64, this rank's positions -> [b, s, h] (or, sequence parallel, [b, s/t, h])"""
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+
+    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        """The hidden states [b, s, h] (or, sequence parallel, [b, s/t, h]), in the form of the input.
+
+        Args:
+            x: tokens [b, s] int64, this rank's positions; or with what `BuildContext.beside` names, of whole sequences,
+                which is handed on as it is.
+        """
+        if isinstance(x, Tensor):
+            return self._embedded(x)
+        tokens, *beside = x
+        return (self._embedded(tokens, dict(zip(self.beside, beside, strict=False)).get("positions")), *beside)
+
+    def _embedded(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens)
         if self.norm is not None:
             x = self.norm(x)
         if self.positions is not None:
-            table: Tensor = self.positions
-            if self.sequence.group.size > 1:
-                table = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
-            x = x + table[local_positions(tokens.shape[1], self.split)]
+            x = x + self._positions_of(tokens, positions)
         if self.dropout is not None:
             x = self.dropout(x)
         return x
+
+    def _positions_of(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Rows of the table for the positions that this rank holds."""
+        assert self.positions is not None
+        table, here = self.positions, local_positions(tokens.shape[1], self.split)
+        if positions is not None:
+            return F.embedding(self.sequence.take(positions, 1)[:, here], table)
+        if self.sequence.group.size > 1:
+            rows: Tensor = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
+            return rows[here]
+        return table[here]
 
 
 class GPTHead(ShardedModule):
@@ -81,14 +108,15 @@ class GPTHead(ShardedModule):
         )
         self.loss, self.loss_options = context.chunked_loss(config.vocab_size), context.loss_options
 
-    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """[b, s, h] -> logits [b, s, padded V/t], or with labels [b, s] -> losses [b, s] fp32"""
-        if not isinstance(x, Tensor):
-            hidden, labels = x
+    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
+        """[b, s, h] -> logits [b, s, padded V/t]; where the head computes the loss, with labels [b, s] as the last of
+        its inputs -> losses [b, s] fp32. What else follows the hidden states is not needed."""
+        hidden, *others = (x,) if isinstance(x, Tensor) else x
+        if others and self.loss.chunks > 1:
             options = self.loss_options if self.training else CrossEntropyOptions()
-            return self.loss.losses(self.norm(hidden), self.weight, None, labels, options)
+            return self.loss.losses(self.norm(hidden), self.weight, None, others[-1], options)
         return column_parallel(
-            self.norm(x),
+            self.norm(hidden),
             self.weight,
             None,
             self.group,
@@ -107,18 +135,24 @@ def gpt_layers(config: ResolvedModel, context: BuildContext) -> list[LayerSpec]:
     """
     block = partial(
         TransformerBlock,
-        config,
-        context,
+        context=context,
         window=config.window_size,
         rotary=Rotary.of(config, context.sequence),
         alibi=alibi_of_rank(config, context),
     )
-    first, *blocks, last = gpt_outline(config, context.layer_group.size)
+    ranks = context.experts
+    expert_ranks = ranks.dispatch.size * ranks.layer.size
+    first, *blocks, last = gpt_outline(config, context.layer_group.size, expert_ranks=expert_ranks)
     return [
         LayerSpec.of(first, partial(GPTEmbedding, config, context)),
-        *(LayerSpec.of(size, partial(block, size.name)) for size in blocks),
+        *(LayerSpec.of(size, partial(block, size.block, name=size.name, mlp=_mlp_of(size.block))) for size in blocks),
         LayerSpec.of(last, partial(GPTHead, config, context)),
     ]
+
+
+def _mlp_of(block: ResolvedModel | None) -> type[nn.Module]:
+    """What follows attention in a block."""
+    return MLP if block is None or block.experts is None else MoE
 
 
 def next_token_logits(logits: Tensor, vocab_size: int) -> Tensor:

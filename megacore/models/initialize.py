@@ -12,7 +12,7 @@ from megacore.config import ResolvedModel
 from megacore.parallel.random import normal_slice
 from megacore.parallel.sharding import ShardedParameter
 
-_RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
+_RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight", "experts.down.weight")
 
 
 class InitialWeights(Protocol):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.errors import PeerFailed
+from megacore.ops.dispatch import Node
 from megacore.parallel import direct
 from megacore.parallel.mesh import Group, Holders, Mesh
 from megacore.watch.ledger import Phase
@@ -202,6 +203,30 @@ class PartsExchanged:
         return self._received
 
 
+class RowsExchanged:
+    """Rows of every rank's tensor for each rank, as many as there are; under way.
+
+    Args:
+        x: [rows, ...], contiguous, those for the first rank first.
+        send: rows for each rank.
+        receive: rows from each rank.
+        group: of two ranks or more.
+    """
+
+    def __init__(self, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
+        self._sent, self._received = x, x.new_empty(sum(receive), *x.shape[1:])
+        with post(Phase.ALL_TO_ALL, group.ranks, 0) as watched:  # ranks send different numbers of bytes
+            work = dist.all_to_all_single(
+                self._received, x, list(receive), list(send), group=group.handle, async_op=True
+            )
+            self._pending = Pending([work], watched=watched)
+
+    def wait(self) -> Tensor:
+        """[sum of receive, ...], the first rank's first."""
+        self._pending.wait()
+        return self._received
+
+
 class Shift:
     """A tensor of every rank on its way to the next one in group order, from the last to the first; under way.
 
@@ -319,7 +344,7 @@ def _own_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -330,7 +355,7 @@ class _Copy(torch.autograd.Function):
         return all_reduced(grad, ctx.group), None
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
         if torch.compiler.is_compiling():  # the compiler finds out itself whether a copy is needed

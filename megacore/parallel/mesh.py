@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megacore.config import ParallelConfig
 from megacore.config.dimensions import (
     DIMENSIONS,
+    EXPERT_ROLES,
     ROLES,
     Dimension,
     coordinates_of,
@@ -107,6 +108,9 @@ class Mesh:
         loss: ranks whose partial losses and token counts add up to those of the global batch.
         replicas: ranks that hold the same parameters and sum their gradients; ZeRO divides state over them.
         copies: ranks that repeat each other's work on the same samples; the first of them counts and saves.
+        expert_replicas: `replicas` of the parameters of experts.
+        dispatch: ranks that hold different experts, and send each other the tokens that use them.
+        expert_layer: ranks that split the same experts.
     """
 
     device: torch.device
@@ -120,6 +124,9 @@ class Mesh:
     loss: Group = ALONE
     replicas: Group = ALONE
     copies: Group = ALONE
+    expert_replicas: Group = ALONE
+    dispatch: Group = ALONE
+    expert_layer: Group = ALONE
 
     @property
     def backend(self) -> str:
@@ -273,7 +280,7 @@ def build_mesh(config: ParallelConfig, dimensions: Sequence[Dimension] = DIMENSI
             ]
         )
     device, world = join_job(config)
-    return _mesh_of(device, world, dimensions, degrees, timeout=_timeout(config))
+    return _mesh_of(device, world, dimensions, degrees, config)
 
 
 def fake_mesh(
@@ -300,7 +307,7 @@ def fake_mesh(
         known.append(device.type)
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     world = _group(dist.group.WORLD, rank, tuple(range(ranks)))
-    return _mesh_of(device, world, dimensions, degrees, timeout=_timeout(config))
+    return _mesh_of(device, world, dimensions, degrees, config)
 
 
 def leave_fake_mesh(mesh: Mesh) -> None:
@@ -314,19 +321,24 @@ def _mesh_of(
     world: Group,
     dimensions: Sequence[Dimension],
     degrees: Mapping[str, int],
-    *,
-    timeout: timedelta,
+    config: ParallelConfig,
 ) -> Mesh:
     """The groups of this rank, which all ranks of the world make together."""
     if world.size == 1:
         return Mesh(device=device, dimensions=dimensions, degrees=degrees)
     made: dict[tuple[tuple[int, ...], ...], Group] = {}
+    groups = {role: groups_of_role(role, dimensions, degrees) for role in ROLES}
+    if config.ep == 1 and config.expert_split == config.tp:
+        alone = tuple((rank,) for rank in world.ranks)
+        groups |= {"expert_replicas": groups["replicas"], "dispatch": alone, "expert_layer": groups["layer"]}
+    else:
+        split = config.ep, config.expert_split
+        groups |= {role: groups_of_experts(role, dimensions, degrees, split) for role in EXPERT_ROLES}
     with post(Phase.MEET, world.ranks, 0):
-        for role in ROLES:
-            groups = groups_of_role(role, dimensions, degrees)
-            if groups not in made:
-                made[groups] = _join(groups, world, device, timeout)
-    roles = {role: made[groups_of_role(role, dimensions, degrees)] for role in ROLES}
+        for ranks in groups.values():
+            if ranks not in made:
+                made[ranks] = _join(ranks, world, device, _timeout(config))
+    roles = {role: made[ranks] for role, ranks in groups.items()}
     return Mesh(device=device, dimensions=dimensions, degrees=degrees, world=world, **roles)
 
 
@@ -344,6 +356,26 @@ def groups_of_role(
     axes = [axis for axis, dimension in enumerate(dimensions) if dimension.divides in ROLES[role]]
     ranks = torch.arange(math.prod(sizes)).view(sizes).movedim(axes, tuple(range(-len(axes), 0)))
     return tuple(map(tuple, ranks.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()))
+
+
+def groups_of_experts(
+    role: str, dimensions: Sequence[Dimension], degrees: Mapping[str, int], split: tuple[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """The global ranks of all groups of a role of experts.
+
+    Args:
+        role: one of `EXPERT_ROLES`.
+        dimensions: the table, outermost first.
+        degrees: ranks along each of them, by name.
+        split: ep and etp, whose product divides the ranks of a stage.
+    """
+    sizes = [degrees[dimension.name] for dimension in dimensions]
+    axes = [a for a, d in enumerate(dimensions) if d.divides in ("samples", "tokens", "matrices")]
+    block = math.prod(sizes[axis] for axis in axes)
+    seen = (-1, block // math.prod(split), *split)
+    ranks = torch.arange(math.prod(sizes)).view(sizes).movedim(axes, tuple(range(-len(axes), 0))).reshape(seen)
+    along = 1 + EXPERT_ROLES[role]
+    return tuple(map(tuple, ranks.movedim(along, -1).reshape(-1, ranks.shape[along]).tolist()))
 
 
 def _timeout(config: ParallelConfig) -> timedelta:

@@ -251,8 +251,8 @@ def head_kept_bytes(config: ResolvedConfig) -> float:
 
 
 def _has_documents(config: ResolvedConfig) -> bool:
-    """Whether every position carries the number of its document, as BERT's do."""
-    return isinstance(config, BertConfig)
+    """Whether every position carries the number of its document, as BERT's do, and those of packed documents."""
+    return "documents" in config.beside_hidden_states
 
 
 def _layer_ranks(config: ResolvedConfig) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megacore.config import ResolvedConfig
 from megacore.config.sections import AUTO_SCHEDULE, ChosenSchedule, ScheduleName
 from megacore.plan.cluster import CLUSTERS, Cluster
-from megacore.plan.memory import PlannedLayer
+from megacore.plan.state import PlannedLayer
 from megacore.plan.step_time import pipeline_time
 
 _VIRTUAL_STAGES = 2  # more of them send more messages, and rarely pay
@@ -29,7 +29,9 @@ def typical_cluster(*, on_cpu: bool, device_name: str = "") -> Cluster:
 def is_open(config: ResolvedConfig) -> bool:
     """Whether there is a schedule to choose."""
     parallel = config.parallel
-    return parallel.schedule == AUTO_SCHEDULE and parallel.pp > 1 and parallel.schedule_csv is None
+    # The time and the memory of experts are not predicted yet: they run by 1F1B, unless another one is named.
+    is_predicted = config.model.experts is None
+    return parallel.schedule == AUTO_SCHEDULE and parallel.pp > 1 and parallel.schedule_csv is None and is_predicted
 
 
 class ScheduleChoice(NamedTuple):

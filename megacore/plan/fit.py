@@ -13,9 +13,10 @@ from megacore.config import ResolvedConfig
 from megacore.config.dimensions import coordinates_of, pipeline_dimension
 from megacore.config.messages import counted
 from megacore.errors import ConfigError
-from megacore.plan.memory import PlannedLayer, RankMemory, plan_memory, whole_parameters
+from megacore.plan.memory import RankMemory, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
+from megacore.plan.state import PlannedLayer, whole_parameters
 from megacore.plan.ways_out import Limits, size_text, ways_out
 
 # What the drivers of NVIDIA, AMD and WSL put there where there is an accelerator.
@@ -35,7 +36,7 @@ def check_memory(config: ResolvedConfig) -> None:
         ConfigError: it does not fit; with what it needs and what would fit.
     """
     may_accelerate = config.parallel.device != "cpu" and any(map(os.path.exists, _DEVICE_FILES))
-    if may_accelerate or config.model.vocab_size is None or not config.training.memory_check:
+    if may_accelerate or config.model.vocab_size is None or not config.training.memory_check or config.model.experts:
         return
     if problem := host_problem(config, outline(config)):
         raise ConfigError([problem])

@@ -7,6 +7,8 @@ halves the attention term.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Literal
 
 from megacore.config import ResolvedModel
@@ -23,8 +25,23 @@ def flops_per_sequence(config: ResolvedModel, seq_length: int, *, attention: Att
         seq_length: s, tokens.
         attention: the convention.
     """
-    forward = config.num_layers * block_flops(config, seq_length, attention=attention) + head_flops(config)
-    return 3.0 * seq_length * forward
+    blocks = blocks_of(config)
+    forward = sum(number * block_flops(block, seq_length, attention=attention) for block, number in blocks)
+    return 3.0 * seq_length * (forward + head_flops(config))
+
+
+def blocks_of(config: ResolvedModel) -> list[tuple[ResolvedModel, int]]:
+    """The kinds of blocks of a causal language model, with or without experts, and how many there are of each."""
+    if config.experts is None:
+        return [(config, config.num_layers)]
+    held = sum(map(config.experts.holds, range(config.num_layers)))
+    return [(config, held), (without_experts(config), config.num_layers - held)]
+
+
+@functools.lru_cache(maxsize=16)  # one object for all blocks that are alike
+def without_experts(config: ResolvedModel) -> ResolvedModel:
+    """The configuration of a block that keeps its feed-forward layer."""
+    return dataclasses.replace(config, experts=None)
 
 
 def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention = "full") -> float:
@@ -38,7 +55,10 @@ def block_flops(config: ResolvedModel, seq_length: int, *, attention: Attention 
     if attention == "causal":
         keys -= keys**2 / (2.0 * seq_length)
     mixing = 4.0 * keys * n * d
-    return projections + mixing + 2.0 * (3 if config.gated else 2) * h * config.inner_size
+    inner, router = config.inner_size, 0.0
+    if config.experts is not None:
+        inner, router = config.experts.active_inner_size, 2.0 * h * config.experts.num_experts
+    return projections + mixing + 2.0 * (3 if config.gated else 2) * h * inner + router
 
 
 def head_flops(config: ResolvedModel) -> float:

@@ -67,7 +67,8 @@ def _block_seconds(config: ResolvedConfig, block: ResolvedModel, flops_per_secon
     products = block_flops(block, 0)
     attention = block_flops(block, config.data.seq_length, attention=sees) - products
     heads = block.num_attention_heads * block.head_size
-    inner = (3 if block.gated else 2) * block.inner_size
+    width = block.inner_size if block.experts is None else block.experts.active_inner_size
+    inner = (3 if block.gated else 2) * width
     residual = RESIDUAL_PASSES * block.hidden_size / (t if config.parallel.sequence_parallel else 1)
     memory = e * (residual + (inner + HEAD_PASSES * heads) / t) / bandwidth
     forward = (products + attention) / t / flops_per_second + memory

@@ -4,12 +4,12 @@ Stages are balanced by these numbers, the launch summary prints them, and memory
 tests compare them with the parameters that are built, and the sums with the published ones. Nothing here loads torch.
 
 Legend: h hidden size, n heads of d dimensions, g key and value heads, f inner width of the MLP, V vocabulary, t
-tensor-parallel ranks.
+tensor-parallel ranks, E experts.
 """
 
 from __future__ import annotations
 
-from megacore.config import ResolvedModel
+from megacore.config import ResolvedExperts, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
 from megacore.config.model import padded_rows
 
@@ -30,19 +30,50 @@ def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
     return vocabulary_rows(config, tp) * config.hidden_size + norm + positions
 
 
-def block_parameters(config: ResolvedModel, tp: int | None = None) -> int:
+def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ranks: int = 1) -> int:
     """Attention h d (2 n + 2 g), MLP 2 h f or, gated, 3 h f; biases; two norms. `tp` as for `embedding_parameters`.
 
-    Every rank holds the norms and the biases of the two layers that write to the residual stream.
+    Every rank holds the norms and the biases of the two layers that write to the residual stream. Experts take the
+    place of the MLP where the block has them.
+
+    Args:
+        config: of the block.
+        tp: as for `embedding_parameters`.
+        expert_ranks: ranks that divide the experts' weights, ep x etp.
     """
     h, d, f, t = config.hidden_size, config.head_size, config.inner_size, tp or 1
     query, projected = config.num_attention_heads * d, (config.num_attention_heads + 2 * config.query_groups) * d
     into = 2 if config.gated else 1  # matrices that lead into the MLP's inner width
-    weights = h * projected + query * h + (into + 1) * h * f
+    mixture, mlp = 0, (into + 1) * h * f
+    if config.experts is not None:
+        mixture = mixture_parameters(config, config.experts, tp, expert_ranks=expert_ranks)
+        into = mlp = 0
+    weights = h * projected + query * h + mlp
     split_biases = (0 if config.disable_bias_linear else into * f) + (projected if config.qkv_bias else 0)
     whole_biases = 0 if config.disable_bias_linear else 2 * h
     head_norms = 2 * norm_parameters(config, d) if config.qk_layernorm else 0
-    return (weights + split_biases) // t + whole_biases + head_norms + 2 * norm_parameters(config)
+    return (weights + split_biases) // t + whole_biases + head_norms + 2 * norm_parameters(config) + mixture
+
+
+def active_parameters(config: ResolvedModel) -> int:
+    """Those of a block that one token uses."""
+    experts, idle = config.experts, 0
+    if experts is not None:
+        matrices = 3 if config.gated else 2
+        unused = experts.num_experts - experts.moe_router_topk
+        idle = unused * matrices * config.hidden_size * experts.moe_ffn_hidden_size
+    return block_parameters(config) - idle
+
+
+def mixture_parameters(
+    config: ResolvedModel, experts: ResolvedExperts, tp: int | None = None, *, expert_ranks: int = 1
+) -> int:
+    """E experts of 2 h f or, gated, 3 h f; the router E h; a shared expert, and its gate. Arguments as for
+    `block_parameters`."""
+    h, matrices = config.hidden_size, 3 if config.gated else 2
+    routed = experts.num_experts * matrices * h * experts.moe_ffn_hidden_size // (1 if tp is None else expert_ranks)
+    shared = matrices * h * (experts.moe_shared_expert_size or 0) // (tp or 1)
+    return routed + experts.num_experts * h + shared + (h if experts.moe_shared_expert_gate else 0)
 
 
 def largest_product(config: ResolvedModel, tp: int) -> int:

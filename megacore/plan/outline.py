@@ -15,7 +15,7 @@ from typing import NamedTuple, TypedDict
 from megacore.config import ResolvedConfig, ResolvedModel
 from megacore.config.bert import ResolvedBertConfig
 from megacore.config.dimensions import ranks_of_role
-from megacore.plan.flops import block_flops, head_flops
+from megacore.plan.flops import block_flops, head_flops, without_experts
 from megacore.plan.model_size import (
     bert_embedding_parameters,
     bert_head_parameters,
@@ -56,26 +56,36 @@ def outline(config: ResolvedConfig) -> list[LayerOutline]:
     """The layers of a GPT's or a BERT's resolved configuration, from the embedding to the head."""
     if isinstance(config, ResolvedBertConfig):
         return bert_outline(config)
-    return gpt_outline(config.model, ranks_of_role("layer", config.parallel))
+    parallel = config.parallel
+    expert_ranks = parallel.ep * parallel.expert_split
+    return gpt_outline(config.model, ranks_of_role("layer", parallel), expert_ranks=expert_ranks)
 
 
-def gpt_outline(config: ResolvedModel, tp: int) -> list[LayerOutline]:
+def gpt_outline(config: ResolvedModel, tp: int, *, expert_ranks: int = 1) -> list[LayerOutline]:
     """The layers of a causal language model.
 
     Args:
         config: a resolved configuration.
         tp: tensor-parallel ranks.
+        expert_ranks: ranks that divide the weights of experts.
     """
-    block = LayerOutline(
-        name="",
-        parameters=block_parameters(config),
-        held=block_parameters(config, tp),
-        flops=block_flops(config, config.max_position_embeddings),
-        is_block=True,
-        block=config,
-    )
+
+    def outlined(block: ResolvedModel) -> LayerOutline:
+        return LayerOutline(
+            name="",
+            parameters=block_parameters(block),
+            held=block_parameters(block, tp, expert_ranks=expert_ranks),
+            flops=block_flops(block, block.max_position_embeddings),
+            is_block=True,
+            block=block,
+        )
+
+    kinds = {True: outlined(config), False: outlined(without_experts(config))}
     return _between_embedding_and_head(
-        [dataclasses.replace(block, name=f"blocks.{i}") for i in range(config.num_layers)],
+        [
+            dataclasses.replace(kinds[config.experts is None or config.experts.holds(i)], name=f"blocks.{i}")
+            for i in range(config.num_layers)
+        ],
         config,
         tp,
         embedding=_Parameters(embedding_parameters(config), embedding_parameters(config, tp)),

@@ -15,8 +15,9 @@ from typing import Any
 
 from megacore.config import ResolvedConfig, validate
 from megacore.plan.cluster import Cluster
-from megacore.plan.memory import GIB, fullest_rank, state_bytes, whole_parameters
+from megacore.plan.memory import GIB, fullest_rank
 from megacore.plan.outline import LayerOutline, outline
+from megacore.plan.state import state_bytes, whole_parameters
 from megacore.plan.step_time import step_time
 
 _SIMULATED = 48  # the best by the estimate

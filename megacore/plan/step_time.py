@@ -27,9 +27,9 @@ from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case, Range
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
-from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.simulator import Costs, Simulator, Timeline
+from megacore.plan.state import PlannedLayer, held_parameters
 from megacore.plan.traffic import (
     Sent,
     layer_traffic,

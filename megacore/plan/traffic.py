@@ -22,9 +22,9 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
-from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import norm_parameters, vocabulary_rows
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
+from megacore.plan.state import PlannedLayer, held_parameters
 
 Role = Literal["layer", "sequence", "pipeline", "replicas"]
 LinkClass = Literal["node", "network"]

@@ -29,7 +29,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import TensorSpec
-from megacore.train.task import Task, compiled_loss, document_numbers_spec, hidden_states_spec
+from megacore.train.task import Task, beside_specs, compiled_loss, hidden_states_spec
 
 _NO_PAIR = -1
 
@@ -85,7 +85,7 @@ class BertTask(Task):
 
     def stage_input_specs(self, microbatch: BertBatch, stage: int) -> tuple[TensorSpec, ...]:
         """The hidden states and the document numbers, between any two stages."""
-        return hidden_states_spec(self.config, self.group), document_numbers_spec(self.config)
+        return hidden_states_spec(self.config, self.group), *beside_specs(self.config)
 
     def last_inputs(self, microbatch: BertBatch) -> tuple[Tensor, ...]:
         """The labels [b, s], where the head computes the loss."""

@@ -16,8 +16,8 @@ from megacore.errors import ConfigError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.plan.fit import device_problem, device_warning, host_problem, host_warning, offload_problem
-from megacore.plan.memory import PlannedLayer
 from megacore.plan.room import Room
+from megacore.plan.state import PlannedLayer
 
 
 def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> str | None:
@@ -34,7 +34,7 @@ def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[P
     Raises:
         ConfigError: what a rank's device or machine lacks, and what would fit.
     """
-    if not config.training.memory_check:
+    if not config.training.memory_check or config.model.experts is not None:  # whose memory is not predicted yet
         return None
     verdicts = all_gather_objects(_verdict(config, mesh, layers), mesh.world)
     named = [verdict.and_rank(f" (rank {n}: {mesh.describe(n)})") for n, verdict in enumerate(verdicts)]

@@ -28,6 +28,7 @@ from megacore.optim.update import WeightUpdate
 from megacore.parallel.collectives import all_reduce_, start_all_reduce_
 from megacore.parallel.mesh import Group, Mesh
 from megacore.train.diagnosis import Diagnosis, Source, diagnose, fault_in_words
+from megacore.train.expert_balance import ExpertBalance
 from megacore.train.parallelize import parallelize
 from megacore.train.replay import Replay
 from megacore.train.same_operations import different_operations
@@ -115,6 +116,7 @@ class TrainStep:
         step: steps taken.
         model: this rank's part of the model.
         update: the optimizer, and the checks before its step.
+        balance: of the experts; None: the model has none.
         source: where microbatches come from, if it is known.
     """
 
@@ -127,6 +129,7 @@ class TrainStep:
             config,
             shared=self.model.shared,
         )
+        self.balance = None if config.model.experts is None else ExpertBalance(self.model.chunks, config, mesh)
         self.step = 0
         self._replay = Replay(self.model, config, mesh) if config.watch.replay_interval else None
         self.source: Source | None = None
@@ -151,6 +154,8 @@ class TrainStep:
         scale, data_parallel = self.update.scaler.scale, self.model.data_parallel
         self._weight = BatchWeight(counts, self.mesh.loss, scale)
         data_parallel.begin_step(scale)
+        if self.balance is not None:
+            self.balance.begin_step(scale)
         if self._replay is not None and self._replay.is_due(self.step + 1):
             self._summed_loss = self._replay.train_step(microbatches, self._weight, step=self.step + 1)
         else:
@@ -181,6 +186,8 @@ class TrainStep:
             outcome = self.update.apply(summed_loss, lr, step=self.step, per_count=per_count, votes=ballot)
         if operations_differ(outcome.votes[len(votes) :], self.mesh.world.size):
             raise TrainingStopped(different_operations(self.step, self.mesh))
+        if self.balance is not None:
+            self.balance.end_step(updated=outcome.skipped is None)
         means = outcome.loss * per_count
         diagnosis = None
         if outcome.is_unexpected:
@@ -266,7 +273,7 @@ class TrainStep:
             optimizer=self.update.optimizer,
             counters=self.update.counters() | {"learning_rate": self.lr()},
             series={**self.update.series(), **series},
-            buffers=dict(buffers or {}),
+            buffers={**(buffers or {}), **({} if self.balance is None else self.balance.buffers())},
         )
 
     @section(Phase.LOAD)

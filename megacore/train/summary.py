@@ -7,14 +7,17 @@ import textwrap
 import torch
 
 from megacore import ops
-from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config import ResolvedConfig, ResolvedExperts, ResolvedModel
 from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.config.messages import counted
 from megacore.config.sections import ChosenSchedule
+from megacore.data.gpt.packing import Packing
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.plan.activations import loss_chunks
+from megacore.plan.flops import blocks_of
+from megacore.plan.model_size import active_parameters, block_parameters
 from megacore.train.metrics import LINE_WIDTH
 from megacore.train.task import DTYPES
 
@@ -28,6 +31,7 @@ def launch_summary(
     stages: list[range],
     *,
     samples: tuple[int, int],
+    packing: Packing | None = None,
     idle_share: float,
 ) -> str:
     """Topology, model, batch, bubble, data, and which implementation every operator runs.
@@ -38,6 +42,7 @@ def launch_summary(
         layers: the whole model.
         stages: which layers each pipeline stage holds.
         samples: training and validation samples of the run.
+        packing: what an epoch of training samples holds, where these are padded.
         idle_share: predicted share of the ranks' time that the pipeline leaves them idle.
     """
     training, parallel, model = config.training, config.parallel, config.model
@@ -73,12 +78,14 @@ def launch_summary(
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
         *([("context", _divided(config))] if parallel.cp > 1 else []),
         *([("offload", _offloaded(mesh.device))] if training.offload_activations else []),
+        *([("experts", _experts(config, experts))] if (experts := model.experts) is not None else []),
         *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
         (
             "data",
             f"{samples[0]:,} training and {samples[1]:,} validation samples"
             + (" (mock)" if config.data.mock_data else ""),
         ),
+        *([("packing", text)] if (text := _packed(config, packing)) else []),
         ("operators", _operators(config, mesh.device)),
         *([("loss", f"logits in {chunks} chunks of the vocabulary")] if (chunks := loss_chunks(config)) > 1 else []),
         *([("compiled", _compiled(config))] if training.compile else []),
@@ -97,6 +104,23 @@ def summary_line(label: str, text: str) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def _packed(config: ResolvedConfig, packing: Packing | None) -> str:
+    """How documents become samples, where that is not the plain stream of documents."""
+    data, parts = config.data, []
+    if packing is not None:
+        parts.append(
+            f"{data.packing}: {counted(packing.samples, 'sample')} per epoch of "
+            f"{counted(packing.documents, 'document')}, {packing.padding:.1%} padding"
+        )
+        if packing.longer:
+            how = f"cut, and {packing.cut:.2%} of the tokens left out" if data.packing == "none" else "split"
+            parts.append(f"{counted(packing.longer, 'longer document')} {how}")
+    if isinstance(config, BertConfig):
+        return "; ".join(parts)
+    said = {"documents": "attention stays within documents", "positions": "positions restart at each document"}
+    return "; ".join([*parts, *(said[name] for name in config.beside_hidden_states)])
 
 
 def _divided(config: ResolvedConfig) -> str:
@@ -118,6 +142,18 @@ def _offloaded(device: torch.device) -> str:
     if device.type == "cpu":
         return "none: on a CPU activations are in host memory (--offload-activations)"
     return "activations of blocks wait in host memory for backward (--offload-activations)"
+
+
+def _experts(config: ResolvedConfig, experts: ResolvedExperts) -> str:
+    """How many experts there are, who uses them, and where they are."""
+    parallel, held = config.parallel, sum(map(experts.holds, range(config.model.num_layers)))
+    active = sum(number * active_parameters(block) for block, number in blocks_of(config.model))
+    every = sum(number * block_parameters(block) for block, number in blocks_of(config.model))
+    return (
+        f"{experts.num_experts} in {counted(held, 'block')}, of which a token uses {experts.moe_router_topk}: "
+        f"{active / 1e6:,.2f}M of the blocks' {every / 1e6:,.2f}M parameters; --ep {parallel.ep}: "
+        f"{experts.num_experts // parallel.ep} of them per rank, each split over {parallel.expert_split}"
+    )
 
 
 def _compiled(config: ResolvedConfig) -> str:
@@ -157,7 +193,7 @@ def attention_warning(config: ResolvedConfig, device: torch.device) -> str | Non
         seq_length=config.data.seq_length,
         dtype=DTYPES[config.precision.precision],
         causal=not is_bert,
-        masked=is_bert or alibi or windowed,
+        masked=is_bert or alibi or windowed or "documents" in config.beside_hidden_states,
         alibi=alibi,
         dropout=model.attention_dropout,
     )

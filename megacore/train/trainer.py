@@ -18,6 +18,7 @@ from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
 from megacore.data.gpt.blend import SampleDataset
+from megacore.data.gpt.packing import KnowsPacking
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
 from megacore.errors import TrainingDiverged
@@ -78,7 +79,7 @@ class Trainer:
         self.config, self.mesh, self.task = config, mesh, task
         self.metrics = StepMetrics(config, mesh, task)
         self.provenance = provenance_of(mesh) if mesh.world.is_first else None
-        self._announce(train_samples=len(train_data), valid_samples=0 if valid_data is None else len(valid_data))
+        self._announce(train_data, valid_data)
         if (tight := check_memory_of_ranks(config, mesh, task.layers)) and mesh.world.rank == 0:
             say(f"  {'warning':<10}{tight}", may_fail=config.checkpoint.on_save_error == "warn")
         self.train_steps = TrainStep(task, config, mesh)
@@ -243,7 +244,8 @@ class Trainer:
             times: how long a step took, on average since the last log.
         """
         figures = self.metrics.record(result, times, self.model.runtime.timer.read(), self.update)
-        further = {**self.rollbacks.figures(), **self.callbacks.figures()}
+        balance = {} if self.train_steps.balance is None else self.train_steps.balance.figures()
+        further = {**balance, **self.rollbacks.figures(), **self.callbacks.figures()}
         self.callbacks.on_log({**self._position(), **figures, **further})
 
     def evaluate(self) -> float | None:
@@ -359,7 +361,7 @@ class Trainer:
             "consumed_tokens": self.consumed_samples * self.config.data.seq_length,
         }
 
-    def _announce(self, *, train_samples: int, valid_samples: int) -> None:
+    def _announce(self, train_data: SampleDataset, valid_data: SampleDataset | None) -> None:
         """Say what is about to be built, and by what."""
         if self.provenance is None:
             return
@@ -368,17 +370,20 @@ class Trainer:
             self.mesh,
             self.task.layers,
             stage_ranges(self.task.layers, self.config),
-            samples=(train_samples, valid_samples),
+            samples=(len(train_data), 0 if valid_data is None else len(valid_data)),
+            packing=train_data.packing if isinstance(train_data, KnowsPacking) else None,
             idle_share=self.metrics.predicted_bubble,
         )
-        memory = mebibytes(self.metrics.predicted_memory)
+        memory = self.metrics.predicted_memory
         lines = [
             first_line(self.provenance, time.strftime("%Y-%m-%d %H:%M:%S %Z")),
             summary_line("command", self.provenance.command),
             summary,
             summary_line("figures", f"TFLOP/s and MFU count {CONVENTION}{self.metrics.about_mfu()}"),
-            summary_line("memory", f"MiB of state on the fullest rank, by formula: {memory}"),
         ]
+        if memory:
+            formula = "MiB of state on the fullest rank, by formula"
+            lines.append(summary_line("memory", f"{formula}: {mebibytes(memory)}"))
         is_transformer = any(layer.block is not None for layer in self.task.layers)
         if is_transformer and (slower := attention_warning(self.config, self.mesh.device)) is not None:
             lines.append(summary_line("warning", slower))

@@ -28,6 +28,7 @@ from megacore.config import Config, ResolvedConfig
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from megacore.config.dimensions import degree_fields, named_degrees
+from megacore.config.expert_rules import refuse_experts
 from megacore.config.flags import read_flags
 from megacore.config.messages import counted, nearest_name
 from megacore.config.toml import read_toml
@@ -217,7 +218,7 @@ def _config(name: str, words: Sequence[str]) -> ResolvedConfig:
             kind=program.kind,
             shape=program.shape,
             vocabulary=vocabulary_size,
-            checks=program.checks,
+            checks=(*program.checks, lambda config: refuse_experts(config, "tools/verify.py")),
         )
     if is_open(config):  # as a launch on a CPU chooses
         choices = schedules_by_time(config, outline(config), typical_cluster(on_cpu=True))

@@ -142,12 +142,15 @@ ATTENTIONS: list[Key] = [
     for comm in get_args(ContextComm)
     for name, options in VIEWS.items()
     for groups, alibi in ((2, False), (1, True))
-    if comm != "ring" or (options["causal"] and "documents" not in options)
+    if comm != "ring" or options["causal"]
 ] + [("causal", 4, False, comm) for comm in get_args(ContextComm)]
 # In `make test` each way of communication with masks that differ most; in `make test-slow` all.
 FEW_ATTENTIONS: list[Key] = [
     ("causal", 2, False, "ring"),
     ("a window of several chunks", 1, True, "ring"),
+    ("documents", 2, False, "ring"),
+    ("documents, window", 1, True, "ring"),
+    ("nothing but padding", 2, False, "ring"),
     ("both ways", 2, False, "ulysses"),
     ("documents, window", 1, True, "ulysses"),
     ("documents", 2, False, "allgather"),
@@ -249,6 +252,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "stretched": STRETCHED,
     "bert": {"bert_style": "classic"},
     "modern bert": {"bert_style": "modern", "window_size": 6},
+    "gpt2 packed": {"reset_attention_mask": True, "reset_position_ids": True},
+    "llama packed": LLAMA | {"num_query_groups": 2, "reset_attention_mask": True, "reset_position_ids": True},
+    "windows packed": WINDOWS | {"reset_attention_mask": True},
+    "bloom packed": BLOOM | {"reset_attention_mask": True},
 }
 # With an epsilon above AdamW's a weight is a smooth function of its gradient, also where that is zero but for rounding
 # (of the key's bias).
@@ -292,9 +299,9 @@ OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "clip_grad": 0.0}
 
 # In `make test` context parallelism beside each other way; in `make test-slow` many more.
 FEW: list[tuple[str, Layout, dict[str, Any]]] = [
-    ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
+    ("windows packed", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
     ("qwen", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "full", "cp_comm": "ulysses"}),
-    ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
+    ("gpt2 packed", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
     ("bert", (2, 1, 1), {"cp": 2, "sequence_parallel": True}),
     ("modern bert", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "zero_stage": 3, "cp_comm": "ulysses"}),
 ]
@@ -314,6 +321,11 @@ MORE: list[tuple[str, Layout, dict[str, Any]]] = [
     ("bert", (1, 2, 1), {"cp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_layers": 5}),
     ("modern bert", (1, 2, 1), {"cp": 2, "schedule": "gpipe", "recompute": "selective"}),
     ("modern bert", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "recompute": "light", "zero_stage": 1}),
+    ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
+    ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
+    ("gpt2 packed", (1, 1, 1), {"cp": 4, "cp_comm": "ring"}),
+    ("llama packed", (1, 2, 1), {"cp": 2, "cp_comm": "ulysses", "schedule": "gpipe"}),
+    ("bloom packed", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective", "cp_comm": "ring"}),
 ]
 
 

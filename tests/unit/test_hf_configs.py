@@ -34,11 +34,10 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
 @pytest.mark.parametrize(
     ("model_type", "changes", "problem"),
     [
-        ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu', but megacore has only 'gelu_new'"),
+        ("gpt2", {"activation_function": "silu"}, "activation_function is 'silu', but megacore has only 'gelu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
-        ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop is 0.2 and resid_pdrop 0.1"),
         ("gpt2", {"n_layer": "2"}, "n_layer is '2', not a whole number"),
         ("gpt2", {"n_layer": True}, "n_layer is True, not a whole number"),
         ("gpt2", {"n_layer": 0}, "config.json: n_layer 0 must be at least 1 and at most 10000$"),
@@ -46,8 +45,15 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
         ("gpt2", {"vocab_size": None}, "vocabulary or of the context is null"),
         ("gpt2", {"num_hidden_layers": 3}, "n_layer is 2, but num_hidden_layers is 3"),
         ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads is"),
-        ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config is a field that megacore does not know"),
-        ("gpt2", {"auto_map": {}}, "auto_map is a field that megacore does not know"),
+        (
+            "gpt2",
+            {"quantization_config": {"bits": 4}},
+            "quantization_config is {'bits': 4}, but megacore has only None",
+        ),
+        ("gpt2", {"auto_map": {"AutoModel": "m.M"}}, "auto_map is .*, but megacore has only None or {}"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true with pretraining_tp 2"),
+        ("gpt2", {"new": 1}, "new is a field .* --ignore-config-field new$"),
+        ("qwen2", {"use_mrope": True}, "use_mrope is a field that megacore does not know"),
         ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
         ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "architectures is .*GPT2DoubleHeadsModel"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'"),
@@ -103,6 +109,37 @@ def test_a_field_is_refused_by_name(model_type: str, changes: dict[str, Any], pr
     read(model_type)
     with pytest.raises(CheckpointError, match=problem):
         read(model_type, **changes)
+
+
+@pytest.mark.parametrize("model_type", list(FAMILIES))
+def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
+    """As checkpoints of the hub have them: of other libraries, of training, or of features that are off."""
+    written = {
+        "use_mrope": False,
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "unsloth_fixed": True,
+        "unsloth_version": "2026.1",
+        "max_sequence_length": 4096,
+        "embedding_dropout": 0.3,
+        "some_pdrop": None,
+        "quantization_config": None,
+    }
+    values = {"model_type": model_type, **SMALL[model_type]}
+    family = family_of(values, "config.json")
+    described = family.describe(values | written, "config.json")
+    assert described.unknown == ()
+    assert described.model == family.to_model(values, "config.json")
+    assert family.describe(values | {"later": 1, "newer": None}, "config.json").unknown == ("later", "newer")
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("gelu_new", "gelu"), ("gelu", "gelu-exact"), ("relu", "relu")])
+def test_activations_of_gpt2_both_ways(theirs: str, ours: str) -> None:
+    config = read("gpt2", activation_function=theirs, embd_pdrop=0.3)
+    assert (config.activation, config.hidden_dropout) == (ours, 0.1)
+    family, values = describe_model(config)
+    assert (family.model_type, values["activation_function"]) == ("gpt2", theirs)
 
 
 def test_all_problems_come_together() -> None:

@@ -1,0 +1,137 @@
+"""What must hold between experts and the other sections: the ranks that divide them, and what is not there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megacore.config.dimensions import fill_degrees
+from megacore.config.messages import divisors, nearest_multiples, one_of
+from megacore.config.schema import Config
+from megacore.errors import ConfigError
+
+Rule = Callable[[Config, int], Iterator[str]]
+
+
+def _ranks(config: Config, world_size: int) -> Iterator[str]:
+    parallel, experts, tp = config.parallel, config.experts.num_experts, config.parallel.tp
+    ep, etp = parallel.ep, parallel.expert_split
+    if experts is None:
+        for name, value, default in (("--ep", ep, 1), ("--etp", parallel.etp, None)):
+            if value != default:
+                yield f"{name} {value} has no effect without experts: leave it out, or use --num-experts"
+        return
+    if experts % ep:
+        near = one_of(divisors(experts, near=ep, most=6))
+        yield (
+            f"--ep {ep} must divide --num-experts {experts}: use --ep {near}, or --num-experts "
+            f"{one_of(nearest_multiples(experts, ep))}"
+        )
+    if etp not in (1, tp):
+        yield f"--etp {etp} must be 1 or --tp {tp}: use --etp {one_of(sorted({1, tp}))}, or leave it out"
+        return
+    if etp < tp and not parallel.sequence_parallel:
+        yield (
+            f"--etp 1 with --tp {tp} needs --sequence-parallel, because otherwise every tp rank has the same tokens: "
+            f"add it, or use --etp {tp}"
+        )
+    degrees = fill_degrees(parallel, world_size)
+    block = degrees["dp"] * degrees["cp"] * tp
+    if block and block % (ep * etp):
+        product = " x ".join(f"--{name} {degrees[name]}" for name in ("dp", "cp", "tp") if degrees[name] > 1) or "1"
+        given = f"--ep {ep} x --etp {etp} = {ep * etp}" if etp > 1 else f"--ep {ep}"
+        yield (
+            f"{given} must divide the {block} ranks of a stage ({product}): use --ep "
+            f"{one_of(divisors(block // etp, near=ep, most=6))}"
+        )
+
+
+def _widths(config: Config, world_size: int) -> Iterator[str]:
+    experts, split, tp = config.experts, config.parallel.expert_split, config.parallel.tp
+    if experts.num_experts is None:
+        return
+    width = experts.moe_ffn_hidden_size or config.model.inner_size
+    if width % split:
+        name = "--moe-ffn-hidden-size" if experts.moe_ffn_hidden_size else "--ffn-hidden-size"
+        yield (
+            f"--etp {split} must divide {name} {width}: use --moe-ffn-hidden-size "
+            f"{one_of(nearest_multiples(width, split))}"
+        )
+    shared = experts.moe_shared_expert_size
+    if shared is not None and shared % tp:
+        yield (f"--tp {tp} must divide --moe-shared-expert-size {shared}: use {one_of(nearest_multiples(shared, tp))}")
+    if experts.moe_first_dense_layers >= config.model.num_layers:
+        yield (
+            f"--moe-first-dense-layers {experts.moe_first_dense_layers} must be below --num-layers "
+            f"{config.model.num_layers}: use {config.model.num_layers - 1} or less, or leave --num-experts out"
+        )
+
+
+def _biases(config: Config, world_size: int) -> Iterator[str]:
+    if config.experts.num_experts is not None and not config.model.disable_bias_linear:
+        yield (
+            "--num-experts needs --disable-bias-linear, because experts have no biases: add it (--add-qkv-bias keeps "
+            "those of queries, keys and values)"
+        )
+
+
+def _not_yet(config: Config, world_size: int) -> Iterator[str]:
+    """Combinations that are not there yet: refused rather than wrong."""
+    if config.experts.num_experts is None:
+        return
+    parallel, training = config.parallel, config.training
+    for given, is_given, way_out in (
+        ("--reproducible", training.reproducible, "leave it out (on CPUs two runs with one layout are equal anyway)"),
+        ("--compile", training.compile, "leave it out"),
+        ("--offload-optimizer", parallel.offload_optimizer, "use --zero-stage 1 or more instead"),
+        (f"--recompute {training.recompute}", training.recompute == "light", "use --recompute selective or full"),
+        (
+            "--recompute full with a schedule that splits backward",
+            training.recompute == "full" and parallel.may_split_backward,
+            "use --schedule 1f1b or interleaved, or --recompute selective",
+        ),
+        (f"--replay-interval {config.watch.replay_interval}", config.watch.replay_interval > 0, "leave it out"),
+        ("--init-from-hf", config.checkpoint.init_from_hf is not None, "leave it out"),
+    ):
+        if is_given:
+            yield f"{given} is not available with --num-experts yet: {way_out}"
+
+
+def refuse_experts(config: Config, what: str) -> None:
+    """Refuse what cannot be done with experts yet.
+
+    Args:
+        config: of a run.
+        what: cannot.
+
+    Raises:
+        ConfigError: the run has experts.
+    """
+    if config.experts.num_experts is not None:
+        raise ConfigError(
+            [f"{what} is not available with --num-experts {config.experts.num_experts} yet: leave --num-experts out"]
+        )
+
+
+EXPERT_RULES: tuple[tuple[frozenset[str], Rule], ...] = (
+    (frozenset({"num_experts", "ep", "etp", "tp", "dp", "cp", "pp", "sequence_parallel"}), _ranks),
+    (
+        frozenset(
+            {
+                "num_experts", "etp", "tp", "hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size",
+                "moe_shared_expert_size", "moe_first_dense_layers", "num_layers",
+            }
+        ),
+        _widths,
+    ),
+    (frozenset({"num_experts", "disable_bias_linear"}), _biases),
+    (
+        frozenset(
+            {
+                "num_experts", "reproducible", "compile", "offload_optimizer", "recompute", "schedule",
+                "schedule_csv", "replay_interval", "init_from_hf",
+            }
+        ),
+        _not_yet,
+    ),
+)  # fmt: skip
+"""Each with the fields whose values must be valid by themselves."""

@@ -1,0 +1,160 @@
+"""The section of mixtures of experts (docs/moe.md): how many, how tokens choose them, and what balances them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from megacore.config.fields import Flag, Range, Section, field_infos, flag
+from megacore.config.messages import divisors, one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(Section):
+    """Mixture of experts: its layers, its router and its losses (docs/moe.md)."""
+
+    num_experts: Annotated[int | None, Range(2, 100_000)] = None
+    """Replaces the feed-forward layer of the blocks by this many experts, of which each token uses --moe-router-topk. A
+    multiple of --ep. Default: no experts."""
+    moe_router_topk: Annotated[int, Range(1, 100_000)] = 2
+    """Number of experts that each token uses. At most --num-experts."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router turns its logits into scores. softmax: over all experts, as in Mixtral. sigmoid: each expert by
+    itself, as in DeepSeek-V3."""
+    moe_router_pre_softmax: bool = False
+    """Weighs the chosen experts by their softmax scores over all experts, as in OLMoE (norm_topk_prob false in
+    transformers). Otherwise the weights of a token's experts are divided by their sum, as in Mixtral (norm_topk_prob
+    true)."""
+    moe_router_num_groups: Annotated[int | None, Range(2, 100_000)] = None
+    """Divides the experts into this many groups, of which a token uses at most --moe-router-group-topk, as in
+    DeepSeek-V3. It must divide --num-experts. Default: no groups."""
+    moe_router_group_topk: Annotated[int | None, Range(1, 100_000)] = None
+    """Number of groups that a token's experts may come from: those whose --moe-router-topk / N best scores have the
+    highest sum. Default: none; --moe-router-num-groups requires it."""
+    moe_router_topk_scaling_factor: Annotated[float, Range(above=0)] = 1.0
+    """Multiplies the weights of the chosen experts (routed_scaling_factor in transformers)."""
+    moe_router_enable_expert_bias: bool = False
+    """Balances the experts without a loss: each has a bias that is added to its scores where experts are chosen, and
+    not to the weights. After every step it rises if the expert had fewer tokens than the mean, and falls if more."""
+    moe_router_bias_update_rate: Annotated[float, Range(above=0)] = 1e-3
+    """By how much --moe-router-enable-expert-bias raises or lowers a bias per step."""
+    moe_ffn_hidden_size: Annotated[int | None, Range(1, 10_000_000)] = None
+    """Inner width of an expert. A multiple of --etp. Default: --ffn-hidden-size."""
+    moe_shared_expert_size: Annotated[
+        int | None, Range(1, 10_000_000), Flag(("--moe-shared-expert-intermediate-size",))
+    ] = None
+    """Inner width of a shared expert, which every token uses beside those that it chooses. A multiple of --tp. Default:
+    no shared expert."""
+    moe_shared_expert_gate: bool = False
+    """Multiplies the output of the shared expert by the sigmoid of a projection of the token, as in Qwen2-MoE."""
+    moe_layer_freq: Annotated[int, Range(1, 10_000)] = 1
+    """Every Nth block has experts, from the first that --moe-first-dense-layers leaves. The others keep the
+    feed-forward layer."""
+    moe_first_dense_layers: Annotated[int, Range(0, 10_000)] = 0
+    """Number of blocks at the start that keep the feed-forward layer."""
+    moe_aux_loss_coeff: Annotated[float, Range(0)] = 0.0
+    """Factor of the loss that balances the experts within each sequence. It is added for every layer with experts, and
+    is not part of the reported loss. 0: no such loss."""
+    moe_z_loss_coeff: Annotated[float, Range(0)] = 0.0
+    """Factor of the mean square of the logarithm of the router's softmax sum, which keeps its logits small. 0: no such
+    loss."""
+
+    def holds(self, block: int) -> bool:
+        """Whether a block has experts.
+
+        Args:
+            block: its number, from 0.
+        """
+        after = block - self.moe_first_dense_layers
+        return self.num_experts is not None and after >= 0 and after % self.moe_layer_freq == 0
+
+    def resolve(self, ffn_hidden_size: int) -> ResolvedExperts | None:
+        """This section with every size filled in; None without experts.
+
+        Args:
+            ffn_hidden_size: inner width of an expert, where the field is not given.
+        """
+        if self.num_experts is None:
+            return None
+        return self.resolved_as(ResolvedExperts, moe_ffn_hidden_size=self.moe_ffn_hidden_size or ffn_hidden_size)
+
+    def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if "num_experts" in wrong:
+            return
+        if self.num_experts is None:
+            names = tuple(name for name in field_infos(ExpertsConfig) if name != "num_experts")
+            yield from self.without_effect(names, wrong, "no experts", flag("num_experts"))
+            return
+        yield from self._router(wrong)
+        yield from self._groups(wrong)
+        if not self.moe_router_enable_expert_bias:
+            names, needs = ("moe_router_bias_update_rate",), "--moe-router-enable-expert-bias"
+            yield from self.without_effect(names, wrong, "no bias", needs)
+        if self.moe_shared_expert_size is None:
+            needs = "--moe-shared-expert-size"
+            yield from self.without_effect(("moe_shared_expert_gate",), wrong, "no shared expert", needs)
+
+    def _router(self, wrong: frozenset[str]) -> Iterator[str]:
+        experts, chosen, scores = self.num_experts, self.moe_router_topk, self.moe_router_score_function
+        assert experts is not None
+        if "moe_router_topk" not in wrong and chosen > experts:
+            yield f"--moe-router-topk {chosen} must be at most --num-experts {experts}: use {experts} or less"
+        if "moe_router_score_function" in wrong:
+            return
+        if scores == "sigmoid":
+            given = "--moe-router-score-function sigmoid"
+            yield from self.without_effect(("moe_router_pre_softmax",), wrong, given, "softmax")
+        elif chosen == 1 and not self.moe_router_pre_softmax:
+            yield (
+                "--moe-router-topk 1 gives every expert the weight 1, so that the router learns nothing: use "
+                "--moe-router-pre-softmax, or --moe-router-topk 2 or more"
+            )
+
+    def _groups(self, wrong: frozenset[str]) -> Iterator[str]:
+        experts, groups, chosen = self.num_experts, self.moe_router_num_groups, self.moe_router_group_topk
+        assert experts is not None
+        if wrong & {"moe_router_num_groups", "moe_router_group_topk", "moe_router_topk"}:
+            return
+        if groups is None:
+            yield from self.without_effect(("moe_router_group_topk",), wrong, "no groups", "--moe-router-num-groups")
+            return
+        if experts % groups:
+            near = one_of(divisors(experts, near=groups, most=6))
+            yield f"--moe-router-num-groups {groups} must divide --num-experts {experts}: use {near}"
+        if chosen is None:
+            yield f"--moe-router-num-groups {groups} needs --moe-router-group-topk: use 1 to {groups}"
+            return
+        if chosen > groups:
+            yield (
+                f"--moe-router-group-topk {chosen} must be at most --moe-router-num-groups {groups}: use {groups} or "
+                "less"
+            )
+        elif self.moe_router_topk % chosen:
+            yield (
+                f"--moe-router-group-topk {chosen} must divide --moe-router-topk {self.moe_router_topk}: use "
+                f"{one_of(divisors(self.moe_router_topk, near=chosen, most=6))}"
+            )
+        elif self.moe_router_topk > experts // groups * chosen:
+            yield (
+                f"--moe-router-topk {self.moe_router_topk} is more than the {experts // groups * chosen} experts of "
+                f"{chosen} of {groups} groups: use a larger --moe-router-group-topk, or fewer groups"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedExperts(ExpertsConfig):
+    """The experts of a model whose sizes are all known: what `ExpertsConfig.resolve` returns."""
+
+    num_experts: int = field()
+    moe_ffn_hidden_size: int = field()
+
+    @property
+    def active_inner_size(self) -> int:
+        """Inner width that a token passes through: of its experts and the shared one together."""
+        return self.moe_router_topk * self.moe_ffn_hidden_size + (self.moe_shared_expert_size or 0)
+
+
+_OF_TRAINING = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+ARCHITECTURE_OF_EXPERTS = tuple(name for name in field_infos(ExpertsConfig) if name not in _OF_TRAINING)
+"""The fields that change what a model computes, and not only how it is trained."""

@@ -1,0 +1,336 @@
+"""Expert parallelism: which rank computes which expert, and how the tokens travel there and back.
+
+The ranks of a group hold different experts of a layer (Lepikhin et al. 2020, arXiv 2006.16668). Each sends every other
+one the rows of the tokens that use its experts, as many as there are: nothing is dropped or padded. A rank computes the
+rows of an expert together, in the order of their source and then of their token, and sends the results back. The rank
+of the token adds them up in fp32, in ascending order of experts: the order of a sum does not depend on the layout.
+
+Every exchange has its reverse as backward, so that the pairs are adjoint like the other collectives. A rank that
+receives no row takes part in all of them, and its weights get gradients of zero.
+
+Shape legend: t tokens, k experts that a token uses, E experts, r rows of this rank's experts, i input features, o
+output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.parallel.collectives import PartsExchanged, RowsExchanged
+from megacore.parallel.mesh import ALONE, Group, Mesh
+from megacore.parallel.products import Products
+from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpec, split_evenly
+
+
+@dataclass
+class LossScale:
+    """What the losses that layers add are multiplied by, like the loss of the step: that of fp16, else 1."""
+
+    value: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRanks:
+    """The ranks that a layer with experts works with.
+
+    Attributes:
+        dispatch: ranks that hold different experts.
+        layer: ranks that split the same experts.
+        sequences: of the global batch, by which the losses of the router are divided.
+        loss_scale: of the current step.
+    """
+
+    dispatch: Group = ALONE
+    layer: Group = ALONE
+    sequences: int = 1
+    loss_scale: LossScale = field(default_factory=LossScale)
+
+    @classmethod
+    def of(cls, mesh: Mesh, *, sequences: int) -> ExpertRanks:
+        """Those of a mesh."""
+        return cls(dispatch=mesh.dispatch, layer=mesh.expert_layer, sequences=sequences)
+
+
+# ---- where rows go
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Where the rows of a microbatch's tokens go, each token once for each of its experts.
+
+    Attributes:
+        chosen: k.
+        order: [t k] which pair of token and choice each row is that is sent, by expert and then by token.
+        positions: [t k] the reverse: which row each pair is.
+        counts: rows of each expert of this rank.
+        send: rows for each rank of the group; none where it has one.
+        receive: rows from each of them.
+        grouped: [r] which received row comes when they are ordered by expert, source and token.
+        arrival: [r] the reverse.
+    """
+
+    chosen: int
+    order: Tensor
+    positions: Tensor
+    counts: Sequence[int]
+    send: Sequence[int] = ()
+    receive: Sequence[int] = ()
+    grouped: Tensor | None = None
+    arrival: Tensor | None = None
+
+
+def assign(indices: Tensor, experts: int, group: Group) -> Assignment:
+    """Agree with the other ranks on what each sends to each. The host waits for the counts.
+
+    Args:
+        indices: [t, k] int64, the experts of each token.
+        experts: E, which the group's size divides; each rank holds as many, in order.
+        group: ranks that hold different experts.
+    """
+    flat = indices.flatten()
+    order = torch.sort(flat, stable=True).indices
+    counts = torch.bincount(flat, minlength=experts)
+    pairs = partial(Assignment, chosen=indices.shape[1], order=order, positions=_reverse(order))
+    if group.size == 1:
+        return pairs(counts=counts.tolist())
+    mine = counts.view(group.size, -1)  # [rank, expert of it]
+    theirs = PartsExchanged(mine, group).wait()  # [source, expert of this rank]
+    held = mine.shape[1]
+    send, receive, local = torch.cat([mine.sum(1), theirs.sum(1), theirs.sum(0)]).split([group.size, group.size, held])
+    expert = torch.arange(held, device=flat.device).repeat(group.size).repeat_interleave(theirs.flatten())
+    grouped = torch.sort(expert, stable=True).indices
+    return pairs(
+        counts=local.tolist(),
+        send=send.tolist(),
+        receive=receive.tolist(),
+        grouped=grouped,
+        arrival=_reverse(grouped),
+    )
+
+
+def dispatch(tokens: Tensor, assignment: Assignment, group: Group) -> Tensor:
+    """The rows of this rank's experts: [t, h] of every rank -> [r, h], by expert, source and token."""
+    rows: Tensor = _Replicated.apply(tokens, assignment)
+    if group.size == 1:
+        return rows
+    received: Tensor = _Exchanged.apply(rows, assignment.send, assignment.receive, group)
+    return _permuted(received, assignment.grouped, assignment.arrival)
+
+
+def combine(rows: Tensor, weights: Tensor, assignment: Assignment, group: Group) -> Tensor:
+    """Each token's weighted sum of what its experts gave, in fp32 and ascending order of experts.
+
+    Args:
+        rows: [r, h], in the order of `dispatch`.
+        weights: [t, k] fp32.
+        assignment: of the tokens.
+        group: as for `dispatch`.
+
+    Returns:
+        [t, h]
+    """
+    if group.size > 1:
+        rows = _permuted(rows, assignment.arrival, assignment.grouped)
+        rows = _Exchanged.apply(rows, assignment.receive, assignment.send, group)
+    combined: Tensor = _Combined.apply(rows, weights, assignment)
+    return combined
+
+
+def _reverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _permuted(x: Tensor, order: Tensor | None, reverse: Tensor | None) -> Tensor:
+    permuted: Tensor = _Permuted.apply(x, order, reverse)
+    return permuted
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, reverse: Tensor) -> Tensor:
+        ctx.reverse = reverse
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.reverse), None, None
+
+
+class _Replicated(torch.autograd.Function):
+    """A row for each expert of a token, ordered by expert and then by token."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, assignment: Assignment) -> Tensor:
+        ctx.assignment = assignment
+        return tokens.index_select(0, assignment.order // assignment.chosen)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        pairs = _pairs(grad, ctx.assignment)
+        total = pairs[:, 0].float()
+        for number in range(1, pairs.shape[1]):
+            total = total + pairs[:, number]
+        return total.to(grad.dtype), None
+
+
+class _Combined(torch.autograd.Function):
+    """The weighted sum of a token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, assignment: Assignment) -> Tensor:
+        pairs = _pairs(rows, assignment)
+        ctx.save_for_backward(pairs, weights)
+        ctx.order = assignment.order
+        total = pairs[:, 0].float() * weights[:, 0, None]
+        for number in range(1, pairs.shape[1]):
+            total = total + pairs[:, number].float() * weights[:, number, None]
+        return total.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        pairs, weights = ctx.saved_tensors
+        of_rows = (grad.float()[:, None] * weights[..., None]).to(pairs.dtype)  # [t, k, h]
+        of_weights = (grad.float()[:, None] * pairs.float()).sum(-1)
+        return of_rows.flatten(0, 1).index_select(0, ctx.order), of_weights, None
+
+
+def _pairs(rows: Tensor, assignment: Assignment) -> Tensor:
+    """[t k, h] by expert -> [t, k, h]"""
+    return rows.index_select(0, assignment.positions).unflatten(0, (-1, assignment.chosen))
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows for every rank against theirs for this one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return RowsExchanged(x, send, receive, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return RowsExchanged(grad.contiguous(), ctx.receive, ctx.send, ctx.group).wait(), None, None, None
+
+
+# ---- a loss on the way
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is; backward adds the gradient of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.of_loss = scale, loss.detach()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, torch.full_like(ctx.of_loss, ctx.scale), None
+
+
+def with_loss(x: Tensor, loss: Tensor, scale: float) -> Tensor:
+    """x, through which a scalar loss of a layer becomes a part of what is trained, though it is no output of a stage.
+
+    Args:
+        x: on whose way backward passes the layer.
+        loss: its gradient is added wherever that of x is computed.
+        scale: factor of the loss.
+    """
+    joined: Tensor = _WithLoss.apply(x, loss, scale)
+    return joined
+
+
+# ---- the weights
+
+
+class GroupedProducts(Products):
+    """The products of a linear layer of each expert with the rows that use it, as one layer with stacked weights.
+
+    Args:
+        products: computes those of one expert.
+        counts: rows of each expert, which follow each other.
+    """
+
+    def __init__(self, products: Products, counts: Sequence[int]) -> None:
+        self._products, self._counts = products, counts
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[r, i] and [E, o, i] -> [r, o]"""
+        y = x.new_empty(len(x), weight.shape[1])
+        for rows, matrix in zip(self._ranges(), weight, strict=True):
+            self._products.write_output(y[rows], x[rows], matrix, None)
+        return y
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """[r, o] and [E, o, i] -> [r, i]"""
+        dx = grad.new_empty(len(grad), weight.shape[2])
+        for rows, matrix in zip(self._ranges(), weight, strict=True):
+            self._products.write_input_gradient(dx[rows], grad[rows], matrix)
+        return dx
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """[r, o] and [r, i] -> [E, o, i], with zeros for an expert without rows"""
+        return torch.stack([self._products.weight_gradient(grad[rows], x[rows]) for rows in self._ranges()])
+
+    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor, *, has_terms: bool) -> None:
+        """The same, added to `total`."""
+        for rows, of_expert in zip(self._ranges(), total, strict=True):
+            self._products.add_weight_gradient(of_expert, grad[rows], x[rows], has_terms=has_terms)
+
+    def _ranges(self) -> list[slice]:
+        ranges, start = [], 0
+        for count in self._counts:
+            ranges.append(slice(start, start + count))
+            start += count
+        return ranges
+
+
+class GroupedLinear(ShardedModule):
+    """A linear layer without a bias for each expert, with the weights of this rank's experts stacked.
+
+    Args:
+        experts: E, of the whole layer.
+        in_features: i.
+        out_features: o.
+        ranks: that divide the experts, and each of them.
+        split: which dimension of the weight the ranks that split an expert divide: 1 for output, 2 for input features.
+        products: computes the products.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        ranks: ExpertRanks,
+        split: int,
+        products: Products,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.products, shape = products, (experts, out_features, in_features)
+        held = {
+            0: split_evenly(experts, ranks.dispatch.rank, ranks.dispatch.size),
+            split: split_evenly(shape[split], ranks.layer.rank, ranks.layer.size),
+        }
+        slices = tuple(held.get(dimension, (0, size)) for dimension, size in enumerate(shape))
+        spec = ShardSpec(shape=shape, slices=slices, is_replicated=False, replica_role="expert_replicas")
+        self.weight = ShardedParameter(torch.empty(spec.local_shape, device=device), spec)
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """[r, i] -> [r, o]
+
+        Args:
+            x: the rows of each expert, one after the other.
+            counts: how many each has.
+        """
+        return GroupedProducts(self.products, counts).linear(x, self.weight)

@@ -1,0 +1,396 @@
+"""Mixtures of experts over several ranks: rows reach their experts and come back, and every layout computes what one
+process computes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megacore.config.dimensions import DIMENSIONS, EXPERT_ROLES
+from megacore.layers import moe
+from megacore.parallel.experts import ExpertRanks, GroupedLinear, assign, combine, dispatch
+from megacore.parallel.mesh import Mesh, build_mesh, groups_of_experts
+from megacore.parallel.products import TORCH
+from megacore.parallel.sharding import split_evenly
+from megacore.train.trainer import Trainer
+from megacore.zero.data_parallel import LocalSegment
+from tests.distributed import run_distributed
+from tests.parity.runs import Layout, Outcome, agree, gather, make_config, make_trainer, outcome_of, train_on
+
+# ---- groups
+
+
+@pytest.mark.parametrize(
+    ("degrees", "split"),
+    [((1, 4, 1, 2), (4, 2)), ((2, 4, 1, 2), (2, 2)), ((2, 2, 2, 2), (8, 1)), ((1, 2, 2, 4), (4, 4))],
+    ids=str,
+)  # fmt: skip
+def test_the_ranks_of_a_stage_are_seen_as_edp_ep_etp(degrees: tuple[int, ...], split: tuple[int, int]) -> None:
+    """By a loop: etp innermost, then ep, then edp, within each pipeline stage."""
+    ep, etp = split
+    named = dict(zip((d.name for d in DIMENSIONS), degrees, strict=True))
+    block = degrees[1] * degrees[2] * degrees[3]
+    expected: dict[str, set[tuple[int, ...]]] = {role: set() for role in EXPERT_ROLES}
+    for stage, edp, e, t in itertools.product(range(degrees[0]), range(block // (ep * etp)), range(ep), range(etp)):
+
+        def rank(edp: int, e: int, t: int, stage: int = stage) -> int:
+            return stage * block + (edp * ep + e) * etp + t
+
+        expected["expert_layer"].add(tuple(rank(edp, e, other) for other in range(etp)))
+        expected["dispatch"].add(tuple(rank(edp, other, t) for other in range(ep)))
+        expected["expert_replicas"].add(tuple(rank(other, e, t) for other in range(block // (ep * etp))))
+    for role, groups in expected.items():
+        assert set(groups_of_experts(role, DIMENSIONS, named, split)) == groups, role
+
+
+# ---- rows
+
+TOKENS, HIDDEN, WIDTH, EXPERTS = (5, 1, 7, 4), 6, 3, 8
+ROUTINGS = ["random", "all to one expert", "all to the last rank", "one token each"]
+
+
+def indices_of(routing: str, rank: int, ranks: int) -> Tensor:
+    """[t, 2] ascending, of a rank's tokens."""
+    tokens = 1 if routing == "one token each" else TOKENS[rank]
+    if routing == "all to one expert":
+        return torch.tensor([[0, 1]]).expand(tokens, 2)
+    first = EXPERTS - EXPERTS // ranks if routing == "all to the last rank" else 0
+    generator = torch.Generator().manual_seed(rank)
+    rows = [torch.randperm(EXPERTS - first, generator=generator)[:2].sort().values + first for _ in range(tokens)]
+    return torch.stack(rows)
+
+
+def drawn(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank's tokens, weights, and the gradient of what comes back."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    x, grad = (torch.randn(tokens, HIDDEN, generator=generator) for _ in range(2))
+    return x.requires_grad_(), torch.rand(tokens, 2, generator=generator).requires_grad_(), grad
+
+
+def matrices() -> Tensor:
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator)
+
+
+def mixed(rank: int, world_size: int) -> dict[str, tuple[Tensor, ...]]:
+    """A linear layer of each expert, over all ranks: outputs and gradients of each routing."""
+    group = build_mesh(make_config((1, 1, world_size), "", ep=world_size).parallel).dispatch
+    results: dict[str, tuple[Tensor, ...]] = {}
+    for routing in ROUTINGS:
+        indices = indices_of(routing, rank, world_size)
+        x, weights, grad = drawn(rank, len(indices))
+        linear = GroupedLinear(
+            EXPERTS, HIDDEN, HIDDEN, ranks=ExpertRanks(dispatch=group), split=1, products=TORCH, device=x.device
+        )
+        linear.weight.data.copy_(linear.weight.spec.take(matrices()))
+        assignment = assign(indices, EXPERTS, group)
+        y = combine(linear(dispatch(x, assignment, group), assignment.counts), weights, assignment, group)
+        y.backward(grad)
+        assert x.grad is not None and weights.grad is not None and linear.weight.grad is not None
+        results[routing] = (y.detach(), x.grad, weights.grad, linear.weight.grad)
+    return results
+
+
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_rows_reach_their_experts_and_come_back(ranks: int) -> None:
+    """Also where a rank gets no row, or all of them: against a loop over tokens in one process."""
+    results = run_distributed(mixed, ranks)
+    for routing in ROUTINGS:
+        weight = matrices().requires_grad_()
+        for rank in range(ranks):
+            indices = indices_of(routing, rank, ranks)
+            x, weights, grad = drawn(rank, len(indices))
+            of_chosen = torch.einsum("tcoi,ti->tco", weight[indices], x)  # [t, 2, o]
+            expected = (weights[..., None] * of_chosen).sum(1)
+            expected.backward(grad)
+            found = results[rank][routing]
+            for one, other in zip(found, (expected.detach(), x.grad, weights.grad), strict=False):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        for rank in range(ranks):
+            start, stop = split_evenly(EXPERTS, rank, ranks)
+            assert weight.grad is not None
+            torch.testing.assert_close(results[rank][routing][3], weight.grad[start:stop], rtol=1e-5, atol=1e-6)
+
+
+# ---- training
+
+MODEL: dict[str, Any] = {
+    "num_layers": 3,
+    "train_iters": 3,
+    "lr_warmup_iters": 2,
+    "adam_eps": 1e-4,  # a weight is then a smooth function of its gradient
+    "activation": "swiglu",
+    "disable_bias_linear": True,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "moe_first_dense_layers": 1,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "sigmoid": {
+        "moe_router_score_function": "sigmoid",
+        "moe_shared_expert_size": 8,
+        "moe_shared_expert_gate": True,
+        "moe_first_dense_layers": 0,
+    },
+    "gelu": {"activation": "gelu", "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_layer_freq": 2},
+    "many": {"num_experts": 8, "moe_router_topk": 3},
+    "every": {"moe_router_topk": 4},
+    "groups": {
+        "num_experts": 8,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 1.5,
+        "moe_router_score_function": "sigmoid",
+    },
+    "bias": {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01, "moe_aux_loss_coeff": 0.0},
+}
+Case = tuple[str, Layout, dict[str, Any]]
+_OF_LAYOUT = {
+    "cp", "cp_comm", "ep", "etp", "sequence_parallel", "zero_stage", "schedule", "virtual_stages", "recompute",
+    "micro_batch_size", "overlap_grad_reduce",
+}  # fmt: skip
+FEW: list[Case] = [
+    ("sigmoid", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "zero_stage": 1}),
+    ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble"}),
+    ("gelu", (2, 1, 2), {"ep": 2, "zero_stage": 3}),
+    ("bias", (1, 1, 4), {"ep": 2, "zero_stage": 1, "recompute": "full"}),
+]
+MORE: list[Case] = [
+    ("softmax", (1, 1, 4), {"ep": 4, "zero_stage": 1}),
+    ("many", (1, 1, 4), {"ep": 2, "zero_stage": 3}),
+    ("every", (1, 1, 4), {"ep": 4}),
+    ("groups", (2, 1, 2), {"ep": 2, "sequence_parallel": True}),
+    ("bias", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True}),
+    ("softmax", (4, 1, 1), {"ep": 4, "etp": 1, "sequence_parallel": True}),
+    ("sigmoid", (2, 1, 1), {"cp": 2, "ep": 2, "sequence_parallel": True}),
+    ("softmax", (1, 2, 1), {"cp": 2, "ep": 2, "cp_comm": "allgather", "schedule": "zero-bubble"}),
+    ("softmax", (1, 1, 4), {"ep": 2, "optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1, "clip_grad": 0.0}),
+    ("softmax", (1, 1, 4), {"ep": 2, "hidden_dropout": 0.2, "micro_batch_size": 1}),
+]
+
+
+@contextmanager
+def smallest_gap() -> Iterator[list[float]]:
+    """How far the last logit that is chosen is above the first that is not, at least. Where this is within rounding,
+    layouts may choose different experts, and numbers cannot be compared."""
+    gaps, choose = [1.0], moe.choose
+
+    def watched(logits: Tensor, experts: Any, *others: Any) -> moe.Choice:
+        if experts.moe_router_topk < experts.num_experts:
+            scores, chosen = logits.detach().sort(-1, descending=True).values, experts.moe_router_topk
+            gaps[0] = min(gaps[0], float((scores[..., chosen - 1] - scores[..., chosen]).min()))
+        return choose(logits, experts, *others)
+
+    with mock.patch.object(moe, "choose", watched):
+        yield gaps
+
+
+def alone(changes: Mapping[str, Any], directory: str) -> tuple[Outcome, int]:
+    """The same model on one process, with the first seed for which no choice is close; and that seed."""
+    dropped = _OF_LAYOUT - ({"micro_batch_size"} if "hidden_dropout" in changes else set())  # masks are of microbatches
+    kept = {name: value for name, value in changes.items() if name not in dropped}
+    for seed in range(1, 20):
+        with smallest_gap() as gaps:
+            config = make_config((1, 1, 1), directory, **kept, seed=seed)
+            outcome = train_on(Mesh(device=torch.device("cpu")), config)
+        if gaps[0] > 1e-5:
+            return outcome, seed
+    raise AssertionError("every seed has choices that rounding may change")
+
+
+def train_cases(
+    rank: int, world_size: int, directory: str, cases: Sequence[tuple[Layout, dict[str, Any]]]
+) -> list[Outcome]:
+    """One run a case, one after the other on the same ranks."""
+    outcomes = []
+    for layout, changes in cases:
+        config = make_config(layout, directory, **changes)
+        outcomes.append(train_on(build_mesh(config.parallel), config))
+    return outcomes if rank == 0 else []
+
+
+def compare(cases: Sequence[Case], directory: str) -> None:
+    """Train cases of one number of ranks, and each model alone."""
+    runs = [(layout, MODEL | MODELS[model] | changes) for model, layout, changes in cases]
+    (tp, pp, dp), first = runs[0]
+    expected = [alone(changes, directory) for _, changes in runs]
+    seeded = [(layout, changes | {"seed": seed}) for (layout, changes), (_, seed) in zip(runs, expected, strict=True)]
+    found = run_distributed(train_cases, tp * pp * dp * first.get("cp", 1), directory, seeded, timeout=300)[0]
+    for outcome, (one, _), (layout, changes) in zip(found, expected, seeded, strict=True):
+        agree(outcome, one)
+        where = f"{layout}, {changes}"
+        for name, value in one.final.items():
+            torch.testing.assert_close(outcome.final[name], value, rtol=1e-5, atol=2e-6, msg=f"{where}: {name}")
+
+
+@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)], ids=["few", "more"])
+def test_training_is_that_of_one_process(cases: list[Case], tmp_path: Path) -> None:
+    compare(cases, str(tmp_path))
+
+
+def _combination(number: int) -> Case:
+    """A random layout of 8 ranks."""
+    choose = random.Random(number)
+    tp, cp = choose.choice([(1, 1), (1, 1), (2, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+    pp = choose.choice([p for p in (1, 2, 4) if 8 % (cp * tp * p) == 0])
+    dp = 8 // cp // tp // pp
+    split = choose.choice([False, tp > 1])
+    etp = choose.choice([1, tp]) if split else tp
+    model = choose.choice(list(MODELS))
+    most = MODELS[model].get("num_experts", 4)
+    schedule = choose.choice(["1f1b", "gpipe", "zero-bubble", *(["interleaved"] if pp > 1 else [])])
+    recompute = choose.choice(["none", "selective", *(["full"] if schedule != "zero-bubble" else [])])
+    changes: dict[str, Any] = {
+        "cp": cp,
+        "ep": choose.choice([e for e in (1, 2, 4, 8) if e <= most and dp * cp * tp % (e * etp) == 0]),
+        "etp": etp,
+        "sequence_parallel": split,
+        "schedule": schedule,
+        "virtual_stages": 2 if schedule == "interleaved" else 1,
+        "num_layers": choose.choice([2 * pp, 2 * pp + 1]),
+        "zero_stage": choose.randrange(4),
+        "micro_batch_size": 1 if dp >= 4 else choose.choice([1, 2]),
+        "recompute": recompute,
+        "optimizer": choose.choice(["adamw", "sgd"]),
+    }
+    return model, (tp, pp, dp), changes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 64, 8))
+def test_training_is_that_of_one_process_in_any_combination(first: int, tmp_path: Path) -> None:
+    compare([_combination(number) for number in range(first, first + 8)], str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_train_alike(precision: str, tmp_path: Path) -> None:
+    """Losses within what rounding loses against fp32."""
+    changes = MODEL | {"precision": precision, "train_iters": 10}
+    cases: list[tuple[Layout, dict[str, Any]]] = [
+        ((1, 1, 4), changes | {"ep": 4, "zero_stage": 1}),
+        ((2, 1, 2), changes | {"ep": 4, "etp": 1, "sequence_parallel": True, "zero_stage": 2}),
+        ((1, 2, 2), changes | {"ep": 2, "schedule": "zero-bubble"}),
+    ]
+    exact, seed = alone(MODEL | {"train_iters": 10}, str(tmp_path))
+    cases = [(layout, changes | {"seed": seed}) for layout, changes in cases]
+    for found in run_distributed(train_cases, 4, str(tmp_path), cases, timeout=180)[0]:
+        assert found.losses == pytest.approx(exact.losses, rel=2e-2)
+        assert found.norms == pytest.approx(exact.norms, rel=0.1)
+
+
+# ---- balance
+
+
+def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
+    """Against counts of what was chosen in training, each microbatch once, also where it is computed again."""
+    bias = MODELS["bias"] | {"recompute": "full", "train_iters": 2, "num_layers": 2, "eval_iters": 1}
+    trainer = make_trainer(make_config((1, 1, 1), tmp_path, **MODEL | bias), Mesh(device=torch.device("cpu")))
+    balance, choices, choose = trainer.train_steps.balance, list[Tensor](), moe.choose
+    assert balance is not None
+
+    def watched(*arguments: Any) -> moe.Choice:
+        choices.append(choose(*arguments).indices)
+        return choose(*arguments)
+
+    expected = torch.zeros(4)
+    for _ in range(2):
+        choices.clear()
+        with mock.patch.object(moe, "choose", watched):
+            trainer.train_step(next(trainer.batches))
+        assert len(choices) == 8  # of 4 microbatches, each computed again
+        counts = torch.zeros(4, dtype=torch.int64)
+        for indices in choices[::2]:
+            counts += torch.tensor([int((indices == expert).sum()) for expert in range(4)])
+        assert counts.sum() == 8 * 16 * 2
+        expected += 0.01 * (counts.double().mean() - counts).sign().float()
+        (found,) = balance.buffers().values()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+        violation = float(counts.max() / counts.double().mean() - 1)
+        assert balance.figures() == {
+            "moe/max_violation": pytest.approx(violation),
+            "moe/mean_violation": pytest.approx(violation),
+            "moe/idle_experts": int((counts == 0).sum()),
+        }
+    evaluation(trainer)
+    balance.end_step(updated=False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
+# ---- checkpoints and evaluation
+
+BIAS: dict[str, Any] = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05}
+LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
+    ((1, 1, 4), {"ep": 4, "zero_stage": 2}),
+    ((2, 1, 2), {"ep": 2, "zero_stage": 1}),
+    ((2, 1, 2), {"ep": 2, "etp": 1, "sequence_parallel": True, "zero_stage": 3}),
+    ((1, 2, 2), {"ep": 2}),
+    ((4, 1, 1), {"ep": 1}),
+]
+
+
+def save_and_load(
+    rank: int, world_size: int, directory: str, layouts: Sequence[tuple[Layout, dict[str, Any]]]
+) -> tuple[Outcome, float, list[tuple[dict[str, Tensor], dict[str, Tensor], float]]]:
+    """Train on the first layout and save; the mean loss of an evaluation; what the others load, and theirs."""
+    (layout, changes), *others = layouts
+    config = make_config(layout, directory, **MODEL | BIAS, **changes)
+    trainer = make_trainer(config, build_mesh(config.parallel))
+    outcome, evaluated = outcome_of(trainer, moments=True), evaluation(trainer)
+    trainer.save()
+    loaded = []
+    for number, (layout, changes) in enumerate(others):
+        config = make_config(layout, f"{directory}/{number}", load=directory, **MODEL | BIAS, **changes)
+        again = make_trainer(config, build_mesh(config.parallel))
+        weights = gather(again, again.mesh, lambda owned: owned.master)
+        moments = gather(again, again.mesh, partial(moment_of, again))
+        assert biases_of(again).keys() <= {f"blocks.{i}.mlp.router.bias" for i in (1, 2)}
+        assert all(bias.any() for bias in biases_of(again).values())
+        loaded.append((weights, moments, evaluation(again)))
+    return outcome, evaluated, loaded
+
+
+def biases_of(trainer: Trainer) -> dict[str, Tensor]:
+    assert trainer.train_steps.balance is not None
+    return trainer.train_steps.balance.buffers()
+
+
+def moment_of(trainer: Trainer, owned: LocalSegment) -> Tensor | None:
+    return owned.state(trainer.update.optimizer, "exp_avg")
+
+
+def evaluation(trainer: Trainer) -> float:
+    assert trainer.valid_batches is not None
+    return float(trainer.train_steps.evaluate(itertools.islice(trainer.valid_batches, 2)).means)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [LAYOUTS[:2], *(pytest.param([one, *LAYOUTS], marks=pytest.mark.slow) for one in LAYOUTS)],
+    ids=lambda layouts: f"{layouts[0][0]} and {len(layouts) - 1} more",
+)
+def test_a_checkpoint_is_loaded_on_any_layout_and_evaluates_alike(
+    layouts: list[tuple[Layout, dict[str, Any]]], tmp_path: Path
+) -> None:
+    outcome, evaluated, loaded = run_distributed(save_and_load, 4, str(tmp_path), layouts, timeout=240)[0]
+    config = make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **MODEL | BIAS)
+    trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
+    one = gather(trainer, trainer.mesh, lambda owned: owned.master)
+    for weights, moments, of_layout in [*loaded, (one, None, evaluation(trainer))]:
+        for name, value in outcome.final.items():
+            assert torch.equal(weights[name], value), name
+            assert moments is None or torch.equal(moments[name], outcome.moments["exp_avg"][name]), name
+        assert of_layout == pytest.approx(evaluated, rel=1e-6)
