@@ -47,7 +47,7 @@ class _TorchRing(torch.autograd.Function):
         out, logarithm, *_ = theirs._templated_ring_attention(
             group,
             2,
-            _aten._scaled_dot_product_flash_attention_for_cpu,  # type: ignore[arg-type]
+            _aten._scaled_dot_product_flash_attention_for_cpu,
             query=query,
             key=key,
             value=value,
@@ -82,9 +82,9 @@ def _attentions(group: Group, operands: list[Tensor], d_out: Tensor) -> dict[str
 
     def ours(comm: ContextComm) -> Run:
         shards = SequenceShards(group, comm)
-        return lambda: _differentiated(
-            context_attention(*operands, shards, view=Visibility(causal=True)), operands, d_out
-        )
+        query, key, value = operands
+        view = Visibility(causal=True)
+        return lambda: _differentiated(context_attention(query, key, value, shards, view=view), operands, d_out)
 
     def torchs(method: str) -> Run:
         def run() -> list[Tensor]:

@@ -273,7 +273,8 @@ def _attend_backward(
 
 def _is_plain(query: Tensor, scene: Scene) -> bool:
     view = scene.view
-    return _uses_fused(query, scene) and view.causal and view.reach is view.documents is scene.slopes is None
+    hides_more = view.reach is not None or view.documents is not None or scene.slopes is not None
+    return _uses_fused(query, scene) and view.causal and not hides_more
 
 
 def _plain_parts(queries: int, keys: int, offset: int) -> Iterator[tuple[range, bool]]:

@@ -304,7 +304,7 @@ def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility, sl
         slopes: of ALiBi.
     """
     length, rank = shards.whole_length(local), shards.group.rank
-    if slopes is view.documents is view.reach is None:
+    if slopes is None and view.documents is None and view.reach is None:
         # Only the order counts: the own chunks see each other as one; of an earlier rank all queries see the first
         # chunk, and of a later one the queries of the second chunk see both.
         rows = slice(local // 2 if source > rank else 0, local)
