@@ -382,6 +382,11 @@ class DataConfig(Section):
             yield f"--mock-data and --data-path {' '.join(self.data_path)} exclude each other: leave one of them out"
         if not self.mock_data and not self.data_path and not wrong & {"data_path", "mock_data"}:
             yield "--data-path is missing: use the PREFIX that tools/preprocess_data.py wrote, or --mock-data"
+        if self.packing == "none" and "packing" not in wrong:
+            resets = ("reset_position_ids", "reset_attention_mask")
+            yield from self.without_effect(resets, wrong, "--packing none, whose samples are one document", "another")
+            if self.mock_data and "mock_data" not in wrong:
+                yield "--packing none has no effect with --mock-data, which has no padding: leave it out"
         if self.eod_mask_loss and self.tokenizer is None and not wrong & {"eod_mask_loss", "tokenizer"}:
             yield "--eod-mask-loss needs the end-of-document token: use --tokenizer PATH, or leave --eod-mask-loss out"
 
