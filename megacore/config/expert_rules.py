@@ -90,7 +90,6 @@ def _not_yet(config: Config, world_size: int) -> Iterator[str]:
             "use --schedule 1f1b or interleaved, or --recompute selective",
         ),
         (f"--replay-interval {config.watch.replay_interval}", config.watch.replay_interval > 0, "leave it out"),
-        ("--init-from-hf", config.checkpoint.init_from_hf is not None, "leave it out"),
     ):
         if is_given:
             yield f"{given} is not available with --num-experts yet: {way_out}"
@@ -128,7 +127,7 @@ EXPERT_RULES: tuple[tuple[frozenset[str], Rule], ...] = (
         frozenset(
             {
                 "num_experts", "reproducible", "compile", "offload_optimizer", "recompute", "schedule",
-                "schedule_csv", "replay_interval", "init_from_hf",
+                "schedule_csv", "replay_interval",
             }
         ),
         _not_yet,

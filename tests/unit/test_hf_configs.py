@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import ModelConfig, ResolvedModel
+from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
 from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
 from megacore.errors import CheckpointError
@@ -153,10 +153,14 @@ def test_there_and_back(model_type: str) -> None:
 
 @pytest.mark.parametrize("preset", list(GPT_PRESETS))
 def test_every_preset_can_be_exported(preset: str) -> None:
-    shape = {name: value for name, value in GPT_PRESETS[preset].items() if name in field_infos(ModelConfig)}
-    config = ModelConfig(**shape)  # type: ignore[arg-type]
-    family, values = describe_model(config.resolve(seq_length=1024), None)
-    assert values["model_type"] == family.model_type
+    def section(kind: type[Any]) -> Any:
+        return kind(**{name: value for name, value in GPT_PRESETS[preset].items() if name in field_infos(kind)})
+
+    config: ModelConfig = section(ModelConfig)
+    model = config.resolve(seq_length=1024, experts=section(ExpertsConfig).resolve(config.inner_size))
+    family, described = describe_model(model, None)
+    assert described["model_type"] == family.model_type
+    assert family.has_experts == ("num_experts" in GPT_PRESETS[preset])
 
 
 def test_a_model_of_no_family_is_refused() -> None:
