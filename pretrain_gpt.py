@@ -19,7 +19,7 @@ from megacore.checkpoint.check import check_load, samples_of_run, settings_to_co
 from megacore.commands.plan import dry_run, is_dry_run
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
-from megacore.convert.start import WeightsFromHF, check_init_from_hf, shape_from_hf
+from megacore.convert.start import WeightsFromHF, check_init_from_hf, ignored_fields, shape_from_hf
 from megacore.data.gpt.build import build_datasets, check_inputs, vocabulary_size
 from megacore.pipeline.schedule_file import check_schedule
 from megacore.plan.fit import check_memory
@@ -55,8 +55,8 @@ def train(config: ResolvedConfig, mesh: Mesh) -> None:
     from megacore.train.gpt_task import GPTTask
     from megacore.train.trainer import Trainer
 
-    source = config.checkpoint.init_from_hf
-    task = GPTTask(config, mesh, weights=None if source is None else WeightsFromHF(Path(source)))
+    source, ignored = config.checkpoint.init_from_hf, ignored_fields(config.checkpoint.ignore_config_field)
+    task = GPTTask(config, mesh, weights=None if source is None else WeightsFromHF(Path(source), ignored))
     train_data, valid_data = build_datasets(config, train_samples=samples_of_run(config))
     Trainer(config, mesh, task, train_data, valid_data).run()
 

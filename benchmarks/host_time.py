@@ -10,9 +10,12 @@ The first table has operators of megacore, as training calls them (`eager`) and 
 them (`custom_op`), beside the function of torch that is nearest. Each figure includes the call of autograd's engine,
 which the last row shows by itself.
 
-The second table has blocks as a GPU runs them, weight gradients added to their sums, beside the same block in plain
-torch.nn, and divides the time by the number of operators launched. The two differ in operators: torch.nn has separate
-ones for what a kernel of megacore does in one launch. `calls` counts the functions that Python calls.
+The second table has blocks as a GPU runs them, weight gradients added to their sums. `bare` launches the same operators
+from straight code: the kernels and products themselves, each in the simplest autograd function, without modules,
+checks or a choice of layouts. No framework in Python that launches them in eager mode takes less. The third side is the
+same block in plain torch.nn, which has separate operators for what a kernel of megacore does in one launch. The times
+are those of one of four blocks, divided by the number of operators launched. `calls` counts the functions that Python
+calls.
 
 The sides alternate within one run. The figures are the lowest of the rounds, in process time: other work on the
 machine can only add to it.
@@ -43,15 +46,16 @@ from triton.runtime.jit import JITFunction
 from benchmarks.operators import SHAPES, Launches, model_of
 from megacore import ops
 from megacore.config import ResolvedModel
+from megacore.kernels import dropout, gelu, norm, rotary, swiglu
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.ops import dispatch
-from megacore.ops.dispatch import Operator
+from megacore.ops.dispatch import Node, Operator
 from megacore.parallel.products import TorchProducts
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 
-ROWS, WIDTH = 4, 64
+ROWS, WIDTH, BLOCKS = 4, 64, 4
 GROUPS = {"Llama": {"num_query_groups": 2}}
 CPU = torch.device("cpu")
 Call = Callable[[Tensor], Any]
@@ -195,11 +199,148 @@ class PlainBlock(nn.Module):
         return F.dropout(x, self.dropout) if self.dropout else x
 
 
+class _Norm(Node):
+    """A norm, of a sum or not, and what was normalised."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        y, summed, mean, rstd = norm.forward(x, residual, weight, bias, epsilon=1e-5, rms=bias is None)
+        total = x if residual is None else summed
+        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.has_residual, ctx.has_bias = residual is not None, bias is not None
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dsum: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        dx, parameters = norm.backward(
+            dy, dsum, x, weight, mean=mean, rstd=rstd, rms=not ctx.has_bias, has_bias=ctx.has_bias
+        )
+        return dx, dx if ctx.has_residual else None, parameters[0], parameters[1] if ctx.has_bias else None
+
+
+class _Linear(Node):
+    """A linear layer that adds the weight's gradient to a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.total, ctx.has_bias = total, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx, rows = dy @ weight, dy.view(-1, dy.shape[-1])
+        torch.addmm(ctx.total, rows.t(), x.view(-1, x.shape[-1]), out=ctx.total)
+        return dx, None, rows.sum(0) if ctx.has_bias else None, None
+
+
+class _Split(Node):
+    """Queries and keys, turned, and values."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, angles: Tensor, groups: int) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(angles)
+        return rotary.split(packed, angles, angles, groups=groups)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (angles,) = ctx.saved_tensors
+        query, key, value = (grad.contiguous() for grad in grads)
+        return rotary.join(query, key, value, angles, angles), None, None
+
+
+class _Swiglu(Node):
+    """SwiGLU of two halves."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        up, gate = both.chunk(2, -1)
+        return swiglu.forward(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return swiglu.backward_of_halves(dy, *ctx.saved_tensors)
+
+
+class _BiasGelu(Node):
+    """GELU of a sum with a bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return gelu.forward(x, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return gelu.backward_biased(dy, *ctx.saved_tensors)
+
+
+class _DropoutAdd(Node):
+    """residual + dropout(x)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor) -> Tensor:
+        return dropout.forward(x, residual, seed=1, threshold=1 << 28, scale=1.1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return dropout.backward(dy, seed=1, threshold=1 << 28, scale=1.1), dy
+
+
+class BareBlock(nn.Module):
+    """megacore's operators of a block of the shape of `config`, launched by as little code as they need."""
+
+    def __init__(self, config: ResolvedModel) -> None:
+        super().__init__()
+        h, self.d, self.groups = config.hidden_size, config.head_size, config.query_groups
+        self.rope, self.drops = config.position_embedding_type == "rope", config.hidden_dropout > 0.0
+        sizes = [(h + 2 * self.groups * self.d, h), (h, h), (config.inner_size * (1 + config.gated), h)]
+        matrices = [nn.Parameter(torch.zeros(size)) for size in (*sizes, (h, config.inner_size))]
+        vectors = [nn.Parameter(torch.zeros(size)) for size in (h, h, *(len(weight) for weight in matrices))]
+        biased = not config.disable_bias_linear
+        self.everything = nn.ParameterList([*matrices, *vectors])
+        self.norms = [(weight, nn.Parameter(torch.zeros(h)) if biased else None) for weight in vectors[:2]]
+        biases = vectors[2:] if biased else [None] * 4
+        sums = [torch.zeros_like(weight) for weight in matrices]
+        self.linears = list(zip(matrices, biases, sums, strict=True))
+        self.angles = torch.ones(ROWS, self.d // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, h] -> [b, s, h]"""
+        (qkv, output, up, down), (first, second) = self.linears, self.norms
+        y, x = _Norm.apply(x, None, *first)
+        packed = _Linear.apply(y, *qkv).unflatten(2, (-1, self.d))
+        if self.rope:
+            query, key, value = _Split.apply(packed, self.angles, self.groups)
+        else:
+            parts = packed.unflatten(2, (self.groups, -1)).split([1, 1, 1], 3)
+            query, key, value = (part.flatten(2, 3) for part in parts)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        mixed = _Linear.apply(mixed.transpose(1, 2).flatten(2), *output)
+        if self.drops:
+            y, x = _Norm.apply(_DropoutAdd.apply(mixed, x), None, *second)
+        else:
+            y, x = _Norm.apply(mixed, x, *second)
+        if up[1] is None:
+            inner = _Swiglu.apply(_Linear.apply(y, *up))
+        else:
+            inner = _BiasGelu.apply(_Linear.apply(y, up[0], None, up[2]), up[1])
+        y = _Linear.apply(inner, *down)
+        return _DropoutAdd.apply(y, x) if self.drops else x + y
+
+
 class _Sum:
     """The sum of a weight's gradients, which has terms."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._total = torch.zeros_like(weight)
+    def __init__(self, total: Tensor) -> None:
+        self._total = total
 
     def buffer(self) -> tuple[Tensor, bool]:
         return self._total, True
@@ -216,55 +357,58 @@ class _Adding(TorchProducts):
 
 
 def our_block(config: ResolvedModel) -> nn.Module:
-    """megacore's block, its parameters in one buffer and with sums for the gradients of its matrices."""
+    """megacore's block, its parameters in one buffer and the sums of its matrices' gradients in another."""
     context = BuildContext(device=CPU, streams=RandomStreams(0, CPU), products=_Adding())
     layer = gpt_layers(config, context)[1].build()
     parameters = list(layer.parameters())[::-1]
-    buffer = torch.zeros(sum(p.numel() for p in parameters))
-    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
-        parameter.data = part.view(parameter.shape)
+    sizes = [p.numel() for p in parameters]
+    values, sums = (torch.zeros(sum(sizes)).split(sizes) for _ in range(2))
+    for parameter, value, total in zip(parameters, values, sums, strict=True):
+        parameter.data = value.view(parameter.shape)
         if parameter.dim() > 1:
-            cast(ShardedParameter, parameter).gradient_sum = _Sum(parameter)
+            cast(ShardedParameter, parameter).gradient_sum = _Sum(total.view(parameter.shape))
     return layer
 
 
-def launches(block: nn.Module, x: Tensor) -> int:
-    """Operators of a forward and a backward."""
-    y = block(x)
+def launches(blocks: nn.Sequential, x: Tensor) -> int:
+    """Operators of a forward and a backward of one of several blocks."""
+    y = blocks(x)
     with Launches() as counted:
-        y = block(x)
+        y = blocks(x)
         y.backward(torch.ones_like(y))
-    return counted.names.total() - counted.names["aten::ones_like"]
+    return (counted.names.total() - counted.names["aten::ones_like"]) // len(blocks)
 
 
-def block_microseconds(block: nn.Module, x: Tensor, times: int) -> float:
-    """Of a forward and a backward."""
-    grad, parameters = torch.ones_like(x), list(block.parameters())
-    started = time.process_time()
+def block_microseconds(blocks: nn.Sequential, x: Tensor, times: int) -> float:
+    """Of a forward and a backward of one of several blocks, which share the call of autograd's engine."""
+    grad, parameters = torch.ones_like(x), list(blocks.parameters())
+    elapsed = 0.0
     for _ in range(times):
         for parameter in parameters:
             parameter.grad = None
-        block(x).backward(grad)
-    return (time.process_time() - started) / times * 1e6
+        started = time.process_time()
+        blocks(x).backward(grad)
+        elapsed += time.process_time() - started
+    return elapsed / times / len(blocks) * 1e6
 
 
-def calls(block: nn.Module, x: Tensor) -> int:
-    """Functions of Python and C called in a forward and a backward: no other work on the machine changes that."""
+def calls(blocks: nn.Sequential, x: Tensor) -> int:
+    """Functions of Python and C called in a forward and a backward of a block: other work does not change that."""
     number = 0
 
     def count(_: Any, event: str, __: Any) -> None:
         nonlocal number
         number += event in ("call", "c_call")
 
-    block(x).backward(torch.ones_like(x))
-    y, grad = block(x), torch.ones_like(x)
+    blocks(x).backward(torch.ones_like(x))
+    y, grad = blocks(x), torch.ones_like(x)
     sys.setprofile(count)
     try:
-        y = block(x)
+        y = blocks(x)
         y.backward(grad)
     finally:
         sys.setprofile(None)
-    return number
+    return number // len(blocks)
 
 
 def lowest(*timed: Callable[[], float], rounds: int) -> list[float]:
@@ -290,19 +434,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, ours, torchs, x in operators():
             timed = (partial(custom, ours, x), *(partial(microseconds, c, x, arguments.times) for c in (ours, torchs)))
             print(f"| {name} | " + " | ".join(f"{t:.0f}" for t in lowest(*timed, rounds=arguments.rounds)) + " |")
-        print("\n| block | launched | calls | us | us each | torch.nn: launched | calls | us | us each | ratio of us |")
-        print("|---|---|---|---|---|---|---|---|---|---|")
+        print("\n| block | launched | calls | us | us each | bare: calls | us | us each | ratio ", end="")
+        print("| torch.nn: launched | calls | us | us each | ratio |\n" + "|---" * 14 + "|")
         for shape in SHAPES:
             config = model_of(shape, 1, hidden_size=WIDTH, num_attention_heads=4, **GROUPS.get(shape, {}))
-            blocks = our_block(config), PlainBlock(config)
             x = torch.zeros(1, ROWS, config.hidden_size, requires_grad=True)
-            counts = [launches(block, x) for block in blocks]
-            timed_blocks = [partial(block_microseconds, block, x, arguments.times // 4) for block in blocks]
-            times = lowest(*timed_blocks, rounds=arguments.rounds)
-            called = [calls(block, x) for block in blocks]
-            rows = zip(counts, called, times, strict=True)
-            columns = " | ".join(f"{n} | {c} | {t:.0f} | {t / n:.1f}" for n, c, t in rows)
-            print(f"| {shape} | {columns} | {times[0] / times[1]:.2f} |", flush=True)
+            sides = [
+                nn.Sequential(*(kind(config) for _ in range(BLOCKS))) for kind in (our_block, BareBlock, PlainBlock)
+            ]
+            launched, plain = launches(sides[0], x), launches(sides[2], x)
+            timed_sides = [partial(block_microseconds, side, x, arguments.times // 8) for side in sides]
+            times = lowest(*timed_sides, rounds=arguments.rounds)
+            called = [calls(side, x) for side in sides]
+            columns = [f"{launched} | {called[0]} | {times[0]:.0f} | {times[0] / launched:.1f}"]
+            columns += [f"{called[1]} | {times[1]:.0f} | {times[1] / launched:.1f} | {times[0] / times[1]:.2f}"]
+            columns += [f"{plain} | {called[2]} | {times[2]:.0f} | {times[2] / plain:.1f} | {times[0] / times[2]:.2f}"]
+            print(f"| {shape} | {' | '.join(columns)} |", flush=True)
     return 0
 
 

@@ -22,8 +22,9 @@ _LOWEST = tl.constexpr(-1e30)  # below every score, and finite: differences of t
 
 
 @triton.jit
-def _load(at, inside, WIDE: tl.constexpr):
-    """Rows; in fp32 where Triton's interpreter runs, which cannot multiply 16-bit numbers."""
+def _load(x_ptr, batch, head, row, column, x_batch, x_head, x_row, inside, WIDE: tl.constexpr):
+    """Rows of a head; in fp32 where Triton's interpreter runs, which cannot multiply 16-bit numbers."""
+    at = x_ptr + batch * x_batch + head * x_head + row[:, None] * x_row + column[None, :]
     x = tl.load(at, mask=inside, other=0.0)
     if WIDE:
         x = x.to(tl.float32)
@@ -31,11 +32,33 @@ def _load(at, inside, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _visible(
-    scores, query, key, our_documents, their_documents, slope, queries, keys, reach,
+def _documents(documents_ptr, batch, documents_batch, position, exists, DOCUMENTS: tl.constexpr):
+    """The documents of positions; without documents something that nothing reads."""
+    documents = position
+    if DOCUMENTS:
+        documents = tl.load(documents_ptr + batch * documents_batch + position, mask=exists, other=0)
+    return documents
+
+
+@triton.jit
+def _keys_of_block(offset, keys, reach, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """The first and the last key that the program's block of queries may see."""
+    first, last = 0, keys
+    if CAUSAL:
+        last = tl.minimum(keys, offset + (tl.program_id(0) + 1) * M)
+    if WINDOW:
+        first = tl.maximum(offset + tl.program_id(0) * M - reach + 1, 0) // N * N
+        last = tl.minimum(last, offset + (tl.program_id(0) + 1) * M + reach - 1)
+    return first, last
+
+
+@triton.jit
+def _scores(
+    q, k, scale, query, key, ours, theirs, slope, queries, keys, reach,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Scores with ALiBi's term, and the lowest number where a key is not seen; queries are rows."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     distance = query[:, None] - key[None, :]
     seen = (query < queries)[:, None] & (key < keys)[None, :]
     if CAUSAL:
@@ -43,10 +66,16 @@ def _visible(
     if WINDOW:
         seen &= tl.abs(distance) < reach
     if DOCUMENTS:
-        seen &= our_documents[:, None] == their_documents[None, :]
+        seen &= ours[:, None] == theirs[None, :]
     if ALIBI:
         scores -= slope * tl.abs(distance).to(tl.float32)
     return tl.where(seen, scores, _LOWEST)
+
+
+@triton.jit
+def _weights(scores, logarithm):
+    """What the softmax made of scores, whose logarithm of the sum of each row is known."""
+    return tl.where(scores > _LOWEST, tl.exp(scores - logarithm[:, None]), 0.0)
 
 
 @triton.jit
@@ -63,47 +92,34 @@ def _touches(ours, theirs, DOCUMENTS: tl.constexpr):
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, logarithm_ptr, documents_ptr, slopes_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    queries, keys, offset, reach, heads, size, scale,
+    queries, keys, offset, reach, heads, size, scale, documents_batch,
     SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     row, column = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
     query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
-    q = _load(q_ptr + batch * q_batch + head * q_head + row[:, None] * q_row + column[None, :], inside, WIDE)
+    q = _load(q_ptr, batch, head, row, column, q_batch, q_head, q_row, inside, WIDE)
     slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
-    ours = query
-    if DOCUMENTS:
-        ours = tl.load(documents_ptr + batch * keys + query, mask=row < queries, other=0)
-    first, last = 0, keys
-    if CAUSAL:
-        last = tl.minimum(keys, offset + (tl.program_id(0) + 1) * M)
-    if WINDOW:
-        first = tl.maximum(offset + tl.program_id(0) * M - reach + 1, 0) // N * N
-        last = tl.minimum(last, offset + (tl.program_id(0) + 1) * M + reach - 1)
+    ours = _documents(documents_ptr, batch, documents_batch, query, row < queries, DOCUMENTS)
+    first, last = _keys_of_block(offset, keys, reach, CAUSAL, WINDOW, M, N)
     highest = tl.full([M], _LOWEST, tl.float32)
     total = tl.zeros([M], tl.float32)
     out = tl.zeros([M, D], tl.float32)
     for start in range(first, last, N):
         key = start + tl.arange(0, N)
-        theirs = key
-        if DOCUMENTS:
-            theirs = tl.load(documents_ptr + batch * keys + key, mask=key < keys, other=0)
+        theirs = _documents(documents_ptr, batch, documents_batch, key, key < keys, DOCUMENTS)
         if _touches(ours, theirs, DOCUMENTS):
             here = (key < keys)[:, None] & (column < size)[None, :]
-            k = _load(
-                k_ptr + batch * k_batch + head // SHARED * k_head + key[:, None] * k_row + column[None, :], here, WIDE
-            )
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = _visible(
-                scores, query, key, ours, theirs, slope, offset + queries, keys, reach, CAUSAL, WINDOW, DOCUMENTS, ALIBI
-            )
+            k = _load(k_ptr, batch, head // SHARED, key, column, k_batch, k_head, k_row, here, WIDE)
+            scores = _scores(
+                q, k, scale, query, key, ours, theirs, slope, offset + queries, keys, reach,
+                CAUSAL, WINDOW, DOCUMENTS, ALIBI,
+            )  # fmt: skip
             higher = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.where(scores > _LOWEST, tl.exp(scores - higher[:, None]), 0.0)
+            weights = _weights(scores, higher)
             correction = tl.exp(highest - higher)
-            v = _load(
-                v_ptr + batch * v_batch + head // SHARED * v_head + key[:, None] * v_row + column[None, :], here, WIDE
-            )
+            v = _load(v_ptr, batch, head // SHARED, key, column, v_batch, v_head, v_row, here, WIDE)
             out = tl.dot(weights.to(v.dtype), v, out * correction[:, None], input_precision="ieee")
             total = total * correction + tl.sum(weights, 1)
             highest = higher
@@ -120,48 +136,34 @@ def _backward_queries(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_q_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     d_out_batch, d_out_head, d_out_row, d_q_batch, d_q_head, d_q_row,
-    queries, keys, offset, reach, heads, size, scale,
+    queries, keys, offset, reach, heads, size, scale, documents_batch,
     SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     batch, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     row, column = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, D)
     query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
-    q = _load(q_ptr + batch * q_batch + head * q_head + row[:, None] * q_row + column[None, :], inside, WIDE)
-    at = d_out_ptr + batch * d_out_batch + head * d_out_head + row[:, None] * d_out_row + column[None, :]
-    d_out = _load(at, inside, WIDE)
+    q = _load(q_ptr, batch, head, row, column, q_batch, q_head, q_row, inside, WIDE)
+    d_out = _load(d_out_ptr, batch, head, row, column, d_out_batch, d_out_head, d_out_row, inside, WIDE)
     statistics = (batch * heads + head) * queries + row
     logarithm = tl.load(logarithm_ptr + statistics, mask=row < queries, other=0.0)
     delta = tl.load(delta_ptr + statistics, mask=row < queries, other=0.0)
     slope = tl.load(slopes_ptr + head) if ALIBI else 0.0
-    ours = query
-    if DOCUMENTS:
-        ours = tl.load(documents_ptr + batch * keys + query, mask=row < queries, other=0)
-    first, last = 0, keys
-    if CAUSAL:
-        last = tl.minimum(keys, offset + (tl.program_id(0) + 1) * M)
-    if WINDOW:
-        first = tl.maximum(offset + tl.program_id(0) * M - reach + 1, 0) // N * N
-        last = tl.minimum(last, offset + (tl.program_id(0) + 1) * M + reach - 1)
+    ours = _documents(documents_ptr, batch, documents_batch, query, row < queries, DOCUMENTS)
+    first, last = _keys_of_block(offset, keys, reach, CAUSAL, WINDOW, M, N)
     d_q = tl.zeros([M, D], tl.float32)
     for start in range(first, last, N):
         key = start + tl.arange(0, N)
-        theirs = key
-        if DOCUMENTS:
-            theirs = tl.load(documents_ptr + batch * keys + key, mask=key < keys, other=0)
+        theirs = _documents(documents_ptr, batch, documents_batch, key, key < keys, DOCUMENTS)
         if _touches(ours, theirs, DOCUMENTS):
             here = (key < keys)[:, None] & (column < size)[None, :]
-            k = _load(
-                k_ptr + batch * k_batch + head // SHARED * k_head + key[:, None] * k_row + column[None, :], here, WIDE
-            )
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = _visible(
-                scores, query, key, ours, theirs, slope, offset + queries, keys, reach, CAUSAL, WINDOW, DOCUMENTS, ALIBI
-            )
-            weights = tl.where(scores > _LOWEST, tl.exp(scores - logarithm[:, None]), 0.0)
-            v = _load(
-                v_ptr + batch * v_batch + head // SHARED * v_head + key[:, None] * v_row + column[None, :], here, WIDE
-            )
+            k = _load(k_ptr, batch, head // SHARED, key, column, k_batch, k_head, k_row, here, WIDE)
+            scores = _scores(
+                q, k, scale, query, key, ours, theirs, slope, offset + queries, keys, reach,
+                CAUSAL, WINDOW, DOCUMENTS, ALIBI,
+            )  # fmt: skip
+            weights = _weights(scores, logarithm)
+            v = _load(v_ptr, batch, head // SHARED, key, column, v_batch, v_head, v_row, here, WIDE)
             d_weights = tl.dot(d_out, tl.trans(v), input_precision="ieee")
             d_scores = weights * (d_weights - delta[:, None])
             d_q = tl.dot(d_scores.to(k.dtype), k, d_q, input_precision="ieee")
@@ -175,18 +177,16 @@ def _backward_keys(
     q_ptr, k_ptr, v_ptr, d_out_ptr, d_k_ptr, d_v_ptr, logarithm_ptr, delta_ptr, documents_ptr, slopes_ptr,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     d_out_batch, d_out_head, d_out_row, d_k_batch, d_k_head, d_k_row,
-    queries, keys, offset, reach, groups, size, scale,
+    queries, keys, offset, reach, groups, size, scale, documents_batch,
     SHARED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     batch, group = (tl.program_id(1) // groups).to(tl.int64), tl.program_id(1) % groups
     key, column = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D)
     here = (key < keys)[:, None] & (column < size)[None, :]
-    k = _load(k_ptr + batch * k_batch + group * k_head + key[:, None] * k_row + column[None, :], here, WIDE)
-    v = _load(v_ptr + batch * v_batch + group * v_head + key[:, None] * v_row + column[None, :], here, WIDE)
-    theirs = key
-    if DOCUMENTS:
-        theirs = tl.load(documents_ptr + batch * keys + key, mask=key < keys, other=0)
+    k = _load(k_ptr, batch, group, key, column, k_batch, k_head, k_row, here, WIDE)
+    v = _load(v_ptr, batch, group, key, column, v_batch, v_head, v_row, here, WIDE)
+    theirs = _documents(documents_ptr, batch, documents_batch, key, key < keys, DOCUMENTS)
     first, last = 0, queries
     if CAUSAL:
         first = tl.maximum(tl.program_id(0) * N - offset, 0) // M * M
@@ -199,24 +199,18 @@ def _backward_keys(
         for start in range(first, last, M):
             row = start + tl.arange(0, M)
             query, inside = offset + row, (row < queries)[:, None] & (column < size)[None, :]
-            ours = query
-            if DOCUMENTS:
-                ours = tl.load(documents_ptr + batch * keys + query, mask=row < queries, other=0)
+            ours = _documents(documents_ptr, batch, documents_batch, query, row < queries, DOCUMENTS)
             if _touches(ours, theirs, DOCUMENTS):
-                q = _load(
-                    q_ptr + batch * q_batch + head * q_head + row[:, None] * q_row + column[None, :], inside, WIDE
-                )
-                at = d_out_ptr + batch * d_out_batch + head * d_out_head + row[:, None] * d_out_row + column[None, :]
-                d_out = _load(at, inside, WIDE)
+                q = _load(q_ptr, batch, head, row, column, q_batch, q_head, q_row, inside, WIDE)
+                d_out = _load(d_out_ptr, batch, head, row, column, d_out_batch, d_out_head, d_out_row, inside, WIDE)
                 statistics = (batch * groups * SHARED + head) * queries + row
                 logarithm = tl.load(logarithm_ptr + statistics, mask=row < queries, other=0.0)
                 delta = tl.load(delta_ptr + statistics, mask=row < queries, other=0.0)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                scores = _visible(
-                    scores, query, key, ours, theirs, slope, offset + queries, keys, reach,
+                scores = _scores(
+                    q, k, scale, query, key, ours, theirs, slope, offset + queries, keys, reach,
                     CAUSAL, WINDOW, DOCUMENTS, ALIBI,
                 )  # fmt: skip
-                weights = tl.where(scores > _LOWEST, tl.exp(scores - logarithm[:, None]), 0.0)
+                weights = _weights(scores, logarithm)
                 d_v = tl.dot(tl.trans(weights.to(v.dtype)), d_out, d_v, input_precision="ieee")
                 d_weights = tl.dot(d_out, tl.trans(v), input_precision="ieee")
                 d_scores = weights * (d_weights - delta[:, None])
@@ -241,7 +235,8 @@ def forward(
         query: [b, n, q, d], d at most `largest_head`; the last dimension contiguous.
         key: [b, g, k, d]; likewise.
         value: like key.
-        documents: [b, k] contiguous int32 or int64: of the whole sequence; a query sees its own document.
+        documents: [b, k], or [b, offset + q] if that is longer, int32 or int64, rows contiguous: of the positions from
+            that of the first key on; a query sees its own document.
         slopes: [n] fp32.
         causal: no query sees a later key.
         reach: the distance from which a key is not seen.
@@ -260,7 +255,7 @@ def forward(
         _forward[(blocks_of(rows, blocks["M"]), b * n)](
             query, key, value, out, logarithm, _or(documents, query), _or(slopes, query),
             *_strides(query, key, value, out),
-            rows, key.shape[2], offset, reach or 0, n, d, d**-0.5, **options, **blocks,
+            rows, key.shape[2], offset, reach or 0, n, d, d**-0.5, _row(documents), **options, **blocks,
         )  # fmt: skip
     return out, logarithm
 
@@ -299,12 +294,12 @@ def backward(
     blocks = _blocks(query, _backward_queries)
     _backward_queries[(blocks_of(rows, blocks["M"]), b * n)](
         query, key, value, d_out, d_query, *masks, *_strides(query, key, value, d_out, d_query),
-        *sizes, n, d, d**-0.5, **options, **blocks,
+        *sizes, n, d, d**-0.5, _row(documents), **options, **blocks,
     )  # fmt: skip
     blocks = _blocks(query, _backward_keys)
     _backward_keys[(blocks_of(keys, blocks["N"]), b * groups)](
         query, key, value, d_out, d_key, d_value, *masks, *_strides(query, key, value, d_out, d_key),
-        *sizes, groups, d, d**-0.5, **options, **blocks,
+        *sizes, groups, d, d**-0.5, _row(documents), **options, **blocks,
     )  # fmt: skip
     return d_query, d_key, d_value
 
@@ -312,6 +307,11 @@ def backward(
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """A pointer that is not read needs some tensor."""
     return other if tensor is None else tensor
+
+
+def _row(documents: Tensor | None) -> int:
+    """Numbers from one sequence's documents to the next one's."""
+    return 0 if documents is None else documents.stride(0)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -152,12 +152,18 @@ def blocks_of(count: int, size: int) -> int:
 
 
 @cache
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is not below a count; Triton's own function takes the host longer."""
+    return int(triton.next_power_of_2(count))
+
+
+@cache
 def block_of(width: int) -> int:
     """The smallest power of two that holds a row; at least 16, so that a thread's loads stay vectors."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, power_of_two(width))
 
 
 @cache
 def warps_of(block: int, per_warp: int, most: int = 16) -> int:
     """Warps of a program so that each holds about `per_warp` elements of the block: a power of two, 1 to `most`."""
-    return max(1, min(most, triton.next_power_of_2(max(block // per_warp, 1))))
+    return max(1, min(most, power_of_two(max(block // per_warp, 1))))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megacore.kernels.launch import block_of, blocks_of, launchable, warps_of
+from megacore.kernels.launch import block_of, blocks_of, launchable, power_of_two, warps_of
 
 _TILE = 4096
 
@@ -58,7 +58,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
     y = torch.empty_like(x)
     if x.numel():
         block = block_of(half)
-        tile = max(1, min(triton.next_power_of_2(heads), _TILE // block))
+        tile = max(1, min(power_of_two(heads), _TILE // block))
         _rotate[(batch * positions, blocks_of(heads, tile))](
             x, cos, sin, y, positions, heads, size, half, -1.0 if backwards else 1.0,
             REST=block_of(size - 2 * half) if size > 2 * half else 0, HEADS=tile, HALF=block,
@@ -184,7 +184,7 @@ def _launch(kernel: Any, packed: Tensor, parts: tuple[Tensor, Tensor, Tensor], c
     if not packed.numel():
         return
     block = block_of(half)
-    tile = max(1, min(triton.next_power_of_2(heads), _TILE // block))
+    tile = max(1, min(power_of_two(heads), _TILE // block))
     kernel[(batch * positions, blocks_of(heads, tile))](
         packed, *parts, cos, sin, positions, groups, size, half,
         SHARED=heads // groups - 2, REST=block_of(size - 2 * half) if size > 2 * half else 0, HEADS=tile, HALF=block,

@@ -47,17 +47,23 @@ def _generate(args: Namespace) -> None:
         raise UserError("--prompt has no tokens: give at least one character")
     stage = model_of(directory, partial(gpt_layers, config), select_device(args.device))
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
-    print(tokenizer.decode(prompt), end="", flush=True)
-    new: list[int] = []
-    shown = ""
+    tokens, shown = list(prompt), ""
+
+    def show(*, complete: bool) -> None:
+        """Print what is new in the text; half a character waits for its rest until the text is complete."""
+        nonlocal shown
+        text = tokenizer.decode(tokens)
+        if complete or not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+
+    show(complete=False)
     for token in generate(stage, config, prompt, max_new_tokens=args.max_new_tokens, sampling=sampling):
         if token == tokenizer.eod:
             break
-        new.append(token)
-        text = tokenizer.decode(new)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half of a character: wait for the rest
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+        tokens.append(token)
+        show(complete=False)
+    show(complete=True)
     print()
 
 

@@ -23,7 +23,9 @@ from megacore.commands.tool import ToolParser, positive, run_tool
 from megacore.config.messages import counted
 from megacore.data.indexed.corpus import TextUnit, check_files
 from megacore.data.indexed.preprocess import Job, Report, preprocess
+from megacore.data.tokenizers.chat_template import ChatTemplate, load_template
 from megacore.data.tokenizers.tokenizer import load_tokenizer
+from megacore.errors import ConfigError
 from megacore.parallel.processors import available_cores
 from megacore.progress import Progress
 
@@ -86,6 +88,21 @@ def _parser() -> ToolParser:
         help="number of processes that tokenize. Default: one per core.",
     )
     add("--strict", action="store_true", help="refuse the input at its first bad line")
+    add(
+        "--sft",
+        action="store_true",
+        help="read conversations for supervised fine-tuning, of which only the assistant's replies are predicted: "
+        ".jsonl lines with messages (a list of role and content), or with prompt and completion. Writes P_sft_document "
+        "and its loss mask, P_sft_document_loss_mask. All bad lines are refused together",
+    )
+    add(
+        "--chat-template",
+        choices=get_args(ChatTemplate),
+        default="auto",
+        help="how --sft renders messages. tokenizer: by the chat template of the tokenizer's directory, with "
+        "transformers. plain: <|role|> on a line, then the content, with the end-of-document token after each reply. "
+        "auto: tokenizer if there is one, else plain. Default: auto.",
+    )
     return parser
 
 
@@ -113,16 +130,38 @@ def _preprocess(args: Namespace) -> None:
         text_unit=args.text_unit,
         workers=args.workers,
         strict=args.strict,
+        sft=args.sft,
         tokenizer=args.tokenizer,
     )
+    _refuse_without_effect(args)
     tokenizer = load_tokenizer(args.tokenizer)
+    template = load_template(args.tokenizer, args.chat_template, tokenizer) if args.sft else None
     with Progress("preprocessing", file_bytes) as progress:
         report = preprocess(
             job,
             tokenizer,
             lambda so_far: progress.reach(so_far.file_bytes, f"{so_far.documents:,} documents, {figures(so_far)}"),
+            template=template,
         )
     _summarize(job, report)
+
+
+def _refuse_without_effect(args: Namespace) -> None:
+    """Refuse flags that are of conversations, or of texts, where the others are read."""
+    problems = []
+    if not args.sft and args.chat_template != "auto":
+        problems.append(f"--chat-template {args.chat_template} has no effect without --sft: leave it out, or use --sft")
+    if args.sft:
+        given = {
+            f"--json-keys {' '.join(args.json_keys)}": args.json_keys != ["text"],
+            "--append-eod": args.append_eod,
+            "--split-sentences": args.split_sentences,
+            f"--text-unit {args.text_unit}": args.text_unit != "line",
+            "--strict": args.strict,
+        }
+        problems += [f"{flag} has no effect with --sft: leave it out" for flag, is_given in given.items() if is_given]
+    if problems:
+        raise ConfigError(problems)
 
 
 def figures(report: Report) -> str:
@@ -141,7 +180,9 @@ def _summarize(job: Job, report: Report) -> None:
         print(f"left out {counted(report.bad_count, 'bad line')}; --strict refuses them", file=sys.stderr)
     if report.empty:
         print(f"left out {counted(report.empty, 'empty document')}", file=sys.stderr)
-    outputs = ", ".join(f"{job.output(key)}.bin|idx|json" for key in job.json_keys)
+    outputs = ", ".join(
+        f"{prefix}.bin|idx" + ("|json" if Path(f"{prefix}.json").exists() else "") for prefix in job.outputs
+    )
     written = f"{report.documents:,} documents, {report.tokens:,} tokens in {report.seconds:.1f} s"
     print(f"{outputs}: {written} ({figures(report)})")
 

@@ -34,9 +34,10 @@ from megacore.data.gpt.build import vocabulary_size
 from megacore.errors import ConfigError
 from megacore.plan.devices import DEVICES, Device, Range, device_named
 from megacore.plan.flops import flops_per_sequence
-from megacore.plan.memory import plan_memory, updated_parameters
+from megacore.plan.memory import plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.roofline import Estimate, Totals, estimate
+from megacore.plan.state import updated_parameters
 
 ROLES = {"layer": "tensor parallel", "replicas": "data parallel", "world": "all ranks"}
 SMALL = 0.004  # share of the step below which operators are listed together

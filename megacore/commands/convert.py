@@ -17,6 +17,7 @@ from megacore.convert.freed_memory import give_back_what_is_freed
 from megacore.convert.from_hf import open_model, write_checkpoint
 from megacore.convert.megatron import describe, open_megatron, write_megatron
 from megacore.convert.publish import published
+from megacore.convert.start import ignored_fields
 from megacore.convert.to_hf import plan_export, write_directory
 from megacore.errors import UserError
 
@@ -55,6 +56,11 @@ def parser() -> ToolParser:
         help="size of the vocabulary without padding, for --from megatron. Default: the size in the checkpoint's args, "
         "else the padded size.",
     )
+    add(
+        "--ignore-config-field",
+        metavar="NAME[,NAME]",
+        help="fields of the input's config.json to leave out, for --from hf. The comparison of logits still decides.",
+    )
     add("--like", type=Path, metavar="DIR", help="export with the config.json and tokenizer of this directory")
     add(
         "--check-tokens",
@@ -89,6 +95,7 @@ def convert(args: Namespace) -> None:
         ("--dtype", args.dtype != "keep", args.target == "hf"),
         ("--like", args.like is not None, args.target == "hf"),
         ("--vocab-size", args.vocab_size is not None, args.source == "megatron"),
+        ("--ignore-config-field", args.ignore_config_field is not None, args.source == "hf"),
         ("--check-tokens", args.check_tokens is not None, args.source != "megatron"),
     ):
         if given and not used:
@@ -100,16 +107,20 @@ def convert(args: Namespace) -> None:
 
 
 def _from_hf(args: Namespace, temporary: Path) -> None:
-    model = open_model(args.input)
+    ignored = ignored_fields(args.ignore_config_field)
+    model = open_model(args.input, ignored)
     print(f"{args.input}: {model.family.model_type}, {len(model.stored.tensors)} tensors")
     if model.stored.left_out:
         names = ", ".join(model.stored.left_out[:3])
         print(f"left out, as the model does not compute with them: {names} ({len(model.stored.left_out)} in all)")
+    if model.unknown:
+        names = ", ".join(name[:80] for name in model.unknown[:5])
+        print(f"not known to megacore in config.json, so the logits decide: {names} ({len(model.unknown)} in all)")
     write_checkpoint(model, temporary, most_bytes=args.max_shard_size)
     tokens = check_tokens(model.config, args.input, args.check_tokens)
-    agreement = compare(args.input, temporary, tokens)
+    agreement = compare(args.input, temporary, tokens, ignored=ignored)
     _report(agreement, not_crossed(model.config, tokens))
-    agreement.require(args.tolerance)
+    agreement.require(args.tolerance, unknown=model.unknown)
 
 
 def _to_hf(args: Namespace, temporary: Path) -> None:
@@ -122,7 +133,7 @@ def _to_hf(args: Namespace, temporary: Path) -> None:
         print(note)
     write_directory(export, temporary, most_bytes=args.max_shard_size)
     tokens = check_tokens(export.tensors.config, export.tokenizer.directory, args.check_tokens)
-    agreement = compare(temporary, export.tensors.directory, tokens, rounded=dtype)
+    agreement = compare(temporary, export.tensors.directory, tokens, rounded=dtype, ignored=export.ignored)
     _report(agreement, not_crossed(export.tensors.config, tokens))
     agreement.require(args.tolerance)
 

@@ -42,7 +42,7 @@ MOST_RANKS = 1 << 20
 
 
 # Limits of --search: flags without their dashes and "max" or "min".
-_LEAST = tuple(name for name in degree_fields() if name != "cp")  # it stays as it is given
+_LEAST = degree_fields()
 _MOST = (*_LEAST, "micro-batch-size", "zero-stage", "virtual-stages")
 
 

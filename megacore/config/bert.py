@@ -116,10 +116,12 @@ class BertConfig(Config):
     bert: BertSection = field(default_factory=BertSection)
     presets: ClassVar[Mapping[str, Shape]] = BERT_PRESETS
     unsupported: ClassVar[Mapping[str, str]] = {
-        "cp": "is for pretrain_gpt.py, because BERT's sequences are not divided yet: use --cp 1, or leave it out",
         **dict.fromkeys((*field_infos(ExpertsConfig), "ep", "etp"), _WITHOUT_EXPERTS),
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
+        "packing": "is for pretrain_gpt.py: leave it out, because --bert-style decides how documents become samples",
+        "reset_position_ids": "is for pretrain_gpt.py: leave it out, because packed BERT has relative positions",
+        "reset_attention_mask": "is for pretrain_gpt.py: leave it out, because BERT always attends within a document",
         "eod_mask_loss": (
             "is for a model that predicts the next token, which BERT does not: leave it out "
             "(BERT never predicts a special token)"
@@ -127,6 +129,7 @@ class BertConfig(Config):
         "init_from_hf": (
             "is for pretrain_gpt.py: convert the directory with tools/convert_checkpoint.py, and use --load"
         ),
+        "ignore_config_field": "is for --init-from-hf, and so for pretrain_gpt.py: leave it out",
     }
 
     help_texts: ClassVar[Mapping[str, str]] = {
@@ -138,7 +141,7 @@ class BertConfig(Config):
         ),
         "dp": (
             "Data-parallel degree: number of model replicas that share the batch. Default: the number of processes "
-            "divided by --tp x --pp."
+            "divided by --tp x --cp x --pp."
         ),
         "min_lr": "Learning rate at the end of the decay. At most --lr. Default: 0.",
         "position_embedding_type": (
@@ -205,6 +208,11 @@ class BertConfig(Config):
             yield "--whole-word-masking has no effect with --mock-data, which has no words: leave it out"
         if not wrong & {"seq_length", "sentence_task", "bert_style"}:
             yield from self._shortest_sample()
+        if self.parallel.cp > 1 and self.parallel.cp_comm == "ring" and not wrong & {"cp", "cp_comm"}:
+            yield (
+                "--cp-comm ring is not possible with pretrain_bert.py, because a ring computes causal attention only, "
+                "and without padding: use --cp-comm allgather or ulysses, or leave it out"
+            )
         if "bert_style" not in wrong:
             yield from self._layers(wrong)
 
@@ -238,3 +246,7 @@ class ResolvedBertConfig(ResolvedConfig, BertConfig):
     is_causal: ClassVar[bool] = False
 
     bert: ResolvedBert = field()
+
+    @property
+    def beside_hidden_states(self) -> tuple[str, ...]:
+        return ("documents",)

@@ -89,6 +89,11 @@ def _not_yet(config: Config, world_size: int) -> Iterator[str]:
             training.recompute == "full" and parallel.may_split_backward,
             "use --schedule 1f1b or interleaved, or --recompute selective",
         ),
+        (
+            f"--packing {config.data.packing}, whose padding would count as tokens,",
+            config.data.packing != "concat",
+            "use --packing concat",
+        ),
         (f"--replay-interval {config.watch.replay_interval}", config.watch.replay_interval > 0, "leave it out"),
     ):
         if is_given:
@@ -127,7 +132,7 @@ EXPERT_RULES: tuple[tuple[frozenset[str], Rule], ...] = (
         frozenset(
             {
                 "num_experts", "reproducible", "compile", "offload_optimizer", "recompute", "schedule",
-                "schedule_csv", "replay_interval",
+                "schedule_csv", "replay_interval", "packing",
             }
         ),
         _not_yet,

@@ -63,8 +63,6 @@ REPLACED = {
     "--recompute-granularity": "use --recompute selective or --recompute full",
     "--recompute-method": "leave it out: --recompute-num-layers counts a stage's first blocks (block)",
     "--recompute-modules": "use --recompute selective, which is core_attn, or --recompute full",
-    "--reset-attention-mask": "leave it out: BERT always attends within a document, GPT not yet",
-    "--reset-position-ids": "leave it out: packed BERT has relative positions, GPT counts through a sample",
     "--rotary-seq-len-interpolation-factor": "use --rope-scaling linear and --rope-scaling-factor",
     "--swiglu": "use --activation swiglu",
     "--tensorboard-log-interval": "use --log-interval, which holds for every place that metrics go to",

@@ -2,7 +2,7 @@
 
 `--preset NAME` sets the fields below; a configuration file and flags override it. `vocab_size` applies only without a
 tokenizer. Sizes are those of the released weights. Where these accept longer contexts than they were mostly trained
-on, `seq_length` is the shorter one.
+on, `seq_length` is the shorter one; llama-3-8b-128k is for training on long ones.
 
 The GPT-2 family follows Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), table 2, and
 trains as its predecessor did (Radford et al. 2018, section 4.1): dropout, Adam with a small weight decay, a learning
@@ -50,6 +50,16 @@ _ROTARY: Shape = {
     "position_embedding_type": "rope",
 }
 _LLAMA3: Shape = {**_ROTARY, "rotary_base": 500_000.0, "num_query_groups": 8, "vocab_size": 128_256}
+_LLAMA3_8B: Shape = {  # 8.03B
+    **_LLAMA3,
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "ffn_hidden_size": 14_336,
+    "seq_length": 8192,
+    "max_position_embeddings": 8192,
+    "untie_embeddings_and_output_weights": True,
+}
 
 GPT_PRESETS: dict[str, Shape] = {
     "gpt2-tiny": {**_gpt2(2, 64, 4), "seq_length": 64, "max_position_embeddings": 64, "vocab_size": 512},  # for tests
@@ -69,15 +79,16 @@ GPT_PRESETS: dict[str, Shape] = {
         "rope_scaling_factor": 32.0,
         "rope_original_max_positions": 8192,
     },
-    "llama-3-8b": {  # 8.03B
-        **_LLAMA3,
-        "num_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "ffn_hidden_size": 14_336,
-        "seq_length": 8192,
-        "max_position_embeddings": 8192,
-        "untie_embeddings_and_output_weights": True,
+    "llama-3-8b": _LLAMA3_8B,
+    "llama-3-8b-128k": {  # of Llama 3.1
+        **_LLAMA3_8B,
+        "seq_length": 131_072,
+        "max_position_embeddings": 131_072,
+        "rope_scaling": "llama3",
+        "rope_scaling_factor": 8.0,
+        "rope_low_freq_factor": 1.0,
+        "rope_high_freq_factor": 4.0,
+        "rope_original_max_positions": 8192,
     },
     "qwen3-0.6b": {  # 596M
         **_ROTARY,

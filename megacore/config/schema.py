@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from megacore.config.dimensions import DIMENSIONS, fill_degrees, ranks_of_role, size_of_role
 from megacore.config.experts import ExpertsConfig
@@ -201,6 +201,19 @@ class ResolvedConfig(Config):
         """Positions of each sequence that a rank computes."""
         return self.data.seq_length // ranks_of_role("sequence", self.parallel)
 
+    @property
+    def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
+        """How the ranks that divide sequences exchange keys and values, once that is chosen."""
+        if self.parallel.cp_comm != "auto":
+            return self.parallel.cp_comm
+        return "ring" if self.is_causal else "allgather"
+
+    @property
+    def beside_hidden_states(self) -> tuple[str, ...]:
+        """What travels with the hidden states from layer to layer, [b, s] int64 each: `documents`, the number of each
+        position's document, and `positions` within it."""
+        return self.data.beside_tokens
+
     def for_device(self, *, on_cpu: bool, bf16: bool | None = None) -> Self:
         """With the defaults that depend on where the ranks compute.
 
@@ -214,6 +227,7 @@ class ResolvedConfig(Config):
         parallel, precision = self.parallel, self.precision
         if parallel.sequence_parallel is None and parallel.tp > 1:
             splits = not on_cpu and self.data.seq_length % parallel.sequence_unit(sequence_parallel=True) == 0
+            splits = splits and not self.training.distribute_saved_activations
             parallel = dataclasses.replace(parallel, sequence_parallel=splits)
         if bf16 is not None:
             precision = precision.for_device(bf16=bf16)

@@ -59,7 +59,7 @@ class ParallelConfig(Section):
     """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
     a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
     shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
-    auto: ring."""
+    auto: ring; for pretrain_bert.py, whose padding a ring does not know, allgather."""
     ep: Annotated[int, Range(1), Flag(("--expert-model-parallel-size",))] = 1
     """Expert-parallel degree: number of ranks of a pipeline stage that divide the experts of --num-experts. They are
     ranks that differ in --dp, --cp and, with --etp 1, --tp; --ep x --etp must divide their number."""
@@ -109,11 +109,6 @@ class ParallelConfig(Section):
     def expert_split(self) -> int:
         """Ranks that split each expert."""
         return self.tp if self.etp is None else self.etp
-
-    @property
-    def context_comm(self) -> Literal["allgather", "ring", "ulysses"]:
-        """How keys and values are exchanged, once that is chosen."""
-        return "ring" if self.cp_comm == "auto" else self.cp_comm
 
     def sequence_unit(self, *, sequence_parallel: bool) -> int:
         """What --seq-length must be a multiple of: each of the --cp ranks holds two equal ranges of positions, and with
@@ -311,8 +306,28 @@ class DataConfig(Section):
     """Number of processes per rank that prepare batches in advance. 0: the training process prepares them itself."""
     data_cache_path: Annotated[str | None, Flag(metavar="DIR")] = None
     """Directory for the cached sample indices. Default: a directory named cache beside each dataset."""
+    packing: Literal["none", "concat", "best-fit"] = "concat"
+    """How documents become samples. concat: one stream of documents is cut into samples. none: each sample is one
+    document, padded, or cut if it is longer. best-fit: samples hold whole documents, chosen so that little padding is
+    left (best-fit decreasing); a document longer than --seq-length is split."""
+    reset_position_ids: bool | None = None
+    """Restarts positions at each document of a sample. Default: on with --packing best-fit, off with concat."""
+    reset_attention_mask: bool | None = None
+    """Restricts attention to the document of each token. Default: on with --packing best-fit, off with concat."""
     eod_mask_loss: bool = False
-    """Excludes the loss at end-of-document tokens of the input. Needs --tokenizer."""
+    """Excludes the loss at end-of-document tokens of the input, and at the last token of each document. Needs
+    --tokenizer."""
+
+    @property
+    def beside_tokens(self) -> tuple[str, ...]:
+        """What the layers get beside the tokens: the documents, where attention stays within each, and the positions,
+        where they restart. A sample of --packing none is one document, and causal attention sees no padding after
+        it."""
+        packed = self.packing == "best-fit"
+        resets = {"documents": self.reset_attention_mask, "positions": self.reset_position_ids}
+        if self.packing == "none":
+            return ()
+        return tuple(name for name, flag in resets.items() if (packed if flag is None else flag))
 
     def blend(self) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
         """The prefixes of --data-path, and their weights or None.
@@ -482,6 +497,13 @@ class TrainingConfig(Section):
     recompute_num_layers: Annotated[int | None, Range(1), Flag()] = None
     """Number of transformer blocks per pipeline stage that --recompute full applies to, from the first. Default: all
     of them."""
+    offload_activations: bool = False
+    """Copies what transformer blocks keep for backward to host memory, while the next block computes, and back in
+    backward. The device holds the activations of two blocks. On a CPU it does nothing, as they are in host memory. The
+    results are bitwise the same."""
+    distribute_saved_activations: bool = False
+    """Divides the inputs that --recompute full keeps over the --tp ranks, which gather them in backward. The results
+    are bitwise the same. --sequence-parallel divides them anyway."""
     attention: Literal["auto", "sdpa", "fused-softmax"] = "auto"
     """Implementation of attention. sdpa: torch's fused operator; above 1024 positions windows, documents, ALiBi and
     (on a CPU) dropout run in blocks (docs/kernels.md). fused-softmax: separate score, softmax and value products, which
@@ -515,6 +537,20 @@ class TrainingConfig(Section):
                 f"--recompute-num-layers {self.recompute_num_layers} has no effect with --recompute {self.recompute}: "
                 "leave it out, or use --recompute full"
             )
+        if self.offload_activations and "offload_activations" not in wrong:
+            if self.recompute == "light" and "recompute" not in wrong:
+                yield (
+                    "--offload-activations is not possible with --recompute light, which chooses for each tensor what "
+                    "is kept: use --recompute none, selective or full"
+                )
+            if self.compile and "compile" not in wrong:
+                yield (
+                    "--offload-activations is not possible with --compile, whose code keeps its activations itself: "
+                    "leave one of them out"
+                )
+        if self.recompute != "full" and "recompute" not in wrong:
+            how = f"--recompute {self.recompute}"
+            yield from self.without_effect(("distribute_saved_activations",), wrong, how, "--recompute full")
         if not self.compile and "compile" not in wrong:
             yield from self.without_effect(("compile_backend",), wrong, "--no-compile", "--compile")
 
@@ -538,6 +574,9 @@ class CheckpointConfig(Section):
     init_from_hf: Annotated[str | None, Flag(metavar="DIR")] = None
     """Starts from the weights of a Hugging Face transformers directory. Its config.json sets the shape of the model; a
     flag that contradicts it is refused. Default: weights drawn from --seed."""
+    ignore_config_field: Annotated[str | None, Flag(metavar="NAME[,NAME]")] = None
+    """Fields of the config.json of --init-from-hf to leave out, for fields that do not change what the model computes.
+    Default: none."""
     save_interval: Annotated[int | None, Range(1)] = None
     """Number of steps between checkpoints. Default: only at the end of the run."""
     keep_last: Annotated[int | None, Range(1)] = None
@@ -558,6 +597,8 @@ class CheckpointConfig(Section):
     limit."""
 
     def constraints(self, wrong: frozenset[str]) -> Iterator[str]:
+        if self.init_from_hf is None:
+            yield from self.without_effect(("ignore_config_field",), wrong, "no --init-from-hf", "--init-from-hf")
         if self.keep_every is not None and self.keep_last is None and not wrong & {"keep_every", "keep_last"}:
             yield (
                 f"--keep-every {self.keep_every} has no effect without --keep-last, because every checkpoint is kept: "

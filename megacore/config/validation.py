@@ -118,6 +118,15 @@ def _attention_of_context(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+@_about("reset_position_ids", "reset_attention_mask", "packing", "position_embedding_type")
+def _positions_of_documents(config: Config, world_size: int) -> Iterator[str]:
+    if config.data.beside_tokens == ("positions",) and config.model.position_embedding_type == "alibi":
+        yield (
+            "--reset-position-ids has no meaning with --position-embedding-type alibi, which goes by distances, unless "
+            "attention stays within documents: use --reset-attention-mask too, or leave it out"
+        )
+
+
 @_about("cp", "reproducible")
 def _reproducible_context(config: Config, world_size: int) -> Iterator[str]:
     if config.parallel.cp > 1 and config.training.reproducible:
@@ -200,6 +209,19 @@ def _recomputed(config: Config, world_size: int) -> Iterator[str]:
             f"--recompute-num-layers {recomputed} must be at most --num-layers {layers}: use {layers} or less, "
             "or leave it out to recompute all of them"
         )
+
+
+@_about("distribute_saved_activations", "tp", "sequence_parallel", "hidden_size")
+def _distributed_inputs(config: Config, world_size: int) -> Iterator[str]:
+    tp, hidden, flag = config.parallel.tp, config.model.hidden_size, "--distribute-saved-activations"
+    if not config.training.distribute_saved_activations:
+        return
+    if tp == 1:
+        yield f"{flag} has no effect with --tp 1: leave it out, or use --tp 2 or more"
+    elif config.parallel.sequence_parallel:
+        yield f"{flag} has no effect with --sequence-parallel, which divides the inputs anyway: leave one of them out"
+    elif hidden % tp:
+        yield f"{flag} divides --hidden-size {hidden} over --tp {tp}: use --tp {one_of(divisors(hidden, near=tp))}"
 
 
 @_about("pp", "num_layers", "virtual_stages", "pipeline_layout")

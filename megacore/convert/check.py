@@ -7,7 +7,7 @@ memory of its largest tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -62,8 +62,12 @@ class Agreement:
             f"the likeliest token is the same at {self.same_choice:.1%} of the positions"
         )
 
-    def require(self, tolerance: float) -> None:
+    def require(self, tolerance: float, *, unknown: Sequence[str] = ()) -> None:
         """Refuse models that differ.
+
+        Args:
+            tolerance: relative to the largest logit or to 1.
+            unknown: fields of config.json that megacore does not know, which may be the reason.
 
         Raises:
             CheckpointError: logits differ by more than the tolerance, relative to the largest one or to 1.
@@ -73,10 +77,18 @@ class Agreement:
             raise CheckpointError(
                 f"the two models do not compute the same: {self}, and at most {allowed:.3g} is allowed "
                 f"(--tolerance {tolerance:g}); nothing was published"
+                + (f". config.json has {', '.join(unknown)[:200]}, which megacore does not know" if unknown else "")
             )
 
 
-def compare(hf: Path, checkpoint: Path, tokens: Tensor, *, rounded: torch.dtype | None = None) -> Agreement:
+def compare(
+    hf: Path,
+    checkpoint: Path,
+    tokens: Tensor,
+    *,
+    rounded: torch.dtype | None = None,
+    ignored: Sequence[str] = (),
+) -> Agreement:
     """Read both sides and run both models.
 
     Args:
@@ -84,12 +96,13 @@ def compare(hf: Path, checkpoint: Path, tokens: Tensor, *, rounded: torch.dtype 
         checkpoint: a checkpoint of megacore.
         tokens: [1, s] token ids.
         rounded: the directory's dtype where the checkpoint was rounded to it.
+        ignored: fields of config.json that the conversion left out. transformers reads them.
 
     Raises:
         CheckpointError: a side cannot be read.
         UserError: transformers is not installed.
     """
-    theirs = _their_logits(open_model(hf), tokens)
+    theirs = _their_logits(open_model(hf, ignored), tokens)
     ours = _our_logits(CheckpointTensors(checkpoint), tokens, rounded)
     pairs = list(zip(theirs, ours, strict=True))
     return Agreement(
@@ -206,7 +219,6 @@ def _their_model(model: HFModel) -> Any:
     config = transformers.AutoConfig.from_pretrained(
         str(model.directory.path), local_files_only=True, trust_remote_code=False
     )
-    config.slow_but_exact = False
     try:
         twin, info = getattr(transformers, model.family.class_of(model.bert)).from_pretrained(
             None,

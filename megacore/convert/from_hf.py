@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class HFModel:
         bert: its BERT section, if it is a BERT.
         plan: its tensors.
         stored: the tensors of its files.
+        unknown: fields of its config.json that megacore does not know.
+        ignored: fields of its config.json that are left out.
     """
 
     directory: HFDirectory
@@ -54,17 +56,24 @@ class HFModel:
     bert: ResolvedBert | None
     plan: list[Step]
     stored: StoredTensors
+    unknown: tuple[str, ...]
+    ignored: tuple[str, ...]
 
 
-def open_model(path: Path) -> HFModel:
+def open_model(path: Path, ignored: Sequence[str] = ()) -> HFModel:
     """Look at a directory of transformers; no tensor is read, but for a tied one that is stored twice.
+
+    Args:
+        path: the directory.
+        ignored: fields of config.json to leave out.
 
     Raises:
         CheckpointError: what megacore cannot read or represent exactly.
     """
-    directory = open_directory(path)
+    directory = open_directory(path, ignored)
     family = family_of(directory.config, directory.where)
-    config = family.to_model(directory.config, directory.where)
+    described = family.describe(directory.config, directory.where)
+    config = described.model
     present(path, (*TOKENIZER_FILES, GENERATION_CONFIG))
     paired = any(name.endswith("seq_relationship.weight") for name in directory.tensors)
     bert = family.to_bert(directory.config, directory.where, paired=paired)
@@ -72,7 +81,16 @@ def open_model(path: Path) -> HFModel:
     plan = make_plan(family, config, bert)
     untied = config.untie_embeddings_and_output_weights
     stored = find_tensors(plan, family, directory.tensors, str(path), untied=untied)
-    return HFModel(directory=directory, family=family, config=config, bert=bert, plan=plan, stored=stored)
+    return HFModel(
+        directory=directory,
+        family=family,
+        config=config,
+        bert=bert,
+        plan=plan,
+        stored=stored,
+        unknown=described.unknown,
+        ignored=tuple(ignored),
+    )
 
 
 def write_checkpoint(model: HFModel, target: Path, *, most_bytes: int) -> None:
@@ -113,6 +131,6 @@ def _keep(model: HFModel, target: Path) -> list[str]:
     if generation := present(source, (GENERATION_CONFIG,)):
         (target / KEPT_GENERATION_CONFIG).write_bytes(generation[0].read_bytes())
         kept.append(KEPT_GENERATION_CONFIG)
-    about = {"names": model.stored.names, "copies": model.stored.copies}
+    about = {"names": model.stored.names, "copies": model.stored.copies, "ignored": list(model.ignored)}
     (target / KEPT_SOURCE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return kept

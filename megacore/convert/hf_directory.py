@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megacore.checkpoint.small_json import read_object
 from megacore.checkpoint.tensor_header import StoredTensor, read_header
+from megacore.config.messages import did_you_mean
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megacore.errors import CheckpointError
 
@@ -47,7 +49,7 @@ class HFDirectory:
 
     Attributes:
         path: the directory.
-        config: its config.json.
+        config: its config.json, without the fields to ignore.
         tensors: where every tensor lies, by its stored name.
     """
 
@@ -61,13 +63,17 @@ class HFDirectory:
         return str(self.path / CONFIG)
 
 
-def open_directory(path: Path) -> HFDirectory:
+def open_directory(path: Path, ignored: Sequence[str] = ()) -> HFDirectory:
     """Look at a directory of transformers, and check all that can be checked without reading a tensor.
+
+    Args:
+        path: the directory.
+        ignored: fields of config.json to leave out.
 
     Raises:
         CheckpointError: what is wrong with it, by file.
     """
-    config = read_config(path)
+    config = read_config(path, ignored)
     files = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
     for name, listed in files.items():
@@ -80,17 +86,27 @@ def open_directory(path: Path) -> HFDirectory:
     return HFDirectory(path=path, config=config, tensors=tensors)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, ignored: Sequence[str] = ()) -> dict[str, Any]:
     """The config.json of a directory.
 
+    Args:
+        path: the directory.
+        ignored: fields to leave out (--ignore-config-field).
+
     Raises:
-        CheckpointError: there is no such directory or file, or it cannot be read.
+        CheckpointError: there is no such directory or file, or it cannot be read, or it has no such field.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory: give a directory with {CONFIG} and safetensors files")
     if not (path / CONFIG).exists():
         raise CheckpointError(f"{path} has no {CONFIG}: give a directory of Hugging Face transformers")
-    return read_object(inside(path, CONFIG))
+    values = read_object(inside(path, CONFIG))
+    if absent := [name for name in ignored if name not in values]:
+        raise CheckpointError(
+            f"--ignore-config-field {','.join(absent)[:200]}: {path / CONFIG} has no such field"
+            f"{did_you_mean(absent[0][:80], values)}"
+        )
+    return {name: value for name, value in values.items() if name not in ignored}
 
 
 def carried_tokenizer(directory: Path | None) -> Tokenizer | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from megacore.parallel.sharding import ShardedParameter
 
 
+def ignored_fields(text: str | None) -> tuple[str, ...]:
+    """The names in the value of --ignore-config-field."""
+    return tuple(name for name in (text or "").split(",") if name)
+
+
 def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
     """The model's fields as the directory of `--init-from-hf` has them, where one is given.
 
@@ -36,7 +41,7 @@ def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
     path = given.get("init_from_hf")
     if not isinstance(path, str) or not os.path.isdir(path):  # missing_files says so
         return {}
-    values = read_config(Path(path))
+    values = read_config(Path(path), ignored_fields(given.get("ignore_config_field")))
     where = str(Path(path) / CONFIG)
     family = family_of(values, where)
     if family.bert_style is not None:
@@ -60,7 +65,7 @@ def check_init_from_hf(config: ResolvedConfig) -> None:
     path = config.checkpoint.init_from_hf
     if path is None:
         return
-    directory = open_directory(Path(path))
+    directory = open_directory(Path(path), ignored_fields(config.checkpoint.ignore_config_field))
     there = family_of(directory.config, directory.where).to_model(directory.config, directory.where)
     problems = [
         f"{flag(name)} {getattr(config.model, name)} contradicts {directory.where}, which makes it "
@@ -82,15 +87,16 @@ class WeightsFromHF:
 
     Args:
         path: the directory.
+        ignored: fields of config.json to leave out.
 
     Raises:
         CheckpointError: the directory does not hold what its config.json describes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ignored: Sequence[str] = ()) -> None:
         from megacore.convert.from_hf import open_model
 
-        self._model = open_model(path)
+        self._model = open_model(path, ignored)
         self._steps = {step.ours: step for step in self._model.plan}
 
     def fill(self, parameters: Iterable[ShardedParameter]) -> None:

@@ -54,6 +54,7 @@ class Export:
         plan: its tensors.
         names: name in the family -> stored name, where they differ.
         copies: names under which a tied tensor is stored again -> the name in the family of the one that it is.
+        ignored: fields of config.json that were left out when the model was converted from such a directory.
         dtype: of what is written; None: as stored.
         notes: what a user should know.
     """
@@ -66,6 +67,7 @@ class Export:
     plan: list[Step]
     names: dict[str, str]
     copies: dict[str, str]
+    ignored: tuple[str, ...]
     dtype: torch.dtype | None
     notes: list[str]
 
@@ -90,14 +92,19 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
     values = _described(tensors, like)
     names: dict[str, str] = {}
     copies: dict[str, str] = {}
+    ignored: tuple[str, ...] = ()
     notes = [tokenizer.note] if tokenizer.note is not None else []
     if values is not None:
+        if like is None:
+            names, copies, ignored = _kept_source(tensors)
         family = family_of(values, str(source / CONFIG))
-        problem = _of_another_model(family, values, source, tensors)
+        read = {name: value for name, value in values.items() if name not in ignored}
+        problem = _of_another_model(family, read, source, tensors)
         if problem and like is not None:
             raise CheckpointError(problem)
         values = None if problem else values
     if values is None:
+        names, copies, ignored = {}, {}, ()
         family, config = describe_model(model, tensors.bert)
         config |= special_ids(carried_tokenizer(tokenizer.directory), model.vocab_size, bert=tensors.bert is not None)
         kept = None
@@ -107,8 +114,6 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
             config = values | dict.fromkeys([n for n in _DTYPE_FIELDS if n in values] or ["dtype"], _name(dtype))
         elif like is not None:
             config = _with_dtype(values, tensors, notes)
-        if like is None:
-            names, copies = _stored_names(tensors)
     if model.untie_embeddings_and_output_weights:
         copies = {**family.unused, **copies}
     plan = make_plan(family, model, tensors.bert)
@@ -122,6 +127,7 @@ def plan_export(path: Path, *, like: Path | None = None, dtype: torch.dtype | No
         plan=plan,
         names=names,
         copies=copies,
+        ignored=ignored,
         dtype=dtype,
         notes=notes,
     )
@@ -136,18 +142,21 @@ def _described(tensors: CheckpointTensors, like: Path | None) -> dict[str, Any] 
     return read_object(tensors.directory / KEPT_CONFIG)
 
 
-def _stored_names(tensors: CheckpointTensors) -> tuple[dict[str, str], dict[str, str]]:
+def _kept_source(tensors: CheckpointTensors) -> tuple[dict[str, str], dict[str, str], tuple[str, ...]]:
+    """Names, copies and ignored fields of the directory that the checkpoint was converted from; see `Export`."""
     if KEPT_SOURCE not in tensors.manifest.files:
-        return {}, {}
+        return {}, {}, ()
     path = tensors.directory / KEPT_SOURCE
     verify(path, tensors.manifest.files[KEPT_SOURCE])
     about = read_object(path)
-    names, copies = about.get("names"), about.get("copies")
-    if not isinstance(names, dict) or not isinstance(copies, dict):
+    names, copies, ignored = about.get("names"), about.get("copies"), about.get("ignored", [])
+    if not isinstance(names, dict) or not isinstance(copies, dict) or not isinstance(ignored, list):
         raise CheckpointError(f"{path} does not say which names the tensors had: the checkpoint is damaged")
-    return {str(name): str(stored) for name, stored in names.items()}, {
-        str(copy): str(name) for copy, name in copies.items()
-    }
+    return (
+        {str(name): str(stored) for name, stored in names.items()},
+        {str(copy): str(name) for copy, name in copies.items()},
+        tuple(str(name) for name in ignored),
+    )
 
 
 def _with_dtype(values: dict[str, Any], tensors: CheckpointTensors, notes: list[str]) -> dict[str, Any] | None:
@@ -174,7 +183,7 @@ def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
 def _of_another_model(family: Family, values: dict[str, Any], source: Path, tensors: CheckpointTensors) -> str | None:
     """How the model of a config.json differs from the checkpoint's, if it does."""
     here, where = tensors.config, str(source / CONFIG)
-    there = family.to_model(values, where)
+    there = family.describe(values, where).model
     different = [*differing(there, here), *differing_experts(there.experts, here.experts)]
     paired = tensors.bert is not None and tensors.bert.sentence_task != "none"
     if not same_bert(family.to_bert(values, where, paired=paired), tensors.bert, here):

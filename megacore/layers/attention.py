@@ -105,6 +105,11 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             self.rotary.tables(self.sequence.whole_length(x.shape[1] * self.split_by), x.device)
 
+    def shared_tensors(self) -> tuple[Tensor, ...]:
+        """What the attention of other layers reads too, on the device: tables of the rotation, slopes of ALiBi."""
+        tables = () if self.rotary is None else self.rotary.made
+        return tables if self.alibi is None else (*tables, self.alibi.slopes)
+
     def _heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, s, (n + 2 g) d / t] -> queries [b, s, n/t, d], keys and values [b, s, g/t or 1, d]; views where they can
         be."""

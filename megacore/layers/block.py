@@ -133,6 +133,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel, self.light = config.parallel_residual, context.recompute_light
+        self.beside = context.beside
         self.attention_norm = build_norm(config, device=context.device) if attention_norm else nn.Identity()
         self.attention = SelfAttention(
             config, context, f"{name}.attention", causal=causal, window=window, rotary=rotary, alibi=alibi
@@ -151,13 +152,13 @@ class TransformerBlock(nn.Module):
         """The block's output, in the form of its input.
 
         Args:
-            x: [b, s, h]; or with documents [b, s], or documents and positions [b, s], as for SelfAttention, which are
-                handed on as they are.
+            x: [b, s, h]; or with what `BuildContext.beside` names, such as documents and positions [b, s], as for
+                SelfAttention, which are handed on as they are.
         """
         if isinstance(x, Tensor):
             return self._apply_to(x)
         hidden, *where = x
-        return (self._apply_to(hidden, *where), *where)
+        return (self._apply_to(hidden, **dict(zip(self.beside, where, strict=False))), *where)
 
     def _apply_to(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         light = self.light and not isinstance(self.attention_norm, nn.Identity)

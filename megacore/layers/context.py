@@ -48,6 +48,7 @@ class BuildContext:
         recompute_light: the outputs of norms and activations are computed again in backward, and not kept.
         recompute_full: blocks keep only their input, and are computed again in backward.
         split_backward: input and weight gradients are computed separately, as some schedules and --reproducible need.
+        beside: names of what follows the hidden states in the input of a block, in order.
         attention: which implementation computes attention.
         products: computes the matrix products of every linear layer, the output layer's included.
         loss_chunks: in how many the output layer computes its logits, and the loss with them; 1: it gives the logits.
@@ -64,6 +65,7 @@ class BuildContext:
     recompute_light: bool = False
     recompute_full: bool = False
     split_backward: bool = False
+    beside: tuple[str, ...] = ("documents", "positions")
     attention: Attention = "auto"
     products: Products = TORCH
     loss_chunks: int = 1
@@ -83,7 +85,7 @@ class BuildContext:
         """The context of a configured run."""
         return cls(
             layer_group=layer_group,
-            sequence=SequenceShards(sequence_group, config.parallel.context_comm),
+            sequence=SequenceShards(sequence_group, config.context_comm),
             device=device,
             streams=streams,
             sequence_parallel=bool(config.parallel.sequence_parallel),
@@ -91,6 +93,7 @@ class BuildContext:
             recompute_light=config.training.recompute == "light",
             recompute_full=config.training.recompute == "full",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
+            beside=config.beside_hidden_states,
             attention=config.training.attention,
             loss_chunks=loss_chunks(config),
             loss_options=CrossEntropyOptions(

@@ -116,7 +116,7 @@ class Rotary:
         cos, sin = self._angles(packed, positions)
         if positions is None:
             return ops.split_rotary(packed, cos, sin, groups=groups)
-        b, s = positions.shape
+        b, s = packed.shape[:2]
         parts = ops.split_rotary(packed.view(1, b * s, *packed.shape[2:]), cos, sin, groups=groups)
         query, key, value = (part.view(b, s, *part.shape[2:]) for part in parts)
         return query, key, value
@@ -137,8 +137,15 @@ class Rotary:
             self._length, self._tables = length, (angles.cos(), angles.sin())
             if self.sequence.group.size > 1:
                 self._here = self.sequence.take(self._tables[0], 0), self.sequence.take(self._tables[1], 0)
+        if length == self._length:
+            return self._tables
         cos, sin = self._tables
         return cos[:length], sin[:length]
+
+    @property
+    def made(self) -> tuple[Tensor, ...]:
+        """The tables that exist."""
+        return (*self._tables, *self._here)
 
     def frequencies(self, length: int) -> Tensor:
         """Radians a position of each pair of dimensions, [r/2] fp32.

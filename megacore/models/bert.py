@@ -1,7 +1,7 @@
 """BERT, classic (Devlin et al. 2018, arXiv 1810.04805) and modern (Warner et al. 2024, arXiv 2412.13663): positions see
 each other in both directions, and a head tells what was masked.
 
-Beside the hidden states the layers hand on the document numbers of the positions [b, s], which say who sees whom:
+Beside the hidden states the layers hand on the document numbers of all positions [b, s], which say who sees whom:
 positions of the same number, and padding, which is 0, is seen by nobody. So one model serves padded pairs, where all
 real positions are of document 1, and packed documents.
 
@@ -63,15 +63,19 @@ class BertEmbedding(ShardedModule):
         self.norm = build_norm(model, device=device)
         self.dropout = context.hidden_dropout(model, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
+        self.sequence = context.sequence
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Tokens, segments and document numbers, [b, s] int64 each -> hidden states [b, s, h] (or, sequence parallel,
-        [b, s/t, h]) and the document numbers"""
+        """Tokens and segments of this rank's positions, and document numbers of whole sequences, [b, s] int64 each ->
+        hidden states [b, s, h] (or, sequence parallel, [b, s/t, h]) and the document numbers"""
         tokens, segments, documents = inputs
         x = self.tokens(tokens)
         if self.positions is not None and self.segments is not None:
+            table: Tensor = self.positions
+            if self.sequence.group.size > 1:
+                table = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
             positions = local_positions(tokens.shape[1], self.split)
-            x = x + F.embedding(segments[:, positions], self.segments) + self.positions[positions]
+            x = x + F.embedding(segments[:, positions], self.segments) + table[positions]
         x = self.norm(x)
         return x if self.dropout is None else self.dropout(x), documents
 
@@ -133,7 +137,10 @@ class SentenceHead(nn.Module):
         self.classifier = ReplicatedLinear(h, 2, products=context.products, device=context.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, 2], the same on every rank"""
+        """[b, s, h] (or, sequence parallel, [b, s/t, h]) -> [b, 2], the same on every rank of the layer group.
+
+        Where ranks divide sequences, those of the first position count: the task gives the others no label.
+        """
         logits = self.classifier(torch.tanh(self.pooler(x[:, 0])))
         # Sequence parallel, only the first rank has the first position. The others' weights get gradients of zero, and
         # all are summed afterwards, like those of every layer that each rank applies to its positions.
@@ -159,7 +166,7 @@ def _builds(config: ResolvedBertConfig, context: BuildContext) -> list[Callable[
     """What makes each block."""
     model, modern = config.model, config.bert.packed
     bases = (model.rotary_base, config.bert.local_rotary_base) if modern else ()
-    turns = [Rotary(model.rotary_dimensions, base=base) for base in bases]
+    turns = [Rotary(model.rotary_dimensions, base=base, sequence=context.sequence) for base in bases]
     builders: list[Callable[[], nn.Module]] = []
     for i in range(model.num_layers):
         block, name = bert_block(config, i), f"blocks.{i}"

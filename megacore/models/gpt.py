@@ -9,7 +9,9 @@ Shape legend: s sequence, b micro-batch, h hidden size, V vocabulary, t tensor-p
 from __future__ import annotations
 
 from functools import partial
+from typing import overload
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.config import ResolvedModel
@@ -45,21 +47,45 @@ class GPTEmbedding(ShardedModule):
             self.positions = replicated(rows, config.hidden_size, device=context.device)
         self.dropout = context.hidden_dropout(config, "embedding.dropout")
         self.split = context.layer_group if context.sequence_parallel else ALONE
-        self.sequence = context.sequence
+        self.sequence, self.beside = context.sequence, context.beside
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[b, s] int64, this rank's positions -> [b, s, h] (or, sequence parallel, [b, s/t, h])"""
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, x: tuple[Tensor, ...]) -> tuple[Tensor, ...]: ...
+
+    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        """The hidden states [b, s, h] (or, sequence parallel, [b, s/t, h]), in the form of the input.
+
+        Args:
+            x: tokens [b, s] int64, this rank's positions; or with what `BuildContext.beside` names, of whole sequences,
+                which is handed on as it is.
+        """
+        if isinstance(x, Tensor):
+            return self._embedded(x)
+        tokens, *beside = x
+        return (self._embedded(tokens, dict(zip(self.beside, beside, strict=False)).get("positions")), *beside)
+
+    def _embedded(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens)
         if self.norm is not None:
             x = self.norm(x)
         if self.positions is not None:
-            table: Tensor = self.positions
-            if self.sequence.group.size > 1:
-                table = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
-            x = x + table[local_positions(tokens.shape[1], self.split)]
+            x = x + self._positions_of(tokens, positions)
         if self.dropout is not None:
             x = self.dropout(x)
         return x
+
+    def _positions_of(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Rows of the table for the positions that this rank holds."""
+        assert self.positions is not None
+        table, here = self.positions, local_positions(tokens.shape[1], self.split)
+        if positions is not None:
+            return F.embedding(self.sequence.take(positions, 1)[:, here], table)
+        if self.sequence.group.size > 1:
+            rows: Tensor = self.sequence.take(table, 0, length=self.sequence.whole_length(tokens.shape[1]))
+            return rows[here]
+        return table[here]
 
 
 class GPTHead(ShardedModule):
@@ -82,14 +108,15 @@ class GPTHead(ShardedModule):
         )
         self.loss, self.loss_options = context.chunked_loss(config.vocab_size), context.loss_options
 
-    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """[b, s, h] -> logits [b, s, padded V/t], or with labels [b, s] -> losses [b, s] fp32"""
-        if not isinstance(x, Tensor):
-            hidden, labels = x
+    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
+        """[b, s, h] -> logits [b, s, padded V/t]; where the head computes the loss, with labels [b, s] as the last of
+        its inputs -> losses [b, s] fp32. What else follows the hidden states is not needed."""
+        hidden, *others = (x,) if isinstance(x, Tensor) else x
+        if others and self.loss.chunks > 1:
             options = self.loss_options if self.training else CrossEntropyOptions()
-            return self.loss.losses(self.norm(hidden), self.weight, None, labels, options)
+            return self.loss.losses(self.norm(hidden), self.weight, None, others[-1], options)
         return column_parallel(
-            self.norm(x),
+            self.norm(hidden),
             self.weight,
             None,
             self.group,

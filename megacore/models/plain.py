@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from megacore.config.messages import did_you_mean, one_of
 from megacore.errors import ConfigError, UserError
 from megacore.models.spec import LayerSpec
+from megacore.parallel.context import SequenceShards
 from megacore.parallel.random import RandomStreams, normal_slice, seeded, stable_hash
 from megacore.parallel.sharding import ShardedParameter, ShardSpec
 
@@ -74,12 +75,8 @@ class Layer:
         Raises:
             UserError: a parameter has no shape before the first input, or is not fp32.
         """
-        try:
-            with seeded(0), torch.device("meta"):
-                module = self._checked(self._make())
-        except (NotImplementedError, RuntimeError):  # a constructor that looks at values, which meta tensors lack
-            module = self.build(0)
-        learning = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        named = self.without_values().named_parameters()
+        learning = {name: parameter for name, parameter in named if parameter.requires_grad}
         for name, parameter in learning.items():
             full = f"{self.name}.{name}"
             if isinstance(parameter, UninitializedParameter):
@@ -87,6 +84,18 @@ class Layer:
             if parameter.dtype != torch.float32:
                 raise UserError(f"{full} is {parameter.dtype}: parameters must be torch.float32 when they are made")
         return learning
+
+    def without_values(self) -> nn.Module:
+        """The module, whose tensors have no values, if its constructor can do without them.
+
+        Raises:
+            UserError: what was made is no nn.Module.
+        """
+        try:
+            with seeded(0), torch.device("meta"):
+                return self._checked(self._make())
+        except (NotImplementedError, RuntimeError):  # a constructor that looks at values, which meta tensors lack
+            return self.build(0)
 
     def _checked(self, made: Any) -> nn.Module:
         if not isinstance(made, nn.Module):
@@ -117,6 +126,7 @@ def describe_layers(
     device: torch.device,
     streams: RandomStreams,
     dtype: torch.dtype = torch.float32,
+    shard: int = 0,
 ) -> list[LayerSpec]:
     """The layers as the rest of megacore knows them; nothing is allocated.
 
@@ -126,6 +136,7 @@ def describe_layers(
         device: where a built layer is put.
         streams: where dropout masks come from.
         dtype: of buffers that hold real numbers; parameters are built in fp32.
+        shard: which part of each sequence this rank holds: ranks with other parts draw other masks.
 
     Raises:
         ConfigError: everything that is wrong with names and ties.
@@ -149,7 +160,7 @@ def describe_layers(
         specs.append(
             LayerSpec(
                 name=layer.name,
-                build=partial(_build, layer, seed=seed, device=device, dtype=dtype, streams=streams),
+                build=partial(_build, layer, seed=seed, device=device, dtype=dtype, streams=streams, shard=shard),
                 parameters=sum(map(_global_size, parameters.values())),
                 held=sum(map(math.prod, shapes.values())),
                 is_block=True,
@@ -211,12 +222,49 @@ def is_split(layers: Sequence[Layer]) -> bool:
     )
 
 
+def undivided(layers: Sequence[Layer], ranks: int) -> Iterator[str]:
+    """What is wrong with layers whose sequences several ranks divide: those that compute with whole sequences, by name.
+
+    Args:
+        layers: the whole model.
+        ranks: that divide each sequence.
+    """
+    for layer in layers:
+        for module in layer.without_values().modules():
+            kind, shards = type(module).__name__, getattr(module, "sequence", None)
+            if isinstance(shards, SequenceShards) and shards.group.size != ranks:
+                yield (
+                    f"layer {layer.name!r} has a {kind} of whole sequences, which cp {ranks} divides: build it with "
+                    "BuildContext(sequence=SequenceShards(mesh.sequence), ...)"
+                )
+            elif isinstance(module, _MIXES_POSITIONS):
+                yield (
+                    f"layer {layer.name!r} has a {kind}, which would see only its rank's positions with cp {ranks}: "
+                    "use megacore's SelfAttention or TransformerBlock for attention, or cp 1"
+                )
+
+
+# Of torch's layers those that may mix positions, as far as their class tells.
+_MIXES_POSITIONS = (
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+)
+
+
 def _global_size(parameter: nn.Parameter) -> int:
     """Elements of the whole parameter, of all tensor-parallel ranks together, without padding."""
     return math.prod(parameter.spec.shape) if isinstance(parameter, ShardedParameter) else parameter.numel()
 
 
-def _build(layer: Layer, *, seed: int, device: torch.device, dtype: torch.dtype, streams: RandomStreams) -> nn.Module:
+def _build(
+    layer: Layer, *, seed: int, device: torch.device, dtype: torch.dtype, streams: RandomStreams, shard: int
+) -> nn.Module:
     """The layer as megacore trains it, on its device."""
     module = layer.build(seed)
     for owner in module.modules():
@@ -229,7 +277,7 @@ def _build(layer: Layer, *, seed: int, device: torch.device, dtype: torch.dtype,
         for local, buffer in owner.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(owner, local, buffer.to(dtype))
-    _draw_from(streams, module, layer.name, device)
+    _draw_from(streams, module, layer.name, device, shard)
     return module
 
 
@@ -261,13 +309,13 @@ def _declare_parameters(module: nn.Module) -> None:
                 owner.register_buffer(local, parameter.detach())
 
 
-def _draw_from(streams: RandomStreams, module: nn.Module, name: str, device: torch.device) -> None:
-    """Let what the module draws in training (dropout) depend on its name and the microbatch only."""
+def _draw_from(streams: RandomStreams, module: nn.Module, name: str, device: torch.device, shard: int) -> None:
+    """Let what the module draws in training (dropout) depend on its name, the microbatch and the shard only."""
     open_scopes: list[AbstractContextManager[None]] = []
 
     def before(layer: nn.Module, _: Any) -> None:
         if layer.training:
-            open_scopes.append(seeded(streams.key(name, 0) & _SEEDS, device))
+            open_scopes.append(seeded(streams.key(name, shard) & _SEEDS, device))
             open_scopes[-1].__enter__()
 
     def after(layer: nn.Module, *_: Any) -> None:

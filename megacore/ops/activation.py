@@ -29,7 +29,7 @@ from megacore.ops.dispatch import (
 
 @operator("megacore::gelu_forward")
 def _gelu_forward(x: Tensor, bias: Tensor | None) -> Tensor:
-    if runs_triton(x=x):
+    if runs_triton(x):
         from megacore.kernels import gelu as kernel
 
         return kernel.forward(x, bias)
@@ -42,18 +42,36 @@ def _(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @operator("megacore::gelu_backward")
-def _gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    if runs_triton(x=x):
+def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    if runs_triton(x):
         from megacore.kernels import gelu as kernel
 
-        return kernel.backward(dy, x, bias)
-    wide = _biased(x, bias)
-    return torch.ops.aten.gelu_backward(dy.to(wide.dtype), wide, approximate="tanh").to(x.dtype)
+        return kernel.backward(dy, x)
+    return _gelu_gradient(dy, x)
 
 
 @_gelu_backward.register_fake
-def _(dy: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+def _(dy: Tensor, x: Tensor) -> Tensor:
     return torch.empty_like(x)
+
+
+@operator("megacore::bias_gelu_backward")
+def _bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    if runs_triton(x):
+        from megacore.kernels import gelu as kernel
+
+        return kernel.backward_biased(dy, x, bias)
+    dx = _gelu_gradient(dy, _biased(x, bias)).to(x.dtype)
+    return dx, dx.view(-1, dx.shape[-1]).sum(0)
+
+
+@_bias_gelu_backward.register_fake
+def _(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(bias)
+
+
+def _gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(dy.to(x.dtype), x, approximate="tanh")
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,8 +85,10 @@ def _keep_gelu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_gelu(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     x, bias = ctx.saved_tensors
-    dx = _gelu_backward(dy.contiguous(), x, bias)
-    return dx, None if bias is None else dx.view(-1, dx.shape[-1]).sum(0)
+    if bias is None:
+        return _gelu_backward(dy.contiguous(), x), None
+    dx, dbias = _bias_gelu_backward(dy.contiguous(), x, bias)
+    return dx, dbias
 
 
 _gelu_forward.register_autograd(_differentiate_gelu, setup_context=_keep_gelu)
@@ -119,7 +139,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 @operator("megacore::swiglu_forward")
 def _swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
-    if runs_triton(gate=gate):
+    if runs_triton(gate, "gate"):
         from megacore.kernels import swiglu as kernel
 
         return kernel.forward(gate, up)
@@ -137,7 +157,7 @@ def _(gate: Tensor, up: Tensor) -> Tensor:
 
 @operator("megacore::swiglu_backward")
 def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    if runs_triton(gate=gate):
+    if runs_triton(gate, "gate"):
         from megacore.kernels import swiglu as kernel
 
         return kernel.backward(dy, gate, up)
@@ -193,7 +213,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 @operator("megacore::swiglu_of_halves")
 def _halves_forward(both: Tensor) -> Tensor:
     up, gate = both.chunk(2, dim=-1)
-    if runs_triton(both=both):
+    if runs_triton(both, "both"):
         from megacore.kernels import swiglu as kernel
 
         return kernel.forward(gate, up)
@@ -207,7 +227,7 @@ def _(both: Tensor) -> Tensor:
 
 @operator("megacore::swiglu_of_halves_backward")
 def _halves_backward(dy: Tensor, both: Tensor) -> Tensor:
-    if runs_triton(both=both):
+    if runs_triton(both, "both"):
         from megacore.kernels import swiglu as kernel
 
         return kernel.backward_of_halves(dy, both)

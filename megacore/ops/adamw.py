@@ -38,7 +38,7 @@ def _adamw_(
     epsilon: float,
     root_correction2: float,
 ) -> None:
-    if runs_triton(parameter=parameter):
+    if runs_triton(parameter, "parameter"):
         from megacore.kernels import adamw as kernel
 
         kernel.step_(

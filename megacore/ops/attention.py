@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend
 
 from megacore.ops.block_attention import BLOCK, block_attention
 from megacore.ops.dispatch import (
+    FLOATS,
     require,
     require_floats,
     require_integers,
@@ -38,6 +39,7 @@ WHOLE = 1024
 """The longest sequence for which masks, biases and, with dropout on a CPU, weights are made whole."""
 
 Attention = Literal["auto", "sdpa", "fused-softmax"]
+_NAMES = get_args(Attention)
 
 
 def resolved(implementation: Attention) -> Attention:
@@ -229,18 +231,20 @@ def attention(
     Raises:
         ValueError: an argument's device, dtype or shape does not fit.
     """
-    names = get_args(Attention)
-    require(implementation in names, f"implementation is {implementation!r}: it must be one of {', '.join(names)}")
+    require(implementation in _NAMES, f"implementation is {implementation!r}: it must be one of {', '.join(_NAMES)}")
     require(0 <= dropout < 1, f"dropout is {dropout}: it must be in [0, 1)")
-    _check(query, key, value, window, documents)
+    if not _fit(query, key, value, window, documents):
+        _check(query, key, value, window, documents)
     b, _, s, d = query.shape
     view = Visibility(causal=causal, window=window, documents=documents)
-    masked, on_cpu = alibi is not None or view.restricts(s), query.device.type == "cpu"
-    blocks = resolved(implementation) == "sdpa" and takes_blocks(s, masked=masked, dropout=dropout, on_cpu=on_cpu)
+    fused, masked = resolved(implementation) == "sdpa", alibi is not None or view.restricts(s)
+    blocks = fused and takes_blocks(s, masked=masked, dropout=dropout, on_cpu=query.device.type == "cpu")
+    if fused and not masked and not blocks:
+        return _sdpa(query, key, value, None, causal=causal, dropout=dropout)
     seen = None if blocks else visible(s, causal=causal, window=window, documents=documents, device=query.device)
     if blocks:
         mixed = _mixed_in_blocks(query, key, value, view, alibi=alibi, dropout=dropout)
-    elif resolved(implementation) == "sdpa":
+    elif fused:
         mask = seen
         if alibi is not None:
             mask = alibi.bias(query, seen, causal=causal)
@@ -363,6 +367,19 @@ def _repeated(heads: Tensor, query: Tensor) -> Tensor:
     """[b, g, s, d] -> [b, n, s, d]"""
     times = query.shape[1] // heads.shape[1]
     return heads if times == 1 else heads.repeat_interleave(times, 1)
+
+
+def _fit(query: Tensor, key: Tensor, value: Tensor, window: int | None, documents: Tensor | None) -> bool:
+    """Whether arguments pass `_check`, as nearly all do: without documents, and without building messages."""
+    if documents is not None or query.dim() != 4 or key.dim() != 4 or query.dtype not in FLOATS:
+        return False
+    b, n, s, d = query.shape
+    groups = key.shape[1]
+    if groups == 0 or n % groups or key.shape != (b, groups, s, d) or value.shape != key.shape:
+        return False
+    if window is not None and (not isinstance(window, int) or window <= 0):
+        return False
+    return key.dtype == value.dtype == query.dtype and key.device == value.device == query.device
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, window: int | None, documents: Tensor | None) -> None:

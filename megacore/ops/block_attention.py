@@ -25,6 +25,8 @@ from megacore.ops.visibility import Visibility, distances
 
 BLOCK = 512
 """Queries, and keys, of a block."""
+NOTHING = torch.finfo(torch.float32).min
+"""The logarithm of a sum over no keys: lower than every other, and finite, so that differences of two are numbers."""
 _ALIBI_BLOCK = 128  # queries of a block of the fused operator where the bias differs between heads
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -95,9 +97,11 @@ class Partial:
         return Partial(out, highest, self.total * mine + other.total * others)
 
     def finished(self) -> tuple[Tensor, Tensor]:
-        """The softmax's mean of the values, 0 where a query sees no key; and the logarithm of its sum, -inf there."""
+        """The softmax's mean of the values, 0 where a query sees no key; and the logarithm of its sum, `NOTHING`
+        there."""
         divisor = self.total.masked_fill(self.total == 0.0, 1.0)
-        return self.out / divisor[..., None], self.highest + self.total.log()
+        logarithm = (self.highest + self.total.log()).clamp_min_(NOTHING)
+        return self.out / divisor[..., None], logarithm
 
 
 def attend_tile(query: Tensor, key: Tensor, value: Tensor, queries: range, keys: range, scene: Scene) -> Partial:
@@ -174,7 +178,7 @@ def _blocks(of: range, size: int) -> Iterator[range]:
 
 def _uses_kernel(query: Tensor, dropout: float) -> bool:
     """Whether the Triton kernel runs, which draws no dropout, and holds a head's row in registers."""
-    if dropout > 0.0 or not runs_triton(query=query):
+    if dropout > 0.0 or not runs_triton(query, "query"):
         return False
     from megacore.kernels import attention as kernel
 
@@ -203,10 +207,16 @@ def _attend(
     for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
         keys = scene.view.keys(queries, key.shape[2])
         block = _part(query, queries, offset)
+        if not keys:
+            _part(out, queries, offset).zero_()
+            _part(logarithm, queries, offset).fill_(NOTHING)
+            continue
         if _uses_fused(query, scene):
             bias = scene.bias(queries, keys, query.device)
             operands = block, _part(key, keys), _part(value, keys)
             attended = _fused(*(x.float() for x in operands) if in_fp32 else operands, attn_mask=bias)
+            if queries.start >= key.shape[2] and bias is not None:  # the operator returns 0 where a query sees no key
+                attended = attended[0], attended[1].masked_fill(bias.amax(-1) == -math.inf, NOTHING)
         else:
             tiles = (
                 attend_tile(block, _part(key, tile), _part(value, tile), queries, tile, scene)
@@ -228,6 +238,9 @@ def _attend_backward(
     d_key, d_value = (_like_projection(x, torch.float32).zero_() for x in (key, value))
     for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
         keys = scene.view.keys(queries, key.shape[2])
+        if not keys:
+            _part(d_query, queries, offset).zero_()
+            continue
         block, d_block, out, logarithm = (_part(x, queries, offset) for x in (query, d_out, *result))
         if _uses_fused(query, scene):
             # In fp32: the operator would round each block's part of the gradients of keys and values to 16 bits.
@@ -361,8 +374,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What `block_attention` returns, for operators that compute their gradients by `attend_backward`.
 
-    The keys may be a part of the sequence, if there are no documents and each query sees one: positions then count from
-    the first of them.
+    The keys may be a part of the sequence: positions then count from the first of them, also those of the documents,
+    which reach to the last query. Where a query sees none of the keys, the result is 0, and its logarithm `NOTHING`.
 
     Args:
         query: as for `block_attention`, as all that follow.

@@ -93,16 +93,16 @@ def is_fused(x: Tensor) -> bool:
     return torch.compiler.is_compiling() and not uses_triton(x)
 
 
-def runs_triton(**tensor: Tensor) -> bool:
+def runs_triton(x: Tensor, name: str = "x") -> bool:
     """`uses_triton` of an implementation about to run, which needs numbers that a kernel can read.
 
     Args:
-        tensor: one, by the name that callers know it by.
+        x: what it runs on.
+        name: by which callers know the tensor.
 
     Raises:
         ValueError: Triton was chosen, and cannot run where the tensor is.
     """
-    ((name, x),) = tensor.items()
     if _Decision.choice != "triton":
         return uses_triton(x)
     if (reason := why_not("triton", x.device)) is not None:
@@ -121,6 +121,24 @@ def described(device: torch.device) -> str:
 
 
 # ---- operators that torch knows
+
+
+class Node(torch.autograd.Function):
+    """An autograd function without transforms of torch.func: calling it takes the host less.
+
+    For those `torch.autograd.Function.apply` examines all arguments in every call.
+    """
+
+    _apply: Callable[..., Any]  # that of torch.autograd.Function's parent, for the class
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        """The results of `forward`, for autograd."""
+        return super().apply(*arguments) if transforms_active() else cls._apply(*arguments)
 
 
 class Operator:
@@ -164,9 +182,8 @@ class Operator:
             return output if results is None else output[:results]
 
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        node: Any = type(self._name, (torch.autograd.Function,), members)
-        parent: Any = super(torch.autograd.Function, node)
-        self._eager = parent.apply  # without what `node.apply` does for the transforms of torch.func
+        node: Any = type(self._name, (Node,), members)
+        self._eager = node.apply
 
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or transforms_active():

@@ -66,7 +66,7 @@ def kept(seed: int, threshold: int, shape: tuple[int, int], device: torch.device
 
 @operator("megacore::dropout_add")
 def _dropout_add(x: Tensor, residual: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
-    if runs_triton(x=x):
+    if runs_triton(x):
         from megacore.kernels import dropout
 
         return dropout.forward(x, residual, seed=seed, threshold=threshold, scale=scale)
@@ -80,7 +80,7 @@ def _(x: Tensor, residual: Tensor, seed: int, threshold: int, scale: float) -> T
 
 @operator("megacore::dropout_backward")
 def _dropout_backward(dy: Tensor, seed: int, threshold: int, scale: float) -> Tensor:
-    if runs_triton(dy=dy):
+    if runs_triton(dy, "dy"):
         from megacore.kernels import dropout
 
         return dropout.backward(dy, seed=seed, threshold=threshold, scale=scale)

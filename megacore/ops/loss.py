@@ -115,7 +115,7 @@ def _statistics(
     logits: Tensor, targets: Tensor, start: int, columns: int, ignore_index: int, target_weight: float, uniform: float
 ) -> Tensor:
     weights = (target_weight, uniform)
-    if runs_triton(logits=logits):
+    if runs_triton(logits, "logits"):
         from megacore.kernels import cross_entropy
 
         return cross_entropy.statistics(
@@ -135,7 +135,7 @@ def _(
 
 @torch.library.custom_op("megacore::cross_entropy_merged", mutates_args=())
 def _merged(parts: Tensor, targets: Tensor, bounds: Sequence[int], target_weight: float, uniform: float) -> Tensor:
-    if runs_triton(parts=parts):
+    if runs_triton(parts, "parts"):
         from megacore.kernels import cross_entropy
 
         return cross_entropy.merged(parts, targets, bounds=tuple(bounds), weights=(target_weight, uniform))
@@ -151,7 +151,7 @@ def _(parts: Tensor, targets: Tensor, bounds: Sequence[int], target_weight: floa
 def _losses(
     statistics: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    if runs_triton(statistics=statistics):
+    if runs_triton(statistics, "statistics"):
         from megacore.kernels import cross_entropy
 
         return cross_entropy.losses(
@@ -180,7 +180,7 @@ def _gradient_(
 ) -> None:
     choice = {"start": start, "columns": columns, "ignore_index": ignore_index}
     weights = (target_weight, uniform)
-    if runs_triton(logits=logits):
+    if runs_triton(logits, "logits"):
         from megacore.kernels import cross_entropy
 
         cross_entropy.gradient_(logits, targets, peak, softmax_weight, loss_weight, weights=weights, **choice)

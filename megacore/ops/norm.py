@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacore.ops.dispatch import (
+    Node,
     fit,
     operator,
     require,
@@ -28,7 +29,7 @@ from megacore.ops.dispatch import (
 def _norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if runs_triton(x=x):
+    if runs_triton(x):
         from megacore.kernels import norm
 
         return norm.forward(x, residual, weight, bias, epsilon=epsilon, rms=rms)
@@ -52,7 +53,7 @@ def _(
 def _norm_backward(
     dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, rms: bool, has_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    if runs_triton(x=x):
+    if runs_triton(x):
         from megacore.kernels import norm
 
         return norm.backward(dy, dsum, x, weight, mean=mean, rstd=rstd, rms=rms, has_bias=has_bias)
@@ -126,7 +127,7 @@ def _gradients(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor
 _norm_forward.register_autograd(_differentiate, setup_context=_keep, results=2)
 
 
-class _WithInput(torch.autograd.Function):
+class _WithInput(Node):
     """The normalised input, and the input as it is: its gradient is added in the pass of the norm's backward."""
 
     @staticmethod

@@ -23,7 +23,7 @@ from megacore.ops.dispatch import (
 
 @operator("megacore::rotary")
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
-    if runs_triton(x=x):
+    if runs_triton(x):
         from megacore.kernels import rotary as kernel
 
         return kernel.rotate(x, cos, sin, backwards=backwards)
@@ -76,7 +76,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @operator("megacore::split_rotary")
 def _split_rotary(packed: Tensor, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    if runs_triton(packed=packed):
+    if runs_triton(packed, "packed"):
         from megacore.kernels import rotary as kernel
 
         return kernel.split(packed, cos, sin, groups=groups)
@@ -93,7 +93,7 @@ def _(packed: Tensor, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor, Te
 
 @operator("megacore::join_rotary")
 def _join_rotary(dquery: Tensor, dkey: Tensor, dvalue: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if runs_triton(dkey=dkey):
+    if runs_triton(dkey, "dkey"):
         from megacore.kernels import rotary as kernel
 
         return kernel.join(dquery, dkey, dvalue, cos, sin)

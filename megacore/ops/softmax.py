@@ -23,7 +23,7 @@ from megacore.ops.dispatch import (
 
 @operator("megacore::softmax_forward")
 def _softmax_forward(x: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
-    if runs_triton(x=x):
+    if runs_triton(x):
         from megacore.kernels import softmax
 
         return softmax.forward(x, scale=scale, causal=causal, offset=offset, window=window)
@@ -37,7 +37,7 @@ def _(x: Tensor, scale: float, causal: bool, offset: int, window: int | None) ->
 
 @operator("megacore::softmax_backward")
 def _softmax_backward(dy: Tensor, y: Tensor, scale: float, causal: bool, offset: int, window: int | None) -> Tensor:
-    if runs_triton(y=y):
+    if runs_triton(y, "y"):
         from megacore.kernels import softmax
 
         return softmax.backward(dy, y, scale=scale, causal=causal, offset=offset, window=window)

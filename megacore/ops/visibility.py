@@ -56,9 +56,11 @@ class Visibility:
         lowest = ours.masked_fill(ours == 0, info.max).amin(1, keepdim=True)
         highest = ours.masked_fill(ours == 0, info.min).amax(1, keepdim=True)
         shared = ((theirs >= lowest) & (theirs <= highest) & (theirs != 0)).any(0).nonzero()
-        if not len(shared):  # only padding
-            return queries
-        return range(min(first + int(shared[0]), queries.start), max(first + int(shared[-1]) + 1, queries.stop))
+        themselves = range(min(queries.start, length), min(queries.stop, length))
+        if not len(shared):  # only padding, or none of these keys
+            return themselves
+        begin, end = first + int(shared[0]), first + int(shared[-1]) + 1
+        return range(min(begin, themselves.start), max(end, themselves.stop)) if themselves else range(begin, end)
 
     def pairs(self, queries: range, length: int) -> int:
         """How many pairs of a query and a key that it sees there are in one sequence; documents are not looked at.

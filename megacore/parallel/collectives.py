@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.errors import PeerFailed
+from megacore.ops.dispatch import Node
 from megacore.parallel import direct
 from megacore.parallel.mesh import Group, Holders, Mesh
 from megacore.watch.ledger import Phase
@@ -343,7 +344,7 @@ def _own_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -354,7 +355,7 @@ class _Copy(torch.autograd.Function):
         return all_reduced(grad, ctx.group), None
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, in_place: bool) -> Tensor:
         if torch.compiler.is_compiling():  # the compiler finds out itself whether a copy is needed

@@ -19,14 +19,14 @@ Shape legend: b micro-batch, n heads, g key and value heads, s sequence, p ranks
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megacore.ops.attention import Alibi, attention
-from megacore.ops.block_attention import attend, attend_backward
+from megacore.ops.block_attention import NOTHING, attend, attend_backward
 from megacore.ops.visibility import Visibility
 from megacore.parallel.collectives import PartsExchanged, ShardsGathered, Shift, SumScattered
 from megacore.parallel.mesh import ALONE, Group
@@ -113,7 +113,7 @@ def context_attention(
         key: [b, g, s/p, d].
         value: [b, g, s/p, d].
         shards: which positions these are, and how the ranks exchange keys and values; of two ranks or more.
-        view: who sees whom, with the documents of the whole sequence; in a ring causal, without documents.
+        view: who sees whom, with the documents of the whole sequence; in a ring causal.
         slopes: [n] fp32, of ALiBi.
 
     Returns:
@@ -122,10 +122,10 @@ def context_attention(
     if shards.comm == "ulysses":
         return _by_heads(query, key, value, shards, view=view, slopes=slopes)
     if shards.comm == "ring":
-        assert view.causal and view.documents is None, "a ring knows causal attention without documents"
-        passed: Tensor = _RingAttention.apply(query, key, value, shards, view, slopes)
-        return passed
-    mixed: Tensor = _GatheredAttention.apply(query, key, value, shards, view, slopes)
+        assert view.causal, "a ring knows causal attention"
+        mixed: Tensor = _RingAttention.apply(query, key, value, shards, view, slopes)
+    else:
+        mixed = _GatheredAttention.apply(query, key, value, shards, view, slopes)
     if view.documents is None:
         return mixed
     padding = shards.take(view.documents, 1) == 0
@@ -216,29 +216,30 @@ class _RingAttention(torch.autograd.Function):
         slopes: Tensor | None,
     ) -> Tensor:
         out = _zeros_like(query)
-        logarithm = out.new_full(query.shape[:-1], -torch.inf)
+        logarithm = out.new_full(query.shape[:-1], NOTHING)
         for source, keys, values in _travelling(key, value, shards):
             for pair in _pairs(source, query.shape[2], shards, view):
                 part, sums = attend(*pair.operands(query, keys, values), in_fp32=True, **pair.where(view, slopes))
                 _merge_(out[:, :, pair.rows], logarithm[:, :, pair.rows], part, sums)
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, logarithm, slopes)
-        ctx.shards, ctx.view = shards, view
+        ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
+        ctx.shards, ctx.causal, ctx.window = shards, view.causal, view.window
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logarithm, slopes = ctx.saved_tensors
+        query, key, value, out, logarithm, documents, slopes = ctx.saved_tensors
         shards: SequenceShards = ctx.shards
+        view = Visibility(causal=ctx.causal, window=ctx.window, documents=documents)
         d_query, local = _zeros_like(query), key.new_empty(2, *key.transpose(1, 2).shape, dtype=torch.float32)
         arriving: Shift | None = None
         for source, keys, values in _travelling(key, value, shards):
             d_keys = torch.zeros_like(local)
-            for pair in _pairs(source, query.shape[2], shards, ctx.view):
+            for pair in _pairs(source, query.shape[2], shards, view):
                 d_rows, out_rows, sums = (x[:, :, pair.rows] for x in (d_out, out, logarithm))
                 operands = pair.operands(query, keys, values)
-                terms = attend_backward(d_rows, out_rows, sums, operands, **pair.where(ctx.view, slopes))
+                terms = attend_backward(d_rows, out_rows, sums, operands, **pair.where(view, slopes))
                 d_query[:, :, pair.rows] += terms[0]
                 for total, term in zip(d_keys, terms[1:], strict=True):
                     total.transpose(1, 2)[:, :, pair.columns] += term
@@ -257,19 +258,22 @@ class _Pair(NamedTuple):
         rows: of this rank's positions, which are the queries.
         columns: of the other rank's positions, which are the keys.
         offset: how many positions after the first key the first query is.
+        positions: in the whole sequence, from that of the first key to that of the last query.
     """
 
     rows: slice
     columns: slice
     offset: int
+    positions: slice
 
     def operands(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The parts of a rank's queries, and of a rank's keys and values."""
         return query[:, :, self.rows], keys[:, :, self.columns], values[:, :, self.columns]
 
     def where(self, view: Visibility, slopes: Tensor | None) -> dict[str, Any]:
-        """Keyword arguments of `attend`: only distances count without documents."""
-        return {"view": view, "slopes": slopes, "offset": self.offset}
+        """Keyword arguments of `attend`, for which positions count from the first key."""
+        documents = None if view.documents is None else view.documents[:, self.positions]
+        return {"view": replace(view, documents=documents), "slopes": slopes, "offset": self.offset}
 
 
 def _travelling(key: Tensor, value: Tensor, shards: SequenceShards) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -291,7 +295,7 @@ def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility) ->
         source: whose keys.
         local: positions of each rank.
         shards: which positions these are.
-        view: causal, without documents.
+        view: causal; its documents are not looked at, which on a device the host would have to wait for.
     """
     length = shards.whole_length(local)
     reach = length if view.reach is None else view.reach
@@ -306,6 +310,7 @@ def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility) ->
                     _slice(start, stop, first_row - queries.start),
                     _slice(begin, end, first_column - keys.start),
                     start - begin,
+                    slice(begin, stop),
                 )
             first_column += len(keys)
         first_row += len(queries)
@@ -320,9 +325,9 @@ def _merge_(out: Tensor, logarithm: Tensor, part: Tensor, sums: Tensor) -> None:
 
     Args:
         out: [b, n, q, d] fp32.
-        logarithm: [b, n, q] fp32, of the sums so far; -inf where there is none.
+        logarithm: [b, n, q] fp32, of the sums so far; `NOTHING` where there is none.
         part: like out.
-        sums: like logarithm, finite.
+        sums: like logarithm.
     """
     both = torch.logaddexp(logarithm, sums)
     out.mul_((logarithm - both).exp_()[..., None]).addcmul_(part, (sums - both).exp_()[..., None])

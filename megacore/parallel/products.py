@@ -12,7 +12,7 @@ Shape legend: b microbatch, s sequence, i input features, o output features, n r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacore.ops.dispatch import Node
 from megacore.parallel.sharding import GradientSum, ShardedParameter
 
 Parameters = Sequence[Tensor | None]  # weight, bias, weight, bias, ...; a bias may be None
@@ -118,7 +119,7 @@ def _has_addmm_to_fp32(kind: type[Tensor], device: torch.device, dtype: torch.dt
     return True
 
 
-def gradient_sum(weight: Tensor) -> GradientSum | None:
+def gradient_sum(weight: Tensor | None) -> GradientSum | None:
     """Where the gradient of a weight is added; None: it is given to autograd, as always in compiled code."""
     if torch.compiler.is_compiling() or not isinstance(weight, ShardedParameter):
         return None
@@ -131,7 +132,7 @@ def gradient_sum(weight: Tensor) -> GradientSum | None:
 # as an attribute: ZeRO-3 gathers it again in the same memory.
 
 
-class _Output(torch.autograd.Function):
+class _Output(Node):
     """The output; backward computes only the gradient of the input."""
 
     @staticmethod
@@ -144,7 +145,7 @@ class _Output(torch.autograd.Function):
         return None, ctx.products.input_gradient(grad, ctx.weight) if ctx.needs_input_grad[1] else None, None, None
 
 
-class _WeightGradient(torch.autograd.Function):
+class _WeightGradient(Node):
     """Forward gives zeros of the output's shape, one number in memory; backward the gradients of weight and bias.
 
     Autograd asks a node for all gradients that it can give. A schedule that wants those of weights later therefore
@@ -165,7 +166,7 @@ class _WeightGradient(torch.autograd.Function):
         return None, None, None, *ctx.layers.parameter_gradients(x, [grad])
 
 
-class _Joined(torch.autograd.Function):
+class _Joined(Node):
     """The output as it is; backward hands its gradient to both nodes."""
 
     @staticmethod
@@ -177,7 +178,7 @@ class _Joined(torch.autograd.Function):
         return grad, grad
 
 
-class _SavedInput(torch.autograd.Function):
+class _SavedInput(Node):
     """The input as it is, saved for the backward of the node that reads it."""
 
     @staticmethod
@@ -196,10 +197,9 @@ def input_saved(x: Tensor) -> Tensor:
     return saved
 
 
-def save_operands(ctx: Any, x: Tensor, *weights: Tensor | None) -> None:
-    """Keep a node's input and weights for its backward."""
-    node = None if torch.compiler.is_compiling() else x.grad_fn  # compiled code decides itself what it saves
-    ctx.saved_input = node if getattr(type(node), "_forward_cls", None) is _SavedInput else None
+def save_operands(ctx: Any, layers: LinearLayers, x: Tensor, *weights: Tensor | None) -> None:
+    """Keep a node's linear layers, their input and weights for its backward."""
+    ctx.layers, ctx.saved_input = layers, x.grad_fn if layers.input_is_saved else None
     if ctx.saved_input is None:
         ctx.save_for_backward(x, *weights)
     else:
@@ -222,60 +222,57 @@ class LinearLayers:
     Args:
         products: computes them.
         parameters: weight, bias, weight, bias, ...
-        joined: the weights lie one after the other in memory (see `joined`), there are no biases, and the layers are
-            computed as one whose output holds theirs side by side.
+        whole: the weights as one matrix (see `joined`); there are no biases, and the layers are computed as one whose
+            output holds theirs side by side. None: they are computed one by one.
+        input_is_saved: x comes from `input_saved`.
+
+    Attributes:
+        sums: where the gradient of each weight is added; None for those that autograd gets.
     """
 
-    def __init__(self, products: Products, parameters: Parameters, *, joined: bool = False) -> None:
-        self.products, self.joined = products, joined
-        self._sums: list[GradientSum | None] = []  # not list[...](), which torch.compile cannot trace
-        self._has_bias: list[bool] = []
-        self._rows: list[int] = []
-        for weight, bias in _pairs(parameters):
-            self._sums.append(gradient_sum(weight))
-            self._has_bias.append(bias is not None)
-            self._rows.append(weight.shape[0])
+    def __init__(
+        self, products: Products, parameters: Parameters, *, whole: Tensor | None = None, input_is_saved: bool = False
+    ) -> None:
+        self.products, self.whole, self.input_is_saved = products, whole, input_is_saved
+        self.sums = [gradient_sum(weight) for weight in parameters[::2]]
+        self._has_bias = [bias is not None for bias in parameters[1::2]]
+        self._rows = [] if whole is None else [weight.shape[0] for weight, _ in _pairs(parameters)]
 
-    def pairs(self, parameters: Parameters) -> list[tuple[Tensor, Tensor | None]]:
+    def pairs(self, parameters: Parameters) -> Sequence[tuple[Tensor, Tensor | None]]:
         """The weight and bias of each product."""
-        return [(self.matrices(parameters[::2])[0], None)] if self.joined else _pairs(parameters)
+        return _pairs(parameters) if self.whole is None else [(self.whole, None)]
 
-    def matrices(self, weights: Sequence[Tensor | None]) -> list[Tensor]:
+    def matrices(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         """The weight of each product."""
-        present = [weight for weight in weights if weight is not None]
-        if not self.joined:
-            return present
-        whole = joined(present)
-        assert whole is not None
-        return [whole]
+        return weights if self.whole is None else [self.whole]
 
     def outputs(self, x: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
         """x W^T + b of each product, [b, s, i] -> [b, s, o]"""
-        return tuple(self.products.output(x, weight, bias) for weight, bias in self.pairs(parameters))
+        return tuple([self.products.output(x, weight, bias) for weight, bias in self.pairs(parameters)])
 
-    def input_gradient(self, grads: Iterable[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    def input_gradient(self, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
         """The gradient of the input, [b, s, i], from those of the outputs."""
-        pairs = iter(zip(grads, self.matrices(weights), strict=True))
-        total = self.products.input_gradient(*next(pairs))
-        for grad, weight in pairs:
+        first, *others = self.matrices(weights)
+        total = self.products.input_gradient(grads[0], first)
+        for grad, weight in zip(grads[1:], others, strict=True):
             self.products.add_input_gradient(total, grad, weight)
         return total
 
-    def write_input_gradient(self, dx: Tensor, grads: Iterable[Tensor], weights: Sequence[Tensor]) -> None:
+    def write_input_gradient(self, dx: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         """The same of a part of the rows, [n, i]; `weights` as `matrices` gives them."""
-        pairs = iter(zip(grads, weights, strict=True))
-        self.products.write_input_gradient(dx, *next(pairs))
-        for grad, weight in pairs:
+        self.products.write_input_gradient(dx, grads[0], weights[0])
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
             self.products.add_input_gradient(dx, grad, weight)
 
     def parameter_gradients(self, x: Tensor, grads: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of weight, bias, weight, bias, ... from the input and those of the outputs; None for those of
         weights with a sum, to which they are added."""
-        inputs, rows = x.flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
-        if self.joined:
-            return self._joined_gradients(inputs, rows[0])
+        inputs = x.flatten(0, -2)
+        if self.whole is not None:
+            return self._joined_gradients(inputs, grads[0].flatten(0, -2))
         gradients: list[Tensor | None] = []
-        for number, (grad, biased) in enumerate(zip(rows, self._has_bias, strict=True)):
+        for number, biased in enumerate(self._has_bias):
+            grad = grads[number].flatten(0, -2)
             gradients += [self._weight_gradient(number, grad, inputs), grad.sum(0) if biased else None]
         return gradients
 
@@ -284,42 +281,40 @@ class LinearLayers:
         return self._weight_gradient(0, grad.flatten(0, -2), x.flatten(0, -2))
 
     def _weight_gradient(self, number: int, grad: Tensor, inputs: Tensor) -> Tensor | None:
-        total = self._sums[number]
+        total = self.sums[number]
         if total is None:
             return self.products.weight_gradient(grad, inputs)
-        self._add(*total.buffer(), grad, inputs)
+        buffer, has_terms = total.buffer()
+        self.products.add_weight_gradient(buffer, grad, inputs, has_terms=has_terms)
         total.added()
         return None
 
     def _joined_gradients(self, inputs: Tensor, grad: Tensor) -> list[Tensor | None]:
-        sums = [total for total in self._sums if total is not None]
-        if len(sums) == len(self._rows):
-            buffers, have_terms = zip(*(total.buffer() for total in sums), strict=True)
+        sums = [total for total in self.sums if total is not None]
+        if len(sums) == len(self.sums):
+            buffers, have_terms = zip(*[total.buffer() for total in sums], strict=True)
             if (whole := joined(buffers)) is not None and len(set(have_terms)) == 1:
-                self._add(whole, have_terms[0], grad, inputs)
+                self.products.add_weight_gradient(whole, grad, inputs, has_terms=have_terms[0])
             else:
                 for buffer, has_terms, part in zip(buffers, have_terms, grad.split(self._rows, 1), strict=True):
-                    self._add(buffer, has_terms, part, inputs)
+                    self.products.add_weight_gradient(buffer, part, inputs, has_terms=has_terms)
             for total in sums:
                 total.added()
             return [None, None] * len(sums)
         whole = self.products.weight_gradient(grad, inputs)
         return [gradient for part in whole.split(self._rows) for gradient in (part, None)]
 
-    def _add(self, total: Tensor, has_terms: bool, grad: Tensor, inputs: Tensor) -> None:
-        self.products.add_weight_gradient(total, grad, inputs, has_terms=has_terms)
-
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """One matrix with the rows of several that lie one after the other in memory, without a copy; None: they do not."""
-    first, end = tensors[0], tensors[0].storage_offset()
+    first, rows, end = tensors[0], 0, tensors[0].storage_offset()
+    memory, columns = first.untyped_storage()._cdata, first.shape[1:]
     for tensor in tensors:
-        apart = tensor.untyped_storage()._cdata != first.untyped_storage()._cdata or tensor.storage_offset() != end
-        if apart or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
+        apart = tensor.storage_offset() != end or tensor.untyped_storage()._cdata != memory
+        if apart or not tensor.is_contiguous() or tensor.shape[1:] != columns:
             return None
-        end += tensor.numel()
-    rows = sum(len(tensor) for tensor in tensors)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+        rows, end = rows + tensor.shape[0], end + tensor.numel()
+    return first.detach().as_strided((rows, *columns), first.stride(), first.storage_offset())
 
 
 def _pairs(parameters: Parameters) -> list[tuple[Tensor, Tensor | None]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megacore.config.model import padded_rows
 from megacore.ops import on_accelerator
+from megacore.ops.dispatch import Node
 from megacore.parallel.collectives import (
     Pending,
     ShardsGathered,
@@ -53,7 +54,7 @@ from megacore.parallel.sharding import ShardedModule, ShardedParameter, ShardSpe
 # ---- linear layers
 
 
-class _Linears(torch.autograd.Function):
+class _Linears(Node):
     """Linear layers of an input that every rank holds: the all-reduce of the input's gradient runs while the weight
     gradients are computed."""
 
@@ -61,16 +62,19 @@ class _Linears(torch.autograd.Function):
     def forward(
         ctx: Any, layers: LinearLayers, x: Tensor, group: Group, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        save_operands(ctx, x, *parameters[::2])
-        ctx.layers, ctx.group = layers, group
+        save_operands(ctx, layers, x, *parameters[::2])
+        ctx.group = group
         return layers.outputs(x, parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = saved_operands(ctx)
-        summing = Sum(ctx.layers.input_gradient(grads, weights), ctx.group) if ctx.needs_input_grad[1] else None
+        dx = ctx.layers.input_gradient(grads, weights) if ctx.needs_input_grad[1] else None
+        if dx is None or ctx.group.size == 1:
+            return None, dx, None, *ctx.layers.parameter_gradients(x, grads)
+        summing = Sum(dx, ctx.group)
         gradients = ctx.layers.parameter_gradients(x, grads)
-        return None, None if summing is None else summing.wait(), None, *gradients
+        return None, summing.wait(), None, *gradients
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -117,15 +121,14 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor, *, with_bias: bool = True) -> Tensor:
         """[b, s, i] (or [b, s/t, i]) -> [b, s, o/t]"""
-        return column_parallel(
+        return _linears(
             x,
-            self.weight,
-            self.bias if with_bias else None,
+            (self.weight, self.bias if with_bias else None),
             self.group,
             sequence_parallel=self.sequence_parallel,
             split_backward=self.split_backward,
             products=self.products,
-        )
+        )[0]
 
 
 class RowParallelLinear(ShardedModule):
@@ -174,21 +177,22 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, i/t] -> [b, s, o] (or [b, s/t, o])"""
-        in_one_node = on_accelerator(x) and torch.is_grad_enabled() and not self.split_backward
-        if self.ends_recomputed and in_one_node and (self.group.size > 1 or gradient_sum(self.weight) is not None):
-            x = input_saved(x)
+        saved = self.ends_recomputed and self._is_one_node(x)
+        saved = saved and (self.group.size > 1 or gradient_sum(self.weight) is not None)
         if self.group.size == 1:
             return _linears(
-                x,
+                input_saved(x) if saved else x,
                 (self.weight, self.bias),
                 self.group,
                 sequence_parallel=False,
                 split_backward=self.split_backward,
                 products=self.products,
+                input_is_saved=saved,
             )[0]
-        if in_one_node:
-            layers = LinearLayers(self.products, (self.weight, self.bias))
+        if self._is_one_node(x):
+            layers = LinearLayers(self.products, (self.weight, self.bias), input_is_saved=saved)
             row_parallel = _LinearOfScatteredOutput if self.sequence_parallel else _LinearOfSummedOutput
+            x = input_saved(x) if saved else x
             summed: Tensor = row_parallel.apply(layers, x, self.group, self.weight, self.bias)
             return summed
         partial = self.products.linear(x, self.weight)
@@ -197,6 +201,10 @@ class RowParallelLinear(ShardedModule):
         else:
             y = reduce_from_group(partial, self.group, in_place=True)
         return y if self.bias is None else y + self.bias
+
+    def _is_one_node(self, x: Tensor) -> bool:
+        """Whether product and communication are one node of autograd."""
+        return not self.split_backward and torch.is_grad_enabled() and on_accelerator(x)
 
 
 def column_parallel(
@@ -266,13 +274,15 @@ def _linears(
     sequence_parallel: bool,
     split_backward: bool,
     products: Products,
+    input_is_saved: bool = False,
 ) -> tuple[Tensor, ...]:
     if split_backward or not torch.is_grad_enabled():
         enter = gather_sequence if sequence_parallel else copy_to_group
         return linears(products, enter(x, group), parameters)
-    if group.size == 1 and all(weight is None or gradient_sum(weight) is None for weight in parameters[::2]):
+    layers = LinearLayers(products, parameters, input_is_saved=input_is_saved)
+    if group.size == 1 and not any(layers.sums):
         return linears(products, x, parameters)
-    return _applied(LinearLayers(products, parameters), x, parameters, group, sequence_parallel=sequence_parallel)
+    return _applied(layers, x, parameters, group, sequence_parallel=sequence_parallel)
 
 
 def joined_columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor | None:
@@ -287,12 +297,13 @@ def joined_columns_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -
         that is split, or where the weights do not lie one after the other in memory.
     """
     first = layers[0]
-    if first.split_backward or not torch.is_grad_enabled() or any(layer.bias is not None for layer in layers):
+    if first.split_backward or not torch.is_grad_enabled():
         return None
-    if joined([layer.weight for layer in layers]) is None:
+    parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+    weights = [weight for weight in parameters[::2] if weight is not None]
+    if any(bias is not None for bias in parameters[1::2]) or (whole := joined(weights)) is None:
         return None
-    parameters = [parameter for layer in layers for parameter in (layer.weight, None)]
-    stacked = LinearLayers(first.products, parameters, joined=True)
+    stacked = LinearLayers(first.products, parameters, whole=whole)
     return _applied(stacked, x, parameters, first.group, sequence_parallel=first.sequence_parallel)[0]
 
 
@@ -444,7 +455,7 @@ def _scattered(x: Tensor, group: Group) -> _Scattering:
     return scattering
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _ReduceScatter(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -455,7 +466,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _gathered(grad, ctx.group).wait(), None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -466,7 +477,7 @@ class _Gather(torch.autograd.Function):
         return _scattered(grad, ctx.group).wait(), None
 
 
-class _LinearOfGatheredInput(torch.autograd.Function):
+class _LinearOfGatheredInput(Node):
     @staticmethod
     def forward(
         ctx: Any, layers: LinearLayers, x: Tensor, group: Group, *parameters: Tensor | None
@@ -484,14 +495,14 @@ class _LinearOfGatheredInput(torch.autograd.Function):
         return None, scattering.wait(), None, *gradients
 
 
-class _LinearOfScatteredOutput(torch.autograd.Function):
+class _LinearOfScatteredOutput(Node):
     """A row-parallel linear layer: the sum of a sample over the ranks runs while the next is computed. The first rank's
     product adds the bias."""
 
     @staticmethod
     def forward(ctx: Any, layers: LinearLayers, x: Tensor, group: Group, weight: Tensor, bias: Tensor | None) -> Tensor:
-        save_operands(ctx, x, weight)
-        ctx.layers, ctx.group, ctx.has_bias = layers, group, bias is not None
+        save_operands(ctx, layers, x, weight)
+        ctx.group, ctx.has_bias = group, bias is not None
         y = x.new_empty(*x.shape[:2], weight.shape[0])
         scattering = _SampleScatters(y, group)
         for partial, sample in zip(y, x, strict=True):
@@ -510,13 +521,13 @@ class _LinearOfScatteredOutput(torch.autograd.Function):
         return None, dx, None, dweight, grad.sum((0, 1)) if ctx.has_bias else None
 
 
-class _LinearOfSummedOutput(torch.autograd.Function):
+class _LinearOfSummedOutput(Node):
     """A row-parallel linear layer whose output every rank gets. The first rank's product adds the bias."""
 
     @staticmethod
     def forward(ctx: Any, layers: LinearLayers, x: Tensor, group: Group, weight: Tensor, bias: Tensor | None) -> Tensor:
-        save_operands(ctx, x, weight)
-        ctx.layers, ctx.has_bias = layers, bias is not None
+        save_operands(ctx, layers, x, weight)
+        ctx.has_bias = bias is not None
         return Sum(layers.products.output(x, weight, bias if group.is_first else None), group).wait()
 
     @staticmethod

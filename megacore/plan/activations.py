@@ -56,7 +56,7 @@ def kept_by_operator(
     """
     residual = residual_bytes(config)
     if recompute == "full":
-        return {"block": residual}
+        return {"block": residual / (_layer_ranks(config) if config.training.distribute_saved_activations else 1)}
     e, t, tokens = _element(config), _layer_ranks(config), _tokens(config)
     split = t if config.parallel.sequence_parallel else 1
     # A kernel draws its dropout mask again in backward; plain torch keeps two, and compiled code may.
@@ -146,7 +146,7 @@ def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: b
     """Whether attention takes a block of queries at a time: where torch's operator would need masks or weights, and the
     sequence is long; and where ranks divide sequences."""
     s = config.data.seq_length
-    if config.rank_positions < s and config.parallel.context_comm != "ulysses":
+    if config.rank_positions < s and config.context_comm != "ulysses":
         return True
     if config.training.attention == "fused-softmax" or s <= LONGEST_WHOLE:
         return False
@@ -179,10 +179,10 @@ def _gathered_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: boo
     gradients in fp32, of one range of queries and of both, or of both and as they are sent. In a ring: a share of
     these, the next one, and sums in fp32. On a CPU also what torch's operator returns for a block."""
     ranks = config.data.seq_length // config.rank_positions
-    if ranks == 1 or config.parallel.context_comm == "ulysses":
+    if ranks == 1 or config.context_comm == "ulysses":
         return 0.0
     e, keys, returned = _element(config), gathered_keys(config, block), 4 if on_cpu else 0
-    if config.parallel.context_comm == "ring":
+    if config.context_comm == "ring":
         queries = _tokens(config) * block.num_attention_heads * block.head_size / _layer_ranks(config)
         return keys / ranks * (2 * e + 3 * 4 + returned) + 2 * 4 * queries
     return keys * (e + 2 * 4 + returned)
@@ -251,8 +251,8 @@ def head_kept_bytes(config: ResolvedConfig) -> float:
 
 
 def _has_documents(config: ResolvedConfig) -> bool:
-    """Whether every position carries the number of its document, as BERT's do."""
-    return isinstance(config, BertConfig)
+    """Whether every position carries the number of its document, as BERT's do, and those of packed documents."""
+    return "documents" in config.beside_hidden_states
 
 
 def _layer_ranks(config: ResolvedConfig) -> int:

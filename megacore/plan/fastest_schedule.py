@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megacore.config import ResolvedConfig
 from megacore.config.sections import AUTO_SCHEDULE, ChosenSchedule, ScheduleName
 from megacore.plan.cluster import CLUSTERS, Cluster
-from megacore.plan.memory import PlannedLayer
+from megacore.plan.state import PlannedLayer
 from megacore.plan.step_time import pipeline_time
 
 _VIRTUAL_STAGES = 2  # more of them send more messages, and rarely pay

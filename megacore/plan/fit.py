@@ -13,9 +13,10 @@ from megacore.config import ResolvedConfig
 from megacore.config.dimensions import coordinates_of, pipeline_dimension
 from megacore.config.messages import counted
 from megacore.errors import ConfigError
-from megacore.plan.memory import PlannedLayer, RankMemory, plan_memory, whole_parameters
+from megacore.plan.memory import RankMemory, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
+from megacore.plan.state import PlannedLayer, whole_parameters
 from megacore.plan.ways_out import Limits, size_text, ways_out
 
 # What the drivers of NVIDIA, AMD and WSL put there where there is an accelerator.
@@ -97,17 +98,22 @@ def device_warning(config: ResolvedConfig, layers: Sequence[PlannedLayer], pp_ra
 
 
 def offload_problem(config: ResolvedConfig, layers: Sequence[PlannedLayer], room: Room | None = None) -> str | None:
-    """Why what `--offload-optimizer` keeps in host memory does not fit there; None where it does."""
+    """Why what is offloaded does not fit into host memory; None where it does."""
     room = room or host_room()
     ranks = plan_memory(config, layers, on_cpu=False)
     needed = sum(ranks[pp_rank].on_host for pp_rank in pp_ranks_here(config))
     if room is None or needed <= room.available:
         return None
     taken, available = _told_apart(needed, room.available)
+    given = {
+        "--offload-optimizer": config.parallel.offload_optimizer,
+        "--offload-activations": config.training.offload_activations,
+    }
+    flags = " and ".join(flag for flag, on in given.items() if on)
     return (
-        f"--offload-optimizer needs {taken} of host memory for {counted(len(pp_ranks_here(config)), 'rank')} on this "
+        f"{flags} needs {taken} of host memory for {counted(len(pp_ranks_here(config)), 'rank')} on this "
         f"machine, but {available} are available ({room.source}): use --zero-stage 1 or more with a larger --dp, fewer "
-        f"ranks per machine, or leave --offload-optimizer out; {_TRY_ANYWAY}"
+        f"ranks per machine, or leave {flags} out; {_TRY_ANYWAY}"
     )
 
 

@@ -17,9 +17,10 @@ from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case
 from megacore.plan.fastest_schedule import choose_schedule, is_open, schedules_by_time
 from megacore.plan.flops import Attention, block_flops, flops_per_sequence
-from megacore.plan.memory import GIB, RankMemory, plan_memory, whole_parameters
+from megacore.plan.memory import GIB, RankMemory, plan_memory
 from megacore.plan.outline import LayerOutline, outline
 from megacore.plan.room import Room
+from megacore.plan.state import whole_parameters
 from megacore.plan.step_time import MEGACORE, Software, StepTime, step_time
 from megacore.plan.traffic import LinkClass, Role, Sent, bytes_by_link, rank_traffic
 from megacore.plan.ways_out import Limits, ways_out

@@ -15,13 +15,15 @@ from typing import Any
 
 from megacore.config import ResolvedConfig, validate
 from megacore.plan.cluster import Cluster
-from megacore.plan.memory import GIB, fullest_rank, state_bytes, whole_parameters
+from megacore.plan.memory import GIB, fullest_rank
 from megacore.plan.outline import LayerOutline, outline
+from megacore.plan.state import state_bytes, whole_parameters
 from megacore.plan.step_time import step_time
 
 _SIMULATED = 48  # the best by the estimate
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 12)
+_LEAST_POSITIONS = 4096  # of a rank: with fewer, more ranks for a sequence save nothing that matters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +178,8 @@ class _Validity:
 
     def __call__(self, config: ResolvedConfig) -> bool:
         parallel, training = config.parallel, config.training
-        shape = (parallel.tp, parallel.pp, parallel.schedule, parallel.virtual_stages, training.micro_batch_size)
+        degrees = (parallel.tp, parallel.cp, parallel.pp)
+        shape = (*degrees, parallel.schedule, parallel.virtual_stages, training.micro_batch_size)
         savings = (parallel.zero_stage, training.recompute, parallel.tp > 1, parallel.pp > 1, parallel.schedule)
 
         def plain() -> ResolvedConfig:
@@ -214,28 +217,37 @@ def _simulated(layout: Layout, cluster: Cluster) -> Layout:
 
 def _candidates(config: ResolvedConfig, cluster: Cluster, constraints: Constraints) -> Iterator[ResolvedConfig]:
     parallel, layers = config.parallel, config.model.num_layers
-    world = constraints.world_size // (parallel.ranks // (parallel.tp * parallel.pp * parallel.dp))
+    world = constraints.world_size // (parallel.ranks // (parallel.tp * parallel.cp * parallel.pp * parallel.dp))
     node = constraints.most.get("tp", cluster.device.node_ranks)
-    for tp in _divisors(world):
-        if tp > node or config.model.num_attention_heads % tp or not constraints.allow("tp", tp):
+    for tp, cp in itertools.product(_divisors(world), _context_degrees(config, constraints)):
+        if world % (tp * cp) or tp > node or config.model.num_attention_heads % tp or not constraints.allow("tp", tp):
             continue
-        for pp in _divisors(world // tp):
-            dp = world // tp // pp
+        for pp in _divisors(world // tp // cp):
+            dp = world // tp // cp // pp
             if pp > layers or config.training.global_batch_size % dp:
                 continue
             if constraints.allow("pp", pp) and constraints.allow("dp", dp):
-                yield from _variants(config, constraints, {"tp": tp, "pp": pp, "dp": dp})
+                yield from _variants(config, constraints, {"tp": tp, "cp": cp, "pp": pp, "dp": dp})
+
+
+def _context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[int]:
+    """The given --cp where it is above 1, or those that leave each rank `_LEAST_POSITIONS`; within the limits, which
+    may ask for more."""
+    if config.parallel.cp > 1:
+        return [config.parallel.cp]
+    most = constraints.most.get("cp", max(config.data.seq_length // _LEAST_POSITIONS, constraints.least.get("cp", 1)))
+    return [cp for cp in _divisors(config.data.seq_length) if cp <= most and constraints.allow("cp", cp)]
 
 
 def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, int]) -> Iterator[ResolvedConfig]:
     parallel, training = config.parallel, config.training
     per_replica = training.global_batch_size // degrees["dp"]
     sizes = [b for b in _MICRO_BATCHES if per_replica % b == 0 and constraints.allow("micro_batch_size", b)]
-    stages = [z for z in range(4 if degrees["dp"] > 1 else 1) if constraints.allow("zero_stage", z)]
+    stages = [z for z in range(4 if degrees["dp"] * degrees["cp"] > 1 else 1) if constraints.allow("zero_stage", z)]
     if degrees["pp"] > 1:
         stages = [z for z in stages if z < 2]  # each microbatch would be reduced by itself
     kinds = ("none", "selective", "full")
-    unit = dataclasses.replace(parallel, tp=degrees["tp"]).sequence_unit(sequence_parallel=True)
+    unit = dataclasses.replace(parallel, tp=degrees["tp"], cp=degrees["cp"]).sequence_unit(sequence_parallel=True)
     may_split = degrees["tp"] > 1 and config.data.seq_length % unit == 0
     split = [True] if may_split and parallel.sequence_parallel else [False, True] if may_split else [False]
     for size, stage, kind, sequence, shape in itertools.product(

@@ -27,9 +27,9 @@ from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case, Range
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
-from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import vocabulary_rows
 from megacore.plan.simulator import Costs, Simulator, Timeline
+from megacore.plan.state import PlannedLayer, held_parameters
 from megacore.plan.traffic import (
     Sent,
     layer_traffic,
@@ -210,7 +210,7 @@ def block_passes(config: ResolvedConfig, layer: PlannedLayer, speed: Speed, *, a
     software = speed.software
     overlap = software.tensor_overlap.of(speed.case)
     # In a ring keys and values travel beside attention, which otherwise waits for them.
-    beside = 1.0 if config.parallel.context_comm == "ring" else 0.0
+    beside = 1.0 if config.context_comm == "ring" else 0.0
     transfer, keys = speed.transfers(traffic.forward), speed.of_keys(traffic.forward)
     hidden = min(transfer - keys, overlap * gemm) if software.overlaps_forward else 0.0
     hidden += min(keys, beside * attention.total)

@@ -22,9 +22,9 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
-from megacore.plan.memory import PlannedLayer, held_parameters
 from megacore.plan.model_size import norm_parameters, vocabulary_rows
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
+from megacore.plan.state import PlannedLayer, held_parameters
 
 Role = Literal["layer", "sequence", "pipeline", "replicas"]
 LinkClass = Literal["node", "network"]
@@ -136,13 +136,13 @@ def _context_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool
         return (one,)
 
     returning: tuple[Sent, ...] = ()
-    if config.parallel.context_comm == "ulysses":
+    if config.context_comm == "ulysses":
         t, block = ranks_of_role("layer", config.parallel), layer.block
         tokens, queries = config.training.micro_batch_size * config.rank_positions, block.num_attention_heads / t
         copied = max(block.query_groups / t, 1, ranks)  # key heads; at least one for each rank
         taken = sent("all-to-all", "queries, keys and values", e * tokens * block.head_size * (queries + 2 * copied), 1)
         passing = taken + sent("all-to-all", "attention's results", e * tokens * block.head_size * queries, 1)
-    elif config.parallel.context_comm == "ring":
+    elif config.context_comm == "ring":
         taken = passing = sent("message", "keys and values", keys * e / ranks, ranks - 1)
         returning = sent("message", "their gradients", keys * 4 / ranks, ranks)
     else:

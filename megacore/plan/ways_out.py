@@ -19,9 +19,10 @@ from megacore.config import ModelConfig, ResolvedConfig, validate
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos
 from megacore.config.messages import counted
-from megacore.plan.memory import GIB, plan_memory, whole_parameters
+from megacore.plan.memory import GIB, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room
+from megacore.plan.state import whole_parameters
 
 _MOST_RANKS = 4096
 _WAYS = 3

@@ -11,7 +11,9 @@ Shape legend: s sequence, b micro-batch, V vocabulary, t tensor-parallel ranks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +30,7 @@ from megacore.parallel.mesh import Mesh
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import TensorSpec
-from megacore.train.task import Task, compiled_loss, document_numbers_spec, hidden_states_spec
+from megacore.train.task import Task, beside_specs, compiled_loss, hidden_states_spec
 
 _NO_PAIR = -1
 
@@ -46,11 +48,13 @@ class BertTask(Task):
 
     def __init__(self, config: ResolvedBertConfig, mesh: Mesh, *, weights: InitialWeights | None = None) -> None:
         streams = RandomStreams(config.training.seed, mesh.device)
-        context = BuildContext.of(config, layer_group=mesh.layer, device=mesh.device, streams=streams)
+        context = BuildContext.of(
+            config, layer_group=mesh.layer, sequence_group=mesh.sequence, device=mesh.device, streams=streams
+        )
         losses = ("mlm_loss", "sentence_loss") if config.bert.has_sentence_head else ("mlm_loss",)
         accuracies = tuple(name.replace("loss", "accuracy") for name in losses)
         super().__init__(bert_layers(config, context), streams, loss_names=losses, evaluation_names=losses + accuracies)
-        self.config, self.group = config, mesh.layer
+        self.config, self.group, self.sequence = config, mesh.layer, context.sequence
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
         self.has_pairs = config.bert.has_sentence_head
@@ -61,13 +65,26 @@ class BertTask(Task):
         """Give a rank's named parameters their values, in place."""
         self.weights.fill(parameters)
 
+    def of_rank(self, microbatch: BertBatch) -> BertBatch:
+        """This rank's positions, with the document numbers of the whole sequence, by which attention masks. A pair is
+        counted once, by the rank that holds the first position."""
+        if self.sequence.group.size == 1:
+            return microbatch
+        local: dict[str, Any] = {
+            name: self.sequence.take(getattr(microbatch, name), 1)
+            for name in ("tokens", "token_types", "labels", "loss_mask")
+        }
+        if not self.sequence.group.is_first:
+            local["sentence_labels"] = torch.full_like(microbatch.sentence_labels, _NO_PAIR)
+        return dataclasses.replace(microbatch, **local)
+
     def first_input(self, microbatch: BertBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, segments and document numbers, [b, s] each."""
+        """Tokens and segments of this rank's positions, and the document numbers of whole sequences, [b, s] each."""
         return microbatch.tokens, microbatch.token_types, microbatch.documents
 
     def stage_input_specs(self, microbatch: BertBatch, stage: int) -> tuple[TensorSpec, ...]:
         """The hidden states and the document numbers, between any two stages."""
-        return hidden_states_spec(self.config, self.group), document_numbers_spec(self.config)
+        return hidden_states_spec(self.config, self.group), *beside_specs(self.config)
 
     def last_inputs(self, microbatch: BertBatch) -> tuple[Tensor, ...]:
         """The labels [b, s], where the head computes the loss."""

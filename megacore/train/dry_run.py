@@ -41,7 +41,8 @@ from megacore.parallel.mesh import Mesh
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.schedule_file import training_schedule
 from megacore.pipeline.stage import tensors_of
-from megacore.plan.memory import RankMemory, in_flight, plan_memory
+from megacore.plan.in_flight import in_flight
+from megacore.plan.memory import RankMemory, plan_memory
 from megacore.plan.outline import outline
 from megacore.train.bert_task import BertTask
 from megacore.train.fake_job import CPU, HOST_READS, NoWeights, absent_accelerator, fake_job

@@ -41,9 +41,10 @@ from megacore.config.fields import field_infos
 from megacore.config.messages import one_of
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.errors import ConfigError, UserError
-from megacore.models.plain import Layer, describe_call, describe_layers, is_split
+from megacore.models.plain import Layer, describe_call, describe_layers, is_split, undivided
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.compiled import Backend
+from megacore.parallel.context import SequenceShards
 from megacore.parallel.mesh import Mesh, build_mesh, compute_reproducibly, has_fast_bf16, leave, world_size
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.recompute import Recomputed
@@ -52,7 +53,17 @@ from megacore.pipeline.schedule_file import check_schedule
 from megacore.pipeline.shapes import StageShapes
 from megacore.train.callbacks import Callback, Callbacks
 from megacore.train.memory_check import check_memory_of_ranks
-from megacore.train.plain_task import LossFunction, Pair, PlainMicrobatch, PlainTask, cut, moved, samples_of
+from megacore.train.plain_task import (
+    Divide,
+    LossFunction,
+    Pair,
+    PlainMicrobatch,
+    PlainTask,
+    cut,
+    divide_positions,
+    moved,
+    samples_of,
+)
 from megacore.train.profiling import StepProfiler
 from megacore.train.replicas import ReplicaCheck
 from megacore.train.same_run import refuse_different_ranks
@@ -80,8 +91,11 @@ class PipelineEngine:
             the inputs.
         train_iters: steps of the run, over which the learning rate decays.
         num_microbatches: of one step, on each data-parallel replica.
-        parallel: tp, pp, dp, schedule, ZeRO stage and so on. tp is for layers that are split, such as
-            ColumnParallelLinear; pipeline_layout and sequence_parallel are GPT's.
+        divide: (shards, inputs, targets) -> this rank's positions of both, where cp ranks divide the sequences; None:
+            of every tensor of two dimensions or more, along the second.
+        parallel: tp, pp, dp, cp, schedule, ZeRO stage and so on. tp is for layers that are split, such as
+            ColumnParallelLinear, cp for layers that work on single positions, and megacore's attention;
+            pipeline_layout and sequence_parallel are GPT's.
         optimizer: its learning-rate schedule and the clipping of gradients.
         optimizer_settings: which optimizer, and its settings: `SGDConfig(sgd_momentum=0.8)`; None: the defaults of the
             one that `optimizer` names.
@@ -104,6 +118,7 @@ class PipelineEngine:
             not watched.
 
     Attributes:
+        sequence: which positions of each sequence this rank holds.
         lr: learning rate of the last step.
         grad_norm: global gradient norm of the last step before clipping, an fp64 scalar.
         stages: numbers of the layers of every pipeline stage.
@@ -125,6 +140,7 @@ class PipelineEngine:
         reduction: Literal["mean", "sum"] = "mean",
         count: Callable[[Any], Tensor | float] | None = None,
         num_microbatches: int = 1,
+        divide: Divide | None = None,
         parallel: ParallelConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         optimizer_settings: OptimizerSettings | None = None,
@@ -176,7 +192,15 @@ class PipelineEngine:
             chosen = self.config.precision.for_device(bf16=has_fast_bf16(self.mesh.device))
             self.config = dataclasses.replace(self.config, precision=chosen)
             streams, dtype = RandomStreams(seed, self.mesh.device), DTYPES[self.config.precision.precision]
-            described = describe_layers(layers, seed=seed, device=self.mesh.device, streams=streams, dtype=dtype)
+            self.sequence, self._divide = SequenceShards(self.mesh.sequence), divide or divide_positions
+            described = describe_layers(
+                layers,
+                seed=seed,
+                device=self.mesh.device,
+                streams=streams,
+                dtype=dtype,
+                shard=self.mesh.sequence.rank,
+            )
             further = {f"module of layer {layer.name!r}": layer.description for layer in layers}
             further |= {"loss": describe_call(loss), "reduction": reduction, "count": describe_call(count)}
             refuse_different_ranks(self.config, self.mesh.world, described, further)
@@ -236,7 +260,8 @@ class PipelineEngine:
 
         Args:
             microbatches: (inputs, targets) of each, this replica's share of the batch, the same on every rank of the
-                pipeline. Inputs are a tensor or a tuple of tensors; targets whatever the loss takes. Sizes may differ.
+                pipeline, with whole sequences. Inputs are a tensor or a tuple of tensors; targets whatever the loss
+                takes. Sizes may differ.
 
         Returns:
             The mean loss over the batch of all replicas, an fp64 scalar that is equal on every rank.
@@ -445,8 +470,11 @@ class PipelineEngine:
         """Move to the device what this rank needs there, and learn what stages will exchange."""
         device, pipeline, readers = self.mesh.device, self.mesh.pipeline, self.mesh.batch
         batch = []
+        ranks = self.sequence.group.size
         for position, (inputs, targets) in enumerate(microbatches):
-            number = samples_of(inputs) if self._count is None else self._count(targets)
+            if ranks > 1:
+                inputs, targets = self._divide(self.sequence, inputs, targets)
+            number = samples_of(inputs) / ranks if self._count is None else self._count(targets)
             batch.append(
                 PlainMicrobatch(
                     index=(self.step * self.num_microbatches + position) * readers.size + readers.rank,
@@ -509,7 +537,12 @@ def _checked_config(
     if parallel.sequence_parallel:
         problems.append("sequence_parallel is GPT's and BERT's: leave it out")
     if parallel.cp > 1:
-        problems.append(f"cp {parallel.cp} is GPT's, whose trainer divides the sequences: use cp 1")
+        problems += undivided(layers, parallel.cp)
+        if parallel.cp_comm != "auto":
+            problems.append(
+                f"cp_comm {parallel.cp_comm}: layers choose it; leave it out, and build them with "
+                f'SequenceShards(mesh.sequence, "{parallel.cp_comm}")'
+            )
     if parallel.pipeline_layout is not None:
         problems.append(f"pipeline_layout {parallel.pipeline_layout} is GPT's: leave it out")
     if parallel.pipeline_balance == "flops":
@@ -530,7 +563,7 @@ def _checked_config(
             model=ModelConfig(
                 num_layers=max(len(layers), 1), vocab_size=1, hidden_size=parallel.tp, num_attention_heads=parallel.tp
             ),
-            data=DataConfig(mock_data=True),
+            data=DataConfig(mock_data=True, seq_length=1024 * parallel.cp),
             parallel=parallel,
             optimizer=optimizer,
             precision=precision,

@@ -14,6 +14,8 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
@@ -46,7 +48,7 @@ def fake_job(
         with ExitStack() as stack:
             for context in (_FakeTensors(), ops.kernels_chosen(kernels)):
                 stack.enter_context(context)
-            replaced = _ATTENTION if device.type == "cpu" else _ATTENTION | _ABSENT
+            replaced = _REPLACED if device.type == "cpu" else _REPLACED | _ABSENT
             for (owner, name), substitute in replaced.items():
                 stack.enter_context(mock.patch.object(owner, name, substitute))
             yield mesh
@@ -119,21 +121,45 @@ def _host_generator(device: torch.device | None = None) -> torch.Generator:
     return torch.default_generator.clone_state()
 
 
-# What a device has besides tensors -> what stands for it.
-_ABSENT = {
-    (torch, "Event"): _Idle,
-    (torch, "Stream"): _Idle,
-    (torch.accelerator, "current_stream"): _Idle,
-    (torch, "Generator"): _host_generator,
-}
-
-
-def _without_dropout(attention: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def attend(*tensors: torch.Tensor, **settings: Any) -> torch.Tensor:
+def _without_dropout(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attend(*tensors: Tensor, **settings: Any) -> Tensor:
         return attention(*tensors, **{**settings, "dropout_p": 0.0})
 
     return attend
 
 
-# Attention with dropout is one operator on a GPU; torch has it on fake tensors only without dropout.
-_ATTENTION = {(F, "scaled_dot_product_attention"): _without_dropout(F.scaled_dot_product_attention)}
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` by the fused operators of an accelerator, which write no weights. torch knows
+    none for a device without them and takes steps that keep the weights, b x heads x s x s numbers, for backward."""
+    if attn_mask is None:
+        return _flash(query, key, value, dropout_p, is_causal)[0]
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    return _efficient(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+# What is replaced for any device: sends are done at once, where torch's never are and their tensors would be kept. On a
+# CPU, torch has attention with dropout on fake tensors only without the dropout.
+_REPLACED: dict[tuple[Any, str], Any] = {
+    (FakeWork, "is_completed"): lambda _: True,
+    (F, "scaled_dot_product_attention"): _without_dropout(F.scaled_dot_product_attention),
+}
+# What an absent accelerator has besides tensors.
+_ABSENT: dict[tuple[Any, str], Any] = {
+    (F, "scaled_dot_product_attention"): _fused,
+    (torch, "Event"): _Idle,
+    (torch, "Stream"): _Idle,
+    (torch.accelerator, "current_stream"): _Idle,
+    (torch, "Generator"): _host_generator,
+}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megacore.config import ResolvedConfig
-from megacore.data.loading.loader import Microbatch
+from megacore.data.loading.loader import Microbatch, PackedMicrobatch
 from megacore.layers.context import BuildContext
 from megacore.models.gpt import gpt_layers
 from megacore.models.initialize import InitialWeights, RandomWeights
@@ -25,7 +25,7 @@ from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.stage import TensorSpec
 from megacore.plan.flops import flops_per_sequence
-from megacore.train.task import Task, compiled_loss, hidden_states_spec
+from megacore.train.task import Task, beside_specs, compiled_loss, hidden_states_spec
 
 
 class GPTTask(Task):
@@ -56,6 +56,9 @@ class GPTTask(Task):
         experts = ExpertRanks.of(mesh, sequences=config.training.global_batch_size)
         context = dataclasses.replace(context, products=products, experts=experts)
         super().__init__(gpt_layers(config.model, context), streams)
+        self.beside = config.beside_hidden_states
+        if self.beside:
+            self.batch_type = PackedMicrobatch
         self.config, self.group, self.sequence = config, mesh.layer, context.sequence
         self.share = vocabulary_share(config.model.vocab_size, mesh.layer)
         self.weights: InitialWeights = weights or RandomWeights(config.model, seed=config.training.seed)
@@ -70,20 +73,23 @@ class GPTTask(Task):
         """This rank's positions, each with its label, which is the next position's token whoever holds that."""
         if self.sequence.group.size == 1:
             return microbatch
-        return Microbatch(
-            index=microbatch.index,
+        return dataclasses.replace(
+            microbatch,
             tokens=self.sequence.take(microbatch.tokens, 1),
             labels=self.sequence.take(microbatch.labels, 1),
             loss_mask=self.sequence.take(microbatch.loss_mask, 1),
         )
 
-    def first_input(self, microbatch: Microbatch) -> Tensor:
-        """The tokens [b, s]."""
-        return microbatch.tokens
+    def first_input(self, microbatch: Microbatch) -> Tensor | tuple[Tensor, ...]:
+        """The tokens [b, s]; of packed documents with what the layers get beside them, of whole sequences."""
+        if not isinstance(microbatch, PackedMicrobatch):
+            return microbatch.tokens
+        known = {"documents": microbatch.documents, "positions": microbatch.positions}
+        return (microbatch.tokens, *(known[name] for name in self.beside))
 
     def stage_input_specs(self, microbatch: Microbatch, stage: int) -> tuple[TensorSpec, ...]:
-        """The hidden states, between any two stages."""
-        return (hidden_states_spec(self.config, self.group),)
+        """The hidden states, and what travels with them, between any two stages."""
+        return hidden_states_spec(self.config, self.group), *beside_specs(self.config)
 
     def last_inputs(self, microbatch: Microbatch) -> tuple[Tensor, ...]:
         """The labels [b, s], where the head computes the loss."""

@@ -16,8 +16,8 @@ from megacore.errors import ConfigError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Mesh
 from megacore.plan.fit import device_problem, device_warning, host_problem, host_warning, offload_problem
-from megacore.plan.memory import PlannedLayer
 from megacore.plan.room import Room
+from megacore.plan.state import PlannedLayer
 
 
 def check_memory_of_ranks(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer]) -> str | None:
@@ -72,7 +72,7 @@ def _verdict(config: ResolvedConfig, mesh: Mesh, layers: Sequence[PlannedLayer])
     room, stage, problem = device_room(mesh.device), mesh.pipeline.rank, None
     if room is not None:
         problem = device_problem(config, layers, stage, room)
-    if problem is None and config.parallel.offload_optimizer:
+    if problem is None and (config.parallel.offload_optimizer or config.training.offload_activations):
         problem = offload_problem(config, layers)
     return _Verdict(problem, None if problem or room is None else device_warning(config, layers, stage, room))
 

@@ -113,8 +113,8 @@ _COSTS: Mapping[str, Callable[[Arguments], Cost]] = {
 }
 # Operators of megacore that compute less than a device does in the time of the bytes that they move.
 _MEMORY_ONLY = frozenset({
-    "adamw_", "cross_entropy_gradient_", "cross_entropy_losses", "cross_entropy_merged", "cross_entropy_statistics",
-    "dropout_add", "dropout_backward", "gelu_backward", "gelu_forward", "join_rotary", "kept", "norm_backward",
-    "norm_forward", "rotary", "softmax_backward", "softmax_forward", "split_rotary", "swiglu_backward",
-    "swiglu_forward", "swiglu_of_halves", "swiglu_of_halves_backward",
+    "adamw_", "bias_gelu_backward", "cross_entropy_gradient_", "cross_entropy_losses", "cross_entropy_merged",
+    "cross_entropy_statistics", "dropout_add", "dropout_backward", "gelu_backward", "gelu_forward", "join_rotary",
+    "kept", "norm_backward", "norm_forward", "rotary", "softmax_backward", "softmax_forward", "split_rotary",
+    "swiglu_backward", "swiglu_forward", "swiglu_of_halves", "swiglu_of_halves_backward",
 })  # fmt: skip

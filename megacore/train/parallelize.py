@@ -4,7 +4,8 @@
 2. build: split over the layer group as it is made;
 3. initialise: by global name, so that every layout starts from the same bits;
 4. compile: the forward of blocks runs as compiled code, and so does their backward;
-5. recompute: wrap the blocks that keep only their input;
+5. recompute: wrap the blocks that keep only their input; and those whose activations are kept in host memory, or
+   divided over the layer group;
 6. data parallel: move the parameters with their values into buckets, in the precision of training, and divide them by
    ZeRO's stage: on stage 3 before the next layer is built, so that no more than one is ever whole;
 7. tied parameters: their copies take the value of the first use.
@@ -24,9 +25,10 @@ from megacore.models.spec import LayerSpec
 from megacore.optim.optimizers import has_one_pass
 from megacore.parallel.collectives import all_reduce_tied_
 from megacore.parallel.compiled import compile_layer
-from megacore.parallel.mesh import Holders, Mesh
+from megacore.parallel.mesh import ALONE, Holders, Mesh
 from megacore.parallel.products import adds_in_fp32
 from megacore.parallel.recompute import Recomputed
+from megacore.parallel.saved import Kept, Offload
 from megacore.parallel.sharding import ShardedParameter, sharded_parameters
 from megacore.pipeline.partition import stage_ranges
 from megacore.pipeline.runtime import PipelineRuntime
@@ -76,8 +78,10 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
         Stage([task.layers[i] for i in layers], parameters, number=number, build=False)
         for number, layers in enumerate(held)
     ]
+    offloads = config.training.offload_activations and mesh.device.type != "cpu"
+    offload = Offload(mesh.device, task.streams) if offloads else None
     data_parallel = DataParallel(
-        (_layers(chunk, task, config, parameters) for chunk in chunks),
+        (_layers(chunk, task, config, mesh, parameters=parameters, offload=offload) for chunk in chunks),
         mesh,
         options=_zero_options(task.layers, config, mesh),
         bucket_bytes=int(config.parallel.bucket_size_mb * 2**20),
@@ -102,7 +106,13 @@ def parallelize(task: Task, config: ResolvedConfig, mesh: Mesh) -> ParallelModel
 
 
 def _layers(
-    chunk: Stage, task: Task, config: ResolvedConfig, parameters: dict[str, ShardedParameter]
+    chunk: Stage,
+    task: Task,
+    config: ResolvedConfig,
+    mesh: Mesh,
+    *,
+    parameters: dict[str, ShardedParameter],
+    offload: Offload | None,
 ) -> Iterator[nn.Module]:
     """Build a stage layer by layer, each with its initial values, and wrapped where it keeps only its input.
 
@@ -110,11 +120,14 @@ def _layers(
         chunk: a stage that is not built.
         task: what is trained.
         config: resolved.
+        mesh: this rank's groups and device.
         parameters: of the layers so far, by global name; those of this stage are added.
+        offload: takes the activations of blocks to host memory; None: they stay.
     """
     is_new = config.checkpoint.load is None  # else every value comes from the checkpoint
     blocks = [index for index, spec in enumerate(chunk.specs) if spec.is_block]
     recomputed = blocks[: config.training.recompute_num_layers] if config.training.recompute == "full" else []
+    divided = recomputed if config.training.distribute_saved_activations else []
     for index, layer in enumerate(chunk.build_layers()):
         new = {p.spec.name: p for p in sharded_parameters(layer) if p.spec.name not in parameters}
         if is_new:
@@ -129,6 +142,9 @@ def _layers(
             )
         if index in recomputed:
             chunk.layers[index] = Recomputed(layer, task.streams)
+        if index in (blocks if offload is not None else divided):
+            group = mesh.layer if index in divided else ALONE
+            chunk.layers[index] = Kept(chunk.layers[index], offload, group=group, is_first=index == blocks[0])
         yield chunk.layers[index]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megacore.errors import UserError
 from megacore.models.spec import LayerSpec
+from megacore.parallel.context import SequenceShards
 from megacore.parallel.random import RandomStreams
 from megacore.parallel.sharding import ShardedParameter
 from megacore.pipeline.shapes import StageShapes
@@ -19,6 +20,7 @@ from megacore.train.task import Task
 
 Pair = tuple[Any, Any]  # inputs and targets of a microbatch
 LossFunction = Callable[[Any, Any], Tensor]  # (output of the last layer, targets) -> a scalar
+Divide = Callable[[SequenceShards, Any, Any], Pair]  # (shards, inputs, targets) -> those of this rank's positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +119,29 @@ def cut(value: Any, pieces: int) -> list[Any]:
     if isinstance(value, Tensor):
         return list(value.tensor_split(pieces))
     return list(zip(*(cut(part, pieces) for part in value), strict=True))
+
+
+def divide_positions(shards: SequenceShards, inputs: Any, targets: Any) -> Pair:
+    """This rank's positions of inputs and targets: of every tensor of two dimensions or more, along the second.
+
+    Raises:
+        UserError: the ranks cannot divide that dimension.
+    """
+    return _positions(inputs, shards), _positions(targets, shards)
+
+
+def _positions(value: Any, shards: SequenceShards) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_positions(part, shards) for part in value)
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return value
+    ranks = shards.group.size
+    if value.shape[1] % (2 * ranks):
+        raise UserError(
+            f"cp {ranks} cannot divide a tensor of shape {list(value.shape)} along dimension 1, which must be a "
+            f"multiple of {2 * ranks}: pad it, or give the engine a function `divide`"
+        )
+    return shards.take(value, 1)
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -32,7 +32,7 @@ from megacore.data.indexed.reader import bin_path, idx_path
 from megacore.errors import ConfigError, DataError
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.mesh import Group
-from megacore.plan.memory import PlannedLayer
+from megacore.plan.state import PlannedLayer
 
 Facts = dict[str, str]  # name -> value, both as messages show them
 

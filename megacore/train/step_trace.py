@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore.config import ResolvedConfig
-from megacore.data.loading.loader import Microbatch
+from megacore.data.loading.loader import Microbatch, PackedMicrobatch
 from megacore.parallel.mesh import Mesh
 from megacore.plan.peaks import Format
 from megacore.plan.roofline import Event, Launch, Pattern, Phase, StepEvents, Transfer
@@ -89,8 +90,17 @@ def _recorded(step: TrainStep, recorder: Recorder, config: ResolvedConfig, micro
 
 def _microbatch(config: ResolvedConfig, index: int) -> Microbatch:
     shape = config.training.micro_batch_size, config.data.seq_length
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    return Microbatch(index=index, tokens=tokens, labels=tokens.clone(), loss_mask=torch.ones(shape))
+    zeros = partial(torch.zeros, shape, dtype=torch.int64)
+    if not config.beside_hidden_states:
+        return Microbatch(index=index, tokens=zeros(), labels=zeros(), loss_mask=torch.ones(shape))
+    return PackedMicrobatch(
+        index=index,
+        tokens=zeros(),
+        labels=zeros(),
+        loss_mask=torch.ones(shape),
+        documents=zeros() + 1,
+        positions=zeros(),
+    )
 
 
 class Recorder(TorchDispatchMode):

@@ -12,6 +12,7 @@ from megacore.config.bert import BertConfig
 from megacore.config.dimensions import describe_degrees, ranks_of_role
 from megacore.config.messages import counted
 from megacore.config.sections import ChosenSchedule
+from megacore.data.gpt.packing import Packing
 from megacore.models.spec import LayerSpec
 from megacore.parallel.mesh import Mesh
 from megacore.plan.activations import loss_chunks
@@ -30,6 +31,7 @@ def launch_summary(
     stages: list[range],
     *,
     samples: tuple[int, int],
+    packing: Packing | None = None,
     idle_share: float,
 ) -> str:
     """Topology, model, batch, bubble, data, and which implementation every operator runs.
@@ -40,6 +42,7 @@ def launch_summary(
         layers: the whole model.
         stages: which layers each pipeline stage holds.
         samples: training and validation samples of the run.
+        packing: what an epoch of training samples holds, where these are padded.
         idle_share: predicted share of the ranks' time that the pipeline leaves them idle.
     """
     training, parallel, model = config.training, config.parallel, config.model
@@ -74,6 +77,7 @@ def launch_summary(
         ),
         ("schedule", bubble if parallel.pp > 1 else "one stage, no bubble"),
         *([("context", _divided(config))] if parallel.cp > 1 else []),
+        *([("offload", _offloaded(mesh.device))] if training.offload_activations else []),
         *([("experts", _experts(config, experts))] if (experts := model.experts) is not None else []),
         *([("sequence", _SPLIT)] if parallel.sequence_parallel else []),
         (
@@ -81,6 +85,7 @@ def launch_summary(
             f"{samples[0]:,} training and {samples[1]:,} validation samples"
             + (" (mock)" if config.data.mock_data else ""),
         ),
+        *([("packing", text)] if (text := _packed(config, packing)) else []),
         ("operators", _operators(config, mesh.device)),
         *([("loss", f"logits in {chunks} chunks of the vocabulary")] if (chunks := loss_chunks(config)) > 1 else []),
         *([("compiled", _compiled(config))] if training.compile else []),
@@ -101,6 +106,23 @@ def summary_line(label: str, text: str) -> str:
     )
 
 
+def _packed(config: ResolvedConfig, packing: Packing | None) -> str:
+    """How documents become samples, where that is not the plain stream of documents."""
+    data, parts = config.data, []
+    if packing is not None:
+        parts.append(
+            f"{data.packing}: {counted(packing.samples, 'sample')} per epoch of "
+            f"{counted(packing.documents, 'document')}, {packing.padding:.1%} padding"
+        )
+        if packing.longer:
+            how = f"cut, and {packing.cut:.2%} of the tokens left out" if data.packing == "none" else "split"
+            parts.append(f"{counted(packing.longer, 'longer document')} {how}")
+    if isinstance(config, BertConfig):
+        return "; ".join(parts)
+    said = {"documents": "attention stays within documents", "positions": "positions restart at each document"}
+    return "; ".join([*parts, *(said[name] for name in config.beside_hidden_states)])
+
+
 def _divided(config: ResolvedConfig) -> str:
     """How the ranks divide sequences."""
     parallel, length = config.parallel, config.data.seq_length
@@ -108,11 +130,18 @@ def _divided(config: ResolvedConfig) -> str:
         "allgather": "are gathered for each layer",
         "ring": "travel in a ring",
         "ulysses": "of 1 in {cp} heads are exchanged for positions",
-    }[parallel.context_comm].format(cp=parallel.cp)
+    }[config.context_comm].format(cp=parallel.cp)
     return (
         f"{length // parallel.cp} of {length} positions per rank, in 2 of {2 * parallel.cp} chunks; keys and values "
-        f"{how} (--cp-comm {parallel.context_comm})"
+        f"{how} (--cp-comm {config.context_comm})"
     )
+
+
+def _offloaded(device: torch.device) -> str:
+    """What --offload-activations does."""
+    if device.type == "cpu":
+        return "none: on a CPU activations are in host memory (--offload-activations)"
+    return "activations of blocks wait in host memory for backward (--offload-activations)"
 
 
 def _experts(config: ResolvedConfig, experts: ResolvedExperts) -> str:
@@ -164,7 +193,7 @@ def attention_warning(config: ResolvedConfig, device: torch.device) -> str | Non
         seq_length=config.data.seq_length,
         dtype=DTYPES[config.precision.precision],
         causal=not is_bert,
-        masked=is_bert or alibi or windowed,
+        masked=is_bert or alibi or windowed or "documents" in config.beside_hidden_states,
         alibi=alibi,
         dropout=model.attention_dropout,
     )

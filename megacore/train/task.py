@@ -129,6 +129,7 @@ def hidden_states_spec(config: ResolvedConfig, group: Group) -> TensorSpec:
     return TensorSpec(shape, DTYPES[config.precision.precision])
 
 
-def document_numbers_spec(config: ResolvedConfig) -> TensorSpec:
-    """The document numbers of a microbatch's positions, which travel beside the hidden states: [b, s]."""
-    return TensorSpec((config.training.micro_batch_size, config.data.seq_length), torch.int64)
+def beside_specs(config: ResolvedConfig) -> tuple[TensorSpec, ...]:
+    """What travels with the hidden states, such as the document numbers of a microbatch's positions: [b, s] each."""
+    shape = config.training.micro_batch_size, config.data.seq_length
+    return tuple(TensorSpec(shape, torch.int64) for _ in config.beside_hidden_states)

@@ -18,6 +18,7 @@ from megacore.checkpoint.manifest import Manifest, read_manifest
 from megacore.checkpoint.state import TrainingState
 from megacore.config import ResolvedConfig
 from megacore.data.gpt.blend import SampleDataset
+from megacore.data.gpt.packing import KnowsPacking
 from megacore.data.loading.batch import Batch
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
 from megacore.errors import TrainingDiverged
@@ -78,7 +79,7 @@ class Trainer:
         self.config, self.mesh, self.task = config, mesh, task
         self.metrics = StepMetrics(config, mesh, task)
         self.provenance = provenance_of(mesh) if mesh.world.is_first else None
-        self._announce(train_samples=len(train_data), valid_samples=0 if valid_data is None else len(valid_data))
+        self._announce(train_data, valid_data)
         if (tight := check_memory_of_ranks(config, mesh, task.layers)) and mesh.world.rank == 0:
             say(f"  {'warning':<10}{tight}", may_fail=config.checkpoint.on_save_error == "warn")
         self.train_steps = TrainStep(task, config, mesh)
@@ -360,7 +361,7 @@ class Trainer:
             "consumed_tokens": self.consumed_samples * self.config.data.seq_length,
         }
 
-    def _announce(self, *, train_samples: int, valid_samples: int) -> None:
+    def _announce(self, train_data: SampleDataset, valid_data: SampleDataset | None) -> None:
         """Say what is about to be built, and by what."""
         if self.provenance is None:
             return
@@ -369,7 +370,8 @@ class Trainer:
             self.mesh,
             self.task.layers,
             stage_ranges(self.task.layers, self.config),
-            samples=(train_samples, valid_samples),
+            samples=(len(train_data), 0 if valid_data is None else len(valid_data)),
+            packing=train_data.packing if isinstance(train_data, KnowsPacking) else None,
             idle_share=self.metrics.predicted_bubble,
         )
         memory = self.metrics.predicted_memory

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megacore.config import ResolvedConfig
 from megacore.config.bert import ResolvedBertConfig
 from megacore.data.bert.build import build_bert_datasets
+from megacore.data.gpt.mock import random_documents
 from megacore.data.loading.loader import BatchLoader, DeviceLoader
 from megacore.parallel.collectives import all_gather_objects
 from megacore.parallel.context import SequenceShards
@@ -107,6 +108,7 @@ class UnevenData:
     def __init__(self, config: ResolvedConfig, samples: int) -> None:
         self._vocab_size, self._length, self._samples = config.model.vocab_size, config.data.seq_length, samples
         self._seed = config.training.seed % 2**32
+        self._boundaries = bool(config.beside_hidden_states)
 
     def __len__(self) -> int:
         return self._samples
@@ -116,7 +118,8 @@ class UnevenData:
         window = random.integers(0, self._vocab_size, self._length + 1)
         mask = random.random(self._length) < random.uniform(0.2, 1.0)
         mask[random.integers(self._length)] = True
-        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": mask.astype(np.float32)}
+        sample: dict[str, Array] = {"tokens": window[:-1], "labels": window[1:], "loss_mask": mask.astype(np.float32)}
+        return sample | random_documents(self._length, random) if self._boundaries else sample
 
 
 def make_task(config: ResolvedConfig, mesh: Mesh) -> Task:

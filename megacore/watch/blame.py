@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megacore.config.messages import ranks_in_words
-from megacore.watch.ledger import Flag, Phase, Record
+from megacore.watch.ledger import Flag, Phase
+from megacore.watch.record import Record
 
 State = Literal["running", "stopped", "gone"]
 Kind = Literal["absent", "gone", "stopped", "holds up", "deviates", "cycle", "undetermined"]

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megacore.watch.blame import Seen, Verdict
-from megacore.watch.ledger import Phase, Record
+from megacore.watch.ledger import Phase
+from megacore.watch.record import Record
 from megacore.watch.report import PHASES_IN_WORDS
 
 TIMES: Mapping[Phase, float] = {

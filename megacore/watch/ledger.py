@@ -4,40 +4,38 @@ The file survives the rank, and other processes of the node read it without the 
 stopped, killed or blocked in C. Entering or leaving a phase is two stores, of the phase as one 64-bit code and of the
 time. The times are CLOCK_MONOTONIC, which all processes of a node share.
 
-Layout, in words of 8 bytes: the fields of `Word`, then for each channel (a group that communicates, or a sender and
-receiver) how many operations the rank has posted, then a JSON text with what never or rarely changes.
+`LedgerFile` (watch/record.py) reads it. Layout, in words of 8 bytes: the fields of `Word`, then for each channel (a
+group that communicates, or a sender and receiver) how many operations the rank has posted, then a JSON text with what
+never or rarely changes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
 import statistics
-import struct
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
+from megacore.watch.operation_log import OperationLog
 from megacore.watch.order import UsualOrder
 
 MAGIC = 0x6D656761_00000002  # the last half is the version of this layout
 SUFFIX = ".ledger"
 _CHANNELS = 250
-_TEXT = 8192  # offset of the text, in bytes
-_SIZE = 1 << 18
+TEXT = 8192
+"""Offset of the text, in bytes."""
+SIZE = 1 << 18
+"""Of the file, in bytes."""
 _RECENT_STEPS = 31
-_READS = 20
 AGREED = 1 << 32
 """The sum of the ranks' second votes on operations is a multiple of it, unless they differ."""
-_RECENT_OPERATIONS = 1 << 17
-_RUNS = 8  # that are kept: a step is digested in two or three
-_PRIME, _BASE = 2**61 - 1, 0x1A2F_9D3B_75C4_E68D  # of the digests: a Mersenne prime, and any number below it
 
 
 class Phase(IntEnum):
@@ -165,75 +163,6 @@ class Identity:
     node: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """A ledger as it was read.
-
-    Attributes:
-        identity: of the rank.
-        phase: the innermost one.
-        section: the outer phase, which decides how long the inner one may take.
-        age: seconds since the last mark.
-        step: number of the step, from 1; 0 before the first.
-        stage: pipeline stage of a forward or backward, else None.
-        microbatch: its number in the step, else None.
-        channel: what the rank communicates over, or None.
-        awaited: the number of the operation on the channel that the rank waits for, from 1.
-        nbytes: size of that operation on this rank.
-        posted: operations that the rank has begun on each channel.
-        deviation: number of the step in which the rank left its usual order of operations; 0: it has not.
-        median_step: seconds; 0 until it is known.
-        flags: of `Flag`.
-        terminating: seconds since a signal asked this rank to end; None: none has.
-    """
-
-    identity: Identity
-    phase: Phase
-    section: Phase
-    age: float
-    step: int = 0
-    stage: int | None = None
-    microbatch: int | None = None
-    channel: Channel | None = None
-    awaited: int = 0
-    nbytes: int = 0
-    posted: Mapping[Channel, int] = field(default_factory=dict)
-    deviation: int = 0
-    median_step: float = 0.0
-    flags: int = 0
-    terminating: float | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.identity.rank
-
-    def to_json(self) -> dict[str, Any]:
-        """The record as a JSON object; `from_json` reads it."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return values | {
-            "identity": asdict(self.identity),
-            "phase": self.phase.name,
-            "section": self.section.name,
-            "channel": None if self.channel is None else asdict(self.channel),
-            "posted": [[list(c.ranks), c.is_message, count] for c, count in self.posted.items()],
-        }
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Record:
-        """The record of a JSON object."""
-        channel = values["channel"]
-        return Record(
-            **{
-                **values,
-                "identity": Identity(**values["identity"]),
-                "phase": Phase[values["phase"]],
-                "section": Phase[values["section"]],
-                "channel": None if channel is None else Channel(tuple(channel["ranks"]), channel["is_message"]),
-                "posted": {Channel(tuple(ranks), message): count for ranks, message, count in values["posted"]},
-            }
-        )
-
-
 def code_of(phase: Phase, *, channel: int = 0, stage: int | None = None, microbatch: int | None = None) -> int:
     """A phase with its particulars in 64 bits.
 
@@ -263,28 +192,6 @@ class _Kind(NamedTuple):
     ranks: tuple[int, ...]
 
 
-class _Run:
-    """A series of operations, and what it adds to the digests of its channels.
-
-    The digest of a channel is a polynomial whose coefficients are its operations: it is the same however they are cut
-    into series. Sending and receiving a message count as the same operation.
-
-    Attributes:
-        operations: the series.
-        digests: by the number of a channel: the factor for the digest so far, and the term that is added to it.
-    """
-
-    def __init__(self, operations: list[int]) -> None:
-        self.operations = operations
-        self.digests: dict[int, tuple[int, int]] = {}
-        for operation in operations:
-            number, phase, nbytes = operation >> 8 & 0xFF, operation & 0xFF, operation >> 16
-            kind = 0 if phase in _MESSAGES else phase
-            factor, term = self.digests.get(number, (1, 0))
-            mixed = hash((nbytes, kind))  # of integers: no process salts it
-            self.digests[number] = factor * _BASE % _PRIME, (term * _BASE + mixed) % _PRIME
-
-
 class Ledger:
     """Writes this process's ledger.
 
@@ -309,7 +216,7 @@ class Ledger:
         descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             _reserve(descriptor)
-            self._map = mmap.mmap(descriptor, _SIZE)
+            self._map = mmap.mmap(descriptor, SIZE)
         except OSError:
             new.unlink()
             raise
@@ -319,11 +226,7 @@ class Ledger:
         self._words, self._reals = view.cast("Q"), view.cast("d")
         self._kinds: dict[tuple[int, Phase], _Kind] = {}  # by the identity of the ranks
         self._numbers: dict[Channel, int] = {}
-        self._digests = [0] * (_CHANNELS + 1)
-        self._posted: list[int] = []  # operations, as numbers, since a step last began or ended
-        self._digested = 0  # how many of `_posted`
-        self._runs: dict[int, _Run] = {}  # by where they begin in `_posted`
-        self._recent, self._voted = _operations(), _operations()  # since the last vote, and those that it was about
+        self._log = OperationLog(_CHANNELS, _MESSAGES)
         self._stack: list[int] = []
         self._code, self._since = code_of(Phase.IMPORT), monotonic()
         self.seconds = [0.0] * 64
@@ -387,7 +290,7 @@ class Ledger:
         self.leave()
         self._words[Word.SECTION] = before
         if not self.in_step:
-            self._put_away()
+            self._log.begin()
 
     def begin_step(self, step: int) -> None:
         """Step number `step` begins."""
@@ -395,7 +298,7 @@ class Ledger:
         if self.first_step and not self._stack and self._code != Phase.OUTSIDE:
             self.rest_in(Phase.BETWEEN_STEPS)
         self.enter_section(Phase.FIRST_STEP if self.first_step else Phase.STEP)
-        self._put_away()
+        self._log.begin()
         self._order.begin(step)
         self.in_step, self._begun = True, self._since
 
@@ -413,9 +316,9 @@ class Ledger:
         # The first step takes longer than the others; it counts as long as there is no other.
         self._reals[Word.MEDIAN_STEP] = statistics.median(self._steps or [seconds])
         self.first_step = False
-        self._order.end(self._posted)
+        self._order.end(self._log.posted)
         self._words[Word.DEVIATION] = self._order.left_in
-        self._put_away()
+        self._log.begin()
 
     # ---- communication
 
@@ -425,7 +328,7 @@ class Ledger:
         count = self._words[kind.word] + 1
         self._words[kind.word] = count
         operation = nbytes << 16 | kind.tag
-        self._posted.append(operation)
+        self._log.posted.append(operation)
         order = self._order
         if order.expected is not None and next(order.expected, None) != operation:
             order.leave()
@@ -442,24 +345,6 @@ class Ledger:
         self._kinds[id(ranks), phase] = kind
         return kind
 
-    def _put_away(self) -> None:
-        """Begin a new list of operations."""
-        self._digest()
-        self._posted, self._digested = [], 0
-
-    def _digest(self) -> None:
-        """Note what was posted since the last time, in the digests of its channels too."""
-        start, operations = self._digested, self._posted[self._digested :]
-        run = self._runs.get(start)
-        if run is None or run.operations != operations:
-            run = self._runs[start] = _Run(operations)
-            while len(self._runs) > _RUNS:
-                del self._runs[next(iter(self._runs))]
-        for number, (factor, term) in run.digests.items():
-            self._digests[number] = (self._digests[number] * factor + term) % _PRIME
-        self._recent.extend(operations)
-        self._digested = len(self._posted)
-
     # ---- agreement
 
     def votes_on_operations(self) -> tuple[int, int]:
@@ -470,13 +355,12 @@ class Ledger:
         first member adds what the others subtract. Otherwise it is no multiple, except with probability 1 / AGREED.
         """
         self.had_deviated = self._words[Word.DEVIATION] != 0
-        self._digest()
-        self._voted, self._recent = self._recent, _operations()
+        self._log.begin_vote()
         if self._words[Word.FLAGS] & Flag.HIDDEN or len(self._numbers) == _CHANNELS:
             return 0, 0
         total = 0
         for channel, number in self._numbers.items():
-            digest = self._digests[number]
+            digest = self._log.digests[number]
             is_first = channel.ranks[0] == self.identity.rank
             total += digest * (len(channel.ranks) - 1) if is_first else -digest
         return 1, total % AGREED
@@ -486,13 +370,13 @@ class Ledger:
 
         Those before are agreed on, or the run would have ended. None if there were more than are remembered.
         """
-        self._digest()
-        if _RECENT_OPERATIONS in (len(self._recent), len(self._voted)):
+        recent = self._log.since_last_vote_but_one()
+        if recent is None:
             return None
         channels = {number: channel for channel, number in self._numbers.items()}
         left = [self._words[Word.POSTED + number] for number in range(_CHANNELS + 1)]
         operations: dict[Channel, list[tuple[int, str, int]]] = {}
-        for operation in (*reversed(self._recent), *reversed(self._voted)):
+        for operation in recent:
             number, kind = operation >> 8 & 0xFF, Phase(operation & 0xFF)
             if number in channels:
                 name = "message" if kind.is_message else kind.in_words
@@ -522,10 +406,10 @@ class Ledger:
 
     def _describe(self) -> None:
         channels = [[_progressions(channel.ranks), channel.is_message] for channel in self._numbers]
-        while len(text := self._text_of(channels)) > _SIZE - _TEXT and channels:
+        while len(text := self._text_of(channels)) > SIZE - TEXT and channels:
             channels.pop()  # the reader knows channels by their number: the last ones are without ranks
         self._words[Word.TEXT_BYTES] = 0
-        self._map[_TEXT : _TEXT + len(text)] = text
+        self._map[TEXT : TEXT + len(text)] = text
         self._words[Word.TEXT_BYTES] = len(text)
 
     def _text_of(self, channels: list[Any]) -> bytes:
@@ -546,15 +430,6 @@ def _progressions(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
     return result
 
 
-def _ranks(progressions: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
-    """The reverse of `_progressions`."""
-    return tuple(first + number * step for first, step, count in progressions for number in range(count))
-
-
-def _operations() -> deque[int]:
-    return deque(maxlen=_RECENT_OPERATIONS)
-
-
 def _reserve(descriptor: int) -> None:
     """Give a new file its size, and memory for all of it: writing to a mapped page that has none kills the process.
 
@@ -562,9 +437,9 @@ def _reserve(descriptor: int) -> None:
         OSError: there is no room.
     """
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, _SIZE)
+        os.posix_fallocate(descriptor, 0, SIZE)
     else:
-        os.ftruncate(descriptor, _SIZE)
+        os.ftruncate(descriptor, SIZE)
 
 
 class Operation:
@@ -581,90 +456,3 @@ class Operation:
 
     def __exit__(self, *_: object) -> None:
         self._ledger.leave()
-
-
-class LedgerFile:
-    """Another process's ledger.
-
-    Args:
-        path: of the file.
-
-    Attributes:
-        identity: of the rank.
-        inode: tells the file from one that a later process of the same rank has put in its place.
-
-    Raises:
-        ValueError: it is not complete yet, or none.
-        OSError: it cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            status = os.fstat(descriptor)
-            if status.st_size != _SIZE:
-                raise ValueError(f"{path} is not a ledger")
-            self.inode = status.st_ino
-            self._map = mmap.mmap(descriptor, _SIZE)
-        finally:
-            os.close(descriptor)
-        if self._word(Word.MAGIC) != MAGIC:
-            raise ValueError(f"{path} is not a ledger of this version")
-        self._text = b""
-        self._parse()
-
-    def record(self) -> Record:
-        """What the rank does now."""
-        for _ in range(_READS):  # until no mark falls between two readings
-            now, content = monotonic(), self._map[:_TEXT]
-            if self._map[:_TEXT] == content:
-                break
-        self._parse()
-        words = struct.unpack(f"={_TEXT // 8}Q", content)
-        reals = struct.unpack(f"={_TEXT // 8}d", content)
-        code, flags = words[Word.PHASE], words[Word.FLAGS]
-        number, stage, microbatch = code >> 8 & 0xFF, code >> 16 & 0xFFFF, code >> 32
-        phase, known = Phase(code & 0xFF), len(self._channels)
-        terminating = reals[Word.TERMINATING]
-        return Record(
-            identity=self.identity,
-            phase=phase,
-            section=Phase(words[Word.SECTION]),
-            age=max(0.0, now - reals[Word.SINCE]),
-            step=words[Word.STEP],
-            stage=stage - 1 if stage else None,
-            microbatch=microbatch - 1 if microbatch else None,
-            channel=self._channels[number - 1] if 0 < number <= known else None,
-            awaited=words[Word.AWAITED] if phase.communicates else 0,
-            nbytes=words[Word.BYTES] if phase.communicates else 0,
-            posted={channel: words[Word.POSTED + 1 + i] for i, channel in enumerate(self._channels)},
-            deviation=words[Word.DEVIATION],
-            median_step=reals[Word.MEDIAN_STEP],
-            flags=flags,
-            terminating=now - terminating if terminating else None,
-        )
-
-    def last_mark(self) -> float:
-        """When the rank made its last mark, by `time.monotonic`."""
-        return float(struct.unpack_from("=d", self._map, 8 * Word.SINCE)[0])
-
-    def pronounce(self) -> None:
-        """Tell the rank that a hang is reported."""
-        self._map[8 * Word.VERDICT : 8 * Word.VERDICT + 8] = struct.pack("=Q", 1)
-
-    def _word(self, word: int) -> int:
-        value: int = struct.unpack_from("=Q", self._map, 8 * word)[0]
-        return value
-
-    def _parse(self) -> None:
-        length = self._word(Word.TEXT_BYTES)
-        text = self._map[_TEXT : _TEXT + length]
-        if not length or text == self._text:
-            return
-        with contextlib.suppress(ValueError):  # it is being written: the next reading sees it
-            content = json.loads(text)
-            self.identity = Identity(**content["identity"])
-            self._channels = [Channel(_ranks(ranks), message) for ranks, message in content["channels"]]
-            self._text = text
-        if not self._text:
-            raise ValueError("the ledger is being written")

@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megacore.watch.blame import Seen
-from megacore.watch.ledger import SUFFIX, LedgerFile
+from megacore.watch.ledger import SUFFIX
 from megacore.watch.processes import send, started, state_of
+from megacore.watch.record import LedgerFile
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """On which a rank's faulthandler writes the Python stacks of its threads; it needs no lock of the interpreter."""

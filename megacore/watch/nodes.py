@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from megacore.watch.blame import Seen
-from megacore.watch.ledger import Record
+from megacore.watch.record import Record
 
 _PATIENCE = timedelta(seconds=2)
 _QUIET_SECONDS = 20.0  # between publications of a node whose ranks move

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from megacore.config.dimensions import coordinates_of, describe_rank
 from megacore.config.messages import ranks_in_words
 from megacore.watch.blame import Seen, Verdict
-from megacore.watch.ledger import Channel, Phase, Record
+from megacore.watch.ledger import Channel, Phase
+from megacore.watch.record import Record
 
 _WIDTH = 120
 _STACK_LINES = 14

@@ -216,10 +216,7 @@ class Communicator(_ProcessGroup):
             lambda: self._gloo._reduce_scatter_base(_host(output), _host(input), opts),
         )
 
-    # torch before 2.13 calls them by these names.
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
-
-    def alltoall_base(
+    def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any
     ) -> Work:
         return self._collective(
@@ -228,6 +225,10 @@ class Communicator(_ProcessGroup):
             [output],
             lambda: self._gloo.alltoall_base(_host(output), _host(input), output_sizes, input_sizes, opts),
         )
+
+    # torch before 2.13 calls them by these names.
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any) -> Work:
         return self._collective(

@@ -129,6 +129,11 @@ def test_a_step_waits_once_and_copies_the_next_batch_alone(
     run_distributed(count, layout[0] * layout[1] * layout[2], layout, str(tmp_path), variants, backend="pretend")
 
 
+def test_ranks_that_divide_sequences_wait_as_often(tmp_path: Path) -> None:
+    variants: list[Options] = [{"cp": 2, "cp_comm": "ring", "zero_stage": 1}, {"cp": 2, "bert_style": "classic"}]
+    run_distributed(count, 2, (1, 1, 1), str(tmp_path), variants, backend="pretend")
+
+
 def skipping(rank: int, world_size: int, output_dir: str) -> list[list[int]]:
     """Host synchronisations of steps whose gradients overflow, of one block, and of four without and with offload."""
     scale = {"precision": "fp16", "initial_loss_scale": 2.0**120, "hysteresis": STEPS + 1}

@@ -42,7 +42,13 @@ FP16: Changes = {"precision": "fp16", "initial_loss_scale": 1024.0}
 UNFUSED: Changes = {"attention": "fused-softmax"}
 SGD: Changes = {"optimizer": "sgd", "lr": 0.05}
 BERT: Changes = {"bert": True}
+OFF: Changes = {"offload_activations": True}
+DIVIDED: Changes = {"distribute_saved_activations": True, "recompute": "full"}
 GATED: Changes = {"activation": "swiglu", "disable_bias_linear": True, "normalization": "RMSNorm"}
+
+
+def context(comm: str, ranks: int = 2) -> Changes:
+    return {"cp": ranks, "cp_comm": comm}
 
 
 def zero(stage: int) -> Changes:
@@ -57,6 +63,7 @@ CASES: dict[int, list[Case]] = {
         ((1, 1, 1), FP16 | SGD),
         ((1, 1, 1), GATED | FULL),
         ((1, 1, 1), BERT | OFFLOAD),
+        ((1, 1, 1), GATED | OFF),
     ],
     2: [
         ((1, 1, 2), zero(0) | WAIT | FULL),
@@ -75,6 +82,11 @@ CASES: dict[int, list[Case]] = {
         ((2, 1, 1), SP | FULL),
         ((2, 1, 1), SELECTIVE | OFFLOAD | FP16),
         ((2, 1, 1), BERT | SP | BF16),
+        ((1, 1, 1), context("ring") | GATED | zero(1)),
+        ((1, 1, 1), context("allgather") | BERT | zero(3)),
+        ((1, 1, 1), context("ulysses") | BF16 | SELECTIVE | OFF),
+        ((1, 2, 1), SPLIT | OFF),
+        ((2, 1, 1), DIVIDED | OFF),
     ],
     4: [
         ((1, 2, 2), zero(1) | {"schedule": "1f1b"}),
@@ -164,14 +176,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def on_cpu(text: str, directory: str) -> list[float]:
     """The same numerics in one process on the CPU."""
     parallel = {"zero_stage", "overlap_grad_reduce", "overlap_param_gather", "schedule", "virtual_stages"}
-    parallel |= {"sequence_parallel", "offload_optimizer", "reproducible"}
+    parallel |= {"sequence_parallel", "offload_optimizer", "reproducible", "cp", "cp_comm"}
+    parallel |= {"offload_activations", "distribute_saved_activations"}
     changes = {name: value for name, value in json.loads(text).items() if name not in parallel}
     return losses_and_norms(((1, 1, 1), changes), "cpu", directory)
 
 
 def compare(cases: list[Case], directory: str) -> None:
-    tp, pp, dp = cases[0][0]
-    ranks = tp * pp * dp
+    (tp, pp, dp), changes = cases[0]
+    ranks = tp * pp * dp * changes.get("cp", 1)
     found = run_distributed(
         train_all, ranks, cases, "pretend", directory, backend="pretend", init=ranks > 1, timeout=600
     )[0]

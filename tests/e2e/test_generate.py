@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megacore.checkpoint.manifest import describe, sealed
 from megacore.data.tokenizers.tokenizer import JsonTokenizer
+from megacore.data.tokenizers.training import train_tokenizer
 from megacore.inference.generate import Sampling, choose
 from tests.e2e.launching import alone, small_run, words
 from tools.generate import main as generate
@@ -156,3 +157,14 @@ def changed(checkpoint: Path, folder: Path, change: Callable[[Path], None]) -> P
     manifest["files"][shard.name] = asdict(describe(shard))
     (copy / "manifest.json").write_text(sealed(manifest))
     return copy
+
+
+def test_half_a_character_at_the_end_is_printed(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = train_tokenizer(["a rope and a ship, a rope and the sea. " * 20], "bpe", 300)
+    new = tokenizer.encode(" a \N{SNOWMAN}")[:-1]
+    monkeypatch.setattr("tools.generate.tokenizer_of", lambda *_: tokenizer)
+    monkeypatch.setattr("tools.generate.generate", lambda *_, **__: iter(new))
+    assert generate(words(checkpoint=checkpoint, prompt="ship", max_new_tokens=9)) == 0
+    assert capsys.readouterr().out == "ship a \N{REPLACEMENT CHARACTER}\n"

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from benchmarks.hangs import healthy, trials
-from megacore.watch.ledger import LedgerFile
 from megacore.watch.node import base
+from megacore.watch.record import LedgerFile
 from tests.e2e.hanging import HANG
 from tests.e2e.launching import PROGRAM, Job, alone, needs_proc, small_run, under_torchrun
 from tests.e2e.test_failures import START, wait_for_step

@@ -205,6 +205,12 @@ def _activations() -> Iterator[Comparison]:
     def halves(both: Tensor) -> Tensor:
         return ops.swiglu(*both.chunk(2, dim=-1))
 
+    yield Comparison(  # whose bias gradient several programs add up
+        name="bias_gelu-150x300",
+        operator=ops.bias_gelu,
+        oracle=gelu,
+        shapes={"x": (150, 300), "bias": (300,)},
+    )
     for rows, width in ((5, 100), (1, 1), (3, 2500)):
         yield Comparison(
             name=f"gelu-{rows}x{width}",
@@ -292,3 +298,23 @@ def _attentions() -> Iterator[Comparison]:
             shapes={"query": (1, 2, length, size)} | dict.fromkeys(("key", "value"), (1, groups, length, size)),
             fixed=fixed,
         )
+    yield Comparison(
+        name="attention-documents-keys-of-another-rank",
+        operator=_over_earlier_keys,
+        oracle=_over_earlier_keys_oracle,
+        shapes={"query": (2, 1, 36, 8), "key": (2, 1, 34, 8), "value": (2, 1, 34, 8)},
+        fixed={"documents": torch.cat([documents[:, 20:90], documents.flip(1)[:, :70]])},
+    )
+
+
+def _over_earlier_keys(query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor) -> Tensor:
+    """Queries after all keys, of which some see none."""
+    view = Visibility(causal=True, documents=documents.to(query.device))
+    return block_attention(query, key, value, view=view, offset=key.shape[2])[0]
+
+
+def _over_earlier_keys_oracle(query: Tensor, key: Tensor, value: Tensor, *, documents: Tensor) -> Tensor:
+    here, keys = documents.to(query.device), key.shape[2]
+    seen = (here[:, keys:, None] == here[:, None, :keys])[:, None]
+    weights = (query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).exp() * seen
+    return weights / weights.sum(-1, keepdim=True).clamp_min(1e-30) @ value

@@ -139,6 +139,36 @@ def test_queries_know_where_they_are(case: str) -> None:
             )
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case]["causal"] and "padding" not in case])
+def test_queries_see_what_there_is_of_earlier_keys(case: str) -> None:
+    """What a rank of a ring computes; where a query sees none of the keys, nothing."""
+    query, key, value = drawn(2)
+    options, keys, first = dict(CASES[case]), slice(1, 5), 6
+    documents = options.pop("documents", None)
+    view = Visibility(**options, documents=None if documents is None else documents[:, keys.start :])
+    part = query[:, :, first:], key[:, :, keys], value[:, :, keys]
+    offset = first - keys.start
+    found, sums = block_attention.attend(*part, view=view, offset=offset)
+    seen = Visibility(**options, documents=documents).mask(range(first, S), range(1, 5), torch.device("cpu"))
+    seen = torch.ones(1, 1, S - first, 4, dtype=torch.bool) if seen is None else seen
+    scores = part[0].double() @ part[1].double().repeat_interleave(2, 1).transpose(-1, -2) / math.sqrt(D)
+    total = scores.masked_fill(~seen, -math.inf).logsumexp(-1)
+    expected = (scores.exp() * seen / total.exp().clamp_min(1e-300)[..., None]) @ part[2].double().repeat_interleave(
+        2, 1
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+    nothing = total.isneginf()
+    torch.testing.assert_close(sums.double()[~nothing], total[~nothing], rtol=1e-5, atol=2e-6)
+    assert (sums[nothing] == block_attention.NOTHING).all() and (documents is None or nothing.any())
+    d_out = torch.randn(found.shape, generator=torch.Generator().manual_seed(6))
+    more = torch.logaddexp(sums, torch.zeros_like(sums))  # of keys elsewhere
+    gradients = block_attention.attend_backward(d_out, found, more, part, view=view, offset=offset)
+    for gradient, x in zip(gradients, part, strict=True):
+        assert torch.isfinite(gradient).all() and gradient.shape == x.shape
+    assert not gradients[0].transpose(1, 2)[nothing.transpose(1, 2)].any()
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 @pytest.mark.parametrize("case", ["causal", "last four", "three on either side", "documents, window"])
 def test_partial_results_merge_in_any_order(case: str, order: tuple[int, ...]) -> None:

@@ -18,8 +18,9 @@ from megacore.parallel.mesh import Mesh, build_mesh
 from megacore.train import clock
 from megacore.train.callbacks import Callback, Run
 from megacore.train.step import StepResult
-from megacore.watch.ledger import Ledger, LedgerFile, Phase
+from megacore.watch.ledger import Ledger, Phase
 from megacore.watch.marks import Current
+from megacore.watch.record import LedgerFile
 from tests.distributed import run_distributed
 from tests.parity.runs import BATCH, SEQUENCE, make_config, make_trainer
 from tests.unit.watch_records import identity

@@ -290,7 +290,7 @@ def test_a_wrong_model_is_refused(layers: list[Layer], said: str) -> None:
     ("parallel", "said"),
     [
         ({"tp": 2}, "tp 2: no layer is split; use tp 1, or layers such as ColumnParallelLinear"),
-        ({"cp": 2}, "cp 2 is GPT's, whose trainer divides the sequences: use cp 1"),
+        ({"cp": 2, "cp_comm": "ring"}, 'build them with SequenceShards(mesh.sequence, "ring")'),
         ({"pipeline_layout": "E,t|t,H"}, "pipeline_layout E,t|t,H is GPT's"),
         ({"pipeline_balance": "flops"}, "use parameters or uniform"),
         ({"schedule": "interleaved"}, "needs several stages per rank"),
@@ -302,6 +302,13 @@ def test_a_wrong_configuration_is_refused(parallel: dict[str, Any], said: str) -
     with pytest.raises(ConfigError) as refused:
         engine_of([linear("a"), linear("b")], parallel=parallel)
     assert said in str(refused.value)
+
+
+def test_layers_that_mix_positions_are_refused_by_name_where_ranks_divide_sequences() -> None:
+    with pytest.raises(ConfigError) as refused:
+        engine_of(odd_layers(), parallel={"cp": 2})
+    for name in ("a", "b"):
+        assert f"layer '{name}' has a LSTM, which would see only its rank's positions with cp 2" in str(refused.value)
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -17,7 +17,7 @@ from megacore.errors import TrainingStopped
 from megacore.parallel.mesh import build_mesh
 from megacore.pipeline.transport import Send, Transport
 from megacore.train.same_operations import Difference, first_difference, odd_ones
-from megacore.watch import ledger as ledgers
+from megacore.watch import operation_log
 from megacore.watch.ledger import Channel, Ledger, Phase
 from megacore.watch.marks import Current, operations_differ
 from tests.distributed import run_distributed
@@ -104,7 +104,7 @@ def test_the_first_operation_that_differs_is_named_however_long_the_step(
         return first_difference([operations for operations in remembered if operations is not None])
 
     assert found() == Difference(PAIR, 6005, {1: "message of 5 bytes", 0: "message of 4 bytes"})
-    monkeypatch.setattr(ledgers, "_RECENT_OPERATIONS", 2048)
+    monkeypatch.setattr(operation_log, "RECENT_OPERATIONS", 2048)
     assert found() is None
 
 

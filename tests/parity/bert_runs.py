@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def make_bert_config(layout: Layout, output_dir: Path | str, **changes: Any) -> 
     style = {name: value for name, value in style.items() if name in field_infos(ModelConfig)}
     gpt = make_config(layout, output_dir, **{**style, "hidden_dropout": 0.0, "attention_dropout": 0.0, **others})
     sections = {field.name: getattr(gpt, field.name) for field in dataclasses.fields(gpt)}
-    return BertConfig(**sections, bert=section).resolve(layout[0] * layout[1] * layout[2])
+    return BertConfig(**sections, bert=section).resolve(math.prod(layout) * gpt.parallel.cp)
 
 
 def make_bert_trainer(config: ResolvedBertConfig, mesh: Mesh, data: Any = None) -> Trainer:

@@ -65,7 +65,9 @@ _EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 24, "num_
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2": _gpt2,
-    "gpt2-untied": lambda: _gpt2(tie_word_embeddings=False, n_inner=48, layer_norm_epsilon=1e-6),
+    "gpt2-untied": lambda: _gpt2(
+        tie_word_embeddings=False, n_inner=48, layer_norm_epsilon=1e-6, activation_function="relu"
+    ),
     "llama2": lambda: _llama(num_key_value_heads=4),
     "llama3": lambda: _llama(_LLAMA3, tie_word_embeddings=True),
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5),

@@ -107,10 +107,12 @@ def bitwise(found: Outcome, expected: Outcome, kinds: Sequence[str] = ("gradient
 
 
 class RaggedData:
-    """Random samples of which each has another number of tokens that count: a wrong weighting cannot hide."""
+    """Random samples of which each has another number of tokens that count: a wrong weighting cannot hide. With
+    `boundaries` they tell documents of other lengths in each: of one token, of odd lengths, and one that ends in the
+    middle of the sequence, where shards do."""
 
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
+    def __init__(self, samples: int, *, boundaries: bool = False) -> None:
+        self._samples, self._boundaries = samples, boundaries
 
     def __len__(self) -> int:
         return self._samples
@@ -120,7 +122,12 @@ class RaggedData:
         window = random.integers(0, VOCAB, SEQUENCE + 1)
         counted = random.integers(1, SEQUENCE + 1)
         mask = (np.arange(SEQUENCE) < counted).astype(np.float32)
-        return {"tokens": window[:-1].astype(np.int64), "labels": window[1:].astype(np.int64), "loss_mask": mask}
+        sample = {"tokens": window[:-1].astype(np.int64), "labels": window[1:].astype(np.int64), "loss_mask": mask}
+        if self._boundaries:
+            begins = np.isin(np.arange(SEQUENCE), [0, SEQUENCE // 2, *random.integers(0, SEQUENCE, 3)])
+            firsts = np.maximum.accumulate(np.where(begins, np.arange(SEQUENCE), 0))
+            sample |= {"documents": begins.cumsum(), "positions": np.arange(SEQUENCE) - firsts}
+        return sample
 
 
 def make_config(layout: Layout, output_dir: Path | str, **changes: Any) -> ResolvedConfig:
@@ -180,7 +187,8 @@ def make_trainer(
     products: Products = TORCH,
 ) -> Trainer:
     """A trainer on `data`, by default as many random samples as the run takes, whose linear layers use `products`."""
-    data = data or RaggedData(config.training.global_batch_size * config.training.train_iters)
+    samples = config.training.global_batch_size * config.training.train_iters
+    data = data or RaggedData(samples, boundaries=bool(config.beside_hidden_states))
     return Trainer(config, mesh, GPTTask(config, mesh, products=products), data, data, callbacks=callbacks)
 
 

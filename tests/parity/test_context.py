@@ -3,25 +3,50 @@ training against one process, and no bit of what a position must not see."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megacore import ops
+from megacore.config import AdamWConfig, ModelConfig, OptimizerConfig, ParallelConfig, WatchConfig
+from megacore.layers.block import TransformerBlock
+from megacore.layers.context import BuildContext
+from megacore.layers.rotary import Rotary
+from megacore.models.gpt import GPTEmbedding, GPTHead
 from megacore.ops.visibility import Visibility
 from megacore.parallel.collectives import all_gather
 from megacore.parallel.context import ContextComm, SequenceShards, context_attention
 from megacore.parallel.mesh import Group, build_mesh
+from megacore.parallel.random import RandomStreams
+from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.kernels.test_attention import brute_force
-from tests.parity.runs import Layout, Outcome, agree, gather, make_config, make_trainer, outcome_of, train_on
+from tests.parity.bert_runs import RaggedPairs, make_bert_config, make_bert_trainer
+from tests.parity.runs import (
+    BATCH,
+    SEQUENCE,
+    VOCAB,
+    Layout,
+    Outcome,
+    agree,
+    bitwise,
+    gather,
+    make_config,
+    make_trainer,
+    outcome_of,
+    train_on,
+)
 
 # ---- which positions a rank holds
 
@@ -117,12 +142,15 @@ ATTENTIONS: list[Key] = [
     for comm in get_args(ContextComm)
     for name, options in VIEWS.items()
     for groups, alibi in ((2, False), (1, True))
-    if comm != "ring" or (options["causal"] and "documents" not in options)
+    if comm != "ring" or options["causal"]
 ] + [("causal", 4, False, comm) for comm in get_args(ContextComm)]
 # In `make test` each way of communication with masks that differ most; in `make test-slow` all.
 FEW_ATTENTIONS: list[Key] = [
     ("causal", 2, False, "ring"),
     ("a window of several chunks", 1, True, "ring"),
+    ("documents", 2, False, "ring"),
+    ("documents, window", 1, True, "ring"),
+    ("nothing but padding", 2, False, "ring"),
     ("both ways", 2, False, "ulysses"),
     ("documents, window", 1, True, "ulysses"),
     ("documents", 2, False, "allgather"),
@@ -222,10 +250,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": BLOOM,
     "qwen": QWEN,
     "stretched": STRETCHED,
+    "bert": {"bert_style": "classic"},
+    "modern bert": {"bert_style": "modern", "window_size": 6},
+    "gpt2 packed": {"reset_attention_mask": True, "reset_position_ids": True},
+    "llama packed": LLAMA | {"num_query_groups": 2, "reset_attention_mask": True, "reset_position_ids": True},
+    "windows packed": WINDOWS | {"reset_attention_mask": True},
+    "bloom packed": BLOOM | {"reset_attention_mask": True},
 }
 # With an epsilon above AdamW's a weight is a smooth function of its gradient, also where that is zero but for rounding
 # (of the key's bias).
 SHORT: dict[str, Any] = {"num_layers": 2, "train_iters": 3, "adam_eps": 1e-4}
+
+
+def comms(model: str) -> tuple[ContextComm, ...]:
+    """How the keys and values of a model of `MODELS` may be exchanged."""
+    return ("allgather", "ulysses") if "bert_style" in MODELS[model] else get_args(ContextComm)
 
 
 def train_cases(
@@ -234,8 +273,12 @@ def train_cases(
     """One run a case, one after the other on the same ranks."""
     outcomes = []
     for layout, changes in cases:
-        config = make_config(layout, directory, **changes)
-        outcomes.append(train_on(build_mesh(config.parallel), config))
+        if "bert_style" in changes:
+            bert = make_bert_config(layout, directory, **changes)
+            outcomes.append(outcome_of(make_bert_trainer(bert, build_mesh(bert.parallel))))
+        else:
+            config = make_config(layout, directory, **changes)
+            outcomes.append(train_on(build_mesh(config.parallel), config))
     return outcomes if rank == 0 else []
 
 
@@ -256,9 +299,11 @@ OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "clip_grad": 0.0}
 
 # In `make test` context parallelism beside each other way; in `make test-slow` many more.
 FEW: list[tuple[str, Layout, dict[str, Any]]] = [
-    ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
+    ("windows packed", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
     ("qwen", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "full", "cp_comm": "ulysses"}),
-    ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
+    ("gpt2 packed", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
+    ("bert", (2, 1, 1), {"cp": 2, "sequence_parallel": True}),
+    ("modern bert", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "zero_stage": 3, "cp_comm": "ulysses"}),
 ]
 MORE: list[tuple[str, Layout, dict[str, Any]]] = [
     ("qwen", (2, 1, 1), {"cp": 2, "recompute": "full", "cp_comm": "ulysses"}),
@@ -269,6 +314,18 @@ MORE: list[tuple[str, Layout, dict[str, Any]]] = [
     ("llama", (1, 2, 1), {"cp": 2, "cp_comm": "ulysses", "schedule": "zero-bubble"}),
     ("stretched", (1, 2, 1), {"cp": 2, "micro_batch_size": 1, "schedule": "gpipe"}),
     ("llama", (1, 1, 2), {"cp": 2, "zero_stage": 1, **OFFLOAD}),
+    ("bert", (1, 1, 1), {"cp": 4, "cp_comm": "ulysses"}),
+    ("bert", (1, 1, 1), {"cp": 4, "optimizer": "sgd"}),
+    ("bert", (1, 1, 2), {"cp": 2, "zero_stage": 2, "recompute": "full"}),
+    ("bert", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "loss_chunks": 2, "zero_stage": 3}),
+    ("bert", (1, 2, 1), {"cp": 2, "schedule": "interleaved", "virtual_stages": 2, "num_layers": 5}),
+    ("modern bert", (1, 2, 1), {"cp": 2, "schedule": "gpipe", "recompute": "selective"}),
+    ("modern bert", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "recompute": "light", "zero_stage": 1}),
+    ("windows", (1, 2, 1), {"cp": 2, "schedule": "zero-bubble", "cp_comm": "ring"}),
+    ("gpt2", (2, 1, 1), {"cp": 2, "sequence_parallel": True, "loss_chunks": 2, "cp_comm": "allgather"}),
+    ("gpt2 packed", (1, 1, 1), {"cp": 4, "cp_comm": "ring"}),
+    ("llama packed", (1, 2, 1), {"cp": 2, "cp_comm": "ulysses", "schedule": "gpipe"}),
+    ("bloom packed", (1, 1, 2), {"cp": 2, "zero_stage": 3, "recompute": "selective", "cp_comm": "ring"}),
 ]
 
 
@@ -312,6 +369,8 @@ def _combination(number: int) -> tuple[str, Layout, dict[str, Any]]:
         "train_iters": 5,
     }
     model = choose.choice(list(MODELS))
+    if changes["cp_comm"] not in comms(model):
+        changes["cp_comm"] = "allgather"
     return model, layout, changes | choose.choice([{}, OFFLOAD])
 
 
@@ -326,14 +385,14 @@ def test_training_is_that_of_one_process_in_any_combination(first: int, tmp_path
 @pytest.mark.parametrize("model", MODELS)
 def test_twenty_steps_are_those_of_one_process(model: str, cp: int, tmp_path: Path) -> None:
     changes = {"cp": cp, "train_iters": 20}
-    compare([(model, (1, 1, 1), changes | {"cp_comm": comm}) for comm in get_args(ContextComm)], str(tmp_path))
+    compare([(model, (1, 1, 1), changes | {"cp_comm": comm}) for comm in comms(model)], str(tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2", "windows"])
+@pytest.mark.parametrize("model", ["gpt2", "windows", "modern bert"])
 def test_compiled_blocks_train_alike(model: str, tmp_path: Path) -> None:
     compiled = {"compile": True, "compile_backend": "aot-eager", "cp": 2}
-    compare([(model, (2, 1, 1), compiled | {"cp_comm": comm}) for comm in get_args(ContextComm)], str(tmp_path))
+    compare([(model, (2, 1, 1), compiled | {"cp_comm": comm}) for comm in comms(model)], str(tmp_path))
 
 
 @pytest.mark.slow
@@ -346,6 +405,110 @@ def test_sixteen_bits_train_alike(precision: str, tmp_path: Path) -> None:
     for found in run_distributed(train_cases, 4, str(tmp_path), cases, timeout=180)[0]:
         assert found.losses == pytest.approx(exact.losses, rel=2e-2)
         assert found.norms == pytest.approx(exact.norms, rel=5e-2)
+
+
+# ---- the engine
+
+
+class TrueVocabulary(nn.Module):
+    """Logits of the true vocabulary."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return logits[..., :VOCAB]
+
+
+def train_engine(rank: int, world_size: int, cp: int, pp: int) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Losses and norms of three steps, and the weights, with a sum that is counted and with a mean."""
+    parallel = ParallelConfig(cp=cp, pp=pp, device="cpu", zero_stage=1, schedule="zero-bubble")
+    mesh = build_mesh(parallel)
+    model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=VOCAB, hidden_dropout=0.0)
+    model = dataclasses.replace(model, attention_dropout=0.0, position_embedding_type="rope")
+    resolved, streams = model.resolve(seq_length=SEQUENCE), RandomStreams(1, mesh.device)
+    shards = SequenceShards(mesh.sequence, "ring")
+    context = BuildContext(layer_group=mesh.layer, sequence=shards, device=mesh.device, streams=streams)
+    rotary = Rotary.of(resolved, shards)
+    layers = [
+        Layer("embedding", GPTEmbedding, resolved, context),
+        *(Layer(f"block{i}", TransformerBlock, resolved, context, f"block{i}", rotary=rotary) for i in range(2)),
+        Layer("head", GPTHead, resolved, context),
+        Layer("logits", TrueVocabulary),
+    ]
+    results = []
+    for reduction in ("sum", "mean"):
+        engine = PipelineEngine(
+            layers,
+            loss=partial(cross_entropy, reduction=reduction),
+            reduction=reduction,
+            count=(lambda targets: (targets >= 0).sum()) if reduction == "sum" else None,
+            parallel=parallel,
+            mesh=mesh,
+            optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=0),
+            optimizer_settings=AdamWConfig(adam_eps=1e-4),
+            num_microbatches=2,
+            train_iters=3,
+            watch=WatchConfig(hang_timeout_minutes=0.0),
+        )
+        numbers = []
+        for step in range(3):
+            draw = torch.Generator().manual_seed(step)
+            tokens, targets = torch.randint(0, VOCAB, (2, 4, SEQUENCE), generator=draw)
+            if reduction == "sum":
+                targets[0, 3:] = -100
+            numbers += [float(engine.train_batch(engine.split(tokens, targets))), float(engine.grad_norm)]
+        results.append((numbers, engine.state_dict()))
+    return results if rank == 0 else []
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+def test_the_engine_trains_layers_of_megacore_as_one_process_does() -> None:
+    (expected, found) = (run_distributed(train_engine, cp * pp, cp, pp)[0] for cp, pp in ((1, 1), (2, 2)))
+    for (numbers, weights), (ours, values) in zip(expected, found, strict=True):
+        assert ours == pytest.approx(numbers, rel=1e-5) and ours[:2] == pytest.approx(numbers[:2], rel=1e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-5, atol=2e-6)
+
+
+# ---- BERT's padding
+
+LENGTH = 10  # of each sample: with 2 ranks, rank 1 holds one whole chunk of padding, and rank 0 one
+
+
+class PaddedSamples(RaggedPairs):
+    """Samples of `LENGTH` tokens, after which padding has this content."""
+
+    def __init__(self, samples: int, content: int) -> None:
+        super().__init__(samples, packed=False, pairs=True)
+        self._content = content
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        real = np.arange(SEQUENCE) < LENGTH
+        tokens = np.where(real, sample["tokens"], self._content)
+        token_types = np.where(real, sample["token_types"], self._content % 2)
+        predicted = (np.arange(SEQUENCE) % 3 == 1) & real
+        changed = {"documents": real.astype(np.int64), "loss_mask": predicted.astype(np.float32)}
+        return sample | changed | {"tokens": tokens, "token_types": token_types}
+
+
+def train_padded(rank: int, world_size: int, directory: str, content: int) -> list[Outcome]:
+    """One step with each way of communication."""
+    outcomes = []
+    for comm in ("allgather", "ulysses"):
+        config = make_bert_config((1, 1, 1), directory, cp=world_size, cp_comm=comm, num_layers=2, train_iters=1)
+        mesh = build_mesh(config.parallel)
+        data = PaddedSamples(BATCH, content)
+        outcomes.append(outcome_of(make_bert_trainer(config, mesh, data)))
+    return outcomes if rank == 0 else []
+
+
+def test_the_content_of_padding_changes_no_bit_of_loss_or_gradients(tmp_path: Path) -> None:
+    one, other = (run_distributed(train_padded, 2, str(tmp_path / str(n)), n)[0] for n in (3, 4))
+    for found, expected in zip(one, other, strict=True):
+        bitwise(found, expected)
+        assert found.gradients["head.sentence.classifier.weight"].abs().max() > 0
 
 
 # ---- checkpoints and evaluation

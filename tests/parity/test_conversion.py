@@ -285,3 +285,41 @@ def test_the_check_sees_a_small_difference(tmp_path: Path) -> None:
     assert isinstance(found, Agreement)
     assert found.difference > 1e-3
     assert batch.shape[1] == open_model(directory).config.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("llama3", {"novel": 1}, "not known to megacore in config.json, so the logits decide: novel (1 in all)"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 1}, "tokens: logits differ"),
+    ],
+)
+def test_what_changes_no_logit_is_converted(
+    name: str, changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = save_model(make_model(name), tmp_path / "hf")
+    values = json.loads((directory / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(values))
+    to_megacore(directory, tmp_path / "megacore")
+    assert said in capsys.readouterr().out
+    to_hf(tmp_path / "megacore", tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").read_bytes() == (directory / "config.json").read_bytes()
+
+
+def test_an_ignored_field_is_left_out_and_the_logits_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = save_model(make_model("gpt2"), tmp_path / "hf")
+    values = json.loads((directory / "config.json").read_text())
+    ways = [*words(input=directory, output=tmp_path / "megacore"), "--from", "hf", "--to", "megacore"]
+
+    (directory / "config.json").write_text(json.dumps(values | {"scale_attn_by_inverse_layer_idx": True}))
+    assert convert([*ways, "--ignore-config-field", "scale_attn_by_inverse_layer_idx"]) == 2
+    assert "do not compute the same" in capsys.readouterr().err  # transformers still reads it
+    assert not (tmp_path / "megacore").exists()
+    assert convert([*ways, "--ignore-config-field", "scale_attn_by_inverse_layer_id"]) == 2
+    assert "has no such field (did you mean scale_attn_by_inverse_layer_idx?)" in capsys.readouterr().err
+
+    (directory / "config.json").write_text(json.dumps(values | {"auto_map": {"AutoModel": "code.Model"}}))
+    assert convert(ways) == 2
+    assert convert([*ways, "--ignore-config-field", "auto_map"]) == 0
+    to_hf(tmp_path / "megacore", tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").read_bytes() == (directory / "config.json").read_bytes()

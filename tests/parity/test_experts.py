@@ -276,10 +276,10 @@ def test_training_is_that_of_one_process_in_any_combination(first: int, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_sixteen_bits_train_alike(precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "scale"), [("bf16", None), ("fp16", 1024.0)])
+def test_sixteen_bits_train_alike(precision: str, scale: float | None, tmp_path: Path) -> None:
     """Losses within what rounding loses against fp32."""
-    changes = MODEL | {"precision": precision, "train_iters": 10}
+    changes = MODEL | {"precision": precision, "train_iters": 10, "initial_loss_scale": scale}
     cases: list[tuple[Layout, dict[str, Any]]] = [
         ((1, 1, 4), changes | {"ep": 4, "zero_stage": 1}),
         ((2, 1, 2), changes | {"ep": 4, "etp": 1, "sequence_parallel": True, "zero_stage": 2}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megacore.parallel.mesh import build_mesh
-from megacore.plan.memory import state_bytes
+from megacore.plan.state import state_bytes
 from megacore.zero.memory import measured_bytes
 from tests.distributed import run_distributed
 from tests.parity.runs import make_config, make_trainer

@@ -13,6 +13,7 @@ LATE_IMPORTS = {
     ("megacore/train/trackers/wandb_run.py", "wandb"): "optional, takes a second to load, and only rank 0 needs it",
     ("megacore/convert/check.py", "transformers"): "optional, and only a conversion's check needs it",
     ("megacore/data/tokenizers/tokenizer.py", "transformers"): "optional: only directories without a tokenizer.json",
+    ("megacore/data/tokenizers/chat_template.py", "transformers"): "optional: only a chat template needs it",
 }
 # Operators load their kernel when they first run it.
 TRITON = "Triton is optional, and takes a second to load"

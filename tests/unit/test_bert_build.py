@@ -51,7 +51,7 @@ def write(
         append_eod=append_eod,
     )
     preprocess(job, load_tokenizer(folder / kind))
-    return job.output("text")
+    return job.outputs[0]
 
 
 def config(

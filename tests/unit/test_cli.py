@@ -50,13 +50,21 @@ def test_spellings_of_a_flag_are_equal() -> None:
     assert len({repr(parse(*GOOD, *spelling)) for spelling in spellings}) == 1
 
 
+# Flags without which a flag is refused.
+NEEDED = {
+    "wandb_name": ["--wandb-project", "a"],
+    "etp": ["--num-experts", "2", "--disable-bias-linear"],
+    "moe_shared_expert_size": ["--num-experts", "2", "--disable-bias-linear"],
+}
+
+
 def test_every_alias_equals_its_flag(tmp_path: Path) -> None:
     values = {"norm_epsilon": "1e-3", "tokenizer": str(tmp_path), "output_dir": str(tmp_path)}
     aliased = [info for info in all_fields().values() if info.aliases]
     assert len(aliased) >= 6
     for info in aliased:
         value = values.get(info.name, "1")
-        needed = ["--wandb-project", "a"] if info.name == "wandb_name" else []
+        needed = NEEDED.get(info.name, [])
         assert len({repr(parse(*GOOD, *needed, name, value)) for name in info.flags}) == 1, info.name
 
 
@@ -175,7 +183,6 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["--swiglu"], ("--swiglu", "Megatron-LM's", "use --activation swiglu")),
     (["--start-weight-decay"], ("--start-weight-decay", "Megatron-LM's", "not have it yet")),
     (["--distributed-backend", "nccl"], ("use --device",)),
-    (["--reset-attention-mask"], ("--reset-attention-mask is Megatron-LM's", "BERT always attends within a document")),
     (["--masked-softmax-fusion"], ("--masked-softmax-fusion is Megatron-LM's", "leave it out")),
     (["--no-lr"], ("--no-lr", "only a switch", "--lr FLOAT")),
     (["--mock-data", "True"], ("--mock-data True", "--mock-data or --no-mock-data")),

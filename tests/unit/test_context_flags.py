@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megacore.config import Config
 from megacore.config.bert import BertConfig
 from megacore.config.cli import parse_config
 from tests.unit.refusals import GOOD, Refuse, alone, parse, problems, refuse
@@ -67,8 +66,10 @@ def test_degrees_of_one_are_not_named_where_there_are_none(refuse: Refuse) -> No
 
 
 @pytest.mark.usefixtures("ranks")
-def test_bert_refuses_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_bert_has_padding_which_a_ring_does_not_know(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = [*GOOD, "--cp", "2", "--attention-dropout", "0"]
+    config = parse_config(flags, prog="pretrain_bert.py", description="", kind=BertConfig)
+    assert config.context_comm == "allgather"
     with pytest.raises(SystemExit):
-        parse_config([*GOOD, "--cp", "2"], prog="pretrain_bert.py", description="", kind=BertConfig)
-    assert "--cp 2 is for pretrain_gpt.py" in capfd.readouterr().err
-    assert "cp" not in Config.unsupported
+        parse_config([*flags, "--cp-comm", "ring"], prog="pretrain_bert.py", description="", kind=BertConfig)
+    assert "use --cp-comm allgather or ulysses" in capfd.readouterr().err

@@ -190,7 +190,7 @@ def test_the_output_is_the_same_for_any_number_of_workers(
             inputs=(str(path),) * 2, output_prefix=str(tmp_path / f"w{workers}"), append_eod=True, workers=workers
         )
         reports.append(preprocess(job, tokenizer))
-        outputs.append([Path(f"{job.output('text')}.{ending}").read_bytes() for ending in ("bin", "idx", "json")])
+        outputs.append([Path(f"{job.outputs[0]}.{ending}").read_bytes() for ending in ("bin", "idx", "json")])
     assert outputs[0] == outputs[1]
     assert reports[0].bad == reports[1].bad
     assert [line.line for line in reports[0].bad] == [52, 153, 254, 355, 456, 557] * 2

@@ -12,7 +12,13 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from megacore.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, refuse_other_kind
+from megacore.data.tokenizers.tokenizer import (
+    END_OF_TEXT,
+    SentencePieceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    refuse_other_kind,
+)
 from megacore.data.tokenizers.training import TokenizerKind, train_tokenizer
 from megacore.data.tokenizers.wordpiece import WORDPIECE_TOKENS
 from megacore.errors import DataError
@@ -231,3 +237,21 @@ def test_two_kinds_do_not_share_a_directory(trained: dict[str, Tokenizer], tmp_p
         refuse_other_kind(tmp_path, "unigram")
     with pytest.raises(DataError, match="is a file"):
         refuse_other_kind(tmp_path / "tokenizer.json", "bpe")
+
+
+def test_a_sentencepiece_model_with_a_configuration_beside_it(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    """As transformers saves a Llama 2: what the model lacks (added tokens, another end) is transformers' to read."""
+    expected = trained["unigram"]
+    expected.save(tmp_path)
+    config = {"tokenizer_class": "LlamaTokenizer", "eos_token": {"__type": "AddedToken", "content": END_OF_TEXT}}
+    known = {"added_tokens_decoder": {"0": {"content": expected.piece(0)}, "1": {"content": END_OF_TEXT}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | known))
+    loaded = load_tokenizer(tmp_path)
+    assert isinstance(loaded, SentencePieceTokenizer)
+    assert (loaded.fingerprint, loaded.eod) == (expected.fingerprint, expected.eod)
+    assert loaded.encode_batch(TEXTS) == expected.encode_batch(TEXTS)
+    for change in ({"added_tokens_decoder": {"9999": {"content": "<|new|>"}}}, {"eos_token": expected.piece(5)}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | known | change))
+        other = load_tokenizer(tmp_path)
+        assert not isinstance(other, SentencePieceTokenizer)
+        assert "eos_token" not in change or other.piece(other.eod or 0) == change["eos_token"]

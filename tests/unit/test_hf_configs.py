@@ -21,6 +21,9 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 _REST = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 11}
 SMALL |= {name: {**_REST, "head_dim": 4, "intermediate_size": 16} for name in ("llama", "mistral", "qwen2", "qwen3")}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+SMALL |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), SMALL["qwen2"] | _EXPERTS)
+SMALL |= {"mixtral": SMALL["mistral"] | {"num_local_experts": 4, "num_experts_per_tok": 2}}
 SMALL |= {"gpt_neox": {**_REST, "intermediate_size": 16, "rotary_pct": 0.5}}
 del SMALL["gpt_neox"]["num_key_value_heads"]
 SMALL |= {name: {k: v for k, v in SMALL["gpt_neox"].items() if k != "rotary_pct"} for name in ("bert", "modernbert")}
@@ -34,11 +37,10 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
 @pytest.mark.parametrize(
     ("model_type", "changes", "problem"),
     [
-        ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu', but megacore has only 'gelu_new'"),
+        ("gpt2", {"activation_function": "silu"}, "activation_function is 'silu', but megacore has only 'gelu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),
-        ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop is 0.2 and resid_pdrop 0.1"),
         ("gpt2", {"n_layer": "2"}, "n_layer is '2', not a whole number"),
         ("gpt2", {"n_layer": True}, "n_layer is True, not a whole number"),
         ("gpt2", {"n_layer": 0}, "config.json: n_layer 0 must be at least 1 and at most 10000$"),
@@ -46,8 +48,15 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
         ("gpt2", {"vocab_size": None}, "vocabulary or of the context is null"),
         ("gpt2", {"num_hidden_layers": 3}, "n_layer is 2, but num_hidden_layers is 3"),
         ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads is"),
-        ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config is a field that megacore does not know"),
-        ("gpt2", {"auto_map": {}}, "auto_map is a field that megacore does not know"),
+        (
+            "gpt2",
+            {"quantization_config": {"bits": 4}},
+            "quantization_config is {'bits': 4}, but megacore has only None",
+        ),
+        ("gpt2", {"auto_map": {"AutoModel": "m.M"}}, "auto_map is .*, but megacore has only None or {}"),
+        ("bloom", {"slow_but_exact": True, "pretraining_tp": 2}, "slow_but_exact is true with pretraining_tp 2"),
+        ("gpt2", {"new": 1}, "new is a field .* --ignore-config-field new$"),
+        ("qwen2", {"use_mrope": True}, "use_mrope is a field that megacore does not know"),
         ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
         ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "architectures is .*GPT2DoubleHeadsModel"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type is 'yarn'"),
@@ -66,6 +75,12 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3 must divide num_attention_heads 2$"),
         ("mistral", {"sliding_window": 0}, "sliding_window is '0'"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 must be at most num_local_experts 4$"),
+        ("mixtral", {"num_local_experts": "4"}, "num_local_experts is '4', not a whole number"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, but megacore has only 1"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1, not true or false"),
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers gives a window to 1 of 2"),
         (
@@ -103,6 +118,37 @@ def test_a_field_is_refused_by_name(model_type: str, changes: dict[str, Any], pr
     read(model_type)
     with pytest.raises(CheckpointError, match=problem):
         read(model_type, **changes)
+
+
+@pytest.mark.parametrize("model_type", list(FAMILIES))
+def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
+    """As checkpoints of the hub have them: of other libraries, of training, or of features that are off."""
+    written = {
+        "use_mrope": False,
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "unsloth_fixed": True,
+        "unsloth_version": "2026.1",
+        "max_sequence_length": 4096,
+        "embedding_dropout": 0.3,
+        "some_pdrop": None,
+        "quantization_config": None,
+    }
+    values = {"model_type": model_type, **SMALL[model_type]}
+    family = family_of(values, "config.json")
+    described = family.describe(values | written, "config.json")
+    assert described.unknown == ()
+    assert described.model == family.to_model(values, "config.json")
+    assert family.describe(values | {"later": 1, "newer": None}, "config.json").unknown == ("later", "newer")
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("gelu_new", "gelu"), ("gelu", "gelu-exact"), ("relu", "relu")])
+def test_activations_of_gpt2_both_ways(theirs: str, ours: str) -> None:
+    config = read("gpt2", activation_function=theirs, embd_pdrop=0.3)
+    assert (config.activation, config.hidden_dropout) == (ours, 0.1)
+    family, values = describe_model(config)
+    assert (family.model_type, values["activation_function"]) == ("gpt2", theirs)
 
 
 def test_all_problems_come_together() -> None:

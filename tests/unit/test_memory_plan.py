@@ -16,9 +16,11 @@ from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedOptimizer, 
 from megacore.pipeline.schedule import Op
 from megacore.plan import fit
 from megacore.plan.fit import check_memory, host_problem
-from megacore.plan.memory import GIB, PlannedLayer, RankMemory, in_flight, plan_memory, state_bytes
+from megacore.plan.in_flight import in_flight
+from megacore.plan.memory import GIB, RankMemory, plan_memory
 from megacore.plan.outline import outline
 from megacore.plan.room import Room, host_room
+from megacore.plan.state import PlannedLayer, state_bytes
 from megacore.plan.ways_out import size_text
 from tests.unit import refusals
 from tests.unit.refusals import Refuse, parse

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from megacore.watch.blame import Seen, blame, waits
-from megacore.watch.ledger import Channel, Flag, Ledger, LedgerFile, Phase, Record
+from megacore.watch.ledger import Channel, Flag, Ledger, Phase
+from megacore.watch.record import LedgerFile, Record
 from tests.unit.watch_records import identity, seen
 
 WORLD = Channel((0, 1, 2, 3))

@@ -18,10 +18,11 @@ import pytest
 from megacore.train.trackers.callback import _END_SECONDS
 from megacore.watch.blame import Verdict
 from megacore.watch.budget import GRACE_SECONDS, TIMES, limit, still_seconds
-from megacore.watch.ledger import Channel, Ledger, LedgerFile, Phase, Record, code_of
+from megacore.watch.ledger import Channel, Ledger, Phase, code_of
 from megacore.watch.marks import Current, phase, post, section
 from megacore.watch.node import Node
 from megacore.watch.processes import born, end, state_of
+from megacore.watch.record import LedgerFile, Record
 from megacore.watch.report import hang_report, main_stack, phase_in_words, table
 from megacore.watch.start import died_without_a_word
 from tests.patience import patience

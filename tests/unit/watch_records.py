@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megacore.watch.blame import Seen, State
-from megacore.watch.ledger import Identity, Phase, Record
+from megacore.watch.ledger import Identity, Phase
+from megacore.watch.record import Record
 
 
 def identity(rank: int, world_size: int, **changes: Any) -> Identity:

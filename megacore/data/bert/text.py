@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megacore.data.bert.masking import Bools, SpecialTokens
 from megacore.data.gpt.index_cache import cached_arrays
 from megacore.data.gpt.shuffling import shuffled_epochs
-from megacore.data.indexed.reader import IndexedDataset, token_error
+from megacore.data.indexed.reader import IndexedDataset, int64_tokens
 
 _VERSION = 1  # of what is cached: raise it when the same inputs give other indices
 NO_LABEL = -1
@@ -114,11 +114,7 @@ class Reader:
         Raises:
             DataError: One of them is outside the vocabulary.
         """
-        values = self.indexed.tokens(start, stop).astype(np.int64)
-        if len(values) and (values.max() >= self._vocab_size or values.min() < 0):
-            at = int(np.argmax((values >= self._vocab_size) | (values < 0)))
-            raise token_error(self.indexed, start + at, self._vocab_size)
-        return values
+        return int64_tokens(self.indexed, start, stop, self._vocab_size)
 
     def begins(self, start: int, stop: int) -> Bools:
         """bool [stop - start]: where in those tokens a sequence begins."""

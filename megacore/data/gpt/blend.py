@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megacore.data.gpt.index_cache import Arrays, cached_arrays
+from megacore.data.gpt.packing import KnowsPacking, Packing, mixed_packing
 
 _VERSION = 1
 
@@ -110,6 +111,14 @@ class BlendedDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.datasets[int(self.dataset_index[index])][int(self.sample_index[index])]
+
+    @property
+    def packing(self) -> Packing | None:
+        """What an epoch of the datasets' samples holds, where these are padded."""
+        drawn = np.bincount(self.dataset_index, minlength=len(self.datasets)).tolist()
+        known = [of.packing if isinstance(of, KnowsPacking) else None for of in self.datasets]
+        parts = [(of, count) for of, count in zip(known, drawn, strict=True) if of is not None]
+        return mixed_packing(parts) if parts else None
 
     def documents_of(self, index: int) -> str:
         """The documents of sample `index` of the blend."""

@@ -20,6 +20,8 @@ from megacore.config.sections import SplitShares
 from megacore.data.gpt.blend import BlendedDataset, SampleDataset, blend_index
 from megacore.data.gpt.dataset import GPTDataset
 from megacore.data.gpt.mock import MockDataset
+from megacore.data.gpt.packing import PackedDataset
+from megacore.data.indexed.loss_mask import open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset, check_token_ids
 from megacore.data.indexed.sidecar import read_sidecar
 from megacore.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -69,6 +71,7 @@ def check_inputs(config: Config) -> int:
         try:
             indexed = IndexedDataset(prefix)
             split_documents(indexed, config.data.split_shares())
+            open_loss_mask(indexed)
             budget -= _check_tokens(indexed, tokenizer, vocab_size, budget)
         except DataError as error:
             problems.append(str(error))
@@ -106,10 +109,19 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
     eod = None if config.data.mock_data else _masked_eod(config)
 
     def mock(stream: int, num_samples: int) -> SampleDataset:
-        return MockDataset(vocab_size, config.data.seq_length, num_samples, config.training.seed, stream=stream)
+        return MockDataset(
+            vocab_size,
+            config.data.seq_length,
+            num_samples,
+            config.training.seed,
+            stream=stream,
+            boundaries=bool(config.beside_hidden_states),
+        )
 
     def dataset(part: Part, num_samples: int) -> SampleDataset:
-        return GPTDataset(
+        packing = config.data.packing
+        kind = GPTDataset if packing == "concat" else functools.partial(PackedDataset, packing=packing)
+        return kind(
             part.indexed,
             part.documents,
             num_samples=num_samples,
@@ -118,6 +130,7 @@ def build_datasets(config: ResolvedConfig, *, train_samples: int | None = None) 
             cache_dir=cache_dir(config, part.indexed),
             eod=eod,
             vocab_size=vocab_size,
+            boundaries=bool(config.beside_hidden_states),
         )
 
     return datasets_of(config, train_samples, mock, dataset)

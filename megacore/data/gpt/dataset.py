@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from megacore.data.gpt.index_cache import Arrays, cached_arrays
 from megacore.data.gpt.shuffling import EPOCHS_DRAWN_SEPARATELY, generator, shuffled_epochs
+from megacore.data.indexed.loss_mask import open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset, token_error
 from megacore.errors import DataError
 
@@ -116,17 +117,19 @@ class GPTDataset:
     """Samples of one dataset (or one split of it).
 
     Args:
-        indexed: The opened .bin/.idx.
+        indexed: The opened .bin/.idx. Where a loss mask lies beside it, only the tokens that it marks are predicted.
         documents: The documents to use.
         num_samples: Samples that will be asked for; epochs are added as needed.
         seq_length: Tokens of a sample.
         seed: Seed of the order.
         cache_dir: Directory of the index cache; None keeps the indices in memory.
-        eod: Id of the end-of-document token if the loss is to leave it out as an input (`--eod-mask-loss`).
+        eod: Id of the end-of-document token if the loss is to leave it out as an input, and with it the last token of
+            each document (`--eod-mask-loss`).
         vocab_size: Size of the vocabulary, checked in every sample; None checks nothing.
+        boundaries: Whether samples tell `documents` and `positions`.
 
     Raises:
-        DataError: The documents hold no tokens.
+        DataError: The documents hold no tokens, or the loss mask belongs to another dataset.
     """
 
     def __init__(
@@ -140,10 +143,12 @@ class GPTDataset:
         cache_dir: Path | None = None,
         eod: int | None = None,
         vocab_size: int | None = None,
+        boundaries: bool = False,
     ) -> None:
         self.indexed = indexed
         self.seq_length = seq_length
-        self._num_samples, self._eod, self._vocab_size = num_samples, eod, vocab_size
+        self._num_samples, self._eod, self._vocab_size, self._boundaries = num_samples, eod, vocab_size, boundaries
+        self._mask = open_loss_mask(indexed)
         numbers = np.arange(documents.start, documents.stop)
         lengths = np.diff(indexed.document_offsets(documents.start, documents.stop))
         tokens = int(lengths.sum())
@@ -173,19 +178,32 @@ class GPTDataset:
         return self._num_samples
 
     def __getitem__(self, index: int) -> dict[str, NDArray]:
-        """Sample `index`: tokens int64 [s], labels int64 [s] (the next tokens) and loss_mask float32 [s].
+        """Sample `index`: tokens int64 [s], labels int64 [s] (the next tokens) and loss_mask float32 [s]; with
+        boundaries also documents and positions, as in `PackedMicrobatch`.
 
         Raises:
             DataError: The sample holds a token id outside the vocabulary.
         """
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
-        window = self.window(int(self.shuffle_index[index]))
+        number = int(self.shuffle_index[index])
+        window = self.window(number)
         tokens, labels = window[:-1], window[1:]
         mask = np.ones(self.seq_length, np.float32)
+        if self._mask is not None:
+            mask[:] = np.concatenate([self._mask.tokens(start, stop) for start, stop in self._spans(number)])[1:]
+        sizes = np.array([stop - start for start, stop in self._spans(number)])
         if self._eod is not None:
             mask[tokens == self._eod] = 0.0
-        return {"tokens": tokens, "labels": labels, "loss_mask": mask}
+            mask[np.cumsum(sizes[:-1]) - 1] = 0.0
+        sample: dict[str, NDArray] = {"tokens": tokens, "labels": labels, "loss_mask": mask}
+        return sample | self._where(sizes[sizes > 0]) if self._boundaries else sample
+
+    def _where(self, sizes: NDArray[np.int64]) -> dict[str, NDArray]:
+        """The document and the position in it of each token, for the tokens of each document of a window."""
+        documents = np.repeat(np.arange(1, len(sizes) + 1), sizes)[:-1]
+        begins = np.repeat(np.cumsum(sizes) - sizes, sizes)[:-1]
+        return {"documents": documents, "positions": np.arange(self.seq_length) - begins}
 
     def documents_of(self, index: int) -> str:
         """The documents of sample `index`, by their numbers in the dataset."""

@@ -23,10 +23,20 @@ class MockDataset:
         num_samples: Number of samples.
         seed: Decides the cycle, which is the same for every stream, and the samples.
         stream: 0 for training, 1 for validation: other samples of the same language.
+        boundaries: Whether samples tell `documents`, of random lengths, and `positions`.
     """
 
-    def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int, *, stream: int = 0) -> None:
-        self.seq_length = seq_length
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int,
+        num_samples: int,
+        seed: int,
+        *,
+        stream: int = 0,
+        boundaries: bool = False,
+    ) -> None:
+        self.seq_length, self._boundaries = seq_length, boundaries
         self._num_samples, self._seed, self._stream = num_samples, seed, stream
         self._cycle = cycle(vocab_size, seed)
 
@@ -40,7 +50,20 @@ class MockDataset:
             raise IndexError(f"sample {index} of {self._num_samples}")
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, self._stream, index])))
         window = walk(self._cycle, self.seq_length + 1, rng)
-        return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(self.seq_length, np.float32)}
+        sample: dict[str, NDArray] = {
+            "tokens": window[:-1],
+            "labels": window[1:],
+            "loss_mask": np.ones(self.seq_length, np.float32),
+        }
+        return sample | random_documents(self.seq_length, rng) if self._boundaries else sample
+
+
+def random_documents(length: int, rng: np.random.Generator) -> dict[str, NDArray]:
+    """`documents` and `positions` int64 [length], as in `PackedMicrobatch`: about four documents."""
+    begins = rng.random(length) < 3 / length
+    begins[0] = True
+    first = np.maximum.accumulate(np.where(begins, np.arange(length), 0))
+    return {"documents": np.cumsum(begins), "positions": np.arange(length) - first}
 
 
 def cycle(vocab_size: int, seed: int) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megacore.data.indexed.corpus import Chunk
 
@@ -59,8 +59,8 @@ def _parse_json(chunk: Chunk, keys: Sequence[str]) -> Parsed:
     return parsed
 
 
-def _json_values(line: bytes, keys: Sequence[str]) -> list[str]:
-    """The values of the keys in one JSON line; ValueError says what is wrong with it."""
+def json_record(line: bytes) -> dict[str, Any]:
+    """The object of one JSON line; ValueError says what is wrong with it."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -71,17 +71,36 @@ def _json_values(line: bytes, keys: Sequence[str]) -> list[str]:
         raise ValueError("not usable JSON (too deep or too long a number)") from None
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object but {type(record).__name__}")
+    return record
+
+
+def _json_values(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The values of the keys in one JSON line; ValueError says what is wrong with it."""
+    record = json_record(line)
     values = []
     for key in keys:
         if key not in record:
             raise ValueError(f"no key {key!r} (it has {', '.join(map(repr, list(record)[:5])) or 'none'})")
-        value = record[key]
-        if not isinstance(value, str):
-            raise ValueError(f"key {key!r} holds {type(value).__name__}, not text")
-        if b"\\u" in line and not _encodable(value):
-            raise ValueError(f"key {key!r} holds half a surrogate pair, which is no character")
-        values.append(value)
+        values.append(require_text(record[key], f"key {key!r}", escaped=b"\\u" in line))
     return values
+
+
+def require_text(value: Any, name: str, *, escaped: bool = True) -> str:
+    """A value of a JSON line that must be text.
+
+    Args:
+        value: of any type.
+        name: of the value, for the message.
+        escaped: whether the line has escapes, of which one may be half a character.
+
+    Raises:
+        ValueError: The value is no text.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{name} holds {type(value).__name__}, not text")
+    if escaped and not _encodable(value):
+        raise ValueError(f"{name} holds half a surrogate pair, which is no character")
+    return value
 
 
 def _parse_lines(chunk: Chunk) -> Parsed:

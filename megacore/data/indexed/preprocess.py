@@ -23,15 +23,19 @@ from itertools import chain
 import numpy as np
 
 from megacore.config.messages import counted
+from megacore.data.indexed.conversations import rendered_lines
 from megacore.data.indexed.corpus import Chunk, TextUnit, is_json, read_chunks
 from megacore.data.indexed.documents import BadLine, parse
+from megacore.data.indexed.loss_mask import MASK_DTYPE, loss_mask_prefix
 from megacore.data.indexed.reader import token_dtype
 from megacore.data.indexed.sentences import split_sentences
 from megacore.data.indexed.sidecar import Sidecar, idx_bytes
 from megacore.data.indexed.writer import IndexedWriter, output_files, refuse_overwriting, require_prefix
+from megacore.data.tokenizers.chat_template import Template, encode_passage
 from megacore.data.tokenizers.tokenizer import Tokenizer
 from megacore.errors import DataError
 
+_BAD_SHOWN = 50  # of those that are an error
 _BAD_KEPT = 1000  # located bad lines that are remembered; all are counted
 
 
@@ -48,6 +52,8 @@ class Job:
         text_unit: What a document is in plain text.
         workers: Processes that tokenize; 1 tokenizes in this process.
         strict: Whether the first bad line is an error.
+        sft: Whether the inputs hold conversations or prompts with completions, of which only the replies are predicted:
+            outputs are `{output_prefix}_sft_document`, and its loss mask. Bad lines are an error, reported together.
         tokenizer: Where the tokenizer was read from, which must not be written over.
     """
 
@@ -59,11 +65,21 @@ class Job:
     text_unit: TextUnit = "line"
     workers: int = 1
     strict: bool = False
+    sft: bool = False
     tokenizer: str | None = None
 
-    def output(self, key: str) -> str:
-        """Prefix of the output of a key."""
-        return f"{self.output_prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Prefixes of the outputs."""
+        if self.sft:
+            return f"{self.output_prefix}_sft_document", loss_mask_prefix(f"{self.output_prefix}_sft_document")
+        unit = "sentence" if self.split_sentences else "document"
+        return tuple(f"{self.output_prefix}_{key}_{unit}" for key in self.json_keys)
+
+    def dtypes(self, tokenizer: Tokenizer) -> tuple[np.dtype, ...]:
+        """Those of the outputs."""
+        tokens = token_dtype(tokenizer.vocab_size)
+        return (tokens, MASK_DTYPE) if self.sft else (tokens,) * len(self.json_keys)
 
 
 @dataclass(kw_only=True)
@@ -93,7 +109,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """The tokens of a chunk for one key, as bytes of the output's dtype, int32 lengths and int64 document sizes."""
+    """The tokens of a chunk for one output, as bytes of the output's dtype, int32 lengths and int64 document sizes."""
 
     tokens: bytes
     lengths: bytes
@@ -108,6 +124,9 @@ class Encoded:
     documents: int
     empty: int
     bad: list[BadLine]
+
+
+ChunkEncoder = Callable[[Chunk], Encoded]
 
 
 class Encoder:
@@ -141,44 +160,88 @@ class Encoder:
     def _pack(self, documents: list[list[list[int]]]) -> Packed:
         for sequences in documents:
             sequences[-1].extend(self._tail)
-        lengths = np.fromiter((len(ids) for sequences in documents for ids in sequences), np.int32)
-        flat = chain.from_iterable(chain.from_iterable(documents))
-        tokens = np.fromiter(flat, self._dtype, count=int(lengths.sum(dtype=np.int64)))
-        sizes = np.fromiter(map(len, documents), np.int64, count=len(documents))
-        return Packed(tokens=tokens.tobytes(), lengths=lengths.tobytes(), document_sizes=sizes.tobytes())
+        return packed(documents, self._dtype)
 
 
-def preprocess(job: Job, tokenizer: Tokenizer, on_progress: Callable[[Report], None] = lambda report: None) -> Report:
+class ConversationEncoder:
+    """Turns chunks of conversations into packed tokens, and a packed mask of those to predict.
+
+    Args:
+        job: what to preprocess.
+        tokenizer: makes the tokens.
+        template: renders messages.
+    """
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, template: Template) -> None:
+        self._tokenizer, self._template, self._dtypes = tokenizer, template, job.dtypes(tokenizer)
+
+    def __call__(self, chunk: Chunk) -> Encoded:
+        """Parse, render and tokenize a chunk."""
+        rendered, bad = rendered_lines(chunk, self._template)
+        tokens, masks = list[list[list[int]]](), list[list[list[int]]]()
+        for passages in rendered:
+            encoded = [encode_passage(self._tokenizer, passage) for passage in passages]
+            tokens.append([list(chain.from_iterable(ids for ids, _ in encoded))])
+            masks.append([list(chain.from_iterable(mask for _, mask in encoded))])
+        made = tuple(packed(*pair) for pair in zip((tokens, masks), self._dtypes, strict=True))
+        return Encoded(packed=made, documents=len(tokens), empty=0, bad=bad)
+
+
+def packed(documents: list[list[list[int]]], dtype: np.dtype) -> Packed:
+    """Documents of sequences of numbers."""
+    lengths = np.fromiter((len(ids) for sequences in documents for ids in sequences), np.int32)
+    flat = chain.from_iterable(chain.from_iterable(documents))
+    tokens = np.fromiter(flat, dtype, count=int(lengths.sum(dtype=np.int64)))
+    sizes = np.fromiter(map(len, documents), np.int64, count=len(documents))
+    return Packed(tokens=tokens.tobytes(), lengths=lengths.tobytes(), document_sizes=sizes.tobytes())
+
+
+def preprocess(
+    job: Job,
+    tokenizer: Tokenizer,
+    on_progress: Callable[[Report], None] = lambda report: None,
+    *,
+    template: Template | None = None,
+) -> Report:
     """Tokenize the inputs of a job and write its outputs.
 
     Args:
         job: What to do.
         tokenizer: Makes the tokens; its vocabulary decides the output's dtype.
         on_progress: Called with the report so far after every chunk.
+        template: Renders the messages of a job of conversations.
 
     Raises:
-        DataError: An input is unusable, nothing is left to write, or (strict) a line is bad. There is no output then.
+        DataError: An input is unusable, nothing is left to write, or (strict, conversations) a line is bad. There is no
+            output then.
     """
     _check(job)
     begun = time.monotonic()
     report = Report()
-    encoder = Encoder(job, tokenizer)
-    dtype = token_dtype(tokenizer.vocab_size)
+    encoder: ChunkEncoder = Encoder(job, tokenizer)
+    if job.sft:
+        assert template is not None, "conversations need one"
+        encoder = ConversationEncoder(job, tokenizer, template)
     with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(job.output(key), dtype)) for key in job.json_keys]
+        outputs = zip(job.outputs, job.dtypes(tokenizer), strict=True)
+        writers = [stack.enter_context(IndexedWriter(*output)) for output in outputs]
         for chunk, encoded in _encoded_chunks(job, encoder):
             _count(report, job, chunk, encoded)
-            for writer, packed in zip(writers, encoded.packed, strict=True):
+            for writer, part in zip(writers, encoded.packed, strict=True):
                 writer.extend(
-                    np.frombuffer(packed.tokens, dtype),
-                    np.frombuffer(packed.lengths, np.int32),
-                    np.frombuffer(packed.document_sizes, np.int64),
+                    np.frombuffer(part.tokens, writer.dtype),
+                    np.frombuffer(part.lengths, np.int32),
+                    np.frombuffer(part.document_sizes, np.int64),
                 )
-            report.tokens = sum(writer.num_tokens for writer in writers)
+            report.tokens = sum(writer.num_tokens for writer in (writers[:1] if job.sft else writers))
             report.seconds = time.monotonic() - begun
             on_progress(report)
+        if job.sft and report.bad:
+            raise DataError(_all_bad(report))
         if report.documents == 0:
             raise DataError(_nothing(job, report))
+        if job.sft:  # before the tokens, which would otherwise all be predicted
+            writers.pop().commit()
         for writer in writers:
             writer.commit(_sidecar(writer, tokenizer, job))
     report.seconds = time.monotonic() - begun
@@ -193,10 +256,13 @@ def _check(job: Job) -> None:
         )
     if len(set(job.json_keys)) < len(job.json_keys):
         raise DataError(f"--json-keys {' '.join(job.json_keys)} names a key twice")
+    if job.sft and not all(is_json(path) for path in job.inputs):
+        wrong = next(path for path in job.inputs if not is_json(path))
+        raise DataError(f"--sft reads JSON lines, which {wrong} is not by its name: give .jsonl files (also .gz, .zst)")
     for key in job.json_keys:
         if not key or "/" in key or "\0" in key:
             raise DataError(f"--json-keys {key!r} cannot be part of a file name")
-    outputs = chain.from_iterable(output_files(job.output(key)) for key in job.json_keys)
+    outputs = chain.from_iterable(map(output_files, job.outputs))
     refuse_overwriting(outputs, [*job.inputs, *([job.tokenizer] if job.tokenizer else [])])
 
 
@@ -209,6 +275,19 @@ def _count(report: Report, job: Job, chunk: Chunk, encoded: Encoded) -> None:
     report.file_bytes += chunk.file_bytes
     report.bad_count += len(encoded.bad)
     report.bad.extend(encoded.bad[: _BAD_KEPT - len(report.bad)])
+
+
+def _all_bad(report: Report) -> str:
+    """The bad lines, each on a line, or the first of them."""
+    shown = [str(line) for line in report.bad[:_BAD_SHOWN]]
+    more = report.bad_count - len(shown)
+    return "\n  ".join(
+        [
+            f"{counted(report.bad_count, 'bad line')}; nothing is written: correct or remove them",
+            *shown,
+            *([f"and {more} more"] if more else []),
+        ]
+    )
 
 
 def _nothing(job: Job, report: Report) -> str:
@@ -236,10 +315,10 @@ def _sidecar(writer: IndexedWriter, tokenizer: Tokenizer, job: Job) -> Sidecar:
 
 # ---- workers ---------------------------------------------------------------------------------------------------------
 
-_worker_encoder: Encoder | None = None  # in a worker process: what its chunks are encoded with
+_worker_encoder: ChunkEncoder | None = None  # in a worker process: what its chunks are encoded with
 
 
-def _encoded_chunks(job: Job, encoder: Encoder) -> Iterator[tuple[Chunk, Encoded]]:
+def _encoded_chunks(job: Job, encoder: ChunkEncoder) -> Iterator[tuple[Chunk, Encoded]]:
     """Every chunk with its encoding, in order, with a bounded number under way."""
     chunks = chain.from_iterable(read_chunks(path, job.text_unit) for path in job.inputs)
     if job.workers == 1:
@@ -263,7 +342,7 @@ def _encoded_chunks(job: Job, encoder: Encoder) -> Iterator[tuple[Chunk, Encoded
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(encoder: Encoder, parent: int) -> None:
+def _start_worker(encoder: ChunkEncoder, parent: int) -> None:
     global _worker_encoder
     _worker_encoder = encoder
     # The main process answers Ctrl-C and SIGTERM for all.

@@ -241,6 +241,19 @@ def check_token_ids(dataset: IndexedDataset, vocab_size: int, start: int = 0, st
             raise token_error(dataset, at, vocab_size)
 
 
+def int64_tokens(dataset: IndexedDataset, start: int, stop: int, vocab_size: int | None) -> NDArray[np.int64]:
+    """int64 [stop - start]: tokens `[start, stop)` of the .bin.
+
+    Raises:
+        DataError: One of them is outside the vocabulary, whose size is given.
+    """
+    values = dataset.tokens(start, stop).astype(np.int64)
+    if vocab_size is not None and len(values) and (values.max() >= vocab_size or values.min() < 0):
+        at = int(np.argmax((values >= vocab_size) | (values < 0)))
+        raise token_error(dataset, start + at, vocab_size)
+    return values
+
+
 def token_error(dataset: IndexedDataset, position: int, vocab_size: int) -> DataError:
     """The error for a token id outside the vocabulary at a position of the .bin."""
     # Sequences of length 0 share their start with the next one: the last that starts at or before it holds the token.

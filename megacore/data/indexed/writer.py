@@ -18,6 +18,7 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megacore.data.indexed.loss_mask import loss_mask_prefix, open_loss_mask
 from megacore.data.indexed.reader import HEADER, MAGIC, VERSION, IndexedDataset, bin_path, dtype_code, idx_path
 from megacore.data.indexed.sidecar import Sidecar, read_sidecar, sidecar_path
 from megacore.errors import DataError
@@ -220,7 +221,7 @@ def refuse_overwriting(outputs: Iterable[Path], inputs: Iterable[str | Path]) ->
 def merge(
     prefixes: Sequence[str], output_prefix: str, *, on_copied: Callable[[int], None] = lambda count: None
 ) -> Sidecar | None:
-    """Concatenate datasets of one dtype, in the given order.
+    """Concatenate datasets of one dtype, in the given order, and their loss masks if they have them.
 
     Args:
         prefixes: of the inputs.
@@ -235,7 +236,15 @@ def merge(
     """
     require_prefix(output_prefix)
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    refuse_overwriting(output_files(output_prefix), [p for d in datasets for p in (d.idx_path, d.bin_path)])
+    masks = [mask for dataset in datasets if (mask := open_loss_mask(dataset)) is not None]
+    mask_prefix = loss_mask_prefix(output_prefix)
+    outputs = [*output_files(output_prefix), *(output_files(mask_prefix) if masks else [])]
+    refuse_overwriting(outputs, [p for d in [*datasets, *masks] for p in (d.idx_path, d.bin_path)])
+    if masks and len(masks) < len(datasets):
+        raise DataError(
+            f"{masks[0].prefix} is a loss mask, but only {len(masks)} of the {len(datasets)} inputs have one: "
+            "merge those with and those without separately, and mix them with --data-path"
+        )
     first = datasets[0]
     for dataset in datasets:
         if dataset.sequence_modes is not None:
@@ -254,8 +263,17 @@ def merge(
             writer.append(dataset)
             on_copied(dataset.bin_path.stat().st_size)
         total = Sidecar.total(known) if len(known) == len(datasets) else None
+        if masks:  # before the tokens, which would otherwise all be predicted
+            _concatenate(masks, mask_prefix)
         writer.commit(total)
     return total
+
+
+def _concatenate(datasets: Sequence[IndexedDataset], output_prefix: str) -> None:
+    with IndexedWriter(output_prefix, datasets[0].dtype) as writer:
+        for dataset in datasets:
+            writer.append(dataset)
+        writer.commit()
 
 
 def _open_locked(path: Path) -> BinaryIO:

@@ -49,6 +49,20 @@ class Microbatch(Batch):
     loss_mask: torch.Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackedMicrobatch(Microbatch):
+    """Samples of several documents each.
+
+    Attributes:
+        documents: int64 [b, s], the number of each position's document in its sample: 1, 2, ...; padding has the next
+            number, as if it were a document.
+        positions: int64 [b, s], positions within the documents, from 0.
+    """
+
+    documents: torch.Tensor
+    positions: torch.Tensor
+
+
 class BatchLoader(Generic[B]):
     """Iterates over steps: each gives this rank's microbatches, in order.
 

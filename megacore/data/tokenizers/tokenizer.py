@@ -225,12 +225,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _load_directory(folder: Path) -> Tokenizer:
-    """Prefer tokenizer.json, then a lone SentencePiece model; leave the rest to transformers."""
+    """Prefer tokenizer.json, then a SentencePiece model that has all tokens; leave the rest to transformers."""
     if (folder / "tokenizer.json").exists():
         return _load_json(folder / "tokenizer.json")
     config = folder / "tokenizer_config.json"
-    if (folder / "tokenizer.model").exists() and not config.exists():
-        return _load_model(folder / "tokenizer.model")
+    if (folder / "tokenizer.model").exists():
+        try:
+            tokenizer = SentencePieceTokenizer(_read(folder / "tokenizer.model"), str(folder / "tokenizer.model"))
+        except DataError:  # tiktoken's files have the same name
+            if not config.exists():
+                raise
+        else:
+            pieces = [tokenizer.piece(i) for i in range(tokenizer.vocab_size)]
+            end = _configured_tokens(config).get("eos")
+            has_end = end is None or (tokenizer.eod is not None and pieces[tokenizer.eod] == end)
+            if has_end and _added_tokens(folder) <= set(pieces):
+                return tokenizer
     if config.exists() or any((folder / name).exists() for name in ("vocab.json", "vocab.txt", "config.json")):
         return _load_transformers(folder)
     raise DataError(
@@ -322,20 +332,37 @@ def _read(path: Path) -> bytes:
 
 def _configured_tokens(path: Path) -> dict[str, str]:
     """The tokens that a tokenizer_config.json beside the tokenizer names, by what they are for (`eos`, `cls`, ...)."""
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON ({_first_line(error)})") from error
-    named = {}
+    config, named = _json_object(path), {}
     for use in ("bos", "eos", *ROLES):
-        token = config.get(f"{use}_token") if isinstance(config, dict) else None
+        token = config.get(f"{use}_token")
         if isinstance(token, dict):  # older transformers wrote an AddedToken's fields
             token = token.get("content")
         if isinstance(token, str):
             named[use] = token
     return named
+
+
+def _added_tokens(folder: Path) -> set[str]:
+    """The tokens that a directory of transformers adds to its tokenizer's model, where its files list them."""
+    added: set[str] = set()
+    for name in ("tokenizer_config.json", "added_tokens.json"):
+        listed = _json_object(folder / name)
+        if name == "added_tokens.json":
+            added |= listed.keys()
+        elif isinstance(decoder := listed.get("added_tokens_decoder"), dict):
+            added |= {str(token.get("content")) for token in decoder.values() if isinstance(token, dict)}
+    return added
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """A JSON file beside a tokenizer; empty where there is none, or no object in it."""
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON ({_first_line(error)})") from error
+    return values if isinstance(values, dict) else {}
 
 
 def _first_known(backend: tokenizers.Tokenizer) -> str | None:

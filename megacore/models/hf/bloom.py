@@ -3,13 +3,26 @@ head, as megacore has them."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from megacore.models.hf.config_reader import ConfigReader
 from megacore.models.hf.family import Family, Same, TensorRule, read_tied, write_tied
 
-# How Megatron-LM trained it, and how transformers may add up: not what is computed.
+# How Megatron-LM trained it: not what is computed.
 _IGNORED = """
     offset_alibi skip_bias_add skip_bias_add_qkv attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion
-    slow_but_exact
 """
+
+
+def _read(reader: ConfigReader) -> dict[str, Any]:
+    parts = reader.get("pretraining_tp", 1)
+    if reader.get("slow_but_exact", False) is not False and parts != 1:
+        reader.problem(
+            "slow_but_exact",
+            f"is true with pretraining_tp {str(parts)[:20]}, for which transformers leaves out the biases of each "
+            "block's output layers: set slow_but_exact to false",
+        )
+    return read_tied(reader, default=True)
 
 
 def _both(ours: str, theirs: str) -> tuple[TensorRule, ...]:
@@ -37,7 +50,7 @@ BLOOM = Family(
     },
     constants={"position_embedding_type": "alibi", "embedding_layernorm": True},
     ignored=frozenset(_IGNORED.split()),
-    read=lambda reader: read_tied(reader, default=True),
+    read=_read,
     write=write_tied,
     rules=(
         TensorRule("embedding.tokens.weight", ("transformer.word_embeddings.weight",)),

@@ -1,11 +1,13 @@
 """Reads a config.json field by field, so that every field of it is accounted for.
 
-A field is copied, or must have one of a few values, or is known to change nothing; any other is a problem with the
-field's name in it. All problems are collected: a user sees them at once.
+A field is copied, or must have one of a few values, or is known to change nothing. Any other is unknown: it may change
+the model, and who reads the file decides what to do (`Family.describe`). All problems are collected: a user sees them
+at once.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,9 +28,13 @@ _WITHOUT_EFFECT = """
     suppress_tokens begin_suppress_tokens bad_words_ids temperature top_k top_p typical_p num_beams num_beam_groups
     num_return_sequences diversity_penalty max_length min_length do_sample early_stopping repetition_penalty
     length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size exponential_decay_length_penalty
-    remove_invalid_values
+    remove_invalid_values max_sequence_length is_llama_config transformers.js_config initializer_factor
 """
 WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
+# Names of fields that concern training alone (dropout), or another program that wrote the file.
+_WITHOUT_EFFECT_PATTERN = re.compile(r"unsloth_.*|(.*_)?(dropout|pdrop|dropout_prob|dropout_p)")
+# Fields that change nothing with these values; with another one they are unknown.
+_OFF: Mapping[str, tuple[Any, ...]] = {"use_mrope": (False, None), "rope_interleaved": (False, None)}
 # Fields that any family's file may have, with the only values that mean what megacore computes.
 PLAIN_ONLY: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
@@ -37,6 +43,8 @@ PLAIN_ONLY: Mapping[str, tuple[Any, ...]] = {
     "cross_attention_hidden_size": (None,),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+    "auto_map": (None, {}),  # code of its own
 }
 
 
@@ -46,6 +54,9 @@ class ConfigReader:
     Args:
         values: the parsed file.
         where: its path, for messages.
+
+    Attributes:
+        problems: what megacore cannot represent.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -103,13 +114,34 @@ class ConfigReader:
         """Note what is wrong with a field."""
         self.problems.append(f"{self.where}: {name} {text}")
 
-    def finish(self, ignored: frozenset[str]) -> None:
-        """Account for every field that nobody has asked for."""
+    def activation(self, name: str, known: Mapping[str, str], default: str) -> str:
+        """Megacore's name of an activation.
+
+        Args:
+            name: the field.
+            known: transformers' names -> megacore's.
+            default: what transformers takes where the file has none.
+        """
+        value = self.get(name, default)
+        if not isinstance(value, str) or value not in known:
+            self.problem(name, f"is {_shown(value)}, but megacore has only {one_of([_shown(one) for one in known])}")
+            value = default
+        return known[value]
+
+    def finish(self, ignored: frozenset[str]) -> tuple[str, ...]:
+        """Account for every field that nobody has asked for, and return those that nothing is known of.
+
+        Args:
+            ignored: fields of the family that do not change what the model computes.
+        """
         for name, allowed in PLAIN_ONLY.items():
             if name in self._values and name not in self._seen:
                 self.only(name, allowed)
-        for name in sorted(set(self._values) - self._seen - WITHOUT_EFFECT - ignored):
-            self.problem(name[:80], "is a field that megacore does not know: it may change the model")
+        left = self._values.keys() - self._seen - WITHOUT_EFFECT - ignored - self._off()
+        return tuple(sorted(name for name in left if not _WITHOUT_EFFECT_PATTERN.fullmatch(name)))
+
+    def _off(self) -> set[str]:
+        return {name for name, off in _OFF.items() if self._values.get(name) in off}
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

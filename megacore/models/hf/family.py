@@ -87,6 +87,19 @@ class TensorRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a config.json says.
+
+    Attributes:
+        model: the model.
+        unknown: fields that megacore does not know.
+    """
+
+    model: ResolvedModel
+    unknown: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One model_type of transformers.
 
@@ -140,6 +153,19 @@ class Family:
             where: its path, for messages.
 
         Raises:
+            CheckpointError: everything in it that megacore cannot represent exactly, or does not know, by field.
+        """
+        return self.describe(values, where, refuse_unknown=True).model
+
+    def describe(self, values: Mapping[str, Any], where: str, *, refuse_unknown: bool = False) -> Description:
+        """The model that a config.json describes, and the fields of it that megacore does not know.
+
+        Args:
+            values: the parsed file.
+            where: its path, for messages.
+            refuse_unknown: an unknown field is refused, because nothing will show whether it changes the model.
+
+        Raises:
             CheckpointError: everything in it that megacore cannot represent exactly, by field.
         """
         reader = ConfigReader(values, where)
@@ -150,14 +176,21 @@ class Family:
             reader.only(name, allowed)
         ours |= dict(self.constants) | self.read(reader)
         self.read_bert(reader)
-        reader.finish(self.ignored)
+        unknown = reader.finish(self.ignored)
+        for name in unknown if refuse_unknown else ():
+            reader.problem(
+                name[:80],
+                "is a field that megacore does not know, and may change the model: convert the directory with "
+                f"tools/convert_checkpoint.py, which compares logits, or use --ignore-config-field {name[:80]}",
+            )
         of_experts = {name: ours.pop(name) for name in field_infos(ExpertsConfig) if name in ours}
         config, experts = ModelConfig(**ours), ExpertsConfig(**of_experts)
         found = [*config.problems(), *experts.problems()]
         problems = reader.problems or [f"{where}: {self._in_its_words(one, values)}" for one in found]
         positions = config.max_position_embeddings
         if not problems and positions is not None and config.vocab_size is not None:
-            return config.resolve(seq_length=positions, experts=experts.resolve(config.inner_size))
+            model = config.resolve(seq_length=positions, experts=experts.resolve(config.inner_size))
+            return Description(model=model, unknown=unknown)
         raise CheckpointError(
             refusal(where, problems or [f"{where}: the size of the vocabulary or of the context is null"])
         )
@@ -254,6 +287,21 @@ def same_bert(one: ResolvedBert | None, other: ResolvedBert | None, config: Reso
         and min(one.global_attention_interval, layers) == min(other.global_attention_interval, layers)
         and one.local_rotary_base == other.local_rotary_base
     )
+
+
+# Transformers' names of activations -> megacore's; the first of each is written.
+ACTIVATIONS = {
+    "gelu": "gelu-exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+    "relu": "relu",
+}
+
+
+def write_activation(config: ResolvedModel) -> str | None:
+    """Transformers' name of a model's activation; None where it has another one than these."""
+    return next((theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation), None)
 
 
 def read_tied(reader: ConfigReader, *, default: bool) -> dict[str, Any]:

@@ -6,7 +6,17 @@ from typing import Any
 
 from megacore.config import ResolvedModel
 from megacore.models.hf.config_reader import ConfigReader
-from megacore.models.hf.family import Family, Layout, Same, TensorRule, read_tied, stacked_q_k_v, write_tied
+from megacore.models.hf.family import (
+    ACTIVATIONS,
+    Family,
+    Layout,
+    Same,
+    TensorRule,
+    read_tied,
+    stacked_q_k_v,
+    write_activation,
+    write_tied,
+)
 
 _IGNORED = """
     reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels
@@ -15,15 +25,19 @@ _IGNORED = """
 
 
 def _read(reader: ConfigReader) -> dict[str, Any]:
-    residual, embedded = reader.get("resid_pdrop", 0.1), reader.get("embd_pdrop", 0.1)
-    if type(residual) not in (int, float) or residual != embedded:
-        reader.problem("embd_pdrop", f"is {embedded!r} and resid_pdrop {residual!r}, but megacore has one for both")
-        residual = 0.0
-    return {"hidden_dropout": float(residual)} | read_tied(reader, default=True)
+    dropout = reader.get("resid_pdrop", 0.1)  # megacore has one for all; those of transformers may differ
+    return {
+        "hidden_dropout": float(dropout) if type(dropout) in (int, float) else 0.0,
+        "activation": reader.activation("activation_function", ACTIVATIONS, "gelu_new"),
+    } | read_tied(reader, default=True)
 
 
 def _write(config: ResolvedModel) -> dict[str, Any]:
-    return {"resid_pdrop": config.hidden_dropout, "embd_pdrop": config.hidden_dropout} | write_tied(config)
+    return {
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "activation_function": write_activation(config),
+    } | write_tied(config)
 
 
 def _both(ours: str, theirs: str, *, layout: Layout | None = None, transposed: bool = True) -> tuple[TensorRule, ...]:
@@ -51,7 +65,6 @@ GPT2 = Family(
         Same("attention_dropout", ("attn_pdrop",), 0.1),
     ),
     fixed={
-        "activation_function": (("gelu_new", "gelu_pytorch_tanh"), "gelu_new"),
         "scale_attn_weights": ((True,), True),
         "scale_attn_by_inverse_layer_idx": ((False,), False),
     },

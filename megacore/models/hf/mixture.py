@@ -54,10 +54,11 @@ def _family(dense: Family, model_type: str, architecture: str, **parts: Any) -> 
         architecture=architecture,
         prefix=dense.prefix,
         fixed={**dense.fixed, **parts.pop("fixed", {})},
+        optional=dense.optional,
         constants=dense.constants,
         buffers=dense.buffers,
         ties=dense.ties,
-        ignored=_TRAINING,
+        ignored=dense.ignored | _TRAINING,
         **parts,
     )
 

@@ -7,40 +7,36 @@ from typing import Any
 
 from megacore.config import ResolvedModel
 from megacore.models.hf.config_reader import ConfigReader
-from megacore.models.hf.family import Family, Same, TensorRule, read_tied, write_tied
+from megacore.models.hf.family import (
+    ACTIVATIONS,
+    Family,
+    Same,
+    TensorRule,
+    read_tied,
+    write_activation,
+    write_tied,
+)
 from megacore.models.hf.rope import read_rope, write_rope
-
-# Transformers' name of an activation -> megacore's; the first of each is written.
-_ACTIVATIONS = {
-    "gelu": "gelu-exact",
-    "gelu_new": "gelu",
-    "gelu_fast": "gelu",
-    "gelu_pytorch_tanh": "gelu",
-    "relu": "relu",
-}
 
 
 def _read(reader: ConfigReader) -> dict[str, Any]:
     positions, share = reader.get("max_position_embeddings", 2048), reader.get("rotary_pct", 0.25)
-    parallel, activation = reader.get("use_parallel_residual", True), reader.get("hidden_act", "gelu")
+    parallel = reader.get("use_parallel_residual", True)
     if type(parallel) is not bool:
         reader.problem("use_parallel_residual", f"is {parallel!r}, not true or false")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        reader.problem("hidden_act", f"is {str(activation)[:40]!r}, but megacore has {', '.join(_ACTIVATIONS)}")
     fields = read_rope(reader, positions if type(positions) is int else 1, base="rotary_emb_base", share=share)
     return (
         fields
         | read_tied(reader, default=False)
-        | {"parallel_residual": parallel, "activation": _ACTIVATIONS.get(str(activation), "gelu")}
+        | {"parallel_residual": parallel, "activation": reader.activation("hidden_act", ACTIVATIONS, "gelu")}
     )
 
 
 def _write(config: ResolvedModel) -> dict[str, Any]:
-    names = [theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation]
     return (
         write_rope(config, share=True)
         | write_tied(config)
-        | {"use_parallel_residual": config.parallel_residual, "hidden_act": names[0] if names else None}
+        | {"use_parallel_residual": config.parallel_residual, "hidden_act": write_activation(config)}
     )
 
 

@@ -1,0 +1,177 @@
+"""What the layers of a stage keep for backward, and what exists for a moment while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.dimensions import ranks_of_role
+from megacore.plan.activations import (
+    ELEMENT_BYTES,
+    activation_gradient_bytes,
+    attention_core_bytes,
+    block_bytes,
+    kept_gradient_bytes,
+    residual_bytes,
+)
+from megacore.plan.buckets import grown
+from megacore.plan.model_size import largest_product, vocabulary_rows
+from megacore.plan.state import PlannedLayer, held_by_layer, shared_table, term_bytes
+
+
+def kept_by_layer(layers: Sequence[PlannedLayer], config: ResolvedConfig, *, on_cpu: bool) -> list[float]:
+    """Activations of one microbatch in the blocks of a stage."""
+    recompute, first = config.training.recompute, config.training.recompute_num_layers
+    sizes: dict[tuple[int, str], float] = {}
+    kept, blocks = [], 0
+    for layer in layers:
+        if layer.block is None:
+            kept.append(0.0)
+            continue
+        how = recompute if recompute != "full" or first is None or blocks < first else "none"
+        blocks += 1
+        if (key := (id(layer.block), how)) not in sizes:
+            sizes[key] = block_bytes(config, layer.block, on_cpu=on_cpu, recompute=how)
+        kept.append(sizes[key])
+    return kept
+
+
+def _distinct(blocks: Iterable[ResolvedModel]) -> Iterable[ResolvedModel]:
+    """The blocks that are not one and the same."""
+    return {id(block): block for block in blocks}.values()
+
+
+def _largest_block(config: ResolvedConfig, blocks: Iterable[ResolvedModel], *, on_cpu: bool) -> float:
+    """What a block keeps of a microbatch where nothing is computed again; 0 where there is none."""
+    kept = (block_bytes(config, block, on_cpu=on_cpu, recompute="none") for block in _distinct(blocks))
+    return max(kept, default=0.0)
+
+
+def computed_again(config: ResolvedConfig, blocks: Sequence[ResolvedModel], *, on_cpu: bool) -> float:
+    """What the block that is computed again keeps besides its input."""
+    if config.training.recompute == "light" and not config.training.compile:  # one output of a norm or an activation
+        inner = max((block.inner_size for block in blocks), default=0) / config.parallel.tp
+        return max(inner / config.model.hidden_size, 1.0) * residual_bytes(config) if blocks else 0.0
+    if config.training.recompute == "selective":
+        cores = (attention_core_bytes(config, block, on_cpu=on_cpu) for block in _distinct(blocks))
+        return max(cores, default=0.0)
+    if config.training.recompute == "full":
+        return max(_largest_block(config, blocks, on_cpu=on_cpu) - residual_bytes(config), 0.0)
+    return 0.0
+
+
+def kept_gradients(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[float]:
+    """Where backward is split, gradients of a microbatch that wait for those of the weights, by layer."""
+    sizes: dict[int, float] = {}
+    for layer in layers:
+        if layer.block is not None and id(layer.block) not in sizes:
+            sizes[id(layer.block)] = kept_gradient_bytes(config, layer.block)
+    return [sizes.get(id(layer.block), residual_bytes(config)) for layer in layers]
+
+
+class Backward(NamedTuple):
+    """Attributes of a rank's memory by these names."""
+
+    passing: float
+    reducing: float
+
+
+def passing_bytes(
+    config: ResolvedConfig,
+    chunks: Sequence[Sequence[PlannedLayer]],
+    *,
+    head: float,
+    again: float,
+    working: float,
+    on_cpu: bool,
+    is_first: bool = False,
+) -> Backward:
+    """What exists for a moment of backward, at the layer where it is most.
+
+    Activations of the layers that backward has passed are freed. Besides what `_beside` counts, ZeRO adds:
+
+    - stage 2: a bucket that is reduced and one that is filled, each of its limit and the parameter that exceeds it;
+    - stage 3: these of two layers, and the parameters of two, or with a split backward of all.
+
+    A first backward of ranks without replicas, whose gradients do not outlive a step, makes those of the layers that it
+    has passed, and on an accelerator copies those of the layer itself into their buffer.
+
+    Args:
+        config: a resolved configuration.
+        chunks: the layers of each of the rank's stages.
+        head: what exists in the head while its gradients are computed.
+        again: what a block that is computed again keeps besides its input.
+        working: as much of this as the rank's memory counts already.
+        on_cpu: whether the ranks compute in host memory.
+        is_first: whether it is a stage's first backward, with no gradients before it.
+    """
+    e, term = ELEMENT_BYTES[config.precision.precision], term_bytes(config)
+    replicas, splits = ranks_of_role("replicas", config.parallel), config.parallel.may_split_backward
+    stage = config.parallel.zero_stage if replicas > 1 else 0
+    table, sizes_by_chunk = shared_table(chunks), held_by_layer(chunks)
+    found = [(0.0, 0.0)]
+    beside: dict[int, float] = {}  # blocks that are alike are one object
+    for chunk, sizes in zip(chunks, sizes_by_chunk, strict=True):
+        limit = term / 4 * grown(min(int(config.parallel.bucket_size_mb * 2**20), sum(sizes)), replicas)
+        kept = kept_by_layer(chunk, config, on_cpu=on_cpu)
+        waiting = kept_gradients(config, chunk) if splits else [0.0] * len(chunk)
+        freed, made, later_size, later_bucket = 0.0, 0.0, 0, limit
+        for number in reversed(range(len(chunk))):
+            layer, size = chunk[number], sizes[number]
+            if (key := id(layer.block or layer)) not in beside:
+                beside[key] = _beside(config, layer, table, head=head, again=again, on_cpu=on_cpu)
+            matrix = min(_largest_gradient(config, layer), size)  # a shared table is in its first layer's bucket
+            moment, reducing, bucket = beside[key], 0.0, limit + term * matrix
+            if is_first:
+                moment += made + (0.0 if on_cpu else term * matrix)
+                made += term * size
+            if stage == 2:
+                if layer.block is not None:
+                    later_bucket = max(later_bucket, bucket)  # of the same block
+                reducing = later_bucket / replicas
+                moment += bucket + later_bucket
+            if stage == 3:
+                gathered = sum(sizes) if splits else sum(sizes[max(number - 1, 0) : number + 1])
+                reducing = term * later_size / replicas
+                moment += e * gathered + term * (size + later_size)
+            found.append((moment - freed - working, reducing))
+            freed += kept[number] + waiting[number]
+            later_size, later_bucket = size, bucket
+    passing, reducing = max(found, key=sum)
+    return Backward(passing, reducing)
+
+
+def _beside(
+    config: ResolvedConfig, layer: PlannedLayer, table: int, *, head: float, again: float, on_cpu: bool
+) -> float:
+    """What exists beside activations while backward is at a layer: gradients of activations, the largest gradient that
+    one operator gives, and of a `table` that the head shares with the embedding the head's gradient, which autograd
+    keeps until it has both; it then has both and their sum."""
+    e = ELEMENT_BYTES[config.precision.precision]
+    gradient = 0.0 if _sums_take_products(config, layer, table, on_cpu=on_cpu) else e * _largest_gradient(config, layer)
+    if layer.block is not None:
+        return again + gradient + e * table + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
+    if layer.name == "embedding":
+        return residual_bytes(config) + max(gradient, 3.0 * e * table)
+    return head + gradient
+
+
+def _largest_gradient(config: ResolvedConfig, layer: PlannedLayer) -> int:
+    """Parameters of a layer whose gradients one operator gives at a time, the most; where the layer is not known, all
+    of it."""
+    ranks = ranks_of_role("layer", config.parallel)
+    if layer.block is not None:
+        return largest_product(layer.block, ranks)
+    held = layer.parameters if layer.held is None else layer.held
+    if not config.model.vocab_size:
+        return held
+    return min(held, max(vocabulary_rows(config.model, ranks) * config.model.hidden_size, layer.shared))
+
+
+def _sums_take_products(config: ResolvedConfig, layer: PlannedLayer, table: int, *, on_cpu: bool) -> bool:
+    """Whether products add the gradients of the layer's weights to sums in fp32, so that they never exist apart."""
+    precision = config.precision
+    sums = precision.precision != "fp32" and precision.grad_reduce_dtype == "fp32" and not config.training.reproducible
+    is_product = layer.block is not None or (layer.name == "head" and not table)
+    return sums and is_product and not on_cpu and not config.training.compile

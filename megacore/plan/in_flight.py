@@ -1,0 +1,121 @@
+"""The microbatches that a rank has in flight, from the actions of its schedule."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megacore.config import ParallelConfig
+from megacore.pipeline.schedule import Action, Op, rank_order
+from megacore.pipeline.schedule_file import load_schedule
+
+
+def in_flight(parallel: ParallelConfig, rank: int, microbatches: int, *, until: Op = Op.INPUT_GRAD) -> tuple[int, ...]:
+    """Microbatches whose activations each of a rank's stages keeps, when together they keep most.
+
+    Args:
+        parallel: schedule and degrees.
+        rank: number in the pipeline.
+        microbatches: of a replica in a step.
+        until: where a schedule splits backward, whether activations count until the gradient of the stage's input
+            (`INPUT_GRAD`: the least that is kept) or of its weights (`WEIGHT_GRAD`: the most).
+    """
+    if parallel.schedule_csv is not None:
+        order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
+        return _peak(order, parallel.pp, parallel.virtual_stages, until)
+    if parallel.schedule != "gpipe":  # in all others the most are in flight after the first few
+        microbatches = min(microbatches, 4 * parallel.pp)
+    return _in_flight(parallel.schedule_name, rank, parallel.pp, microbatches, parallel.virtual_stages, until)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_flight(name: str, rank: int, ranks: int, microbatches: int, virtual_stages: int, until: Op) -> tuple[int, ...]:
+    order = rank_order(name, rank, ranks, microbatches, virtual_stages=virtual_stages)
+    return _peak(order, ranks, virtual_stages, until)
+
+
+def _peak(order: Iterable[Action], ranks: int, virtual_stages: int, until: Op) -> tuple[int, ...]:
+    held = [0] * virtual_stages
+    peak = tuple(held)
+    for action in order:
+        if action.op is Op.FORWARD:
+            held[action.stage // ranks] += 1
+        elif action.op in (Op.BACKWARD, until):
+            held[action.stage // ranks] -= 1
+        if sum(held) > sum(peak):
+            peak = tuple(held)
+    return peak
+
+
+class Moment(NamedTuple):
+    """What a rank keeps at a moment of its schedule, by stage.
+
+    Attributes:
+        held: microbatches with activations.
+        waiting: of these, those whose gradients of outputs wait for the gradients of weights.
+        begun: whether a backward has made gradients.
+        computing: whether a microbatch is computed; else the first backward of a stage is done.
+        split: whether activations count until the gradients of weights; else until that of the stage's input.
+    """
+
+    held: tuple[int, ...]
+    waiting: tuple[int, ...]
+    begun: tuple[bool, ...]
+    computing: bool
+    split: bool
+
+
+def moments(parallel: ParallelConfig, rank: int, microbatches: int) -> Sequence[Moment]:
+    """The moments of a rank's step of which none keeps more in every respect than these."""
+    if parallel.schedule_csv is not None:
+        order = load_schedule(Path(parallel.schedule_csv)).actions[rank]
+        return _fullest(order, parallel.pp, parallel.virtual_stages)
+    if parallel.schedule != "gpipe":
+        microbatches = min(microbatches, 4 * parallel.pp)
+    return _moments_of(parallel.schedule_name, rank, parallel.pp, microbatches, parallel.virtual_stages)
+
+
+@functools.lru_cache(maxsize=4096)
+def _moments_of(name: str, rank: int, ranks: int, microbatches: int, virtual_stages: int) -> Sequence[Moment]:
+    order = rank_order(name, rank, ranks, microbatches, virtual_stages=virtual_stages)
+    return _fullest(order, ranks, virtual_stages)
+
+
+def _fullest(order: Iterable[Action], ranks: int, virtual_stages: int) -> Sequence[Moment]:
+    order, kept = list(order), dict[tuple[object, ...], list[Moment]]()
+    for split in (False, True):
+        for moment in _walk(order, ranks, virtual_stages, split=split):
+            alike = kept.setdefault((moment.begun, moment.computing, split), [])
+            if not any(_holds(other, moment) for other in alike):
+                alike[:] = [*(other for other in alike if not _holds(moment, other)), moment]
+    return [moment for alike in kept.values() for moment in alike]
+
+
+def _holds(one: Moment, other: Moment) -> bool:
+    """Whether `one` keeps at least what `other` does."""
+    pairs = zip(one.held + one.waiting, other.held + other.waiting, strict=True)
+    return all(a >= b for a, b in pairs)
+
+
+def _walk(order: Iterable[Action], ranks: int, virtual_stages: int, *, split: bool) -> Iterator[Moment]:
+    held, waiting, begun = [0] * virtual_stages, [0] * virtual_stages, [False] * virtual_stages
+
+    def now(*, computing: bool) -> Moment:
+        return Moment(tuple(held), tuple(waiting), tuple(begun), computing, split)
+
+    for action in order:
+        stage = action.stage // ranks
+        if action.op is Op.FORWARD:
+            held[stage] += 1
+        yield now(computing=True)
+        if action.op is Op.INPUT_GRAD and split:
+            waiting[stage] += 1
+        if action.op is Op.WEIGHT_GRAD and split:
+            waiting[stage] -= 1
+        if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD if split else Op.INPUT_GRAD):
+            held[stage] -= 1
+        if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD) and not begun[stage]:
+            begun[stage] = True
+            yield now(computing=False)

@@ -1,0 +1,140 @@
+"""What a rank holds from step to step: parameters, gradients and the optimizer's state, by kind.
+
+The shares of ZeRO are those of Rajbhandari et al. 2020 (arXiv 1910.02054, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from megacore.config import ResolvedConfig, ResolvedModel
+from megacore.config.dimensions import ranks_of_role
+from megacore.pipeline.partition import LayerCost
+from megacore.plan.activations import ELEMENT_BYTES
+
+
+class PlannedLayer(LayerCost, Protocol):
+    """What is asked of a layer: a `LayerOutline`, or a `LayerSpec`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def held(self) -> int | None: ...
+    @property
+    def tied(self) -> Mapping[str, str]: ...
+    @property
+    def shared(self) -> int: ...
+    @property
+    def block(self) -> ResolvedModel | None: ...
+
+
+def state_bytes(parameters: int, config: ResolvedConfig) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer, and of gradients on their way to host memory (`buffers`).
+
+    Args:
+        parameters: of a rank's slice of its pipeline stages.
+        config: a resolved configuration.
+    """
+    compute, ranks = ELEMENT_BYTES[config.precision.precision], ranks_of_role("replicas", config.parallel)
+    summed = 4 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
+    reduce = term_bytes(config)
+    offload = config.parallel.offload_optimizer
+    master = 4 if offload or compute != 4 else 0
+    stage = config.parallel.zero_stage if ranks > 1 else 0
+    shard = updated_parameters(parameters, config)
+    return {
+        "params": parameters * compute / (ranks if stage >= 3 else 1),
+        "grads": parameters * reduce / (ranks if stage >= 2 else 1),
+        "optimizer": shard * (config.optimizer_settings.bytes_per_parameter + master),
+        "buffers": shard * summed if offload else 0.0,
+    }
+
+
+def term_bytes(config: ResolvedConfig) -> int:
+    """Bytes of a gradient while it is added up."""
+    return 8 if config.training.reproducible else ELEMENT_BYTES[config.precision.grad_reduce_dtype]
+
+
+def updated_parameters(parameters: int, config: ResolvedConfig) -> float:
+    """How many of a rank's parameters it updates: with ZeRO its share of them, else all.
+
+    Args:
+        parameters: of a rank's slice of its pipeline stages.
+        config: a resolved configuration.
+    """
+    return parameters / (ranks_of_role("replicas", config.parallel) if config.parallel.zero_stage >= 1 else 1)
+
+
+def held_parameters(layers: Sequence[PlannedLayer], stages: Sequence[range]) -> int:
+    """Parameters of one rank, padding included; a table that two of its layers share counts once.
+
+    Args:
+        layers: the whole model.
+        stages: the numbers of the layers of each of the rank's stages.
+    """
+    return sum(map(sum, held_by_layer([[layers[i] for i in numbers] for numbers in stages])))
+
+
+def whole_parameters(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> int:
+    """Of the whole model, a tied one counted once."""
+    tables = config.model.vocab_size * config.model.hidden_size if config.model.vocab_size else 0
+    tied = (tables if layer.held is not None else layer.shared for layer in layers if layer.tied)
+    return sum(layer.parameters for layer in layers) - sum(tied)
+
+
+def held_by_layer(chunks: Sequence[Sequence[PlannedLayer]]) -> list[list[int]]:
+    """Parameters that a rank holds of each layer of each stage; those that two of its layers share are the first's."""
+    names = {layer.name for chunk in chunks for layer in chunk}
+
+    def held(layer: PlannedLayer) -> int:
+        count = layer.parameters if layer.held is None else layer.held
+        owners = layer.tied.values()
+        is_shared = any(owner.startswith(f"{name}.") for owner in owners for name in names - {layer.name})
+        return count - layer.shared if is_shared else count
+
+    return [[held(layer) for layer in chunk] for chunk in chunks]
+
+
+def shared_table(chunks: Sequence[Sequence[PlannedLayer]]) -> int:
+    """Parameters of a table that two layers of one stage share: their gradients meet in one backward."""
+    tables = [
+        layer.shared
+        for chunk in chunks
+        for layer in chunk
+        if any(owner.startswith(f"{other.name}.") for owner in layer.tied.values() for other in chunk)
+    ]
+    return max(tables, default=0)
+
+
+def _largest_layer(layers: Iterable[PlannedLayer]) -> int:
+    """Parameters that a rank holds of its largest layer."""
+    return max((layer.parameters if layer.held is None else layer.held for layer in layers), default=0)
+
+
+def building_bytes(config: ResolvedConfig, state: Mapping[str, float], layers: Iterable[PlannedLayer]) -> float:
+    """What exists when the last layer has been made: parameters and master weights, and on stage 3 that layer whole."""
+    replicas, kept = ranks_of_role("replicas", config.parallel), config.optimizer_settings.bytes_per_parameter
+    master = 0.0
+    if config.precision.precision != "fp32" and not config.parallel.offload_optimizer:
+        master = state["optimizer"] * 4 / (kept + 4)
+    whole = 4.0 * _largest_layer(layers) if replicas > 1 and config.parallel.zero_stage == 3 else 0.0
+    return state["params"] + master + whole
+
+
+def late_bytes(config: ResolvedConfig, state: Mapping[str, float], *, on_cpu: bool) -> float:
+    """The optimizer's state without master weights, in a run of one step: it is made after the first backward."""
+    if config.training.train_iters > 1 or config.checkpoint.load is not None:
+        return 0.0
+    if config.parallel.offload_optimizer and not on_cpu:
+        return 0.0  # in host memory
+    kept = config.optimizer_settings.bytes_per_parameter
+    master = 4 if config.parallel.offload_optimizer or config.precision.precision != "fp32" else 0
+    return state["optimizer"] * kept / (kept + master) if kept else 0.0
+
+
+def forgets_gradients(config: ResolvedConfig) -> bool:
+    """Whether no buffer of gradients outlives a step."""
+    if ranks_of_role("replicas", config.parallel) == 1:
+        return config.precision.precision == config.precision.grad_reduce_dtype and not config.training.reproducible
+    return config.parallel.zero_stage >= 2

@@ -1,0 +1,172 @@
+"""A packed sample is its documents: each gives what transformers' model gives for it by itself, and nothing of it
+reaches another one."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacore.config import ModelConfig, ResolvedModel
+from megacore.layers.context import BuildContext
+from megacore.models.gpt import gpt_layers
+from megacore.parallel.random import RandomStreams
+from megacore.pipeline.stage import Stage
+from tests.parity.families import FAMILIES, VOCAB, model_config, reference, translated
+from tests.parity.runs import Layout
+from tests.parity.test_context import LLAMA, MODELS, SHORT, compare
+from tests.parity.test_huggingface import HEADS, HIDDEN, LAYERS, POSITIONS
+from tests.parity.test_huggingface import reference as gpt2
+from tests.parity.test_huggingface import values_of as gpt2_values
+
+CPU = torch.device("cpu")
+# Of one token, of prime length, and what is left; the last one of each sample is its padding.
+LENGTHS = [[1, 13, 2, 24], [7, 29, 3, 1], [40]]
+# transformers stretches dynamic frequencies by the longest document, and we by the sample.
+FIXED_FREQUENCIES = [name for name in FAMILIES if name != "llama-dynamic"]
+
+
+def places(lengths: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Documents and positions, [b, s]."""
+    documents = [[number for number, n in enumerate(each, 1) for _ in range(n)] for each in lengths]
+    return torch.tensor(documents), torch.tensor([[i for n in each for i in range(n)] for each in lengths])
+
+
+def gpt2_config() -> ResolvedModel:
+    return ModelConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        vocab_size=VOCAB,
+        max_position_embeddings=POSITIONS,
+        make_vocab_size_divisible_by=8,
+    ).resolve(seq_length=POSITIONS)
+
+
+def twins(name: str, **options: Any) -> tuple[nn.Module, Stage]:
+    """transformers' model, and ours with its weights."""
+    model: nn.Module = gpt2() if name == "gpt2" else reference(FAMILIES[name])
+    config = gpt2_config() if name == "gpt2" else model_config(FAMILIES[name])
+    context = BuildContext(device=CPU, streams=RandomStreams(0, CPU), **options)
+    stage = Stage(gpt_layers(config, context)).eval()
+    values = gpt2_values(model) if name == "gpt2" else translated(FAMILIES[name], dict(model.named_parameters()))
+    with torch.no_grad():
+        for key, parameter in stage.by_name().items():
+            parameter.zero_()
+            parameter.spec.unpadded(parameter).copy_(values[key])
+    return model, stage
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [(name, "sdpa") for name in ("gpt2", *FIXED_FREQUENCIES)] + [("gpt2", "fused-softmax"), ("bloom", "fused-softmax")],
+)
+def test_every_document_is_transformers_by_itself(name: str, implementation: str) -> None:
+    model, stage = twins(name, attention=implementation)
+    tokens = torch.randint(0, VOCAB, (3, 40), generator=torch.Generator().manual_seed(1))
+    documents, positions = places(LENGTHS)
+    logits = stage((tokens, documents, positions))[..., :VOCAB]
+    total, loss = torch.zeros(()), torch.zeros(())
+    for row, lengths in enumerate(LENGTHS):
+        ends = list(itertools.accumulate(lengths))
+        for first, last in zip([0, *ends], ends, strict=False):
+            here = slice(first, last)
+            expected = model(tokens[row : row + 1, here]).logits[0]
+            torch.testing.assert_close(logits[row, here], expected, rtol=0, atol=1e-5)
+            if last < 40:  # the rest is padding
+                labels = tokens[row, first + 1 : last]
+                total = total + F.cross_entropy(expected[:-1], labels, reduction="sum")
+                loss = loss + F.cross_entropy(logits[row, first : last - 1], labels, reduction="sum")
+    torch.testing.assert_close(loss, total, rtol=1e-6, atol=0)
+
+    loss.backward()
+    total.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if name == "gpt2":
+        wanted = {"embedding.positions": gradients["transformer.wpe.weight"]}
+    else:
+        wanted = translated(FAMILIES[name], gradients)
+    for key, expected in wanted.items():
+        parameter = stage.by_name()[key]
+        assert parameter.grad is not None
+        error = (parameter.spec.unpadded(parameter.grad) - expected).abs().max()
+        assert error <= 1e-5 * expected.abs().max() + 1e-7, f"gradient of {key}: {error}"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "bloom"])
+@pytest.mark.parametrize(("start", "first", "last"), [(1, 1, 14), (14, 14, 16), (0, 0, 1), (9, 1, 14)])
+def test_a_token_changes_no_bit_of_another_document(name: str, start: int, first: int, last: int) -> None:
+    """The logits of other documents and of earlier positions, and the gradients of the others' hidden states."""
+    _, stage = twins(name)
+    documents, positions = places(LENGTHS[:1])
+    weights = torch.randn(1, 40, VOCAB, generator=torch.Generator().manual_seed(2))
+    outcomes = []
+    for change in (0, 1):
+        tokens = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
+        tokens[0, start] = (tokens[0, start] + change) % VOCAB
+        hidden, *beside = stage.run_layer(0, (tokens, documents, positions))
+        hidden = hidden.detach().requires_grad_()
+        x: Any = (hidden, *beside)
+        for index in range(1, len(stage.layers)):
+            x = stage.run_layer(index, x)
+        (gradient,) = torch.autograd.grad((x[..., :VOCAB] * weights).sum(), [hidden])
+        outcomes.append((x[..., :VOCAB].detach()[0], gradient[0]))
+    (logits, gradients), (other_logits, other_gradients) = outcomes
+    assert torch.equal(logits[:start], other_logits[:start]) and torch.equal(logits[last:], other_logits[last:])
+    assert torch.equal(gradients[:first], other_gradients[:first])
+    assert torch.equal(gradients[last:], other_gradients[last:])
+    assert not torch.equal(logits[start], other_logits[start])
+    assert not torch.equal(gradients[first:last], other_gradients[first:last])
+
+
+def test_positions_alone_restart_too() -> None:
+    """Without --reset-attention-mask a token sees earlier documents, at the positions that these have in themselves."""
+    _, stage = twins("gpt2", beside=("positions",))
+    documents, positions = places(LENGTHS[:1])
+    tokens = torch.randint(0, VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
+    parameters = stage.by_name()
+    plain = stage.run_layer(0, tokens)
+    restarted, _ = stage.run_layer(0, (tokens, positions))
+    table = parameters["embedding.positions"].detach()
+    torch.testing.assert_close(restarted - plain, (table[positions[0]] - table)[None], rtol=0, atol=1e-6)
+    changed = tokens.clone()
+    changed[0, 0] = (tokens[0, 0] + 1) % VOCAB
+    assert not torch.equal(stage((tokens, positions))[0, -1], stage((changed, positions))[0, -1])
+    _, within = twins("gpt2")
+    assert torch.equal(within((tokens, documents, positions))[0, -1], within((changed, documents, positions))[0, -1])
+
+
+# ---- every layout trains on packed samples as one process does; tests/parity/test_context.py has them with cp
+
+PACKED = {"reset_attention_mask": True, "reset_position_ids": True}
+LAYOUTS: list[tuple[str, Layout, dict[str, Any]]] = [
+    ("gpt2 packed", (2, 2, 1), {"cp": 1, "sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 2,
+                                "num_layers": 4}),
+    ("llama packed", (1, 2, 2), {"cp": 1, "schedule": "zero-bubble", "zero_stage": 3, "recompute": "full"}),
+    ("bloom packed", (1, 4, 1), {"cp": 1, "schedule": "gpipe", "num_layers": 4}),
+    ("windows packed", (2, 1, 2), {"cp": 1, "zero_stage": 2, "recompute": "selective", "loss_chunks": 2}),
+    ("llama packed", (2, 2, 1), {"cp": 1, "compile": True, "compile_backend": "aot-eager"}),
+    ("gpt2 packed", (1, 1, 4), {"cp": 1, "zero_stage": 1, "optimizer": "sgd"}),
+    ("positions alone", (2, 2, 1), {"cp": 1}),
+]  # fmt: skip
+MODELS["positions alone"] = LLAMA | {"num_query_groups": 2, "reset_position_ids": True}
+
+
+@pytest.mark.slow
+def test_packed_training_is_that_of_one_process(tmp_path: Path) -> None:
+    compare(LAYOUTS, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("model", ["gpt2 packed", "llama packed", "windows packed", "bloom packed"])
+def test_twenty_packed_steps_are_those_of_one_process(model: str, cp: int, tmp_path: Path) -> None:
+    changes = SHORT | {"cp": cp, "train_iters": 20}
+    compare(
+        [(model, (1, 1, 1), changes | {"cp_comm": comm}) for comm in ("allgather", "ring", "ulysses")], str(tmp_path)
+    )
