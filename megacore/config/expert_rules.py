@@ -82,8 +82,6 @@ def _not_yet(config: Config, world_size: int) -> Iterator[str]:
     for given, is_given, way_out in (
         ("--reproducible", training.reproducible, "leave it out (on CPUs two runs with one layout are equal anyway)"),
         ("--compile", training.compile, "leave it out"),
-        ("--offload-optimizer", parallel.offload_optimizer, "use --zero-stage 1 or more instead"),
-        (f"--recompute {training.recompute}", training.recompute == "light", "use --recompute selective or full"),
         (
             "--recompute full with a schedule that splits backward",
             training.recompute == "full" and parallel.may_split_backward,
@@ -94,7 +92,6 @@ def _not_yet(config: Config, world_size: int) -> Iterator[str]:
             config.data.packing != "concat",
             "use --packing concat",
         ),
-        (f"--replay-interval {config.watch.replay_interval}", config.watch.replay_interval > 0, "leave it out"),
     ):
         if is_given:
             yield f"{given} is not available with --num-experts yet: {way_out}"
@@ -131,8 +128,8 @@ EXPERT_RULES: tuple[tuple[frozenset[str], Rule], ...] = (
     (
         frozenset(
             {
-                "num_experts", "reproducible", "compile", "offload_optimizer", "recompute", "schedule",
-                "schedule_csv", "replay_interval", "packing",
+                "num_experts", "reproducible", "compile", "recompute", "schedule",
+                "schedule_csv", "packing",
             }
         ),
         _not_yet,

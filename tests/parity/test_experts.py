@@ -160,8 +160,10 @@ MODELS: dict[str, dict[str, Any]] = {
 Case = tuple[str, Layout, dict[str, Any]]
 _OF_LAYOUT = {
     "cp", "cp_comm", "ep", "etp", "sequence_parallel", "zero_stage", "schedule", "virtual_stages", "recompute",
-    "micro_batch_size", "overlap_grad_reduce",
+    "micro_batch_size", "overlap_grad_reduce", "offload_optimizer", "replay_interval",
 }  # fmt: skip
+# Without clipping: where the optimizer is offloaded, an `Outcome` has the gradients before it.
+OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "clip_grad": 0.0}
 FEW: list[Case] = [
     ("sigmoid", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "zero_stage": 1}),
     ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble"}),
@@ -179,6 +181,9 @@ MORE: list[Case] = [
     ("softmax", (1, 2, 1), {"cp": 2, "ep": 2, "cp_comm": "allgather", "schedule": "zero-bubble"}),
     ("softmax", (1, 1, 4), {"ep": 2, "optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1, "clip_grad": 0.0}),
     ("softmax", (1, 1, 4), {"ep": 2, "hidden_dropout": 0.2, "micro_batch_size": 1}),
+    ("gelu", (2, 1, 2), {"ep": 2, "recompute": "light", "zero_stage": 3}),
+    ("many", (1, 1, 4), {"ep": 4, "zero_stage": 1, **OFFLOAD}),
+    ("bias", (1, 2, 2), {"ep": 2, "replay_interval": 1, "zero_stage": 2}),
 ]
 
 
@@ -252,7 +257,7 @@ def _combination(number: int) -> Case:
     model = choose.choice(list(MODELS))
     most = MODELS[model].get("num_experts", 4)
     schedule = choose.choice(["1f1b", "gpipe", "zero-bubble", *(["interleaved"] if pp > 1 else [])])
-    recompute = choose.choice(["none", "selective", *(["full"] if schedule != "zero-bubble" else [])])
+    recompute = choose.choice(["none", "selective", "light", *(["full"] if schedule != "zero-bubble" else [])])
     changes: dict[str, Any] = {
         "cp": cp,
         "ep": choose.choice([e for e in (1, 2, 4, 8) if e <= most and dp * cp * tp % (e * etp) == 0]),
@@ -266,7 +271,7 @@ def _combination(number: int) -> Case:
         "recompute": recompute,
         "optimizer": choose.choice(["adamw", "sgd"]),
     }
-    return model, (tp, pp, dp), changes
+    return model, (tp, pp, dp), changes | choose.choice([{}, {}, OFFLOAD])
 
 
 @pytest.mark.slow
