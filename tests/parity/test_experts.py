@@ -16,8 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megacore.checkpoint.check import check_load
+from megacore.checkpoint.manifest import find_checkpoint, read_manifest, trained_model
 from megacore.config.dimensions import DIMENSIONS, EXPERT_ROLES
+from megacore.errors import CheckpointError
+from megacore.inference.trained import model_of
 from megacore.layers import moe
+from megacore.models.gpt import gpt_layers
 from megacore.parallel.experts import ExpertRanks, GroupedLinear, assign, combine, dispatch
 from megacore.parallel.mesh import Mesh, build_mesh, groups_of_experts
 from megacore.parallel.products import TORCH
@@ -399,3 +404,11 @@ def test_a_checkpoint_is_loaded_on_any_layout_and_evaluates_alike(
             assert torch.equal(weights[name], value), name
             assert moments is None or torch.equal(moments[name], outcome.moments["exp_avg"][name]), name
         assert of_layout == pytest.approx(evaluated, rel=1e-6)
+    directory = find_checkpoint(tmp_path)
+    model = trained_model(read_manifest(directory), directory)
+    whole = model_of(directory, partial(gpt_layers, model), torch.device("cpu"))  # as generation reads it
+    biases = [bias for name, bias in whole.named_buffers() if name.endswith("router.bias")]
+    assert all(torch.equal(*pair) for pair in zip(biases, biases_of(trainer).values(), strict=True))
+    other = make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **MODEL | BIAS | {"num_experts": 8})
+    with pytest.raises(CheckpointError, match="--num-experts 4 there, 8 here"):
+        check_load(other)
