@@ -82,6 +82,8 @@ def _not_yet(config: Config, world_size: int) -> Iterator[str]:
     for given, is_given, way_out in (
         ("--reproducible", training.reproducible, "leave it out (on CPUs two runs with one layout are equal anyway)"),
         ("--compile", training.compile, "leave it out"),
+        ("--offload-activations", training.offload_activations, "use --recompute selective or full"),
+        ("--distribute-saved-activations", training.distribute_saved_activations, "leave it out"),
         (
             "--recompute full with a schedule that splits backward",
             training.recompute == "full" and parallel.may_split_backward,
@@ -129,7 +131,7 @@ EXPERT_RULES: tuple[tuple[frozenset[str], Rule], ...] = (
         frozenset(
             {
                 "num_experts", "reproducible", "compile", "recompute", "schedule",
-                "schedule_csv", "packing",
+                "schedule_csv", "offload_activations", "distribute_saved_activations", "packing",
             }
         ),
         _not_yet,
