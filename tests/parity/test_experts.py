@@ -172,10 +172,10 @@ OFFLOAD: dict[str, Any] = {"offload_optimizer": True, "clip_grad": 0.0}
 FEW: list[Case] = [
     ("sigmoid", (2, 1, 2), {"ep": 4, "etp": 1, "sequence_parallel": True, "zero_stage": 1}),
     ("softmax", (1, 2, 2), {"ep": 2, "zero_stage": 2, "schedule": "zero-bubble"}),
-    ("gelu", (2, 1, 2), {"ep": 2, "zero_stage": 3}),
-    ("bias", (1, 1, 4), {"ep": 2, "zero_stage": 1, "recompute": "full"}),
 ]
 MORE: list[Case] = [
+    ("gelu", (2, 1, 2), {"ep": 2, "zero_stage": 3}),
+    ("bias", (1, 1, 4), {"ep": 2, "zero_stage": 1, "recompute": "full"}),
     ("softmax", (1, 1, 4), {"ep": 4, "zero_stage": 1}),
     ("many", (1, 1, 4), {"ep": 2, "zero_stage": 3}),
     ("every", (1, 1, 4), {"ep": 4}),
@@ -342,7 +342,13 @@ def test_biases_follow_the_counts_of_training_forwards(tmp_path: Path) -> None:
 
 # ---- checkpoints and evaluation
 
-BIAS: dict[str, Any] = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05}
+SAVED: dict[str, Any] = MODEL | {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.05,
+    "num_layers": 2,
+    "train_iters": 1,
+    "lr_warmup_iters": 0,
+}
 LAYOUTS: list[tuple[Layout, dict[str, Any]]] = [
     ((1, 1, 4), {"ep": 4, "zero_stage": 2}),
     ((2, 1, 2), {"ep": 2, "zero_stage": 1}),
@@ -357,17 +363,17 @@ def save_and_load(
 ) -> tuple[Outcome, float, list[tuple[dict[str, Tensor], dict[str, Tensor], float]]]:
     """Train on the first layout and save; the mean loss of an evaluation; what the others load, and theirs."""
     (layout, changes), *others = layouts
-    config = make_config(layout, directory, **MODEL | BIAS, **changes)
+    config = make_config(layout, directory, **SAVED, **changes)
     trainer = make_trainer(config, build_mesh(config.parallel))
     outcome, evaluated = outcome_of(trainer, moments=True), evaluation(trainer)
     trainer.save()
     loaded = []
     for number, (layout, changes) in enumerate(others):
-        config = make_config(layout, f"{directory}/{number}", load=directory, **MODEL | BIAS, **changes)
+        config = make_config(layout, f"{directory}/{number}", load=directory, **SAVED, **changes)
         again = make_trainer(config, build_mesh(config.parallel))
         weights = gather(again, again.mesh, lambda owned: owned.master)
         moments = gather(again, again.mesh, partial(moment_of, again))
-        assert biases_of(again).keys() <= {f"blocks.{i}.mlp.router.bias" for i in (1, 2)}
+        assert biases_of(again).keys() <= {"blocks.1.mlp.router.bias"}
         assert all(bias.any() for bias in biases_of(again).values())
         loaded.append((weights, moments, evaluation(again)))
     return outcome, evaluated, loaded
@@ -396,7 +402,7 @@ def test_a_checkpoint_is_loaded_on_any_layout_and_evaluates_alike(
     layouts: list[tuple[Layout, dict[str, Any]]], tmp_path: Path
 ) -> None:
     outcome, evaluated, loaded = run_distributed(save_and_load, 4, str(tmp_path), layouts, timeout=240)[0]
-    config = make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **MODEL | BIAS)
+    config = make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **SAVED)
     trainer = make_trainer(config, Mesh(device=torch.device("cpu")))
     one = gather(trainer, trainer.mesh, lambda owned: owned.master)
     for weights, moments, of_layout in [*loaded, (one, None, evaluation(trainer))]:
@@ -409,6 +415,6 @@ def test_a_checkpoint_is_loaded_on_any_layout_and_evaluates_alike(
     whole = model_of(directory, partial(gpt_layers, model), torch.device("cpu"))  # as generation reads it
     biases = [bias for name, bias in whole.named_buffers() if name.endswith("router.bias")]
     assert all(torch.equal(*pair) for pair in zip(biases, biases_of(trainer).values(), strict=True))
-    other = make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **MODEL | BIAS | {"num_experts": 8})
+    other = make_config((1, 1, 1), tmp_path / "one", load=str(tmp_path), **SAVED | {"num_experts": 8})
     with pytest.raises(CheckpointError, match="--num-experts 4 there, 8 here"):
         check_load(other)
