@@ -62,7 +62,7 @@ Call = Callable[[Tensor], Any]
 
 # ---- without a GPU
 
-_TARGET = GPUTarget("cuda", 90, 32)
+_TARGET, _NOWHERE = GPUTarget("cuda", 90, 32), 99  # a device for which no other code of the process keeps kernels
 
 
 class _Driver:
@@ -72,7 +72,7 @@ class _Driver:
         return _TARGET
 
     def get_current_device(self) -> int:
-        return 0
+        return _NOWHERE
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -94,15 +94,15 @@ def _nothing(*_: Any) -> None:
     """Speaks against Triton on a CPU."""
 
 
-def _compiled(kernel: Any, key: str, *_: Any) -> _Compiled:
-    return kernel.device_caches[0][0].setdefault(key, _Compiled())
+def _compiled(kernel: Any, key: str, signature: Any, device: int, *_: Any) -> _Compiled:
+    return kernel.device_caches[device][0].setdefault(key, _Compiled())
 
 
 @contextmanager
 def without_driver() -> Iterator[None]:
     """Inside, operators on CPU tensors launch Triton kernels that do nothing."""
-    triton.runtime.driver.set_active(_Driver())
     with (
+        mock.patch.object(triton.runtime.driver, "_active", _Driver()),
         mock.patch.object(JITFunction, "_do_compile", _compiled),
         mock.patch.object(dispatch, "why_not", _nothing),
         ops.kernels_chosen("triton"),

@@ -210,8 +210,8 @@ class BertConfig(Config):
             yield from self._shortest_sample()
         if self.parallel.cp > 1 and self.parallel.cp_comm == "ring" and not wrong & {"cp", "cp_comm"}:
             yield (
-                "--cp-comm ring is not possible with pretrain_bert.py, because a ring computes causal attention only, "
-                "and without padding: use --cp-comm allgather or ulysses, or leave it out"
+                "--cp-comm ring is not possible with pretrain_bert.py, because a ring computes causal attention only: "
+                "use --cp-comm allgather or ulysses, or leave it out"
             )
         if "bert_style" not in wrong:
             yield from self._layers(wrong)
@@ -244,6 +244,7 @@ class ResolvedBertConfig(ResolvedConfig, BertConfig):
     """The configuration of a run of pretrain_bert.py whose number of processes and vocabulary are known."""
 
     is_causal: ClassVar[bool] = False
+    padded_documents: ClassVar[bool] = True
 
     bert: ResolvedBert = field()
 

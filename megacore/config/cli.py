@@ -32,7 +32,7 @@ from megacore.config.model import ModelConfig
 from megacore.config.numbers import parse_int
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE, Config, ResolvedConfig, sections_of
-from megacore.config.sections import OptimizerConfig
+from megacore.config.sections import AUTO, OptimizerConfig
 from megacore.config.toml import read_toml, save_toml
 from megacore.config.validation import validate
 from megacore.errors import EXIT_REFUSED, ConfigError, UserError
@@ -212,6 +212,7 @@ def _read(
     continued: Shape | None = None,
 ) -> _Reading[C]:
     flags = read_flags(argv, kind)
+    notes = _load_of_megatron(flags)
     path = flags.values.pop("config", None)
     file = Given() if path is None else read_toml(path, kind)
     given = {**file.values, **flags.values}
@@ -236,10 +237,11 @@ def _read(
     on_disk = missing_files(config) if process.local_rank == 0 else []
     meeting = _unknown_address(process)
     local_problems = [*process.problems, *meeting, *file.problems, *on_disk, *shape_problems]
-    notes = _overridden_preset(kind, flags, file, path)
+    notes += _overridden_preset(kind, flags, file, path)
     if not problems and not local_problems:
         notes += _kept_although_derived(kind, flags, file, path)
         usual = _build(kind, _with_defaults(kind, {**shape_values, **given}))
+        notes += _translated(flags)
         notes += _defaults_of_megatron(flags, megatron.keys() - former.keys(), config, usual)
         notes += _kept_from_checkpoint(former, config, usual)
     source = path if path is not None and os.path.isfile(path) else None
@@ -359,6 +361,27 @@ def _kept_although_derived(kind: type[Config], flags: Given, file: Given, path: 
                 f"other flags, which gives {derived(here)}"
             )
     return notes
+
+
+def _load_of_megatron(flags: Given) -> list[str]:
+    """Lets a script of Megatron-LM that loads from where it saves start without a checkpoint; returns a note."""
+    load, save = flags.values.get("load"), flags.values.get("output_dir")
+    if not (load and save and "--save" in flags.names and os.path.abspath(load) == os.path.abspath(save)):
+        return []
+    if "--exit-on-missing-checkpoint" in flags.names:
+        return []
+    flags.values["load"] = AUTO
+    return [
+        f"--load {load} is the directory of --save, so that the run starts from its newest checkpoint, and from the "
+        f"beginning if there is none (--load {AUTO})"
+    ]
+
+
+def _translated(flags: Given) -> list[str]:
+    """A note with the flags of Megatron-LM that were translated, and those that change nothing here."""
+    became = "; ".join(f"{source} is {ours}" for source, ours in flags.translated.items() if ours)
+    notes = [f"translated from Megatron-LM: {became}"] if became else []
+    return notes + ([f"Megatron-LM's, and without effect here: {', '.join(flags.idle)}"] if flags.idle else [])
 
 
 def _defaults_of_megatron(flags: Given, names: Iterable[str], config: Config, usual: Config) -> list[str]:

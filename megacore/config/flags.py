@@ -33,6 +33,8 @@ class Given:
         unread: fields that the source sets to a value which could not be read.
         foreign: flags of Megatron-LM with their values, which `translate_foreign` makes fields of.
         names: flags of the command line as they are spelled there.
+        translated: flags of Megatron-LM with their values, and the flags that they became.
+        idle: flags of Megatron-LM that change nothing here.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -40,6 +42,8 @@ class Given:
     unread: set[str] = field(default_factory=set)
     foreign: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    translated: dict[str, str] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -100,12 +104,13 @@ def translate_foreign(given: Given, values: Mapping[str, Any], config: Config) -
         values: the values by field that all sources set. A flag that contradicts them is refused.
         config: the configuration of these values, for its number of layers and pipeline degree.
     """
-    shape = Shape(_positive_number(config.model.num_layers), _positive_number(config.parallel.pp))
     sources = {name: flag_and_value(name, value) for name, value in values.items()}
-    for flag, words in given.foreign:
+    implied: dict[str, Any] = {}
+    became: dict[str, list[str]] = {}
+    for flag, words in sorted(given.foreign, key=lambda one: FOREIGN[one[0]].is_last):
         source = " ".join([flag, *words])
         try:
-            translation = translate(flag, words, shape)
+            translation = translate(flag, words, _shape(config, given))
         except ValueError as error:
             given.problems.append(str(error))
             given.unread.update(FOREIGN[flag].fields)
@@ -118,8 +123,34 @@ def translate_foreign(given: Given, values: Mapping[str, Any], config: Config) -
                 given.unread.add(name)
                 continue
             given.values[name], sources[name] = value, source
-        if "schedule_csv" not in values:
-            given.values.update({k: v for k, v in translation.implied.items() if k not in values})
+        for name in translation.dropped:
+            given.values.pop(name, None)
+        implied |= translation.implied
+        if FOREIGN[flag].is_idle:
+            given.idle.append(source)
+        else:
+            became[source] = [*translation.values, *translation.implied]
+    if "schedule_csv" in values:
+        implied.pop("schedule", None)
+    if values.keys() & {"preset", "init_from_hf"}:  # which set the shape
+        implied = {name: value for name, value in implied.items() if name not in field_infos(type(config.model))}
+    given.values.update({k: v for k, v in implied.items() if k not in values and k not in given.values})
+    for source, names in became.items():
+        every = {**values, **given.values}
+        given.translated[source] = ", ".join(flag_and_value(name, every[name]) for name in names if name in every)
+
+
+def _shape(config: Config, given: Given) -> Shape:
+    """What translations depend on, as far as it is known."""
+    known = {
+        "num_layers": config.model.num_layers,
+        "pp": config.parallel.pp,
+        "hidden_size": config.model.hidden_size,
+        "global_batch_size": config.training.global_batch_size,
+        "train_iters": config.training.train_iters,
+        "lr_decay_iters": config.optimizer.lr_decay_iters,
+    }
+    return Shape(**{name: _positive_number(given.values.get(name, value)) for name, value in known.items()})
 
 
 def _positive_number(value: Any) -> int | None:

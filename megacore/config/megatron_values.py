@@ -1,17 +1,20 @@
 """Translates flags of Megatron-LM that mean the same in another form, exactly or not at all.
 
-Unlike an alias, such a flag has other units or another notation: layers per virtual stage instead of the number of
-stages, or the layout of a pipeline in other letters.
+Unlike an alias, such a flag has other units or another notation: a switch for a value, samples instead of steps, layers
+per virtual stage instead of the number of stages, or the layout of a pipeline in other letters. Flags that change
+nothing here are accepted too.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megacore.config.messages import did_you_mean, divisors, one_of
+from megacore.config.numbers import parse_float
 
 _LONGEST_LAYOUT = 100_000
 
@@ -23,28 +26,45 @@ class Translation:
     Attributes:
         values: what the flag says, by field.
         implied: values that follow from it, by field, where nothing else sets them.
+        dropped: fields whose values on the command line mean nothing beside the flag.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a translation may depend on. None: an invalid value, which `validate` reports."""
+    """What a translation may depend on. None: not given, or an invalid value, which `validate` reports."""
 
     num_layers: int | None
     pp: int | None
+    hidden_size: int | None = None
+    global_batch_size: int | None = None
+    train_iters: int | None = None
+    lr_decay_iters: int | None = None
 
 
 @dataclass(frozen=True)
 class ForeignFlag:
-    """A flag of Megatron-LM: what it becomes, in words and as a function of its value ("" for a switch)."""
+    """A flag of Megatron-LM: what it becomes, in words and as a function of its value ("" for a switch).
+
+    Attributes:
+        becomes: in words.
+        fields: that it sets.
+        translate: from the flag, its value and the shape of the run.
+        is_switch: it takes no value.
+        is_idle: it changes nothing here.
+        is_last: it depends on what others become.
+    """
 
     becomes: str
     fields: tuple[str, ...]
     translate: Callable[[str, str, Shape], Translation]
     is_switch: bool = False
+    is_idle: bool = False
+    is_last: bool = False
 
 
 def translate(flag: str, words: Sequence[str], shape: Shape) -> Translation:
@@ -153,6 +173,124 @@ def _backend(flag: str, text: str, shape: Shape) -> Translation:
     return Translation({"attention": _BACKENDS[text]})
 
 
+def _in_steps(name: str, ours: str, rounded: Callable[[float], int] = round) -> ForeignFlag:
+    """A flag that counts samples where megacore counts steps."""
+
+    def steps(flag: str, text: str, shape: Shape) -> Translation:
+        samples, batch = _number(flag, text), shape.global_batch_size
+        if batch is None:
+            raise ValueError(f"{flag} {text} counts samples: give --global-batch-size, or steps with {ours}")
+        return Translation({name: rounded(samples / batch)})
+
+    how = "down" if rounded is math.floor else "to the nearest step"
+    return ForeignFlag(f"{ours}: its value divided by --global-batch-size, rounded {how}", (name,), steps)
+
+
+def _warmup(flag: str, text: str, shape: Shape) -> Translation:
+    share, steps = _fraction(flag, text), shape.lr_decay_iters or shape.train_iters
+    return Translation({} if steps is None else {"lr_warmup_iters": int(share * steps)})
+
+
+def _fraction(flag: str, text: str) -> float:
+    try:
+        value = parse_float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise ValueError(f"{flag} '{text}' is not a number of at least 0 and below 1: use, for example, 0.01")
+    return value
+
+
+def _switch(becomes: str, **values: Any) -> ForeignFlag:
+    """A switch that stands for values."""
+    return ForeignFlag(becomes, tuple(values), lambda flag, text, shape: Translation(values), is_switch=True)
+
+
+def _granularity(flag: str, text: str, shape: Shape) -> Translation:
+    if text not in ("selective", "full"):
+        raise ValueError(f"{flag} {text} is not known: use selective or full, or --recompute")
+    return Translation({"recompute": text})
+
+
+def _recompute_method(flag: str, text: str, shape: Shape) -> Translation:
+    if text not in ("uniform", "block"):
+        raise ValueError(f"{flag} {text} is not known: use uniform or block")
+    return Translation(dropped=("recompute_num_layers",) if text == "uniform" else ())
+
+
+def _stretched(flag: str, text: str, shape: Shape) -> Translation:
+    return Translation({"rope_scaling": "linear", "rope_scaling_factor": float(_number(flag, text))})
+
+
+def _swiglu(flag: str, text: str, shape: Shape) -> Translation:
+    inner = {} if shape.hidden_size is None else {"ffn_hidden_size": int(4 * shape.hidden_size * 2 / 3 / 64) * 64}
+    return Translation({"activation": "swiglu"}, {name: size for name, size in inner.items() if size})
+
+
+_CHOSEN = "the implementation of each operation is chosen and reported"
+_LOGGED = "metrics.jsonl has what is measured at each --log-interval"
+_PROFILED = "--profile-steps A:B profiles steps"
+_IDLE_SWITCHES = {
+    "--accumulate-allreduce-grads-in-fp32": "gradients are accumulated and reduced in --grad-reduce-dtype",
+    "--apply-layernorm-1p": "weights of norms have no weight decay, so that what is added to them does not matter",
+    "--apply-query-key-layer-scaling": "attention's softmax is computed in fp32",
+    "--attention-softmax-in-fp32": "attention's softmax is always computed in fp32",
+    "--bias-dropout-fusion": _CHOSEN,
+    "--bias-gelu-fusion": _CHOSEN,
+    "--calculate-per-token-loss": "the loss is always divided by the tokens of the global batch",
+    "--check-for-large-grads": "--on-spike warn, the default, judges the gradient norm",
+    "--check-for-spiky-loss": "--on-spike warn, the default, judges the loss",
+    "--cross-entropy-loss-fusion": _CHOSEN,
+    "--dist-ckpt-optim-fully-reshardable": "every checkpoint is loaded on any layout",
+    "--enable-one-logger": "there is no such service",
+    "--exit-on-missing-checkpoint": "--load DIR needs a checkpoint; --load auto starts from the beginning without one",
+    "--exit-signal-handler": "SIGTERM and SIGINT always save and end the run",
+    "--log-memory-to-tensorboard": _LOGGED,
+    "--log-num-zeros-in-grad": _LOGGED,
+    "--log-params-norm": _LOGGED,
+    "--log-throughput": _LOGGED,
+    "--log-timers-to-tensorboard": _LOGGED,
+    "--log-validation-ppl-to-tensorboard": _LOGGED,
+    "--manual-gc": "the interpreter collects garbage by itself",
+    "--masked-softmax-fusion": _CHOSEN,
+    "--no-bias-dropout-fusion": _CHOSEN,
+    "--no-create-attention-mask-in-dataloader": "the data loader never makes attention masks",
+    "--no-gradient-accumulation-fusion": _CHOSEN,
+    "--no-load-rng": "no generator has a state that could be loaded",
+    "--no-masked-softmax-fusion": _CHOSEN,
+    "--no-mmap-bin-files": "data files are always mapped into memory",
+    "--no-persist-layer-norm": _CHOSEN,
+    "--no-rope-fusion": _CHOSEN,
+    "--no-save-rng": "no generator has a state that could be saved",
+    "--profile": _PROFILED,
+    "--tp-comm-overlap": _CHOSEN,
+    "--use-cpu-initialization": "initial weights are the same on every device and layout",
+    "--use-dist-ckpt": "every checkpoint is loaded on any layout",
+    "--use-mcore-models": "there is one kind of model",
+    "--use-pytorch-profiler": _PROFILED,
+}
+_IDLE_VALUES = {
+    "--ckpt-format": "checkpoints are safetensors",
+    "--dataloader-type": "samples come in one order that every layout shares",
+    "--dist-ckpt-strictness": "a checkpoint that does not fit the model is refused",
+    "--distributed-backend": "cuda communicates through NCCL, cpu through gloo",
+    "--empty-unused-memory-level": "the allocator keeps its memory",
+    "--manual-gc-interval": "the interpreter collects garbage by itself",
+    "--num-dataset-builder-threads": "indexes are built by one process per machine",
+    "--profile-ranks": _PROFILED,
+    "--profile-step-end": _PROFILED,
+    "--profile-step-start": _PROFILED,
+    "--tensorboard-log-interval": "--log-interval holds for every place that metrics go to",
+    "--tensorboard-queue-size": "events are written beside training",
+    "--timing-log-level": "--trace and --profile-steps measure what takes time",
+    "--timing-log-option": "--trace and --profile-steps measure what takes time",
+    "--tiktoken-pattern": "the file of --tokenizer PATH has it",
+    "--tokenizer-type": "the type follows from --tokenizer PATH",
+    "--transformer-impl": _CHOSEN,
+    "--wandb-save-dir": "the files of W&B are in OUTPUT_DIR/wandb",
+}
+
+
 FOREIGN: Mapping[str, ForeignFlag] = {
     "--attention-backend": ForeignFlag(
         "--attention: flash and fused are sdpa, unfused and local are fused-softmax", ("attention",), _backend
@@ -176,5 +314,63 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         lambda flag, text, shape: Translation({"attention": "sdpa"}),
         is_switch=True,
     ),
+    "--train-samples": _in_steps("train_iters", "--train-iters", math.floor),
+    "--lr-decay-samples": _in_steps("lr_decay_iters", "--lr-decay-iters"),
+    "--lr-warmup-samples": _in_steps("lr_warmup_iters", "--lr-warmup-iters"),
+    "--lr-warmup-fraction": ForeignFlag(
+        "--lr-warmup-iters: its value times --lr-decay-iters", ("lr_warmup_iters",), _warmup, is_last=True
+    ),
+    "--bf16": _switch("--precision bf16", precision="bf16"),
+    "--checkpoint-activations": _switch("--recompute full", recompute="full"),
+    "--deterministic-mode": _switch("--reproducible", reproducible=True),
+    "--embed-layernorm": _switch("--embedding-layernorm", embedding_layernorm=True),
+    "--fp16": _switch("--precision fp16", precision="fp16"),
+    "--grad-reduce-in-bf16": _switch("--grad-reduce-dtype bf16", grad_reduce_dtype="bf16"),
+    "--group-query-attention": ForeignFlag(
+        "--num-query-groups, 1 where it is not given",
+        ("num_query_groups",),
+        lambda flag, text, shape: Translation(implied={"num_query_groups": 1}),
+        is_switch=True,
+    ),
+    "--no-bias-gelu-fusion": ForeignFlag(
+        "--activation gelu-exact, where nothing else is given: Megatron-LM's unfused GELU is the exact one",
+        ("activation",),
+        lambda flag, text, shape: Translation(implied={"activation": "gelu-exact"}),
+        is_switch=True,
+    ),
+    "--openai-gelu": _switch("--activation gelu", activation="gelu"),
+    "--optimizer-cpu-offload": _switch("--offload-optimizer", offload_optimizer=True),
+    "--recompute-activations": _switch("--recompute selective", recompute="selective"),
+    "--recompute-granularity": ForeignFlag("--recompute selective or --recompute full", ("recompute",), _granularity),
+    "--recompute-method": ForeignFlag(
+        "--recompute-num-layers for block, whose blocks are the first of each stage; nothing for uniform, whose number "
+        "of layers changes memory only: all layers are recomputed",
+        ("recompute_num_layers",),
+        _recompute_method,
+    ),
+    "--rotary-seq-len-interpolation-factor": ForeignFlag(
+        "--rope-scaling linear and --rope-scaling-factor of its value",
+        ("rope_scaling", "rope_scaling_factor"),
+        _stretched,
+    ),
+    "--swiglu": ForeignFlag(
+        "--activation swiglu, and --ffn-hidden-size 8/3 of --hidden-size in multiples of 64 where it is not given",
+        ("activation", "ffn_hidden_size"),
+        _swiglu,
+        is_switch=True,
+    ),
+    "--use-distributed-optimizer": _switch("--zero-stage 1", zero_stage=1),
+    "--use-rope-scaling": ForeignFlag(
+        "--rope-scaling llama3, with --rope-original-max-positions 8192 where it is not given",
+        ("rope_scaling", "rope_original_max_positions"),
+        lambda flag, text, shape: Translation({"rope_scaling": "llama3"}, {"rope_original_max_positions": 8192}),
+        is_switch=True,
+    ),
+    "--use-rotary-position-embeddings": _switch("--position-embedding-type rope", position_embedding_type="rope"),
+    **{
+        flag: ForeignFlag(f"nothing: {why}", (), lambda flag, text, shape: Translation(), is_switch, is_idle=True)
+        for is_switch, flags in ((True, _IDLE_SWITCHES), (False, _IDLE_VALUES))
+        for flag, why in flags.items()
+    },
 }
 """The flags that are accepted and translated."""

@@ -176,9 +176,12 @@ class ResolvedConfig(Config):
 
     Attributes:
         is_causal: whether a position attends to itself and earlier ones only.
+        padded_documents: whether the document number of padding is 0, and results are set to 0 there. Otherwise
+            padding is one more document.
     """
 
     is_causal: ClassVar[bool] = True
+    padded_documents: ClassVar[bool] = False
 
     model: ResolvedModel = field()
     parallel: ResolvedParallel = field()

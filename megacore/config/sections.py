@@ -59,7 +59,7 @@ class ParallelConfig(Section):
     """How the --cp ranks exchange keys and values. allgather: each rank gathers those of the whole sequence, a layer at
     a time. ring: they travel from rank to rank while attention is computed, and no rank ever holds more than two
     shares. ulysses: ranks exchange positions for heads, and each attends over whole sequences with 1/N of the heads.
-    auto: ring; for pretrain_bert.py, whose padding a ring does not know, allgather."""
+    auto: ring; for pretrain_bert.py, whose attention is not causal, allgather."""
     ep: Annotated[int, Range(1), Flag(("--expert-model-parallel-size",))] = 1
     """Expert-parallel degree: number of ranks of a pipeline stage that divide the experts of --num-experts. They are
     ranks that differ in --dp, --cp and, with --etp 1, --tp; --ep x --etp must divide their number."""
@@ -382,6 +382,11 @@ class DataConfig(Section):
             yield f"--mock-data and --data-path {' '.join(self.data_path)} exclude each other: leave one of them out"
         if not self.mock_data and not self.data_path and not wrong & {"data_path", "mock_data"}:
             yield "--data-path is missing: use the PREFIX that tools/preprocess_data.py wrote, or --mock-data"
+        if self.packing == "none" and "packing" not in wrong:
+            resets = ("reset_position_ids", "reset_attention_mask")
+            yield from self.without_effect(resets, wrong, "--packing none, whose samples are one document", "another")
+            if self.mock_data and "mock_data" not in wrong:
+                yield "--packing none has no effect with --mock-data, which has no padding: leave it out"
         if self.eod_mask_loss and self.tokenizer is None and not wrong & {"eod_mask_loss", "tokenizer"}:
             yield "--eod-mask-loss needs the end-of-document token: use --tokenizer PATH, or leave --eod-mask-loss out"
 

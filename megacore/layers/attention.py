@@ -63,6 +63,7 @@ class SelfAttention(nn.Module):
         self.dropout, self.streams, self.sequence = config.attention_dropout, context.streams, context.sequence
         self.site, self.layer_group = name, context.layer_group
         self.recomputes, self.implementation = context.recompute_attention, context.attention
+        self.padded = context.padded_documents
         self.split_by = context.layer_group.size if context.sequence_parallel else 1
         # torch's fused operator draws from the device's generator: compiled code ends where it does, and where keys and
         # values of other ranks come in.
@@ -145,7 +146,7 @@ class SelfAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if self.sequence.group.size > 1:
             assert not dropout, "the configuration refuses it"
-            view = Visibility(causal=self.causal, window=self.window, documents=documents)
+            view = Visibility(causal=self.causal, window=self.window, documents=documents, padded=self.padded)
             slopes = None if self.alibi is None else self.alibi.slopes
             return context_attention(query, key, value, self.sequence, view=view, slopes=slopes)
         draws = seeded(self.streams.key(self.site, self.layer_group.rank), query.device) if dropout else nullcontext()
@@ -157,6 +158,7 @@ class SelfAttention(nn.Module):
                 causal=self.causal,
                 window=self.window,
                 documents=documents,
+                padded=self.padded,
                 alibi=self.alibi,
                 dropout=dropout,
                 implementation=self.implementation,

@@ -49,6 +49,7 @@ class BuildContext:
         recompute_full: blocks keep only their input, and are computed again in backward.
         split_backward: input and weight gradients are computed separately, as some schedules and --reproducible need.
         beside: names of what follows the hidden states in the input of a block, in order.
+        padded_documents: whether document numbers may be 0, which is padding.
         attention: which implementation computes attention.
         products: computes the matrix products of every linear layer, the output layer's included.
         loss_chunks: in how many the output layer computes its logits, and the loss with them; 1: it gives the logits.
@@ -66,6 +67,7 @@ class BuildContext:
     recompute_full: bool = False
     split_backward: bool = False
     beside: tuple[str, ...] = ("documents", "positions")
+    padded_documents: bool = True
     attention: Attention = "auto"
     products: Products = TORCH
     loss_chunks: int = 1
@@ -94,6 +96,7 @@ class BuildContext:
             recompute_full=config.training.recompute == "full",
             split_backward=config.training.reproducible or config.parallel.may_split_backward,
             beside=config.beside_hidden_states,
+            padded_documents=config.padded_documents,
             attention=config.training.attention,
             loss_chunks=loss_chunks(config),
             loss_options=CrossEntropyOptions(

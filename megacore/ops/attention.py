@@ -205,6 +205,7 @@ def attention(
     causal: bool,
     window: int | None = None,
     documents: Tensor | None = None,
+    padded: bool = True,
     alibi: Alibi | None = None,
     dropout: float = 0.0,
     implementation: Attention = "auto",
@@ -220,6 +221,7 @@ def attention(
             window // 2 away on either side (as ModernBERT counts, arXiv 2412.13663).
         documents: [b, s] int64 or int32: a position sees only its document. 0 is padding, which no position
             sees, and whose result is 0.
+        padded: whether there may be padding.
         alibi: bias by distance.
         dropout: probability on the attention weights, in [0, 1); drawn from the default generator of query's device, or
             from the CPU's where attention is computed in blocks.
@@ -260,7 +262,7 @@ def attention(
             bias = None if alibi is None else alibi.bias(query, seen, causal=causal)
             weights = _masked_softmax(scores, divisor, seen, bias)
         mixed = _dropped_mix(weights, _repeated(value, query), dropout)
-    return mixed if documents is None else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
+    return mixed if documents is None or not padded else mixed.masked_fill((documents == 0).view(b, 1, s, 1), 0.0)
 
 
 def takes_blocks(length: int, *, masked: bool, dropout: float, on_cpu: bool) -> bool:

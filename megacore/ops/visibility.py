@@ -22,11 +22,13 @@ class Visibility:
             window // 2 away on either side (as ModernBERT counts, arXiv 2412.13663).
         documents: [b, s] of the whole sequence: a position sees only its document. 0 is padding, whose results mean
             nothing: it sees itself and may see other padding, so that every query sees some key.
+        padded: whether a document number may be 0, so that results have to be set to 0 there.
     """
 
     causal: bool
     window: int | None = None
     documents: Tensor | None = None
+    padded: bool = True
 
     @property
     def reach(self) -> int | None:

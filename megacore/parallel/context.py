@@ -126,7 +126,7 @@ def context_attention(
         mixed: Tensor = _RingAttention.apply(query, key, value, shards, view, slopes)
     else:
         mixed = _GatheredAttention.apply(query, key, value, shards, view, slopes)
-    if view.documents is None:
+    if view.documents is None or not view.padded:
         return mixed
     padding = shards.take(view.documents, 1) == 0
     return mixed.transpose(1, 2).masked_fill(padding[:, :, None, None], 0.0).transpose(1, 2)
@@ -357,6 +357,7 @@ def _by_heads(
         causal=view.causal,
         window=view.window,
         documents=view.documents,
+        padded=view.padded,
         alibi=None if slopes is None else Alibi(slopes.chunk(ranks)[rank]),
     )
     back: Tensor = _Exchange.apply(mixed.transpose(1, 2), shards, False)  # [b, s/p, p, n/p, d]

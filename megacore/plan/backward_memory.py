@@ -154,7 +154,9 @@ def _beside(
         return again + gradient + e * table + activation_gradient_bytes(config, layer.block, on_cpu=on_cpu)
     if layer.name == "embedding":
         return residual_bytes(config) + max(gradient, 3.0 * e * table)
-    return head + gradient
+    whole = e * config.training.micro_batch_size * config.rank_positions * config.model.hidden_size
+    # The gradient of the head's input; with sequence parallelism also the input, gathered once more.
+    return head + gradient + whole * (2 if config.parallel.sequence_parallel else 1)
 
 
 def _largest_gradient(config: ResolvedConfig, layer: PlannedLayer) -> int:

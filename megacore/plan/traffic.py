@@ -181,6 +181,15 @@ def _tensor_traffic(config: ResolvedConfig, layer: PlannedLayer, *, again: bool)
     return LayerTraffic(forward, backward, sent("all-reduce", leaving - 1))
 
 
+def beside_message(config: ResolvedConfig) -> Sent:
+    """What travels with the activations: the document number of each position, or its position in the document."""
+    size, stride = (
+        8 * config.training.micro_batch_size * config.data.seq_length,
+        config.parallel.ranks // config.parallel.pp,
+    )
+    return Sent(role="pipeline", pattern="message", what="documents", bytes=size, count=1, ranks=2, stride=stride)
+
+
 def recomputed_whole(config: ResolvedConfig, layers: Sequence[PlannedLayer]) -> list[bool]:
     """For each layer of a stage whether backward computes all of it again."""
     first, blocks, again = config.training.recompute_num_layers, 0, []
@@ -260,6 +269,8 @@ def rank_traffic(config: ResolvedConfig, layers: Sequence[PlannedLayer], rank: i
         neighbours = (number > 0) + (number < len(stages) - 1)
         if neighbours and parallel.pp > 1:
             transfers.append(replace(stage_message(config), count=neighbours * m))
+        if number < len(stages) - 1 and parallel.pp > 1 and config.beside_hidden_states:
+            transfers.append(replace(beside_message(config), count=m * len(config.beside_hidden_states)))
     held_here = held_parameters(layers, stages[rank :: parallel.pp])
     both = rank == 0 and parallel.pp == 1 and bool(layers[-1].tied)  # embedding and head, with one bucket of the former
     replicas = replica_traffic(config, held_here, used_twice=(layers[0].held or 0) if both else 0)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megacore.parallel.mesh import Mesh
+from megacore.parallel.mesh import Group, Mesh
 from megacore.parallel.sharding import ShardedParameter, ShardSpec, sharded_parameters
 from megacore.plan.buckets import grown
 from megacore.zero.backward_hooks import CapturedGradient, when_backward
@@ -33,6 +33,8 @@ from megacore.zero.flat import Segment, assign_buckets
 # Least number of buckets per chunk, about: the first must be full early for its reduction to overlap with the rest of
 # backward.
 _BUCKETS = 4
+# A final bucket of less than this part of the limit is no bucket of its own, where sums take long whatever their size.
+_SMALLEST_OF_RING = 4
 CHECKED_IN = 16
 """Number of steps in which all parameters are checked for numbers that are not finite."""
 # Least number of unsplit parameters for which a shard of a bucket has room, so that padding stays small.
@@ -233,12 +235,18 @@ class DataParallel:
             else max(grown(bucket_bytes, group.size), _WHOLE_PER_SHARD * group.size * unsplit)
             for role, group in groups.items()
         }
+        least = {role: limits[role] // _SMALLEST_OF_RING for role, group in groups.items() if self._sums_in_ring(group)}
         buckets = []
-        for members in assign_buckets(parameters, limits, self._separate):
+        for members in assign_buckets(parameters, limits, self._separate, least=least):
             group = groups[members[0].spec.replica_role]
             options = self.options if group.size > 1 else replace(self.options, stage=0)
             buckets.append(Bucket(members, group, options))
         return buckets
+
+    def _sums_in_ring(self, group: Group) -> bool:
+        """Whether gloo sums the gradients of a replica group in a ring of more than two ranks, which takes milliseconds
+        whatever the size."""
+        return self.options.stage == 0 and self._mesh.device.type == "cpu" and group.size > 2
 
     # ---- around the layers
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
@@ -149,6 +150,8 @@ def assign_buckets(
     parameters: Sequence[ShardedParameter],
     bucket_bytes: Mapping[ReplicaRole, int],
     separate: frozenset[str] = frozenset(),
+    *,
+    least: Mapping[ReplicaRole, int] = MappingProxyType({}),
 ) -> list[list[ShardedParameter]]:
     """Group parameters of one `bucket_key`, last first, into buckets (the final ones may be smaller).
 
@@ -157,11 +160,13 @@ def assign_buckets(
         bucket_bytes: a bucket is closed once it holds this many bytes or more, unless the parameter before stays with
             this one; by the role of its replica group.
         separate: global names of parameters that each get a separate bucket.
+        least: a final bucket of fewer bytes joins the one before of its key; by the role of its replica group.
 
     Returns:
         The buckets, the last used first.
     """
     buckets: list[list[ShardedParameter]] = []
+    closed: dict[BucketKey, list[ShardedParameter]] = {}  # the latest of each key
     unfinished: dict[BucketKey, list[ShardedParameter]] = {}
     sizes: Counter[BucketKey] = Counter()  # bytes of the unfinished buckets
     for number in reversed(range(len(parameters))):
@@ -173,9 +178,15 @@ def assign_buckets(
         unfinished.setdefault(key, []).append(parameter)
         sizes[key] += parameter.numel() * parameter.element_size()
         if sizes[key] >= bucket_bytes[key[0]] and not joins:
-            buckets.append(unfinished.pop(key))
+            closed[key] = unfinished.pop(key)
+            buckets.append(closed[key])
             del sizes[key]
-    return [*buckets, *unfinished.values()]
+    for key, final in unfinished.items():
+        if key in closed and sizes[key] < least.get(key[0], 0):
+            closed[key] += final
+        else:
+            buckets.append(final)
+    return buckets
 
 
 def _aligned(elements: int) -> int:

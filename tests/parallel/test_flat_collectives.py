@@ -38,6 +38,29 @@ def test_sums_and_parts_are_exact() -> None:
     run_distributed(check_values, 3)
 
 
+def check_small_sums(rank: int, world_size: int) -> None:
+    group = Group(ranks=tuple(range(world_size)), rank=rank, handle=dist.group.WORLD)
+    terms = torch.randn(world_size, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    in_order = terms[0]
+    for term in terms[1:]:
+        in_order = in_order + term
+    for count in (24, 1):  # the largest such sum, and a scalar
+        mine = terms[rank, :count].clone()
+        pending = collectives.start_all_reduce_(mine, group)
+        other = collectives.all_reduce_(terms[rank, :count].clone(), group)  # while the first is under way
+        pending.wait()
+        assert torch.equal(mine, in_order[:count])
+        assert torch.equal(other, mine)
+    whole = collectives.all_reduce_(torch.full((), 1 << rank), group)
+    assert int(whole) == (1 << world_size) - 1
+    largest = collectives.all_reduce_(torch.full((), float(rank)), group, "max")
+    assert float(largest) == world_size - 1
+
+
+def test_sums_of_a_few_numbers_add_in_the_order_of_the_ranks() -> None:
+    run_distributed(check_small_sums, 4)
+
+
 def _chosen(by_messages: bool, whole: torch.Tensor, group: Group) -> bool:
     return by_messages
 

@@ -22,23 +22,26 @@ from tests.parity.runs import make_config
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024, "num_layers": 4}
 QUICK = ("pp 2, GPipe", "dp 2, ZeRO 2", "tp 2, dp 2, ZeRO 3", "pp 2, dp 2, ZeRO 1")
+# A length at which activations outweigh gradients and parameters; the weights of attention would be an eighth of them.
+LONG = 128
+AT_LENGTH = ("pp 2, GPipe", "dp 2", "dp 2, ZeRO 1", "tp 2", "tp 2, sequence parallel", "tp 2, recomputed", "tp 2, pp 2")
 
 
-def whole_steps(rank: int, world_size: int, cases: Sequence[str]) -> list[list[RankReport]]:
+def whole_steps(rank: int, world_size: int, cases: Sequence[str], sizes: dict[str, Any]) -> list[list[RankReport]]:
     """Of each case the first rank of every stage, after two steps of all its microbatches."""
     absent_accelerator()
     found = []
     with mock.patch.object(dry_run, "_counts", lambda config, rank: [config.microbatches] * 2):
         for case in cases:
             layout, of_case = CASES[case]
-            config = make_config(layout, "unused", **SIZES, **of_case).for_device(on_cpu=False)
+            config = make_config(layout, "unused", **{**SIZES, **of_case, **sizes}).for_device(on_cpu=False)
             tp, pp, dp = layout
             found.append([run_rank(config, stage * tp * dp, on_cpu=False) for stage in range(pp)])
     return found
 
 
-def require_peaks(cases: Sequence[str]) -> None:
-    found = run_distributed(whole_steps, 1, cases, init=False, timeout=300)[0]
+def require_peaks(cases: Sequence[str], **sizes: Any) -> None:
+    found = run_distributed(whole_steps, 1, cases, sizes, init=False, timeout=300)[0]
     for case, reports in zip(cases, found, strict=True):
         for report in reports:
             assert report.problem is None
@@ -48,6 +51,15 @@ def require_peaks(cases: Sequence[str]) -> None:
 
 def test_peak_of_memory() -> None:
     require_peaks(QUICK)
+
+
+def test_peak_of_memory_of_long_sequences() -> None:
+    require_peaks(["pp 2"], seq_length=LONG)
+
+
+@pytest.mark.slow
+def test_peak_of_memory_of_long_sequences_in_other_layouts() -> None:
+    require_peaks(AT_LENGTH, seq_length=LONG)
 
 
 @pytest.mark.slow

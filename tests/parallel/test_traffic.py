@@ -32,6 +32,7 @@ class Counting:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sent: Counts = Counter()
         reduce, exchange, batch = dist.all_reduce, direct._exchange, dist.batch_isend_irecv
+        start_sum, sums = direct.start_sum, list[Tensor]()  # those of a few numbers that are begun
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
             ranks = dist.get_process_group_ranks(group)
@@ -39,9 +40,17 @@ class Counting:
             return reduce(tensor, op=op, group=group, async_op=async_op)
 
         def exchanged(outgoing: list[Tensor], incoming: list[Tensor], group: Group) -> Any:
-            others = [tensor for rank, tensor in enumerate(outgoing) if rank != group.rank]
+            others = [tensor for rank, tensor in enumerate(outgoing) if rank != group.rank and not sums]
             self._add(group.ranks[1] - group.ranks[0], sum(map(_bytes, others)), sum(map(_bytes, others)))
             return exchange(outgoing, incoming, group)
+
+        def summed(tensor: Tensor, group: Group) -> Any:
+            assert _bytes(tensor) < FEW
+            sums.append(tensor)
+            try:
+                return start_sum(tensor, group)
+            finally:
+                sums.clear()
 
         def batched(operations: list[Any]) -> Any:
             for operation in operations:
@@ -52,6 +61,7 @@ class Counting:
 
         patch.setattr(dist, "all_reduce", all_reduce)
         patch.setattr(direct, "_exchange", exchanged)
+        patch.setattr(direct, "start_sum", summed)
         patch.setattr(dist, "batch_isend_irecv", batched)
 
     def _add(self, distance: int, sent: int, size: int) -> None:
@@ -85,6 +95,7 @@ CASES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "pp 2": ((1, 2, 1), {}),
     "pp 2, zero-bubble": ((1, 2, 1), {"schedule": "zero-bubble"}),
     "pp 2, interleaved": ((1, 2, 1), INTERLEAVED),
+    "pp 2, packed": ((1, 2, 1), {"reset_attention_mask": True, "reset_position_ids": True}),
     "pp 2, untied": ((1, 2, 1), {"untie_embeddings_and_output_weights": True}),
     "dp 2": ((1, 1, 2), {}),
     "dp 2, ZeRO 1": ((1, 1, 2), {"zero_stage": 1}),

@@ -11,6 +11,9 @@ Sources, each also in docs/planner.md:
 - GPT-3 175B and Nemotron-4 15B on H100: NVIDIA's performance recipes for NeMo 24.12.
 - Turing-NLG 530B: Smith et al. 2022 (arXiv 2201.11990).
 - Llama 3.1 8B: torchtitan's performance page. 1B Llama: nanotron's benchmark table.
+- Runs that nothing was chosen by: the other rows of the tables of Narayanan et al. 2021 and Korthikanti et al. 2022;
+  Megatron-LM on up to 12,288 Ampere devices, Jiang et al. 2024 (arXiv 2402.15627), table 2; Turing-NLG 530B on more
+  nodes; Llama 3 405B, Grattafiori et al. 2024 (arXiv 2407.21783), table 4.
 """
 
 from __future__ import annotations
@@ -132,9 +135,7 @@ def _table_2021() -> Iterator[Run]:
         if name in stages:
             flags += f" --schedule interleaved --virtual-stages {stages[name]}"
         run = Run(model=f"2021-{name}", flags=flags, cluster=A100, software=MEGATRON_INTERLEAVED)
-        config = run.config
-        flops = step_flops(config, attention="full", hardware=True)
-        yield replace(run, seconds=flops / config.parallel.ranks / tflops / 1e12)
+        yield _with_tflops(run, tflops, hardware=True)
 
 
 BLOOM = Run(
@@ -186,6 +187,71 @@ def _nemo() -> Iterator[Run]:
             software=NEMO,
             seconds=seconds,
         )
+
+
+def unseen_runs() -> Iterator[Run]:
+    """Runs by which neither a constant nor a description of software was chosen."""
+    plain, interleaved = "--schedule 1f1b", "--schedule interleaved --virtual-stages"
+    table_2021 = [
+        ((3072, 30, 32), f"--tp 2 --dp 32 --micro-batch-size 8 --global-batch-size 512 {plain}", 138),
+        ((6144, 40, 48), f"--tp 8 --dp 32 --micro-batch-size 4 --global-batch-size 1024 {plain}", 135),
+        ((10240, 60, 80), f"--tp 8 --pp 4 --dp 32 --micro-batch-size 2 --global-batch-size 1792 {interleaved} 5", 140),
+        (
+            (16384, 96, 128),
+            f"--tp 8 --pp 16 --dp 15 --micro-batch-size 1 --global-batch-size 2160 {interleaved} 3",
+            155,
+        ),
+        (
+            (25600, 128, 160),
+            f"--tp 8 --pp 64 --dp 6 --micro-batch-size 1 --global-batch-size 3072 {interleaved} 2",
+            163,
+        ),
+    ]
+    for sizes, layout, tflops in table_2021:
+        run = Run(model="2021", flags=f"{shape(*sizes)} {OLD} {layout}", cluster=A100, software=MEGATRON_INTERLEAVED)
+        yield _with_tflops(run, tflops, hardware=True)
+    selective = "--recompute selective --sequence-parallel"
+    table_2022 = [
+        ((6144, 48, 64), "--micro-batch-size 4 --global-batch-size 4", "--recompute full", 1.42),
+        ((12288, 96, 96), f"--pp 8 --global-batch-size 64 {interleaved} 3", "--recompute full", 18.13),
+        ((20480, 105, 128), f"--pp 35 --global-batch-size 280 {interleaved} 3", selective, 37.83),
+        ((20480, 105, 128), f"--pp 35 --global-batch-size 280 {interleaved} 3", "--recompute full", 49.05),
+        ((25600, 128, 160), f"--pp 64 --global-batch-size 512 {plain}", selective, 71.49),
+        ((25600, 128, 160), f"--pp 64 --global-batch-size 512 {plain}", "--recompute full", 94.42),
+    ]
+    for sizes, layout, recompute, seconds in table_2022:
+        flags = f"{shape(*sizes)} --precision fp16 --attention fused-softmax --tp 8 {recompute} {layout}"
+        yield Run(model="2022", flags=flags, cluster=A100, software=MEGATRON_INTERLEAVED, seconds=seconds)
+    for replicas, seconds in ((10, 50.2), (12, 44.4)):
+        yield replace(TURING, flags=TURING.flags.replace("--dp 8", f"--dp {replicas}"), seconds=seconds)
+    flags = (
+        f"{shape(12288, 96, 128, vocabulary=64000)} --precision bf16 --sequence-parallel --tp 8 --pp 8 --zero-stage 1 "
+        f"--micro-batch-size 1 {interleaved} 6"
+    )
+    table_2024 = {
+        768: {256: 40.0, 512: 21.2, 768: 15.2, 1024: 11.9},
+        6144: {3072: 29.02, 6144: 14.78, 8192: 12.24, 12288: 8.57},
+    }
+    for batch, rows in table_2024.items():
+        for ranks, seconds in rows.items():
+            layout = f"--dp {ranks // 64} --global-batch-size {batch}"
+            yield Run(model="2024", flags=f"{flags} {layout}", cluster=A100, software=MEGATRON_INTERLEAVED,
+                      seconds=seconds)  # fmt: skip
+    for ranks, tflops in ((8192, 430), (16384, 400)):
+        flags = (
+            "--preset llama-3-8b --hidden-size 16384 --num-layers 126 --num-attention-heads 128 --num-query-groups 8 "
+            "--ffn-hidden-size 53248 --seq-length 8192 --precision bf16 --sequence-parallel --tp 8 --pp 16 "
+            f"--dp {ranks // 128} --zero-stage 1 --micro-batch-size 1 --global-batch-size 2048 {interleaved} 7"
+        )
+        run = Run(model="llama-405B", flags=flags, cluster=CLUSTERS["h100"], software=NEMO)
+        yield _with_tflops(run, tflops, hardware=False)
+
+
+def _with_tflops(run: Run, tflops: float, *, hardware: bool) -> Run:
+    """The run with the seconds that follow from a device's FLOPs."""
+    config = run.config
+    flops = step_flops(config, attention="full", hardware=hardware)
+    return replace(run, seconds=flops / config.parallel.ranks / tflops / 1e12)
 
 
 def timed_runs() -> list[Run]:

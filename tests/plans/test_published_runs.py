@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from megacore.plan.planner import gib, step_flops
-from tests.plans.published import BLOOM, Run, memory_runs, single_node_runs, timed_runs
+from tests.plans.published import BLOOM, Run, memory_runs, single_node_runs, timed_runs, unseen_runs
 
 # Models with one run or two of one layout: their errors are printed in docs/planner.md, and bounded loosely.
 SWEEPS = ("megatron-3.6B", "megatron-18.4B")
@@ -50,6 +50,15 @@ def test_models_that_were_measured_once(errors: dict[str, list[tuple[Run, float]
     of_models = [median_error(rows) for model, rows in errors.items() if model not in SWEEPS]
     assert statistics.median(of_models) <= 0.08
     assert max(of_models) <= 0.15
+
+
+@pytest.mark.slow
+def test_runs_by_which_nothing_was_chosen() -> None:
+    rows = [(run, run.plan().time.seconds) for run in unseen_runs()]
+    assert len(rows) == 23
+    assert median_error(rows) <= 0.10
+    for run, predicted in rows:
+        assert run.seconds is not None and abs(predicted / run.seconds - 1) <= 0.20, run.flags
 
 
 @pytest.mark.parametrize("hidden", [1024, 2048])

@@ -180,10 +180,10 @@ WRONG: list[tuple[list[str], tuple[str, ...]]] = [
     (["-x"], ("-x is not a flag", "--help")),
     (["--no-mock-dat"], ("did you mean --no-mock-data?",)),
     (["--zzzzzz"], ("--zzzzzz is not a flag", "--help")),
-    (["--swiglu"], ("--swiglu", "Megatron-LM's", "use --activation swiglu")),
+    (["--swiglu", "--activation", "gelu"], ("--swiglu is --activation swiglu", "--activation gelu is given as well")),
+    (["--recompute-modules", "core_attn"], ("--recompute-modules", "Megatron-LM's", "use --recompute selective")),
     (["--start-weight-decay"], ("--start-weight-decay", "Megatron-LM's", "not have it yet")),
-    (["--distributed-backend", "nccl"], ("use --device",)),
-    (["--masked-softmax-fusion"], ("--masked-softmax-fusion is Megatron-LM's", "leave it out")),
+    (["--merge-file", "m"], ("--merge-file is Megatron-LM's", "use --tokenizer DIR")),
     (["--no-lr"], ("--no-lr", "only a switch", "--lr FLOAT")),
     (["--mock-data", "True"], ("--mock-data True", "--mock-data or --no-mock-data")),
     (["--num-layers", "three"], ("--num-layers 'three' is not a whole number", "12")),
@@ -239,7 +239,7 @@ def test_all_kinds_of_problems_come_together(refuse: Refuse, tmp_path: Path) -> 
     file.write_text("[model]\nnum_layers = '3'\n")
     text = refuse(
         *("--config", str(file), "--tokenizer", "/no", "--nope", "--tp", "x", "--lr", "-1"),
-        *("--bf16", "--seed", "1", "--seed", "2", "--num-attention-heads", "5"),
+        *("--finetune", "--seed", "1", "--seed", "2", "--num-attention-heads", "5"),
     )
     found = problems(text)
     for words in (
@@ -248,7 +248,7 @@ def test_all_kinds_of_problems_come_together(refuse: Refuse, tmp_path: Path) -> 
         "--nope",
         "--tp 'x'",
         "--lr -1",
-        "--bf16",
+        "--finetune",
         "--seed is given",
     ):
         assert any(words in problem for problem in found), words

@@ -84,6 +84,26 @@ def test_training_and_validation_share_no_document_and_leave_the_test_documents_
     assert len([entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]) == 2
 
 
+@pytest.mark.parametrize("packing", ["none", "best-fit"])
+def test_documents_are_packed_within_their_split_and_blend(packing: Any, tmp_path: Path) -> None:
+    prefixes = [str(data_bytes.write(tmp_path / f"d{first}", documents(20, 5, first))) for first in (0, 20)]
+    made = build_datasets(config(data_path=tuple(prefixes), split="80,20,0", packing=packing))
+    assert isinstance(made.train, BlendedDataset) and made.valid is not None
+    assert seen(made.train) == {*range(16), *range(20, 36)} and seen(made.valid) - {0} == {
+        *range(16, 20),
+        *range(36, 40),
+    }
+    assert made.train.packing is not None and made.train.packing.documents == 32
+    assert ("documents" in made.train[0]) == (packing == "best-fit")
+
+
+def test_a_loss_mask_of_another_dataset_is_refused_at_the_start(tmp_path: Path) -> None:
+    prefix = data_bytes.write(tmp_path / "a", documents(20, 5))
+    data_bytes.write(tmp_path / "a_loss_mask", documents(20, 4), code=1)
+    with pytest.raises(DataError, match=r"a_loss_mask\.idx is not the loss mask of .*a\.idx"):
+        check_inputs(unresolved(data_path=(str(prefix),)))
+
+
 def test_a_split_without_documents_is_none(tmp_path: Path) -> None:
     data_bytes.write(tmp_path / "d", documents(10, 30))
     given: dict[str, Any] = {"data_path": (str(tmp_path / "d"),)}

@@ -14,7 +14,7 @@ from megacore.config.cli import flag_names, parse_config
 from megacore.config.fields import field_docs, field_infos
 from megacore.config.flags import all_fields, read_flags
 from megacore.config.help import DRY_RUN_FLAGS, help_text, help_topic
-from megacore.config.megatron_flags import advice
+from megacore.config.megatron_values import FOREIGN
 from megacore.config.messages import number
 from megacore.config.optimizers import OPTIMIZERS
 from megacore.config.presets import BERT_PRESETS, GPT_PRESETS
@@ -114,7 +114,7 @@ def test_equal_bits_of_equal_seeds_are_claimed_for_cpus_alone() -> None:
     """On cuda operators may add in any order, unless --reproducible forbids it."""
     claim = field_docs(TrainingConfig)["seed"]
     assert "on CPUs; on cuda only with --reproducible" in claim
-    assert "use --reproducible" in str(advice("--deterministic-mode"))
+    assert FOREIGN["--deterministic-mode"].becomes == "--reproducible"
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def test_flags_of_dry_runs_have_help_although_they_are_no_settings(flag: str, ki
         ("paralel", Config, "(did you mean parallel?)"),
         ("learning-rate-warmup", Config, "--help learning-rate-warmup: there is no such section or flag"),
         ("bert", Config, "there is no such section or flag"),
-        ("swiglu", Config, "--swiglu is Megatron-LM's: use --activation swiglu"),
+        ("swiglu", Config, "--swiglu is Megatron-LM's, and becomes --activation swiglu"),
         ("use-flash-attn", Config, "--use-flash-attn is Megatron-LM's, and becomes --attention sdpa"),
         ("parallel-residual", BertConfig, "--parallel-residual is for the blocks of GPT-NeoX, not of BERT"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.unit import refusals
@@ -48,8 +50,9 @@ def test_a_translated_flag_is_ours(given: list[str], ours: list[str]) -> None:
     assert parse(*PP, *given) == parse(*PP, *ours)
 
 
-def test_a_translated_flag_goes_with_lists_and_unset_values(refuse: Refuse) -> None:
+def test_a_translated_flag_goes_with_lists_and_unset_values(refuse: Refuse, capfd: pytest.CaptureFixture[str]) -> None:
     assert parse(*GOOD, "--use-flash-attn", "--dp", "None") == parse(*GOOD, "--attention", "sdpa")
+    assert "note: translated from Megatron-LM: --use-flash-attn is --attention sdpa" in capfd.readouterr().err
     found = problems(
         refuse("--use-flash-attn", "--data-path", "1", "a", "2", "b", "--vocab-size", "8", "--train-iters", "7")
     )
@@ -94,3 +97,133 @@ def test_layers_of_unequal_stages_have_another_way(refuse: Refuse) -> None:
     )
     assert "--pp 4 does not divide --num-layers 23" in problem
     assert "--virtual-stages" in problem
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        (["--bf16"], ["--precision", "bf16"]),
+        (["--fp16"], ["--precision", "fp16"]),
+        (["--grad-reduce-in-bf16"], ["--grad-reduce-dtype", "bf16"]),
+        (["--use-distributed-optimizer"], ["--zero-stage", "1"]),
+        (["--optimizer-cpu-offload"], ["--offload-optimizer"]),
+        (["--deterministic-mode"], ["--reproducible"]),
+        (["--checkpoint-activations"], ["--recompute", "full"]),
+        (["--recompute-activations"], ["--recompute", "selective"]),
+        (
+            ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"],
+            ["--recompute", "full"],
+        ),
+        (
+            ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"],
+            ["--recompute", "full", "--recompute-num-layers", "1"],
+        ),
+        (
+            ["--swiglu", "--hidden-size", "768"],
+            ["--activation", "swiglu", "--hidden-size", "768", "--ffn-hidden-size", "2048"],
+        ),
+        (["--swiglu", "--ffn-hidden-size", "96"], ["--activation", "swiglu", "--ffn-hidden-size", "96"]),
+        (
+            ["--swiglu", "--no-bias-gelu-fusion", "--ffn-hidden-size", "96"],
+            ["--activation", "swiglu", "--ffn-hidden-size", "96"],
+        ),
+        (["--no-bias-gelu-fusion"], ["--activation", "gelu-exact"]),
+        (["--openai-gelu"], ["--activation", "gelu"]),
+        (["--group-query-attention", "--num-query-groups", "2"], ["--num-query-groups", "2"]),
+        (["--group-query-attention"], ["--num-query-groups", "1"]),
+        (["--use-rotary-position-embeddings"], ["--position-embedding-type", "rope"]),
+        (
+            ["--position-embedding-type", "rope", "--use-rope-scaling"],
+            ["--position-embedding-type", "rope", "--rope-scaling", "llama3", "--rope-original-max-positions", "8192"],
+        ),
+        (
+            ["--position-embedding-type", "rope", "--rotary-seq-len-interpolation-factor", "4"],
+            ["--position-embedding-type", "rope", "--rope-scaling", "linear", "--rope-scaling-factor", "4"],
+        ),
+        (
+            ["--lr-warmup-fraction", "0.1", "--lr-decay-samples", "400", "--global-batch-size", "4"],
+            ["--lr-warmup-iters", "10", "--lr-decay-iters", "100", "--global-batch-size", "4"],
+        ),
+        (
+            ["--lr-warmup-samples", "39", "--lr-decay-samples", "401", "--global-batch-size", "4"],
+            ["--lr-warmup-iters", "10", "--lr-decay-iters", "100", "--global-batch-size", "4"],
+        ),
+        (["--preset", "llama-3.2-1b", "--swiglu", "--no-bias-gelu-fusion"], ["--preset", "llama-3.2-1b"]),
+    ],
+    ids=str,
+)
+def test_a_flag_in_other_words_is_the_flag(given: list[str], ours: list[str]) -> None:
+    assert parse(*GOOD, *given) == parse(*GOOD, *ours)
+
+
+def test_a_run_may_be_as_long_as_samples_say() -> None:
+    start = (*GOOD[:3], "--global-batch-size", "4")
+    expected = parse(*start, "--train-iters", "200", "--lr-warmup-iters", "20")
+    assert parse(*start, "--lr-warmup-fraction", "0.1", "--train-samples", "803") == expected
+
+
+def test_flags_without_effect_are_accepted_and_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    idle = ["--use-mcore-models", "--transformer-impl", "local", "--ckpt-format", "torch_dist", "--no-rope-fusion"]
+    assert parse(*GOOD, *idle) == parse(*GOOD)
+    said = capfd.readouterr().err
+    assert said == (
+        "megacore: note: Megatron-LM's, and without effect here: --use-mcore-models, --transformer-impl local, "
+        "--ckpt-format torch_dist, --no-rope-fusion\n"
+    )
+
+
+def test_a_script_loads_from_where_it_saves(tmp_path: Path, refuse: Refuse, capfd: pytest.CaptureFixture[str]) -> None:
+    fresh = str(tmp_path / "fresh")
+    assert parse(*GOOD, "--save", fresh, "--load", fresh + "/").checkpoint.load == "auto"
+    assert "from the beginning if there is none (--load auto)" in capfd.readouterr().err
+    (problem,) = problems(refuse(*GOOD, "--save", fresh, "--load", fresh, "--exit-on-missing-checkpoint"))
+    assert "is not a directory" in problem
+    (problem,) = problems(refuse(*GOOD, "--output-dir", fresh, "--load", fresh))
+    assert "is not a directory" in problem
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--train-samples", "10"], "counts samples: give --global-batch-size, or steps with --train-iters"),
+        (["--lr-warmup-fraction", "1.5"], "is not a number of at least 0 and below 1"),
+        (["--recompute-granularity", "some"], "use selective or full"),
+        (["--bf16", "--fp16"], "--fp16 is --precision fp16, and --bf16 is given as well"),
+        (["--bf16", "True"], "a switch takes no value"),
+    ],
+    ids=str,
+)
+def test_a_value_without_a_counterpart_is_refused(given: list[str], said: str, refuse: Refuse) -> None:
+    assert any(said in problem for problem in problems(refuse(*GOOD, *given)))
+
+
+LLAMA_3 = """
+--use-mcore-models --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8
+--group-query-attention --num-query-groups 2 --kv-channels 8 --seq-length 32 --max-position-embeddings 32
+--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout
+0.0 --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p
+--untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1 --global-batch-size 8
+--train-samples 805 --lr-decay-samples 800 --lr-warmup-samples 21 --lr 0.00015 --min-lr 0.00001 --lr-decay-style
+cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16
+--cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
+--tensor-model-parallel-size 1 --context-parallel-size 2 --pipeline-model-parallel-size 2
+--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --mock-data --tokenizer-type NullTokenizer
+--vocab-size 128 --tiktoken-pattern v2 --split 99,1,0 --no-create-attention-mask-in-dataloader --no-mmap-bin-files
+--num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile
+--profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60 --save OUTPUT
+--load OUTPUT --tensorboard-dir OUTPUT/tb
+"""
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_the_flags_of_a_whole_script_are_accepted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Those of Megatron-LM's example for Llama 3, with smaller sizes."""
+    config = parse(*LLAMA_3.replace("OUTPUT", str(tmp_path)).split())
+    assert (config.parallel.cp, config.parallel.pp, config.parallel.dp, config.parallel.zero_stage) == (2, 2, 1, 1)
+    assert (config.model.activation, config.model.inner_size, config.model.query_groups) == ("swiglu", 128, 2)
+    assert (config.training.train_iters, config.lr_decay_iters, config.optimizer.lr_warmup_iters) == (100, 100, 3)
+    assert (config.precision.precision, config.precision.grad_reduce_dtype) == ("bf16", "bf16")
+    assert config.checkpoint.load == "auto"
+    said = capfd.readouterr().err
+    assert "--train-samples 805 is --train-iters 100; " in said
+    assert "and without effect here: --use-mcore-models, --apply-layernorm-1p, " in said

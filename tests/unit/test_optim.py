@@ -192,6 +192,15 @@ def test_buckets_are_filled_in_reverse_and_hold_everything_once(limit: int, size
     assert [p.spec.name for bucket in buckets for p in bucket] == ["5", "4", "3", "2", "1", "0"]
 
 
+@pytest.mark.parametrize(("least", "sizes"), [(0, [2, 2, 1]), (40, [2, 2, 1]), (41, [2, 3])])
+def test_a_small_final_bucket_joins_the_one_before(least: int, sizes: list[int]) -> None:
+    parameters = [parameter(10, name=str(i)) for i in range(5)]  # 40 bytes each
+    buckets = assign_buckets(parameters, {"replicas": 80}, least={"replicas": least})
+    assert [len(bucket) for bucket in buckets] == sizes
+    assert [p.spec.name for bucket in buckets for p in bucket] == ["4", "3", "2", "1", "0"]
+    assert len(assign_buckets(parameters[:1], {"replicas": 80}, least={"replicas": least})) == 1
+
+
 def test_a_shared_parameter_has_a_bucket_of_its_own() -> None:
     parameters = [parameter(10, name=str(i)) for i in range(4)]
     buckets = assign_buckets(parameters, {"replicas": 1000}, frozenset({"2"}))

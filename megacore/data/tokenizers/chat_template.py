@@ -111,12 +111,11 @@ class TokenizerTemplate:
     def render(self, messages: Sequence[Message]) -> list[Passage]:
         """As of `Template`."""
         try:
-            text, first = self._rendered(messages), messages[:1]
-            header = self._rendered(first, reply=True).removeprefix(self._rendered(first))
+            text = self._rendered(messages)
             predicted = []
             for number, message in enumerate(messages):
                 if message["role"] == "assistant":
-                    before = (self._rendered(messages[:number]) if number else "") + header
+                    before = self._rendered(messages[:number], reply=True) if number else self._header(message)
                     after = self._rendered(messages[: number + 1])
                     if not text.startswith(before) or not text.startswith(after):
                         raise ValueError(
@@ -130,6 +129,10 @@ class TokenizerTemplate:
         except Exception as error:  # whatever the template raises, such as an order of roles that it does not know
             raise ValueError(f"the chat template refuses it ({str(error).strip()[:200]})") from error
         return [Passage(text=text, predicted=tuple(predicted))]
+
+    def _header(self, first: Message) -> str:
+        """The header of a reply that begins a conversation: templates render no conversation without a message."""
+        return self._rendered([first], reply=True).removeprefix(self._rendered([first]))
 
     def _rendered(self, messages: Sequence[Message], *, reply: bool = False) -> str:
         """The text of messages, with the header of a reply."""
