@@ -117,7 +117,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class StackedStep(Step):
-    """One tensor of megacore's, [E, ...], that stacks those of the experts."""
+    """One tensor of megacore's, [E, r, c], that stacks those of the experts."""
 
     def shape_of(self, source: int) -> tuple[int, ...]:
         """The shape of one of theirs."""
@@ -178,7 +178,12 @@ def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ResolvedM
     theirs = [one.replace("{i}", number) for one in names]
     is_stacked = "{e}" in theirs[0]
     if is_stacked:
-        theirs = [theirs[0].replace("{e}", str(expert)) for expert in range(shape[0])]
+        experts, rows = shape[:2]
+        theirs = [theirs[0].replace("{e}", str(expert)) for expert in range(experts)]
+        layout = Layout(
+            lambda _: (rows,) * experts,
+            lambda _: (Run(source=expert, start=0, stop=rows) for expert in range(experts)),
+        )
     return (StackedStep if is_stacked else Step)(
         ours=name,
         shape=shape,
