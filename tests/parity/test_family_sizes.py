@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacore.config import DataConfig, ModelConfig, ResolvedModel, TrainingConfig
+from megacore.config import DataConfig, ExpertsConfig, ModelConfig, ResolvedModel, TrainingConfig
 from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
@@ -41,14 +41,19 @@ PUBLISHED = {
     "llama-3-8b-128k": 8_030_261_248,
     "qwen3-0.6b": 596_049_920,
     "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
     "pythia-160m": 162_322_944,
     "bloom-176b": 176_247_271_424,
 }
 
 
 def preset(name: str) -> ResolvedModel:
-    values: dict[str, Any] = {k: v for k, v in GPT_PRESETS[name].items() if k in field_infos(ModelConfig)}
-    return ModelConfig(**values).resolve(seq_length=1024)
+    def section(kind: type[Any]) -> Any:
+        return kind(**{k: v for k, v in GPT_PRESETS[name].items() if k in field_infos(kind)})
+
+    model: ModelConfig = section(ModelConfig)
+    return model.resolve(seq_length=1024, experts=section(ExpertsConfig).resolve(model.inner_size))
 
 
 def layers_of(config: ResolvedModel, device: torch.device, **context: Any) -> list[LayerSpec]:
@@ -137,6 +142,10 @@ def test_the_published_numbers_are_those_of_transformers() -> None:
             intermediate_size=3072, head_dim=128, tie_word_embeddings=True,
         ),
         "mistral-7b": transformers.MistralConfig(),
+        "mixtral-8x7b": transformers.MixtralConfig(),
+        "qwen3-30b-a3b": transformers.Qwen3MoeConfig(
+            num_hidden_layers=48, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128
+        ),
         "pythia-160m": transformers.GPTNeoXConfig(
             vocab_size=50_304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
         ),
