@@ -26,6 +26,7 @@ import megacore
 from megacore.commands.tool import ToolParser, run_tool
 from megacore.config import Config, ResolvedConfig
 from megacore.config.cli import parse_config
+from megacore.config.expert_rules import refuse_experts
 from megacore.config.help import help_topic
 from megacore.config.messages import counted
 from megacore.convert.start import shape_from_hf
@@ -101,6 +102,7 @@ def _read_config(flags: Sequence[str]) -> ResolvedConfig:
         kind=Config,
         shape=shape_from_hf,
         vocabulary=vocabulary_size,
+        checks=[lambda config: refuse_experts(config, "tools/roofline.py")],
         planned=True,
     )
 

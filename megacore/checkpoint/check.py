@@ -14,7 +14,7 @@ from megacore.checkpoint.directory import MANIFEST_NAME
 from megacore.checkpoint.files import verified_tokenizer, verify
 from megacore.checkpoint.manifest import Manifest, checkpoints_of, find_checkpoint, read_manifest
 from megacore.config import SECTIONS, ExpertsConfig, ModelConfig, ResolvedConfig, TrainingConfig
-from megacore.config.experts import ARCHITECTURE_OF_EXPERTS
+from megacore.config.experts import differing_experts
 from megacore.config.fields import Section, field_infos, flag
 from megacore.config.model import differing
 from megacore.config.schema import UNKNOWN_VOCAB_SIZE
@@ -209,8 +209,7 @@ def _differences(manifest: Manifest, config: ResolvedConfig) -> Iterator[str]:
         model, config.model, (name for name in differing(model, config.model) if name not in unknown)
     )
     experts = _stored(ExpertsConfig, manifest.config.get("experts", {}))
-    changed = [name for name in ARCHITECTURE_OF_EXPERTS if getattr(experts, name) != getattr(config.experts, name)]
-    yield from _differences_of(experts, config.experts, changed)
+    yield from _differences_of(experts, config.experts, differing_experts(experts, config.experts))
     if isinstance(section := getattr(config, "bert", None), Section):
         bert = _stored(type(section), manifest.config["bert"])
         style = (name for name in _ARCHITECTURE_OF_BERT if getattr(bert, name) != getattr(section, name))

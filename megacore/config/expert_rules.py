@@ -82,15 +82,18 @@ def _not_yet(config: Config, world_size: int) -> Iterator[str]:
     for given, is_given, way_out in (
         ("--reproducible", training.reproducible, "leave it out (on CPUs two runs with one layout are equal anyway)"),
         ("--compile", training.compile, "leave it out"),
-        ("--offload-optimizer", parallel.offload_optimizer, "use --zero-stage 1 or more instead"),
-        (f"--recompute {training.recompute}", training.recompute == "light", "use --recompute selective or full"),
+        ("--offload-activations", training.offload_activations, "use --recompute selective or full"),
+        ("--distribute-saved-activations", training.distribute_saved_activations, "leave it out"),
         (
             "--recompute full with a schedule that splits backward",
             training.recompute == "full" and parallel.may_split_backward,
             "use --schedule 1f1b or interleaved, or --recompute selective",
         ),
-        (f"--replay-interval {config.watch.replay_interval}", config.watch.replay_interval > 0, "leave it out"),
-        ("--init-from-hf", config.checkpoint.init_from_hf is not None, "leave it out"),
+        (
+            f"--packing {config.data.packing}, whose padding would count as tokens,",
+            config.data.packing != "concat",
+            "use --packing concat",
+        ),
     ):
         if is_given:
             yield f"{given} is not available with --num-experts yet: {way_out}"
@@ -127,8 +130,8 @@ EXPERT_RULES: tuple[tuple[frozenset[str], Rule], ...] = (
     (
         frozenset(
             {
-                "num_experts", "reproducible", "compile", "offload_optimizer", "recompute", "schedule",
-                "schedule_csv", "replay_interval", "init_from_hf",
+                "num_experts", "reproducible", "compile", "recompute", "schedule",
+                "schedule_csv", "offload_activations", "distribute_saved_activations", "packing",
             }
         ),
         _not_yet,

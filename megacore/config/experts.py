@@ -158,3 +158,14 @@ class ResolvedExperts(ExpertsConfig):
 _OF_TRAINING = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
 ARCHITECTURE_OF_EXPERTS = tuple(name for name in field_infos(ExpertsConfig) if name not in _OF_TRAINING)
 """The fields that change what a model computes, and not only how it is trained."""
+
+
+def differing_experts(one: ExpertsConfig | None, other: ExpertsConfig | None) -> list[str]:
+    """The fields in which the experts of two models compute different functions.
+
+    Args:
+        one: of a model; None: it has none.
+        other: of the other model.
+    """
+    one, other = one or ExpertsConfig(), other or ExpertsConfig()
+    return [name for name in ARCHITECTURE_OF_EXPERTS if getattr(one, name) != getattr(other, name)]

@@ -26,10 +26,10 @@ class ModelConfig(Section):
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
     """Uses the shape of a named model, such as gpt2-small. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
-    llama-3.2-1b, llama-3-8b, llama-3-8b-128k, qwen3-0.6b, mistral-7b, pythia-160m, bloom-176b; gpt2-tiny for tests. A
-    preset replaces the defaults of the model, of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2
-    also set its paper's dropout, --adam-beta2, --weight-decay and --min-lr. A configuration file and flags override it.
-    Default: no preset."""
+    llama-3.2-1b, llama-3-8b, llama-3-8b-128k, qwen3-0.6b, mistral-7b, mixtral-8x7b, qwen3-30b-a3b, pythia-160m,
+    bloom-176b; gpt2-tiny for tests. A preset replaces the defaults of the model, of --seq-length and, without a
+    tokenizer, of --vocab-size; those of GPT-2 also set its paper's dropout, --adam-beta2, --weight-decay and --min-lr.
+    A configuration file and flags override it. Default: no preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Number of transformer blocks in the whole model. It need not be a multiple of --pp."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
@@ -268,6 +268,9 @@ def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
     names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _NOT_ARCHITECTURE]
     if "learned" not in (one.position_embedding_type, other.position_embedding_type):
         names.remove("max_position_embeddings")  # a limit of use, not the size of a table
+    experts = getattr(one, "experts", None), getattr(other, "experts", None)
+    if all(section is not None and all(map(section.holds, range(one.num_layers))) for section in experts):
+        names.remove("ffn_hidden_size")  # of blocks without experts, of which there are none
     return [name for name in names if getattr(one, name) != getattr(other, name)]
 
 

@@ -8,7 +8,8 @@ The GPT-2 family follows Radford et al., "Language Models are Unsupervised Multi
 trains as its predecessor did (Radford et al. 2018, section 4.1): dropout, Adam with a small weight decay, a learning
 rate that decays to 0. BLOOM follows Le
 Scao et al. 2022 (arXiv 2211.05100), Pythia Biderman et al. 2023 (arXiv 2304.01373), Mistral Jiang et al. 2023 (arXiv
-2310.06825), Llama 3 its team's report of 2024 (arXiv 2407.21783), Qwen3 its team's of 2025 (arXiv 2505.09388).
+2310.06825), Mixtral Jiang et al. 2024 (arXiv 2401.04088), Llama 3 its team's report of 2024 (arXiv 2407.21783), Qwen3
+its team's of 2025 (arXiv 2505.09388).
 bert-base and bert-large follow Devlin et al. (arXiv 1810.04805, section 3) with the released uncased vocabulary,
 modernbert-base Warner et al. (arXiv 2412.13663, table 4).
 """
@@ -115,6 +116,40 @@ GPT_PRESETS: dict[str, Shape] = {
         "seq_length": 8192,
         "max_position_embeddings": 32_768,
         "vocab_size": 32_000,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "mixtral-8x7b": {  # 46.7B, of which a token uses 12.9B
+        **_ROTARY,
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 14_336,
+        "num_experts": 8,
+        "moe_router_topk": 2,
+        "rotary_base": 1_000_000.0,
+        "seq_length": 4096,
+        "max_position_embeddings": 32_768,
+        "vocab_size": 32_000,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "qwen3-30b-a3b": {  # 30.5B, of which a token uses 3.35B
+        **_ROTARY,
+        "num_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_query_groups": 4,
+        "kv_channels": 128,
+        "ffn_hidden_size": 6144,
+        "num_experts": 128,
+        "moe_router_topk": 8,
+        "moe_ffn_hidden_size": 768,
+        "qk_layernorm": True,
+        "norm_epsilon": 1e-6,
+        "rotary_base": 1_000_000.0,
+        "seq_length": 4096,
+        "max_position_embeddings": 40_960,
+        "vocab_size": 151_936,
         "untie_embeddings_and_output_weights": True,
     },
     "pythia-160m": {  # 162M

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from megacore.checkpoint.tensor_file import read_rows
+from megacore.checkpoint.tensor_header import StoredTensor
 from megacore.config import ResolvedModel
 from megacore.convert.checkpoint_tensors import CheckpointTensors
 from megacore.convert.from_hf import HFModel, open_model
@@ -241,13 +242,23 @@ def _their_model(model: HFModel) -> Any:
             )
     sources = {-1.0 - i: one for i, one in enumerate(stored)}  # no weight that is made anew begins with such a number
 
-    def read(name: str, parameter: nn.Parameter, start: int, stop: int) -> Tensor:
-        source = sources.get(float(parameter.flatten()[0]))
+    def source_of(name: str, mark: Tensor) -> StoredTensor:
+        source = sources.get(float(mark))
         if source is None:
             raise CheckpointError(
                 f"transformers' model has a weight {name}, which {model.directory.path} does not hold"
             )
-        return read_rows(source, start, stop, torch.float32)
+        return source
+
+    def read(name: str, parameter: nn.Parameter, start: int, stop: int) -> Tensor:
+        if parameter.dim() < 3:
+            return read_rows(source_of(name, parameter.flatten()[0]), start, stop, torch.float32)
+        experts = []  # transformers has stacked the matrices of experts, some of them one below the other
+        for marks in parameter[start:stop, :, 0]:
+            parts = zip(*torch.unique_consecutive(marks, return_counts=True), strict=True)
+            rows = [read_rows(source_of(name, mark), 0, int(count), torch.float32) for mark, count in parts]
+            experts.append(torch.cat(rows))
+        return torch.stack(experts)
 
     _stream(twin, read)
     return twin

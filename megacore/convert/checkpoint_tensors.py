@@ -109,13 +109,7 @@ class CheckpointTensors:
 
 
 def _model_of(manifest: Manifest, directory: Path) -> ResolvedModel:
-    model = trained_model(manifest, directory)
-    if model.experts is not None:
-        raise CheckpointError(
-            f"{directory} is of a model with experts (--num-experts {model.experts.num_experts}), which cannot be "
-            "converted yet: tools/generate.py and --load read it"
-        )
-    return model
+    return trained_model(manifest, directory)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megacore.checkpoint.tensor_file import read_rows, read_slice
 from megacore.checkpoint.tensor_header import StoredTensor
-from megacore.config import Config, ResolvedModel, TrainingConfig
+from megacore.config import Config, ExpertsConfig, ResolvedModel, TrainingConfig
 from megacore.config.bert import BertConfig, ResolvedBert, ResolvedBertConfig
 from megacore.errors import CheckpointError
 from megacore.layers.context import BuildContext
@@ -115,6 +115,37 @@ class Step:
             first_row += run.rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class StackedStep(Step):
+    """One tensor of megacore's, [E, r, c], that stacks those of the experts."""
+
+    def shape_of(self, source: int) -> tuple[int, ...]:
+        """The shape of one of theirs."""
+        return self.shape[1:]
+
+    def assemble(self, read: Callable[[int], Tensor]) -> Tensor:
+        """Megacore's tensor; `read` gives theirs by number, one at a time."""
+        result: Tensor | None = None
+        for source in range(len(self.theirs)):
+            tensor = read(source)
+            result = torch.empty(self.shape, dtype=tensor.dtype) if result is None else result
+            result[source] = tensor
+        assert result is not None
+        return result
+
+    def take_apart(self, whole: Tensor, source: int, theirs: Tensor) -> None:
+        """Write what megacore's tensor has of one of theirs into it."""
+        theirs.copy_(whole[source])
+
+    def slice(self, spec: ShardSpec, stored: Mapping[str, StoredTensor]) -> Tensor:
+        """The slice of megacore's tensor that a rank holds, in fp32; arguments as for `Step`."""
+        (first, last), *inner = spec.slices
+        result = torch.empty([stop - start for start, stop in spec.slices], dtype=torch.float32)
+        for number, name in enumerate(self.theirs[first:last]):
+            result[number] = read_slice(stored[name], tuple(inner))
+        return result
+
+
 def _block(tensor: StoredTensor, rows: tuple[int, int], columns: tuple[int, int], transposed: bool) -> Tensor:
     """Rows and columns of a tensor, as megacore counts them."""
     if len(tensor.shape) == 1:
@@ -144,14 +175,23 @@ def make_plan(family: Family, config: ResolvedModel, bert: ResolvedBert | None =
 def _step(rule: TensorRule, name: str, shape: tuple[int, ...], config: ResolvedModel, *, number: str) -> Step:
     layout = rule.layout or Layout(lambda _: shape[:1], lambda _: iter([Run(source=0, start=0, stop=shape[0])]))
     names = rule.untied if rule.untied and config.untie_embeddings_and_output_weights else rule.theirs
-    return Step(
+    theirs = [one.replace("{i}", number) for one in names]
+    is_stacked = "{e}" in theirs[0]
+    if is_stacked:
+        experts, rows = shape[:2]
+        theirs = [theirs[0].replace("{e}", str(expert)) for expert in range(experts)]
+        layout = Layout(
+            lambda _: (rows,) * experts,
+            lambda _: (Run(source=expert, start=0, stop=rows) for expert in range(experts)),
+        )
+    return (StackedStep if is_stacked else Step)(
         ours=name,
         shape=shape,
-        theirs=tuple(theirs.replace("{i}", number) for theirs in names),
+        theirs=tuple(theirs),
         sizes=layout.sizes(config),
         runs=partial(layout.runs, config),
         transposed=rule.transposed,
-        is_copy=rule.layout is None and not rule.transposed,
+        is_copy=rule.layout is None and not rule.transposed and not is_stacked,
     )
 
 
@@ -168,7 +208,7 @@ def whole_config(config: ResolvedModel, bert: ResolvedBert | None) -> Config:
     """The configuration of a run that has the model, GPT or BERT, and is otherwise the default one."""
     training = TrainingConfig(train_iters=1)
     if bert is None:
-        return Config(model=config, training=training)
+        return Config(model=config, experts=config.experts or ExpertsConfig(), training=training)
     return BertConfig(model=config, bert=bert, training=training)
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.config import ResolvedConfig
+from megacore.config import ExpertsConfig, ResolvedConfig
+from megacore.config.experts import differing_experts
 from megacore.config.fields import flag
 from megacore.config.model import differing
 from megacore.convert.hf_directory import CONFIG, open_directory, read_config
@@ -49,7 +50,9 @@ def shape_from_hf(given: Mapping[str, Any]) -> dict[str, Any]:
             "pretrain_bert.py --load"
         )
     config = family.to_model(values, where)
-    return {name: value for name, value in dataclasses.asdict(config).items() if value is not None and name != "preset"}
+    fields = dataclasses.asdict(config)
+    fields |= fields.pop("experts") or {}
+    return {name: value for name, value in fields.items() if value is not None and name != "preset"}
 
 
 def check_init_from_hf(config: ResolvedConfig) -> None:
@@ -68,6 +71,12 @@ def check_init_from_hf(config: ResolvedConfig) -> None:
         f"{flag(name)} {getattr(config.model, name)} contradicts {directory.where}, which makes it "
         f"{getattr(there, name)}: leave the flag out, or leave --init-from-hf out"
         for name in differing(there, config.model)
+    ]
+    experts = there.experts or ExpertsConfig()
+    problems += [
+        f"{flag(name)} {getattr(config.experts, name)} contradicts {directory.where}, which makes it "
+        f"{getattr(experts, name)}: leave the flag out, or leave --init-from-hf out"
+        for name in differing_experts(experts, config.model.experts)
     ]
     if problems:
         raise ConfigError(problems)

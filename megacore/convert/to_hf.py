@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megacore.checkpoint.manifest import verify
 from megacore.checkpoint.small_json import read_object
+from megacore.config.experts import differing_experts
 from megacore.config.model import differing
 from megacore.convert.checkpoint_tensors import CheckpointTensors, write_shards
 from megacore.convert.export_tokenizer import ExportTokenizer, export_tokenizer
@@ -183,7 +184,7 @@ def _of_another_model(family: Family, values: dict[str, Any], source: Path, tens
     """How the model of a config.json differs from the checkpoint's, if it does."""
     here, where = tensors.config, str(source / CONFIG)
     there = family.describe(values, where).model
-    different = differing(there, here)
+    different = [*differing(there, here), *differing_experts(there.experts, here.experts)]
     paired = tensors.bert is not None and tensors.bert.sentence_task != "none"
     if not same_bert(family.to_bert(values, where, paired=paired), tensors.bert, here):
         different = ["bert_style"]

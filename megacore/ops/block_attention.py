@@ -202,6 +202,8 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, scene: Scene, offset: int, *, in_fp32: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Over all keys: the result, and the logarithms of the sums; `offset` is the position of the first query."""
+    if _is_plain(query, scene):
+        return _attend_plain(query, key, value, offset, in_fp32=in_fp32)
     out = _like_projection(query, torch.float32 if in_fp32 else None)
     logarithm = query.new_empty(query.shape[:-1], dtype=torch.float32)
     for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
@@ -234,6 +236,9 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values; the other arguments as those and the result of `_attend`."""
     query, key, value = operands
+    if _is_plain(query, scene):
+        gradients = _attend_plain_backward(d_out, operands, result, offset)
+        return gradients if in_fp32 else _in_types(gradients, operands)
     d_query = _like_projection(query, torch.float32 if in_fp32 else None)
     d_key, d_value = (_like_projection(x, torch.float32).zero_() for x in (key, value))
     for queries in _blocks(range(offset, offset + query.shape[2]), _block_size(query, scene)):
@@ -261,6 +266,70 @@ def _attend_backward(
             _part(d_value, tile).add_(gradients[2])
         _part(d_query, queries, offset).copy_(summed)
     return (d_query, d_key, d_value) if in_fp32 else (d_query, d_key.to(key.dtype), d_value.to(value.dtype))
+
+
+# ---- causal attention without other masks, by the fused operator, which needs no mask of a block for it
+
+
+def _is_plain(query: Tensor, scene: Scene) -> bool:
+    view = scene.view
+    hides_more = view.reach is not None or view.documents is not None or scene.slopes is not None
+    return _uses_fused(query, scene) and view.causal and not hides_more
+
+
+def _plain_parts(queries: int, keys: int, offset: int) -> Iterator[tuple[range, bool]]:
+    """Ranges of the keys: those before the queries, which each query sees, and those beside them, of which each query
+    sees the earlier ones."""
+    if offset > 0:
+        yield range(min(offset, keys)), False
+    if keys > offset:
+        yield range(offset, min(keys, offset + queries)), True
+
+
+def _attend_plain(
+    query: Tensor, key: Tensor, value: Tensor, offset: int, *, in_fp32: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    parts = list(_plain_parts(query.shape[2], key.shape[2], offset))
+    operands = [x.float() if in_fp32 or len(parts) > 1 else x for x in (query, key, value)]
+    (out, logarithm), *others = (
+        _fused(operands[0], *(_part(x, keys) for x in operands[1:]), is_causal=causal) for keys, causal in parts
+    )
+    for further, sums in others:
+        both = torch.logaddexp(logarithm, sums)
+        out = out.mul_((logarithm - both).exp_()[..., None]).addcmul_(further, (sums - both).exp_()[..., None])
+        logarithm = both
+    return _laid_out(out, torch.float32 if in_fp32 else query.dtype), logarithm
+
+
+def _attend_plain_backward(
+    d_out: Tensor, operands: tuple[Tensor, Tensor, Tensor], result: tuple[Tensor, Tensor], offset: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In fp32."""
+    d_out, query, key, value, out = (x.float() for x in (d_out, *operands, result[0]))
+    parts = list(_plain_parts(query.shape[2], key.shape[2], offset))
+    found = [
+        (keys, _fused_backward(d_out, query, _part(key, keys), _part(value, keys), out, result[1], 0.0, causal))
+        for keys, causal in parts
+    ]
+    if len(found) == 1 and len(found[0][0]) == key.shape[2]:
+        d_query, d_key, d_value = (_laid_out(gradient, torch.float32) for gradient in found[0][1])
+        return d_query, d_key, d_value
+    d_query = functools.reduce(torch.Tensor.add_, (gradients[0] for _, gradients in found))
+    d_key, d_value = (_like_projection(x).zero_() for x in (key, value))
+    for keys, gradients in found:
+        _part(d_key, keys).copy_(gradients[1])
+        _part(d_value, keys).copy_(gradients[2])
+    return _laid_out(d_query, torch.float32), d_key, d_value
+
+
+def _laid_out(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Like `_like_projection`, with x's values."""
+    return x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _in_types(gradients: tuple[Tensor, ...], operands: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (gradient.to(x.dtype) for gradient, x in zip(gradients, operands, strict=True))
+    return query, key, value
 
 
 def _like_projection(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -215,11 +215,16 @@ class _RingAttention(torch.autograd.Function):
         view: Visibility,
         slopes: Tensor | None,
     ) -> Tensor:
-        out = _zeros_like(query)
-        logarithm = out.new_full(query.shape[:-1], NOTHING)
+        out, logarithm = query.new_empty(0), query.new_empty(0)
         for source, keys, values in _travelling(key, value, shards):
-            for pair in _pairs(source, query.shape[2], shards, view):
+            for pair in _pairs(source, query.shape[2], shards, view, slopes):
                 part, sums = attend(*pair.operands(query, keys, values), in_fp32=True, **pair.where(view, slopes))
+                if not out.numel() and part.shape == query.shape:
+                    out, logarithm = part, sums
+                    continue
+                if not out.numel():
+                    out = _zeros_like(query)
+                    logarithm = out.new_full(query.shape[:-1], NOTHING)
                 _merge_(out[:, :, pair.rows], logarithm[:, :, pair.rows], part, sums)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, logarithm, view.documents, slopes)
@@ -236,7 +241,7 @@ class _RingAttention(torch.autograd.Function):
         arriving: Shift | None = None
         for source, keys, values in _travelling(key, value, shards):
             d_keys = torch.zeros_like(local)
-            for pair in _pairs(source, query.shape[2], shards, view):
+            for pair in _pairs(source, query.shape[2], shards, view, slopes):
                 d_rows, out_rows, sums = (x[:, :, pair.rows] for x in (d_out, out, logarithm))
                 operands = pair.operands(query, keys, values)
                 terms = attend_backward(d_rows, out_rows, sums, operands, **pair.where(view, slopes))
@@ -287,7 +292,7 @@ def _travelling(key: Tensor, value: Tensor, shards: SequenceShards) -> Iterator[
             held = following.wait()
 
 
-def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility) -> Iterator[_Pair]:
+def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility, slopes: Tensor | None) -> Iterator[_Pair]:
     """What this rank's queries see of the keys of rank `source`: queries that see none of a chunk are left out, and
     keys that no query sees.
 
@@ -296,8 +301,16 @@ def _pairs(source: int, local: int, shards: SequenceShards, view: Visibility) ->
         local: positions of each rank.
         shards: which positions these are.
         view: causal; its documents are not looked at, which on a device the host would have to wait for.
+        slopes: of ALiBi.
     """
-    length = shards.whole_length(local)
+    length, rank = shards.whole_length(local), shards.group.rank
+    if slopes is None and view.documents is None and view.reach is None:
+        # Only the order counts: the own chunks see each other as one; of an earlier rank all queries see the first
+        # chunk, and of a later one the queries of the second chunk see both.
+        rows = slice(local // 2 if source > rank else 0, local)
+        columns = slice(0, local // 2 if source < rank else local)
+        yield _Pair(rows, columns, 0 if source == rank else columns.stop, slice(0))
+        return
     reach = length if view.reach is None else view.reach
     first_row = 0
     for queries in shards.ranges(length):

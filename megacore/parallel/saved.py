@@ -167,7 +167,7 @@ class _Block:
         """Keep a tensor, on the device until `leave`."""
         key = _memory(tensor), tensor._version, tensor.dtype
         if key not in self._memories:
-            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            size = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
             self._memories[key] = _Memory(self, tensor.detach().as_strided((size,), (1,), 0))
         memory = self._memories[key]
         memory.add_view()

@@ -150,8 +150,13 @@ def attends_in_blocks(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: b
         return True
     if config.training.attention == "fused-softmax" or s <= LONGEST_WHOLE:
         return False
-    masked = block.position_embedding_type == "alibi" or _has_documents(config) or _has_window(block, s)
-    return masked or (on_cpu and block.attention_dropout > 0)
+    return _is_masked(config, block) or (on_cpu and block.attention_dropout > 0)
+
+
+def _is_masked(config: ResolvedConfig, block: ResolvedModel) -> bool:
+    """Whether anything but causality decides the weights."""
+    windowed = _has_window(block, config.data.seq_length)
+    return block.position_embedding_type == "alibi" or _has_documents(config) or windowed
 
 
 def attention_passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_cpu: bool) -> float:
@@ -159,7 +164,9 @@ def attention_passing_bytes(config: ResolvedConfig, block: ResolvedModel, *, on_
     queries, in fp32 and as it is made, with dropout tiles of weights; and what ranks that divide sequences gather."""
     if not attends_in_blocks(config, block, on_cpu=on_cpu):
         return 0.0
-    return _block_mask_bytes(config, block) * on_cpu + _gathered_bytes(config, block, on_cpu=on_cpu)
+    masked = on_cpu and (_is_masked(config, block) or block.attention_dropout > 0)
+    masks = _block_mask_bytes(config, block) if masked else 0.0
+    return masks + _gathered_bytes(config, block, on_cpu=on_cpu)
 
 
 def _block_mask_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:

@@ -283,7 +283,9 @@ def _context_degrees(config: ResolvedConfig, constraints: Constraints) -> list[i
 def _variants(config: ResolvedConfig, constraints: Constraints, degrees: Mapping[str, int]) -> Iterator[ResolvedConfig]:
     parallel, training = config.parallel, config.training
     per_replica = training.global_batch_size // degrees["dp"]
-    sizes = [b for b in _MICRO_BATCHES if per_replica % b == 0 and constraints.allow("micro_batch_size", b)]
+    # Half as many samples at a time with half the --cp compute as much, and exchange fewer keys and values.
+    tried = _MICRO_BATCHES if degrees["cp"] == parallel.cp else (1,)
+    sizes = [b for b in tried if per_replica % b == 0 and constraints.allow("micro_batch_size", b)]
     stages = [z for z in range(4 if degrees["dp"] * degrees["cp"] > 1 else 1) if constraints.allow("zero_stage", z)]
     if degrees["pp"] > 1:
         stages = [z for z in stages if z < 2]  # each microbatch would be reduced by itself

@@ -407,6 +407,8 @@ def _as_preset(config: ResolvedConfig, name: str) -> Change | None:
     bert = getattr(config, "bert", None)
     if bert is not None and shape.get("bert_style", "classic") != bert.bert_style:
         return None
+    if "num_experts" in shape:  # of whose memory nothing is known yet
+        return None
     values = {**config.defaults(shape), **shape}
     if config.data.tokenizer is not None:
         values["vocab_size"] = config.model.vocab_size

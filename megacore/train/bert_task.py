@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,13 +69,15 @@ class BertTask(Task):
         counted once, by the rank that holds the first position."""
         if self.sequence.group.size == 1:
             return microbatch
-        local: dict[str, Any] = {
-            name: self.sequence.take(getattr(microbatch, name), 1)
-            for name in ("tokens", "token_types", "labels", "loss_mask")
-        }
-        if not self.sequence.group.is_first:
-            local["sentence_labels"] = torch.full_like(microbatch.sentence_labels, _NO_PAIR)
-        return dataclasses.replace(microbatch, **local)
+        pairs = microbatch.sentence_labels
+        return dataclasses.replace(
+            microbatch,
+            tokens=self.sequence.take(microbatch.tokens, 1),
+            token_types=self.sequence.take(microbatch.token_types, 1),
+            labels=self.sequence.take(microbatch.labels, 1),
+            loss_mask=self.sequence.take(microbatch.loss_mask, 1),
+            sentence_labels=pairs if self.sequence.group.is_first else torch.full_like(pairs, _NO_PAIR),
+        )
 
     def first_input(self, microbatch: BertBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens and segments of this rank's positions, and the document numbers of whole sequences, [b, s] each."""

@@ -31,8 +31,9 @@ class ExpertBalance:
 
     def __init__(self, chunks: Sequence[Stage], config: ResolvedConfig, mesh: Mesh) -> None:
         self._mesh, self._rate = mesh, config.experts.moe_router_bias_update_rate
-        # The router of a layer, its name, and what its losses are multiplied by.
-        self._layers: dict[str, MoE] = {}
+        # Ranks with other tokens: with sequence parallelism those of the layer group too.
+        self._groups = (mesh.loss, *([mesh.layer] if config.parallel.sequence_parallel else []))
+        self._layers: dict[str, MoE] = {}  # by global name
         for chunk in chunks:
             for layer, name in zip(chunk.layers, chunk.names, strict=True):
                 for module in layer.modules():
@@ -60,9 +61,8 @@ class ExpertBalance:
         if not self._layers:
             return
         self._counts = torch.stack([layer.router.counts for layer in self._layers.values()])  # [layers, E]
-        for group in dict.fromkeys((self._mesh.loss, *next(iter(self._layers.values())).positions)):
-            if group is not self._mesh.sequence:  # the ranks of a sequence are among those of the loss
-                all_reduce_(self._counts, group)
+        for group in self._groups:
+            all_reduce_(self._counts, group)
         if not updated:
             return
         # In integers: above or below the mean does not depend on rounding.

@@ -53,8 +53,8 @@ class Words(RaggedData):
         return {k: v % VOCAB if k != "loss_mask" else v for k, v in super().__getitem__(index).items()}
 
 
-def expected_loss(directory: Path, batch: int) -> float:
-    model = make_model("gpt2")
+def expected_loss(name: str, batch: int) -> float:
+    model = make_model(name)
     samples = [Words(batch)[number] for number in range(batch)]
     tokens, labels, mask = (
         torch.stack([torch.as_tensor(sample[key]) for sample in samples]) for key in ("tokens", "labels", "loss_mask")
@@ -71,6 +71,17 @@ def expected_loss(directory: Path, batch: int) -> float:
 def test_a_run_starts_from_the_weights(
     layout: Layout, changes: dict[str, Any], directory: Path, tmp_path: Path
 ) -> None:
+    compare("gpt2", directory, layout, changes, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_a_run_with_experts_starts_from_the_weights(name: str, tmp_path: Path) -> None:
+    """Every rank reads the slices of its experts."""
+    source = save_model(make_model(name), tmp_path / "hf")
+    compare(name, source, (2, 1, 2), {"ep": 2, "zero_stage": 1}, tmp_path / "run")
+
+
+def compare(name: str, directory: Path, layout: Layout, changes: dict[str, Any], tmp_path: Path) -> None:
     tp, pp, dp = layout
     found = run_distributed(start, tp * pp * dp, layout, str(directory), str(tmp_path), changes, timeout=120)[0]
     weights, loss = found
@@ -78,7 +89,7 @@ def test_a_run_starts_from_the_weights(
     for step in hf.plan:
         whole: Tensor = step.slice(spec_of(step.ours, step.shape), hf.stored.tensors)
         assert torch.equal(weights[step.ours], whole), step.ours
-    assert loss == pytest.approx(expected_loss(directory, 8), abs=1e-6)
+    assert loss == pytest.approx(expected_loss(name, 8), abs=1e-6)
 
 
 def spec_of(name: str, shape: tuple[int, ...]) -> ShardSpec:
@@ -90,6 +101,18 @@ def test_the_program_takes_the_shape_from_the_directory(directory: Path, tmp_pat
     done = alone(*flags, *words(output_dir=tmp_path / "run", log_interval=1), timeout=120)
     assert done.returncode == 0, done.stderr
     assert "num_layers = 3" in (tmp_path / "run" / "config.toml").read_text()
+
+
+@pytest.mark.slow
+def test_the_program_takes_experts_from_the_directory(tmp_path: Path) -> None:
+    source = save_model(make_model("mixtral"), tmp_path / "hf")
+    flags = words(init_from_hf=source, mock_data=True, seq_length=SEQUENCE, train_iters=2, eval_interval=0)
+    done = alone(*flags, *words(output_dir=tmp_path / "run", log_interval=1), timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "num_experts = 4" in (tmp_path / "run" / "config.toml").read_text()
+    done = alone(*flags, "--moe-router-topk", 3, *words(output_dir=tmp_path / "again"))
+    assert done.returncode == 2
+    assert f"--moe-router-topk 3 contradicts {source}/config.json, which makes it 2" in done.stderr
 
 
 def test_flags_that_contradict_the_directory_are_refused(directory: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB, POSITIONS = 101, 40
@@ -58,6 +61,8 @@ def _neox(**changes: Any) -> PreTrainedConfig:
     return GPTNeoXConfig(**{**_SHAPE, "intermediate_size": 64, "rotary_pct": 0.25, **changes})
 
 
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2": _gpt2,
     "gpt2-untied": lambda: _gpt2(
@@ -75,6 +80,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**_GROUPED, tie_word_embeddings=True),
     "qwen2-window": lambda: Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=7, max_window_layers=0),
     "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=16),
+    "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=4, sliding_window=7),
+    "qwen2-moe": lambda: Qwen2MoeConfig(**_GROUPED, **_EXPERTS, shared_expert_intermediate_size=40),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**_GROUPED, **_EXPERTS, head_dim=16, norm_topk_prob=True),
     "pythia": _neox,
     "neox-sequential": lambda: _neox(use_parallel_residual=False, hidden_act="gelu_new", rotary_pct=0.5),
     "bloom": lambda: BloomConfig(
@@ -83,6 +91,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 # One of each family; the others are variations of them.
 PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]
+# In `make test-slow` only.
+SLOW = {"mixtral", "qwen2-moe", "qwen3-moe"}
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -95,6 +105,23 @@ def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.eval().to(dtype)
+
+
+def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names of a model in memory -> by those of its files, where each expert has matrices of its own."""
+    stored = {}
+    for name, tensor in tensors.items():
+        block, is_expert, kind = name.partition(".experts.")
+        if not is_expert:
+            stored[name] = tensor
+            stored[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = tensor
+            continue
+        for expert, matrices in enumerate(tensor):
+            parts = zip(("gate", "up"), ("w1", "w3"), matrices.chunk(2), strict=True)
+            for ours, mixtrals, matrix in parts if kind == "gate_up_proj" else (("down", "w2", matrices),):
+                stored[f"{block}.experts.{expert}.{ours}_proj.weight"] = matrix
+                stored[f"{block.replace('.mlp', '.block_sparse_moe')}.experts.{expert}.{mixtrals}.weight"] = matrix
+    return stored
 
 
 def save_model(model: nn.Module, directory: Path, **changes: Any) -> Path:

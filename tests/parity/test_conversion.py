@@ -32,7 +32,7 @@ from megacore.pipeline.stage import Stage
 from tests.distributed import run_distributed
 from tests.e2e.launching import words
 from tests.parity.conversions import loads_as, require_same, to_hf, to_megacore, weights
-from tests.parity.hf_models import CONFIGS, PLAIN, VOCAB, make_model, save_model, tokens
+from tests.parity.hf_models import CONFIGS, PLAIN, SLOW, VOCAB, as_stored, make_model, save_model, tokens
 from tests.parity.runs import Layout, make_config, make_trainer
 from tools.convert_checkpoint import main as convert
 
@@ -40,7 +40,9 @@ CPU = torch.device("cpu")
 Converted = tuple[nn.Module, Path, Path]
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS]
+)
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
     """A model, its directory, and the checkpoint that it became."""
     folder = tmp_path_factory.mktemp("converted")
@@ -69,7 +71,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(converted: Converte
     loss.backward()
     model.zero_grad()
     expected.loss.backward()
-    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    theirs = as_stored({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     for step in make_plan(hf.family, hf.config):
         found = parameters[step.ours].grad
         wanted = step.assemble(lambda number, step=step: theirs[step.theirs[number]])  # type: ignore[misc]

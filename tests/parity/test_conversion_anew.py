@@ -13,13 +13,15 @@ import transformers
 
 from tests.parity.bert_twins import classic_twin, modern_twin
 from tests.parity.conversions import forget_the_config, loads_as, to_hf, to_megacore, tokenizer
-from tests.parity.hf_models import CONFIGS, make_model, save_model, tokens
+from tests.parity.hf_models import CONFIGS, SLOW, make_model, save_model, tokens
 
 ENDS = {"bos": "<begin>", "eos": "<end>"}
 MARKS = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CONFIGS]
+)
 def test_every_family_loads_as_the_model_that_it_was(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     directory = save_model(model, tmp_path / "hf")

@@ -12,11 +12,12 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megacore.config import DataConfig, ModelConfig, ResolvedModel, TrainingConfig
+from megacore.config import DataConfig, ExpertsConfig, ModelConfig, ResolvedModel, TrainingConfig
 from megacore.config.bert import BertConfig, BertSection, ResolvedBertConfig
 from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
 from megacore.layers.context import BuildContext
+from megacore.layers.rotary import Rotary
 from megacore.models.bert import bert_layers
 from megacore.models.gpt import gpt_layers
 from megacore.models.spec import LayerSpec
@@ -37,16 +38,22 @@ PUBLISHED = {
     "gpt2-xl": 1_557_611_200,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3-8b": 8_030_261_248,
+    "llama-3-8b-128k": 8_030_261_248,
     "qwen3-0.6b": 596_049_920,
     "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
     "pythia-160m": 162_322_944,
     "bloom-176b": 176_247_271_424,
 }
 
 
 def preset(name: str) -> ResolvedModel:
-    values: dict[str, Any] = {k: v for k, v in GPT_PRESETS[name].items() if k in field_infos(ModelConfig)}
-    return ModelConfig(**values).resolve(seq_length=1024)
+    def section(kind: type[Any]) -> Any:
+        return kind(**{k: v for k, v in GPT_PRESETS[name].items() if k in field_infos(kind)})
+
+    model: ModelConfig = section(ModelConfig)
+    return model.resolve(seq_length=1024, experts=section(ExpertsConfig).resolve(model.inner_size))
 
 
 def layers_of(config: ResolvedModel, device: torch.device, **context: Any) -> list[LayerSpec]:
@@ -59,6 +66,19 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     layers = layers_of(config, META)
     tied = 0 if config.untie_embeddings_and_output_weights else config.vocab_size * config.hidden_size
     assert sum(layer.parameters for layer in layers) - tied == PUBLISHED[name]
+
+
+def test_llama_for_long_contexts_turns_as_the_published_configuration_says() -> None:
+    """rope_type llama3, factor 8, low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings 8192,
+    rope_theta 500000: of the wavelengths below 2048 positions none is stretched, of those above 8192 all are, 8 times.
+    """
+    plain, rotary = Rotary(128, base=500_000.0).frequencies(1), Rotary.of(preset("llama-3-8b-128k"))
+    assert rotary is not None
+    for before, after in zip(plain.tolist(), rotary.frequencies(131_072).tolist(), strict=True):
+        wavelength = 2 * math.pi / before
+        between = (8192 / wavelength - 1) / 3
+        stretched = before * (1 / 8 if wavelength > 8192 else 1.0 if wavelength < 2048 else between + (1 - between) / 8)
+        assert after == pytest.approx(stretched, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", [*GPT_PRESETS, *FAMILIES])
@@ -122,6 +142,10 @@ def test_the_published_numbers_are_those_of_transformers() -> None:
             intermediate_size=3072, head_dim=128, tie_word_embeddings=True,
         ),
         "mistral-7b": transformers.MistralConfig(),
+        "mixtral-8x7b": transformers.MixtralConfig(),
+        "qwen3-30b-a3b": transformers.Qwen3MoeConfig(
+            num_hidden_layers=48, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128
+        ),
         "pythia-160m": transformers.GPTNeoXConfig(
             vocab_size=50_304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072
         ),

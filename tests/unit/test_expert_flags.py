@@ -88,11 +88,14 @@ def test_the_flags_have_megatrons_names_too_and_defaults_follow() -> None:
         ("--moe-first-dense-layers 12", "--moe-first-dense-layers 12 must be below --num-layers 12"),
         ("--no-disable-bias-linear", "--num-experts needs --disable-bias-linear"),
         ("--reproducible", "--reproducible is not available with --num-experts yet"),
+        ("--offload-activations", "--offload-activations is not available with --num-experts yet"),
+        (
+            "--recompute full --tp 2 --distribute-saved-activations",
+            "--distribute-saved-activations is not available with --num-experts yet",
+        ),
         ("--compile", "--compile is not available with --num-experts yet"),
-        ("--offload-optimizer", "--offload-optimizer is not available with --num-experts yet"),
-        ("--recompute light", "--recompute light is not available with --num-experts yet"),
         ("--recompute full --schedule zero-bubble", "use --schedule 1f1b or interleaved, or --recompute selective"),
-        ("--replay-interval 2", "--replay-interval 2 is not available with --num-experts yet"),
+        ("--packing best-fit", "--packing best-fit, whose padding would count as tokens, is not available with"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags: str, expected: str, refuse: Refuse) -> None:

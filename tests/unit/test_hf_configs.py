@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import ModelConfig, ResolvedModel
+from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
 from megacore.config.fields import field_infos
 from megacore.config.presets import GPT_PRESETS
 from megacore.errors import CheckpointError
@@ -21,6 +21,9 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 _REST = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 11}
 SMALL |= {name: {**_REST, "head_dim": 4, "intermediate_size": 16} for name in ("llama", "mistral", "qwen2", "qwen3")}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+SMALL |= dict.fromkeys(("qwen2_moe", "qwen3_moe"), SMALL["qwen2"] | _EXPERTS)
+SMALL |= {"mixtral": SMALL["mistral"] | {"num_local_experts": 4, "num_experts_per_tok": 2}}
 SMALL |= {"gpt_neox": {**_REST, "intermediate_size": 16, "rotary_pct": 0.5}}
 del SMALL["gpt_neox"]["num_key_value_heads"]
 SMALL |= {name: {k: v for k, v in SMALL["gpt_neox"].items() if k != "rotary_pct"} for name in ("bert", "modernbert")}
@@ -72,6 +75,12 @@ def read(model_type: str, **changes: Any) -> ResolvedModel:
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3 must divide num_attention_heads 2$"),
         ("mistral", {"sliding_window": 0}, "sliding_window is '0'"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok 5 must be at most num_local_experts 4$"),
+        ("mixtral", {"num_local_experts": "4"}, "num_local_experts is '4', not a whole number"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, but megacore has only 1"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1, not true or false"),
         ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers gives a window to 1 of 2"),
         (
@@ -190,10 +199,14 @@ def test_there_and_back(model_type: str) -> None:
 
 @pytest.mark.parametrize("preset", list(GPT_PRESETS))
 def test_every_preset_can_be_exported(preset: str) -> None:
-    shape = {name: value for name, value in GPT_PRESETS[preset].items() if name in field_infos(ModelConfig)}
-    config = ModelConfig(**shape)  # type: ignore[arg-type]
-    family, values = describe_model(config.resolve(seq_length=1024), None)
-    assert values["model_type"] == family.model_type
+    def section(kind: type[Any]) -> Any:
+        return kind(**{name: value for name, value in GPT_PRESETS[preset].items() if name in field_infos(kind)})
+
+    config: ModelConfig = section(ModelConfig)
+    model = config.resolve(seq_length=1024, experts=section(ExpertsConfig).resolve(config.inner_size))
+    family, described = describe_model(model, None)
+    assert described["model_type"] == family.model_type
+    assert family.has_experts == ("num_experts" in GPT_PRESETS[preset])
 
 
 def test_a_model_of_no_family_is_refused() -> None:

@@ -241,7 +241,7 @@ HOSTILE: dict[Callable[[Path], None], str] = {
     pickled_weights: "pytorch_model.bin, a pickle.* save_pretrained, which writes safetensors",
     pickle_as_safetensors: "model.safetensors is not safetensors",
     pickle_in_the_index: "names 'weights.bin', which is not a .safetensors file",
-    remote_code: "auto_map is a field that megacore does not know",
+    remote_code: "auto_map is {.*, but megacore has only None or {}",
     name_upwards: r"names a file outside itself, '\.\./outside",
     name_absolute: "names a file outside itself, '/",
     name_below: "names a file outside itself, 'below/",

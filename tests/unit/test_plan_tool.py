@@ -215,6 +215,19 @@ def test_search_ranks_layouts_that_plan_confirms(capsys: pytest.CaptureFixture[s
     assert picture.read_text(encoding="utf-8").startswith("<svg")
 
 
+def test_a_search_divides_sequences_that_are_long(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "pretrain_gpt.py --preset llama-3-8b-128k --cluster h100 --world-size 8 --global-batch-size 8 --num-layers 4"
+    )
+    found = planned(capsys, f"{flags} --search --top 100000 --max-pp 1")
+    tried = {row["cp"] for row in found["layouts"]}
+    assert {1, 2, 4, 8} >= tried > {1} and found["layouts"][0]["cp"] > 1
+    plan = planned(capsys, f"{flags} {found['layouts'][0]['flags']}")
+    assert plan["step_seconds"]["value"] == pytest.approx(found["layouts"][0]["step_seconds"])
+    limited = planned(capsys, f"{flags} --search --top 100000 --max-pp 1 --max-cp 1")
+    assert {row["cp"] for row in limited["layouts"]} <= {1}
+
+
 def test_a_search_computes_the_memory_of_the_rank_that_takes_most() -> None:
     """Of ranks with equal layers only the first is computed: every rank of every layout takes no more."""
     flags = "--mock-data --train-iters 9 --vocab-size 5000 --num-layers 7 --hidden-size 256 --num-attention-heads 4"

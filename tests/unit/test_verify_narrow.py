@@ -61,8 +61,12 @@ def check(config: ResolvedConfig) -> None:
     assert copy.precision.precision == "fp32" and copy.checkpoint.load is None
 
 
+# The others are refused, and so never narrowed.
+DENSE = {name: shape for name, shape in Config.presets.items() if "num_experts" not in shape}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("preset", sorted(Config.presets.keys() - BERT_PRESETS.keys()))
+@pytest.mark.parametrize("preset", sorted(DENSE.keys() - BERT_PRESETS.keys()))
 def test_every_preset_narrows_to_a_valid_model(preset: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Config.presets[preset]
     words = layout.split()

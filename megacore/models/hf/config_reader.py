@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megacore.config import ModelConfig
+from megacore.config import ExpertsConfig, ModelConfig
 from megacore.config.fields import field_infos
 from megacore.config.messages import one_of
 
@@ -75,14 +75,14 @@ class ConfigReader:
         return name in self._values
 
     def copied(self, ours: str, names: Sequence[str], default: Any) -> Any:
-        """The value of a field that ModelConfig has too, which must be of its type.
+        """The value of a field that ModelConfig or ExpertsConfig has too, which must be of its type.
 
         Args:
-            ours: the field of ModelConfig.
+            ours: that field.
             names: what the file may call it; where it has several, they must agree.
             default: what transformers takes where the file has none.
         """
-        info = field_infos(ModelConfig)[ours]
+        info = (field_infos(ModelConfig) | field_infos(ExpertsConfig))[ours]
         given = [(name, self._values[name]) for name in names if name in self._values]
         self._seen.update(names)
         if not given:

@@ -14,12 +14,17 @@ from megacore.models.hf.bloom import BLOOM
 from megacore.models.hf.family import Family
 from megacore.models.hf.gpt2 import GPT2
 from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from megacore.models.hf.mixture import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megacore.models.hf.modernbert import MODERNBERT
 from megacore.models.hf.neox import NEOX
 
 # The order in which a family is looked for where a model has no config.json.
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM, BERT, MODERNBERT)
+    family.model_type: family
+    for family in (
+        *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM, BERT, MODERNBERT),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    )
 }
 
 

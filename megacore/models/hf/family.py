@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megacore.config import ModelConfig, ResolvedModel
+from megacore.config import ExpertsConfig, ModelConfig, ResolvedModel
 from megacore.config.bert import BertSection, ResolvedBert
+from megacore.config.experts import differing_experts
+from megacore.config.fields import field_infos
 from megacore.config.model import differing
 from megacore.errors import CheckpointError
 from megacore.models.hf.config_reader import ConfigReader
@@ -71,7 +73,7 @@ class TensorRule:
 
     Attributes:
         ours: global name; {i} is the number of the block.
-        theirs: names in the family, with the prefix.
+        theirs: names in the family, with the prefix; one with {e} stands for those of all experts, which are stacked.
         layout: the order of rows; None where there is one source and it is the same tensor.
         transposed: the family stores the matrix as [in, out].
         untied: the names instead of `theirs` where the output layer is not the embedding.
@@ -181,11 +183,14 @@ class Family:
                 "is a field that megacore does not know, and may change the model: convert the directory with "
                 f"tools/convert_checkpoint.py, which compares logits, or use --ignore-config-field {name[:80]}",
             )
-        config = ModelConfig(**ours)
-        problems = reader.problems or [f"{where}: {self._in_its_words(one, values)}" for one in config.problems()]
+        of_experts = {name: ours.pop(name) for name in field_infos(ExpertsConfig) if name in ours}
+        config, experts = ModelConfig(**ours), ExpertsConfig(**of_experts)
+        found = [*config.problems(), *experts.problems()]
+        problems = reader.problems or [f"{where}: {self._in_its_words(one, values)}" for one in found]
         positions = config.max_position_embeddings
         if not problems and positions is not None and config.vocab_size is not None:
-            return Description(model=config.resolve(seq_length=positions), unknown=unknown)
+            model = config.resolve(seq_length=positions, experts=experts.resolve(config.inner_size))
+            return Description(model=model, unknown=unknown)
         raise CheckpointError(
             refusal(where, problems or [f"{where}: the size of the vocabulary or of the context is null"])
         )
@@ -215,6 +220,11 @@ class Family:
         return BertSection(bert_style=self.bert_style, sentence_task=task, **fields).resolve()
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the blocks have experts."""
+        return any(same.ours == "num_experts" for same in self.same)
+
+    @property
     def architectures(self) -> tuple[str, ...]:
         """The classes of transformers that megacore reads."""
         return (self.architecture, *filter(None, [self.without_sentences]))
@@ -234,8 +244,13 @@ class Family:
         """
         if self.bert_style != (None if bert is None else bert.bert_style):
             return None
+        if self.has_experts != (config.experts is not None):
+            return None
         values: dict[str, Any] = {"model_type": self.model_type, "architectures": [self.class_of(bert)]}
-        values |= {same.theirs[0]: getattr(config, same.ours) for same in self.same}
+        experts = field_infos(ExpertsConfig)
+        for one in self.same:
+            source = config.experts if one.ours in experts else config
+            values[one.theirs[0]] = getattr(source, one.ours)
         values |= {name: allowed[0] for name, (allowed, _) in self.fixed.items()}
         values |= self.write(config) | ({} if bert is None else self.write_bert(config, bert))
         try:
@@ -258,7 +273,7 @@ def refusal(where: str, problems: list[str]) -> str:
 
 def same_model(one: ResolvedModel, other: ResolvedModel) -> bool:
     """Whether two resolved configurations compute the same."""
-    return not differing(one, other)
+    return not differing(one, other) and not differing_experts(one.experts, other.experts)
 
 
 def same_bert(one: ResolvedBert | None, other: ResolvedBert | None, config: ResolvedModel) -> bool:

@@ -58,7 +58,8 @@ def _rules(*, biases: bool = False, qkv_bias: bool = False, head_norms: bool = F
     )
 
 
-def _common(reader: ConfigReader) -> dict[str, Any]:
+def read_common(reader: ConfigReader) -> dict[str, Any]:
+    """Positions, and whether the output layer is the embedding."""
     positions = reader.get("max_position_embeddings")
     fields = read_rope(reader, positions if type(positions) is int else 1)
     if fields.get("rotary_percent", 1.0) != 1.0:
@@ -75,7 +76,7 @@ def _read_llama(reader: ConfigReader) -> dict[str, Any]:
     if type(attention) is not bool or attention is not mlp:
         reader.problem("attention_bias", f"is {attention!r} and mlp_bias {mlp!r}: megacore has both or neither")
     reader.only("layer_types", (None,))
-    return _common(reader) | {"disable_bias_linear": not attention}
+    return read_common(reader) | {"disable_bias_linear": not attention}
 
 
 def _write_llama(config: ResolvedModel) -> dict[str, Any]:
@@ -88,15 +89,18 @@ def _write_llama(config: ResolvedModel) -> dict[str, Any]:
 
 def _read_mistral(reader: ConfigReader) -> dict[str, Any]:
     reader.only("layer_types", (None,))
-    return _common(reader) | {"disable_bias_linear": True, "window_size": _window(reader, default=4096)}
+    return read_common(reader) | {"disable_bias_linear": True, "window_size": window_of(reader, default=4096)}
 
 
 def _write_mistral(config: ResolvedModel) -> dict[str, Any]:
     return write_rope(config) | write_tied(config) | {"sliding_window": config.window_size}
 
 
-def _window(reader: ConfigReader, default: int | None) -> int | None:
+def window_of(reader: ConfigReader, default: int | None) -> int | None:
+    """The window of all layers, as the file has it."""
     window = reader.get("sliding_window", default)
+    if window == 0 and reader.get("use_sliding_window", True) is False:  # as transformers writes it of Qwen2-MoE
+        return None
     if window is not None and (type(window) is not int or window < 1):
         reader.problem("sliding_window", f"is {str(window)[:40]!r}, not a number of positions")
         return None
@@ -106,7 +110,7 @@ def _window(reader: ConfigReader, default: int | None) -> int | None:
 def _window_of_qwen(reader: ConfigReader) -> int | None:
     """The window, where every layer has it: megacore has no layers of different kinds."""
     layers, uses = reader.get("num_hidden_layers", 32), reader.get("use_sliding_window", False)
-    window, first = _window(reader, default=4096), reader.get("max_window_layers", 28)
+    window, first = window_of(reader, default=4096), reader.get("max_window_layers", 28)
     kinds = reader.get("layer_types")
     if type(uses) is not bool or type(first) is not int or type(layers) is not int:
         reader.problem("use_sliding_window", "or max_window_layers is not of its type")
@@ -129,14 +133,15 @@ def _window_of_qwen(reader: ConfigReader) -> int | None:
     return window if number else None
 
 
-def _write_window_of_qwen(config: ResolvedModel) -> dict[str, Any]:
+def write_window_of_qwen(config: ResolvedModel) -> dict[str, Any]:
+    """The window of all layers for the file."""
     uses = config.window_size is not None
     values: dict[str, Any] = {"use_sliding_window": uses, "sliding_window": config.window_size}
     return values | ({"max_window_layers": 0} if uses else {})
 
 
 def _read_qwen2(reader: ConfigReader) -> dict[str, Any]:
-    return _common(reader) | {
+    return read_common(reader) | {
         "disable_bias_linear": True,
         "add_qkv_bias": True,
         "window_size": _window_of_qwen(reader),
@@ -144,7 +149,7 @@ def _read_qwen2(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _read_qwen3(reader: ConfigReader) -> dict[str, Any]:
-    return _common(reader) | {
+    return read_common(reader) | {
         "disable_bias_linear": True,
         "qk_layernorm": True,
         "window_size": _window_of_qwen(reader),
@@ -152,7 +157,7 @@ def _read_qwen3(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _write_qwen(config: ResolvedModel) -> dict[str, Any]:
-    return write_rope(config) | write_tied(config) | _write_window_of_qwen(config)
+    return write_rope(config) | write_tied(config) | write_window_of_qwen(config)
 
 
 # ---- the families ----------------------------------------------------------------------------------------------------
