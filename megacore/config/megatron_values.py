@@ -291,6 +291,15 @@ _IDLE_VALUES = {
 }
 
 
+_CP_COMMS = {"p2p": "ring", "a2a": "ulysses", "all_gather": "allgather"}
+
+
+def _cp_comm(flag: str, text: str, shape: Shape) -> Translation:
+    if text not in _CP_COMMS:
+        raise ValueError(f"{flag} {text} has no counterpart: use {one_of(list(_CP_COMMS))}, or --cp-comm")
+    return Translation(implied={"cp_comm": _CP_COMMS[text]})
+
+
 FOREIGN: Mapping[str, ForeignFlag] = {
     "--attention-backend": ForeignFlag(
         "--attention: flash and fused are sdpa, unfused and local are fused-softmax", ("attention",), _backend
@@ -321,6 +330,9 @@ FOREIGN: Mapping[str, ForeignFlag] = {
         "--lr-warmup-iters: its value times --lr-decay-iters", ("lr_warmup_iters",), _warmup, is_last=True
     ),
     "--bf16": _switch("--precision bf16", precision="bf16"),
+    "--cp-comm-type": ForeignFlag(
+        "--cp-comm: p2p is ring, a2a is ulysses, all_gather is allgather", ("cp_comm",), _cp_comm
+    ),
     "--checkpoint-activations": _switch("--recompute full", recompute="full"),
     "--deterministic-mode": _switch("--reproducible", reproducible=True),
     "--embed-layernorm": _switch("--embedding-layernorm", embedding_layernorm=True),

@@ -231,11 +231,17 @@ def undivided(layers: Sequence[Layer], ranks: int) -> Iterator[str]:
     """
     for layer in layers:
         for module in layer.without_values().modules():
-            kind, shards = type(module).__name__, getattr(module, "sequence", None)
-            if isinstance(shards, SequenceShards) and shards.group.size != ranks:
+            kind, rotary = type(module).__name__, getattr(module, "rotary", None)
+            whole = [_holds_whole(one, ranks) for one in (module, rotary)]
+            if whole[0]:
                 yield (
                     f"layer {layer.name!r} has a {kind} of whole sequences, which cp {ranks} divides: build it with "
                     "BuildContext(sequence=SequenceShards(mesh.sequence), ...)"
+                )
+            elif whole[1]:
+                yield (
+                    f"layer {layer.name!r} has a Rotary of whole sequences, which cp {ranks} divides: build it with "
+                    "Rotary.of(config, SequenceShards(mesh.sequence))"
                 )
             elif isinstance(module, _MIXES_POSITIONS):
                 yield (
@@ -244,12 +250,26 @@ def undivided(layers: Sequence[Layer], ranks: int) -> Iterator[str]:
                 )
 
 
+def _holds_whole(module: Any, ranks: int) -> bool:
+    """Whether a layer or Rotary of megacore is built for sequences that are not divided over so many ranks."""
+    shards = getattr(module, "sequence", None)
+    return isinstance(shards, SequenceShards) and shards.group.size != ranks
+
+
 # Of torch's layers those that may mix positions, as far as their class tells.
 _MIXES_POSITIONS = (
+    nn.EmbeddingBag,
+    nn.Flatten,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
     nn.MultiheadAttention,
     nn.RNNBase,
+    nn.RNNCellBase,
+    nn.Unfold,
+    nn.Upsample,
+    nn.modules.batchnorm._NormBase,
     nn.modules.conv._ConvNd,
-    nn.modules.batchnorm._BatchNorm,
+    nn.modules.pooling._LPPoolNd,
     nn.modules.pooling._MaxPoolNd,
     nn.modules.pooling._AvgPoolNd,
     nn.modules.pooling._AdaptiveAvgPoolNd,

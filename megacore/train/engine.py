@@ -88,7 +88,7 @@ class PipelineEngine:
         reduction: whether `loss` returns the mean or the sum of what `count` counts.
         count: targets -> how many terms the loss of a microbatch has (samples, or tokens that are not masked), a number
             or a scalar tensor, by which microbatches are weighed; None: the samples, which is the first dimension of
-            the inputs.
+            the inputs. cp with reduction="mean" needs it.
         train_iters: steps of the run, over which the learning rate decays.
         num_microbatches: of one step, on each data-parallel replica.
         divide: (shards, inputs, targets) -> this rank's positions of both, where cp ranks divide the sequences; None:
@@ -179,6 +179,7 @@ class PipelineEngine:
             logging=logging or LoggingConfig(),
             watch=watch or WatchConfig(),
             spikes=spikes or SpikeConfig(),
+            weighs_by_samples=reduction == "mean" and count is None,
         )
         check_schedule(self.config)
         if reproducible:
@@ -517,6 +518,7 @@ def _checked_config(
     logging: LoggingConfig,
     watch: WatchConfig,
     spikes: SpikeConfig,
+    weighs_by_samples: bool,
 ) -> ResolvedConfig:
     """The configuration of the run, resolved; its model and data sections mean nothing here.
 
@@ -538,6 +540,11 @@ def _checked_config(
         problems.append("sequence_parallel is GPT's and BERT's: leave it out")
     if parallel.cp > 1:
         problems += undivided(layers, parallel.cp)
+        if weighs_by_samples:
+            problems.append(
+                f'reduction "mean" with cp {parallel.cp} needs count, because the ranks of a sequence may differ in '
+                'their number of terms: give count=lambda targets: ..., or use reduction "sum"'
+            )
         if parallel.cp_comm != "auto":
             problems.append(
                 f"cp_comm {parallel.cp_comm}: layers choose it; leave it out, and build them with "

@@ -91,11 +91,15 @@ class PlainTask(Task):
         Raises:
             UserError: the loss function returns anything else.
         """
-        value = self._loss(_converted(output, self._dtype, torch.float32), microbatch.targets)
+        output = _converted(output, self._dtype, torch.float32)
+        counts = microbatch.count > 0
+        if self._is_mean:
+            _drop_gradients_unless(counts, output)
+        value = self._loss(output, microbatch.targets)
         if not isinstance(value, Tensor) or value.dim():
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UserError(f"the loss returns {what}: it must return a scalar tensor, a mean or a sum")
-        return value * microbatch.count.to(value.dtype) if self._is_mean else value
+        return torch.where(counts, value, 0.0) * microbatch.count.to(value.dtype) if self._is_mean else value
 
     def counts(self, microbatch: PlainMicrobatch) -> Tensor:
         """What the loss of the microbatch counts for."""
@@ -107,6 +111,16 @@ class PlainTask(Task):
             return self.loss(output, microbatch)
         value = self.metric(_converted(output, self._dtype, torch.float32), microbatch.targets)
         return torch.as_tensor(value, device=microbatch.count.device)
+
+
+def _drop_gradients_unless(counts: Tensor, output: Any) -> None:
+    """Sets the gradients of a model's output to 0 where nothing of a microbatch counts: those of a mean over nothing
+    are not numbers, and neither is the mean."""
+    if isinstance(output, tuple):
+        for part in output:
+            _drop_gradients_unless(counts, part)
+    elif isinstance(output, Tensor) and output.requires_grad:
+        output.register_hook(lambda grad: torch.where(counts, grad, 0.0))
 
 
 def samples_of(inputs: Any) -> int:

@@ -13,9 +13,23 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from megacore.checkpoint.save import Saved
-from megacore.config import AdamWConfig, LoggingConfig, OptimizerConfig, ParallelConfig, SGDConfig, WatchConfig
+from megacore.config import (
+    AdamWConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SGDConfig,
+    WatchConfig,
+)
 from megacore.errors import ConfigError, UserError
+from megacore.layers.block import TransformerBlock
+from megacore.layers.context import BuildContext
+from megacore.layers.rotary import Rotary
 from megacore.optim.sgd import SGD
+from megacore.parallel.context import SequenceShards
+from megacore.parallel.mesh import Group
+from megacore.parallel.random import RandomStreams
 from megacore.train.callbacks import Callback, Run
 from megacore.train.engine import Layer, PipelineEngine
 from megacore.train.step import StepResult
@@ -290,6 +304,7 @@ def test_a_wrong_model_is_refused(layers: list[Layer], said: str) -> None:
     ("parallel", "said"),
     [
         ({"tp": 2}, "tp 2: no layer is split; use tp 1, or layers such as ColumnParallelLinear"),
+        ({"cp": 2}, 'reduction "mean" with cp 2 needs count'),
         ({"cp": 2, "cp_comm": "ring"}, 'build them with SequenceShards(mesh.sequence, "ring")'),
         ({"pipeline_layout": "E,t|t,H"}, "pipeline_layout E,t|t,H is GPT's"),
         ({"pipeline_balance": "flops"}, "use parameters or uniform"),
@@ -309,6 +324,21 @@ def test_layers_that_mix_positions_are_refused_by_name_where_ranks_divide_sequen
         engine_of(odd_layers(), parallel={"cp": 2})
     for name in ("a", "b"):
         assert f"layer '{name}' has a LSTM, which would see only its rank's positions with cp 2" in str(refused.value)
+
+
+def test_a_rotary_of_whole_sequences_is_refused_where_ranks_divide_them() -> None:
+    """Beside blocks that are built for divided ones it would turn keys by local positions, at a plausible loss."""
+    model = ModelConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, position_embedding_type="rope"
+    )
+    resolved, device = model.resolve(seq_length=8), torch.device("cpu")
+    shards = SequenceShards(Group(ranks=(0, 1), rank=0))
+    context = BuildContext(sequence=shards, device=device, streams=RandomStreams(1, device))
+    for rotary, said in ((Rotary.of(resolved), True), (Rotary.of(resolved, shards), False)):
+        block = Layer("a", TransformerBlock, resolved, context, "a", rotary=rotary)
+        with pytest.raises(ConfigError) as refused:
+            engine_of([block, linear("b")], parallel={"cp": 2})
+        assert ("layer 'a' has a Rotary of whole sequences, which cp 2 divides" in str(refused.value)) is said
 
 
 def test_more_stages_than_layers_are_refused() -> None:

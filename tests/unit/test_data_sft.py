@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megacore.data.gpt.packing import PackedDataset
-from megacore.data.indexed.loss_mask import loss_mask_prefix, open_loss_mask
+from megacore.data.indexed.loss_mask import is_predicted, loss_mask_prefix, open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset
 from megacore.data.indexed.writer import merge
 from megacore.data.tokenizers.chat_template import (
@@ -231,3 +231,17 @@ def test_masks_are_merged_with_their_datasets(directory: Path, tmp_path: Path) -
     with pytest.raises(DataError, match="only 1 of the 2 inputs have one"):
         merge(parts, f"{tmp_path}/more")
     assert np.all(IndexedDataset(merged).sequence_lengths > 0)
+
+
+def test_a_mask_of_other_values_is_refused_where_they_are_read(directory: Path, tmp_path: Path) -> None:
+    source = lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b and so on"}] * 3)
+    assert run(directory, source, tmp_path / "a") == 0
+    dataset = IndexedDataset(f"{tmp_path}/a_sft_document")
+    path = Path(f"{loss_mask_prefix(dataset.prefix)}.bin")
+    values = np.frombuffer(path.read_bytes(), np.uint8)
+    path.write_bytes((values * 255).tobytes())
+    mask = open_loss_mask(dataset)
+    assert mask is not None
+    with pytest.raises(DataError, match=rf"has the value 255 for token {values.argmax()}, and a loss mask has 0 and 1"):
+        is_predicted(mask, 0, len(values))
+    assert is_predicted(mask, 0, 1).tolist() == [0]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megacore.data.gpt.index_cache import Arrays, cached_arrays
 from megacore.data.gpt.shuffling import EPOCHS_DRAWN_SEPARATELY, generator, shuffled_epochs
-from megacore.data.indexed.loss_mask import open_loss_mask
+from megacore.data.indexed.loss_mask import is_predicted, open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset, token_error
 from megacore.errors import DataError
 
@@ -191,7 +191,7 @@ class GPTDataset:
         tokens, labels = window[:-1], window[1:]
         mask = np.ones(self.seq_length, np.float32)
         if self._mask is not None:
-            mask[:] = np.concatenate([self._mask.tokens(start, stop) for start, stop in self._spans(number)])[1:]
+            mask[:] = np.concatenate([is_predicted(self._mask, *span) for span in self._spans(number)])[1:]
         sizes = np.array([stop - start for start, stop in self._spans(number)])
         if self._eod is not None:
             mask[tokens == self._eod] = 0.0

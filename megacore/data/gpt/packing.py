@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from megacore.data.gpt.index_cache import Arrays, cached_arrays
 from megacore.data.gpt.shuffling import generator, shuffled_epochs
-from megacore.data.indexed.loss_mask import open_loss_mask
+from megacore.data.indexed.loss_mask import is_predicted, open_loss_mask
 from megacore.data.indexed.reader import IndexedDataset, int64_tokens
 from megacore.errors import DataError
 
@@ -237,7 +237,7 @@ class PackedDataset:
             size = min(len(read), self.seq_length - filled)
             here, predicted = slice(filled, filled + size), slice(filled, filled + len(read) - 1)
             tokens[here], labels[predicted] = read[:size], read[1:]
-            mask[predicted] = 1.0 if self._mask is None else self._mask.tokens(start + 1, stop)
+            mask[predicted] = 1.0 if self._mask is None else is_predicted(self._mask, start + 1, stop)
             documents[here], positions[here] = number, np.arange(size)
             filled += size
         documents[filled:], positions[filled:] = documents[filled - 1] + 1, np.arange(self.seq_length - filled)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megacore.data.indexed.reader import DTYPES, IndexedDataset, bin_path, idx_path
 from megacore.errors import DataError
@@ -40,3 +41,19 @@ def open_loss_mask(dataset: IndexedDataset) -> IndexedDataset | None:
             f"{MASK_DTYPE.name}: preprocess the dataset again, or remove {prefix}.bin and .idx to predict every token"
         )
     return mask
+
+
+def is_predicted(mask: IndexedDataset, start: int, stop: int) -> NDArray[np.uint8]:
+    """The values of a loss mask for the tokens [start, stop).
+
+    Raises:
+        DataError: One is neither 0 nor 1.
+    """
+    values: NDArray[np.uint8] = mask.tokens(start, stop)
+    if len(values) and values.max() > 1:
+        at = int(np.argmax(values > 1))
+        raise DataError(
+            f"{mask.bin_path} has the value {values[at]} for token {start + at}, and a loss mask has 0 and 1 only: "
+            f"preprocess the dataset again, or remove {mask.prefix}.bin and .idx to predict every token"
+        )
+    return values
