@@ -50,10 +50,16 @@ def _parser() -> ToolParser:
     add(
         "--tokenizer",
         "--tokenizer-model",
+        "--vocab-file",
         required=True,
         metavar="PATH",
-        help="tokenizer: the output of train_tokenizer.py, a tokenizer.json, a transformers directory or a "
-        "SentencePiece .model",
+        help="tokenizer: the output of train_tokenizer.py, a tokenizer.json, a transformers directory, a SentencePiece "
+        ".model, GPT-2's vocab.json or BERT's vocab.txt",
+    )
+    add(
+        "--merge-file",
+        metavar="FILE",
+        help="GPT-2's merges.txt, where --tokenizer is its vocab.json. Default: the file of that name beside it.",
     )
     add(
         "--output-prefix",
@@ -134,7 +140,7 @@ def _preprocess(args: Namespace) -> None:
         tokenizer=args.tokenizer,
     )
     _refuse_without_effect(args)
-    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer, args.merge_file)
     template = load_template(args.tokenizer, args.chat_template, tokenizer) if args.sft else None
     with Progress("preprocessing", file_bytes) as progress:
         report = preprocess(

@@ -7,6 +7,7 @@ bert.py its sections, validation.py what must hold between them. cli.py turns a 
 from megacore.config.experts import ExpertsConfig, ResolvedExperts
 from megacore.config.model import ModelConfig, ResolvedModel
 from megacore.config.optimizers import AdamWConfig, OptimizerSettings, SGDConfig
+from megacore.config.rampup import RampupConfig
 from megacore.config.schema import SECTIONS, Config, ResolvedConfig, sections_of
 from megacore.config.sections import (
     CheckpointConfig,
@@ -22,6 +23,7 @@ from megacore.config.sections import (
     TrainingConfig,
 )
 from megacore.config.spikes import SpikeConfig
+from megacore.config.starting import StartConfig
 from megacore.config.validation import validate
 from megacore.config.watch import WatchConfig
 
@@ -38,6 +40,7 @@ __all__ = [
     "OptimizerSettings",
     "ParallelConfig",
     "PrecisionConfig",
+    "RampupConfig",
     "ResolvedConfig",
     "ResolvedExperts",
     "ResolvedModel",
@@ -47,6 +50,7 @@ __all__ = [
     "ResolvedTraining",
     "SGDConfig",
     "SpikeConfig",
+    "StartConfig",
     "TrainingConfig",
     "WatchConfig",
     "sections_of",

@@ -225,6 +225,10 @@ def _read(
         return _build(kind, _with_defaults(kind, {**shape_values, **given}, megatron=megatron, continued=former))
 
     config = build(given)
+    if _megatron_names(flags) and flags.values.get("sequence_parallel") and config.parallel.tp == 1:
+        del flags.values["sequence_parallel"]  # Megatron-LM turns it off without a word
+        flags.idle.append("--sequence-parallel (with --tp 1)")
+        given = {**file.values, **flags.values}
     if flags.foreign:
         translate_foreign(flags, given, config)
         given = {**file.values, **flags.values}

@@ -15,7 +15,7 @@ from typing import Any
 
 from megacore.config import megatron_flags
 from megacore.config.fields import LARGEST_INT, FieldInfo, field_infos, flag_and_value
-from megacore.config.megatron_values import FOREIGN, Shape, translate
+from megacore.config.megatron_values import FOREIGN, SYNONYMS, Shape, translate
 from megacore.config.messages import nearest_name, number, one_of
 from megacore.config.numbers import parse_float, parse_int
 from megacore.config.schema import Config, sections_of
@@ -149,8 +149,11 @@ def _shape(config: Config, given: Given) -> Shape:
         "global_batch_size": config.training.global_batch_size,
         "train_iters": config.training.train_iters,
         "lr_decay_iters": config.optimizer.lr_decay_iters,
+        "micro_batch_size": config.training.micro_batch_size,
     }
-    return Shape(**{name: _positive_number(given.values.get(name, value)) for name, value in known.items()})
+    sizes = {name: _positive_number(given.values.get(name, value)) for name, value in known.items()}
+    ramp = None if config.rampup.problems() else config.rampup.ramp()
+    return Shape(**sizes, ramp=ramp, load=config.checkpoint.load)
 
 
 def _positive_number(value: Any) -> int | None:
@@ -175,7 +178,11 @@ def _words(argv: Sequence[str], given: Given) -> Iterator[_Word]:
 
 def _read_value(word: _Word, info: FieldInfo, given: Given) -> None:
     try:
-        given.values[info.name] = _value(word, info)
+        value = _value(word, info)
+        ours = SYNONYMS.get(info.name, {}).get(value, value) if info.kind is str else value
+        given.values[info.name] = ours
+        if ours != value:
+            given.translated[f"{word.flag} {value}"] = flag_and_value(info.name, ours)
     except ValueError as error:
         given.problems.append(str(error))
         given.unread.add(info.name)

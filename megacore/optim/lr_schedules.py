@@ -7,7 +7,7 @@ import math
 from megacore.config import OptimizerConfig
 
 
-def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> float:
+def learning_rate(step: float, config: OptimizerConfig, *, train_iters: int) -> float:
     """The rate of update `step`, counted from 1.
 
     The rate rises linearly to `lr` over the warm-up, whose last update uses `lr` itself, and reaches `end_lr` at update
@@ -15,7 +15,8 @@ def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> fl
     `lr_wsd_decay_iters` updates.
 
     Args:
-        step: number of the update, 1 for the first.
+        step: number of the update, 1 for the first. Where batches are smaller than the full batch (a ramp), a fraction:
+            the samples so far in full batches.
         config: shape of the schedule.
         train_iters: length of the run, where the decay ends unless `lr_decay_iters` says otherwise.
     """
@@ -34,7 +35,7 @@ def learning_rate(step: int, config: OptimizerConfig, *, train_iters: int) -> fl
     return config.end_lr + (config.lr - config.end_lr) * _remaining(config.lr_decay_style, step, warmup, end)
 
 
-def _remaining(style: str, step: int, begin: int, end: int) -> float:
+def _remaining(style: str, step: float, begin: int, end: int) -> float:
     """Share of the way from lr to end_lr that is left: 1 at `begin`, 0 at `end`."""
     progress = min(max(step - begin, 0) / max(end - begin, 1), 1.0)
     if style == "linear":

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megacore.config import OptimizerConfig, ResolvedConfig, ResolvedPrecision
+from megacore.config import OptimizerConfig, RampupConfig, ResolvedConfig, ResolvedPrecision
 from megacore.config.dimensions import ranks_of_role
 from megacore.config.fields import field_infos, flag_and_value
 from megacore.config.model import ResolvedModel
@@ -104,6 +104,7 @@ def narrow(config: ResolvedConfig) -> Narrowed:
         ),
         "checkpoint": replace(config.checkpoint, load=None, init_from_hf=None, async_save=False),
         "watch": replace(config.watch, replay_interval=0),
+        "rampup": RampupConfig(),
     }
     if config.spikes.on_spike in ("skip", "rollback"):  # a skipped step has nothing to compare
         sections["spikes"] = replace(config.spikes, on_spike="none")
