@@ -431,7 +431,8 @@ def _resolved_value(name: str, config: Config) -> Any:
 
 def _in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(
-        f"{flag_and_value(name, here)} instead of {number(usual)}" for name, (here, usual) in changes.items()
+        f"{flag_and_value(name, here)} instead of {number(usual) if isinstance(usual, int | float) else usual}"
+        for name, (here, usual) in changes.items()
     )
 
 
