@@ -118,6 +118,7 @@ class BertConfig(Config):
     unsupported: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys((*field_infos(ExpertsConfig), "ep", "etp"), _WITHOUT_EXPERTS),
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
+        "multi_latent_attention": "is for pretrain_gpt.py: leave it out",
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
         "packing": "is for pretrain_gpt.py: leave it out, because --bert-style decides how documents become samples",
         "reset_position_ids": "is for pretrain_gpt.py: leave it out, because packed BERT has relative positions",

@@ -16,8 +16,25 @@ from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Flag, Range, Section, flag
 from megacore.config.messages import divisors, nearest_multiples, one_of
 
+_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LLAMA3_FIELDS = ("rope_low_freq_factor", "rope_high_freq_factor")
-_SCALING_FIELDS = ("rope_scaling_factor", "rope_original_max_positions", *_LLAMA3_FIELDS)
+_YARN_FIELDS = (
+    "rope_beta_fast", "rope_beta_slow", "rope_mscale", "rope_mscale_all_dim", "rope_attention_factor", "rope_truncate",
+)  # fmt: skip
+_SCALING_FIELDS = ("rope_scaling_factor", "rope_original_max_positions", *_LLAMA3_FIELDS, *_YARN_FIELDS)
+# What each kind of --rope-scaling uses of these.
+_USED_BY_SCALING = {
+    "none": (),
+    "linear": _SCALING_FIELDS[:1],
+    "dynamic": _SCALING_FIELDS[:2],
+    "llama3": (*_SCALING_FIELDS[:2], *_LLAMA3_FIELDS),
+    "yarn": (*_SCALING_FIELDS[:2], *_YARN_FIELDS),
+}
+
+
+def _scalings_with(name: str) -> list[str]:
+    """The kinds of --rope-scaling that use a field."""
+    return [kind for kind, used in _USED_BY_SCALING.items() if name in used]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +43,10 @@ class ModelConfig(Section):
 
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
     """Uses the shape of a named model, such as gpt2-small. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
-    llama-3.2-1b, llama-3-8b, llama-3-8b-128k, qwen3-0.6b, mistral-7b, mixtral-8x7b, qwen3-30b-a3b, pythia-160m,
-    bloom-176b; gpt2-tiny for tests. A preset replaces the defaults of the model, of --seq-length and, without a
-    tokenizer, of --vocab-size; those of GPT-2 also set its paper's dropout, --adam-beta2, --weight-decay and --min-lr.
-    A configuration file and flags override it. Default: no preset."""
+    llama-3.2-1b, llama-3-8b, llama-3-8b-128k, qwen3-0.6b, mistral-7b, mixtral-8x7b, qwen3-30b-a3b, olmoe-1b-7b,
+    deepseek-v2-lite, deepseek-v3, pythia-160m, bloom-176b; gpt2-tiny for tests. A preset replaces the defaults of the
+    model, of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set its paper's dropout,
+    --adam-beta2, --weight-decay and --min-lr. A configuration file and flags override it. Default: no preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
     """Number of transformer blocks in the whole model. It need not be a multiple of --pp."""
     hidden_size: Annotated[int, Range(1, 1_000_000)] = 768
@@ -58,8 +75,27 @@ class ModelConfig(Section):
     """Epsilon: the term added to the variance in LayerNorm and to the mean square in RMSNorm."""
     norm_bias: bool = True
     """Gives LayerNorm a bias."""
+    multi_latent_attention: bool = False
+    """Multi-head latent attention, as in DeepSeek-V2 and V3: the keys and values of all heads are projections of one
+    short vector per token. Needs --position-embedding-type rope and --disable-bias-linear."""
+    q_lora_rank: Annotated[int | None, Range(1, 1_000_000)] = None
+    """--multi-latent-attention: size of the short vector that queries are projections of. Default: none; queries are
+    projections of the hidden state."""
+    kv_lora_rank: Annotated[int, Range(1, 1_000_000)] = 512
+    """--multi-latent-attention: size of the short vector that keys and values are projections of."""
+    qk_nope_head_dim: Annotated[int, Range(1, 1_000_000), Flag(("--qk-head-dim",))] = 128
+    """--multi-latent-attention: dimensions of a head's query and key that are not rotated."""
+    qk_rope_head_dim: Annotated[int, Range(2, 1_000_000), Flag(("--qk-pos-emb-head-dim",))] = 64
+    """--multi-latent-attention: dimensions of a head's query that are rotated, and of the rotated part of the key,
+    which all heads share. An even number."""
+    v_head_dim: Annotated[int, Range(1, 1_000_000)] = 128
+    """--multi-latent-attention: dimensions of a head's value."""
     qk_layernorm: bool = False
-    """Normalises the query and the key of each head. All heads share the norm's weights."""
+    """Normalises the query and the key of each head. All heads share the norm's weights. With --multi-latent-attention
+    it normalises the short vectors instead."""
+    qk_layernorm_all_heads: bool = False
+    """Lets --qk-layernorm normalise the queries of all heads together, and the keys, with a weight for each of their
+    dimensions, as in OLMoE and OLMo 2."""
     embedding_layernorm: bool = False
     """Adds a norm after the token embedding, as in BLOOM."""
     activation: Literal["gelu", "gelu-exact", "relu", "swiglu", "geglu", "geglu-exact"] = "gelu"
@@ -78,18 +114,33 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
     rotary_percent: Annotated[float, Range(above=0, high=1)] = 1.0
     """Share of a head's dimensions that is rotated, from 0 to 1."""
-    rope_scaling: Literal["none", "linear", "dynamic", "llama3"] = "none"
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
     """Scaling of the rotary frequencies to contexts longer than the model was trained on. linear: divides all
     frequencies by --rope-scaling-factor. dynamic: depends on the length of the sequence beyond
-    --rope-original-max-positions (NTK). llama3: scales only low frequencies."""
+    --rope-original-max-positions (NTK). llama3: scales only low frequencies. yarn: scales only low frequencies, and
+    enlarges the rotated queries and keys."""
     rope_scaling_factor: Annotated[float, Range(1)] = 8.0
     """Ratio of the scaled context to the original one."""
     rope_original_max_positions: Annotated[int | None, Range(1, 100_000_000)] = None
-    """Context in tokens before scaling. Default: none; --rope-scaling dynamic and llama3 require it."""
+    """Context in tokens before scaling. Default: none; --rope-scaling dynamic, llama3 and yarn require it."""
     rope_low_freq_factor: Annotated[float, Range(above=0)] = 1.0
     """--rope-scaling llama3 fully scales the frequencies that make fewer turns than this over the original context."""
     rope_high_freq_factor: Annotated[float, Range(above=0)] = 4.0
     """--rope-scaling llama3 does not scale the frequencies that make more turns than this over the original context."""
+    rope_beta_fast: Annotated[float, Range(above=0), Flag(("--beta-fast",))] = 32.0
+    """--rope-scaling yarn does not scale the frequencies that make more turns than this over the original context."""
+    rope_beta_slow: Annotated[float, Range(above=0), Flag(("--beta-slow",))] = 1.0
+    """--rope-scaling yarn fully scales the frequencies that make fewer turns than this over the original context."""
+    rope_mscale: Annotated[float | None, Range(above=0), Flag(("--mscale",))] = None
+    """--rope-scaling yarn multiplies rotated queries and keys by m(this) / m(--rope-mscale-all-dim), where m(x) is
+    0.1 x log(--rope-scaling-factor) + 1. Default: none; without both, the factor is m(1)."""
+    rope_mscale_all_dim: Annotated[float | None, Range(above=0), Flag(("--mscale-all-dim",))] = None
+    """The divisor in --rope-mscale. --multi-latent-attention also multiplies attention scores by m(this)^2. Default:
+    none."""
+    rope_attention_factor: Annotated[float | None, Range(above=0)] = None
+    """--rope-scaling yarn multiplies rotated queries and keys by this. Default: the factor of --rope-mscale."""
+    rope_truncate: bool = True
+    """--rope-scaling yarn rounds the bounds of --rope-beta-fast and --rope-beta-slow to whole pairs of dimensions."""
     window_size: Annotated[int | None, Range(1, 100_000_000)] = None
     """Sliding window: each token attends only to the last N tokens, including itself. Default: no window; each token
     attends to all tokens before it and to itself."""
@@ -105,8 +156,15 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Dimensions of an attention head."""
+        """Dimensions of an attention head's query and key."""
+        if self.multi_latent_attention:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_size(self) -> int:
+        """Dimensions of an attention head's value."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_size
 
     @property
     def query_groups(self) -> int:
@@ -121,6 +179,8 @@ class ModelConfig(Section):
     @property
     def rotary_dimensions(self) -> int:
         """Dimensions of a head that are rotated."""
+        if self.multi_latent_attention:
+            return self.qk_rope_head_dim
         return int(self.head_size * self.rotary_percent)
 
     @property
@@ -163,6 +223,8 @@ class ModelConfig(Section):
         yield from self._heads(wrong)
         yield from self._idle(wrong)
         yield from self._positions(wrong)
+        if self.multi_latent_attention and "multi_latent_attention" not in wrong:
+            yield from self._latent(wrong)
         if self.add_qkv_bias and not self.disable_bias_linear and not wrong & {"add_qkv_bias", "disable_bias_linear"}:
             yield (
                 "--add-qkv-bias has no effect without --disable-bias-linear, because every linear layer has a bias: "
@@ -174,6 +236,7 @@ class ModelConfig(Section):
         if (
             not wrong & {"hidden_size", "num_attention_heads", "kv_channels"}
             and not self.kv_channels
+            and not self.multi_latent_attention
             and hidden % heads
         ):
             yield (
@@ -187,29 +250,53 @@ class ModelConfig(Section):
                 f"use {one_of(divisors(heads, near=groups, most=6))}"
             )
 
+    def _latent(self, wrong: frozenset[str]) -> Iterator[str]:
+        given = "--multi-latent-attention"
+        for name, wanted, needs in (
+            ("position_embedding_type", "rope", "--position-embedding-type rope"),
+            ("disable_bias_linear", True, "--disable-bias-linear"),
+        ):
+            if name not in wrong and getattr(self, name) != wanted:
+                yield f"{given} needs {needs}: add it, or leave {given} out"
+        names = ("add_qkv_bias", "rotary_percent", "qk_layernorm_all_heads")
+        yield from self.without_effect(names, wrong, given, f"attention without {given}")
+        for name, value in (("kv_channels", self.head_size), ("num_query_groups", self.num_attention_heads)):
+            if name not in wrong and getattr(self, name) not in (None, value):
+                yield f"{flag(name)} {getattr(self, name)} has no effect with {given}: leave it out"
+        if "qk_rope_head_dim" not in wrong and self.qk_rope_head_dim % 2:
+            near = one_of(nearest_multiples(self.qk_rope_head_dim, 2))
+            yield f"--qk-rope-head-dim {self.qk_rope_head_dim} is rotated in pairs: use {near}"
+
     @property
     def idle_fields(self) -> dict[str, str]:
         """Fields that have no effect, each with the field that disables it. The values need not be valid."""
         idle = {"norm_bias": "normalization"} if self.normalization == "RMSNorm" else {}
+        if not self.qk_layernorm:
+            idle["qk_layernorm_all_heads"] = "qk_layernorm"
+        if not self.multi_latent_attention:
+            idle |= dict.fromkeys(_LATENT_FIELDS, "multi_latent_attention")
         if self.position_embedding_type != "rope":
             names = ("rotary_base", "rotary_percent", "rope_scaling", *_SCALING_FIELDS)
             return idle | dict.fromkeys(names, "position_embedding_type")
-        unused = {"none": _SCALING_FIELDS, "linear": _SCALING_FIELDS[1:], "dynamic": _LLAMA3_FIELDS}
-        return idle | dict.fromkeys(unused.get(self.rope_scaling, ()), "rope_scaling")
+        used = _USED_BY_SCALING.get(self.rope_scaling, _SCALING_FIELDS)
+        return idle | dict.fromkeys([name for name in _SCALING_FIELDS if name not in used], "rope_scaling")
 
     def _idle(self, wrong: frozenset[str]) -> Iterator[str]:
-        scalings = "llama3" if self.rope_scaling != "none" else "linear, dynamic or llama3"
-        needed = {"normalization": "LayerNorm", "position_embedding_type": "rope", "rope_scaling": scalings}
         for name, cause in self.idle_fields.items():
-            if cause not in wrong:
-                given, needs = f"{flag(cause)} {getattr(self, cause)}", f"{flag(cause)} {needed[cause]}"
-                yield from self.without_effect((name,), wrong, given, needs)
+            if cause in wrong:
+                continue
+            if isinstance(getattr(self, cause), bool):
+                yield from self.without_effect((name,), wrong, f"no {flag(cause)}", flag(cause))
+                continue
+            needed = {"normalization": "LayerNorm", "position_embedding_type": "rope"}.get(cause)
+            needs = f"{flag(cause)} {needed or one_of(_scalings_with(name))}"
+            yield from self.without_effect((name,), wrong, f"{flag(cause)} {getattr(self, cause)}", needs)
 
     def _positions(self, wrong: frozenset[str]) -> Iterator[str]:
         scaling = self.rope_scaling
         if wrong & {"position_embedding_type", "rope_scaling"} or self.position_embedding_type != "rope":
             return
-        if scaling in ("dynamic", "llama3") and self.rope_original_max_positions is None:
+        if scaling in ("dynamic", "llama3", "yarn") and self.rope_original_max_positions is None:
             yield (
                 f"--rope-scaling {scaling} needs --rope-original-max-positions: set it to the context in tokens "
                 "before scaling"
@@ -220,12 +307,18 @@ class ModelConfig(Section):
                 f"--rope-low-freq-factor {low:g} must be below --rope-high-freq-factor {high:g}: "
                 "use, for example, 1 and 4 (the defaults)"
             )
+        fast, slow = self.rope_beta_fast, self.rope_beta_slow
+        if scaling == "yarn" and not wrong & {*_YARN_FIELDS} and fast <= slow:
+            yield (
+                f"--rope-beta-fast {fast:g} must be above --rope-beta-slow {slow:g}: use, for example, 32 and 1 (the "
+                "defaults)"
+            )
         if not wrong & {"hidden_size", "num_attention_heads", "kv_channels", "rotary_percent"}:
             yield from self._rotated()
 
     def _rotated(self) -> Iterator[str]:
         size, rotated = self.head_size, self.rotary_dimensions
-        if rotated >= 2 and rotated % 2 == 0:
+        if self.multi_latent_attention or (rotated >= 2 and rotated % 2 == 0):
             return
         even = rotated - rotated % 2
         shares = [f"{count / size:g}" for count in (even, even + 2) if 2 <= count <= size]

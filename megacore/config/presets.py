@@ -9,7 +9,8 @@ trains as its predecessor did (Radford et al. 2018, section 4.1): dropout, Adam 
 rate that decays to 0. BLOOM follows Le
 Scao et al. 2022 (arXiv 2211.05100), Pythia Biderman et al. 2023 (arXiv 2304.01373), Mistral Jiang et al. 2023 (arXiv
 2310.06825), Mixtral Jiang et al. 2024 (arXiv 2401.04088), Llama 3 its team's report of 2024 (arXiv 2407.21783), Qwen3
-its team's of 2025 (arXiv 2505.09388).
+its team's of 2025 (arXiv 2505.09388), OLMoE Muennighoff et al. 2024 (arXiv 2409.02060), DeepSeek-V2 and V3
+DeepSeek-AI 2024 (arXiv 2405.04434, 2412.19437).
 bert-base and bert-large follow Devlin et al. (arXiv 1810.04805, section 3) with the released uncased vocabulary,
 modernbert-base Warner et al. (arXiv 2412.13663, table 4).
 """
@@ -58,6 +59,22 @@ _LLAMA3_8B: Shape = {  # 8.03B
     "ffn_hidden_size": 14_336,
     "seq_length": 8192,
     "max_position_embeddings": 8192,
+    "untie_embeddings_and_output_weights": True,
+}
+_DEEPSEEK: Shape = {
+    **_ROTARY,
+    "multi_latent_attention": True,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_layernorm": True,
+    "norm_epsilon": 1e-6,
+    "rope_scaling": "yarn",
+    "rope_scaling_factor": 40.0,
+    "rope_original_max_positions": 4096,
+    "seq_length": 4096,
+    "max_position_embeddings": 163_840,
     "untie_embeddings_and_output_weights": True,
 }
 
@@ -151,6 +168,60 @@ GPT_PRESETS: dict[str, Shape] = {
         "max_position_embeddings": 40_960,
         "vocab_size": 151_936,
         "untie_embeddings_and_output_weights": True,
+    },
+    "olmoe-1b-7b": {  # 6.92B, of which a token uses 1.28B
+        **_ROTARY,
+        "num_layers": 16,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "ffn_hidden_size": 1024,
+        "num_experts": 64,
+        "moe_router_topk": 8,
+        "moe_router_pre_softmax": True,
+        "qk_layernorm": True,
+        "qk_layernorm_all_heads": True,
+        "seq_length": 4096,
+        "max_position_embeddings": 4096,
+        "vocab_size": 50_304,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "deepseek-v2-lite": {  # 15.7B, of which a token uses 2.66B
+        **_DEEPSEEK,
+        "num_layers": 27,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "ffn_hidden_size": 10_944,
+        "num_experts": 64,
+        "moe_router_topk": 6,
+        "moe_router_pre_softmax": True,
+        "moe_ffn_hidden_size": 1408,
+        "moe_shared_expert_size": 2816,
+        "moe_first_dense_layers": 1,
+        "rope_mscale": 0.707,
+        "rope_mscale_all_dim": 0.707,
+        "vocab_size": 102_400,
+    },
+    "deepseek-v3": {  # 671B, of which a token uses 37.6B
+        **_DEEPSEEK,
+        "num_layers": 61,
+        "hidden_size": 7168,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "ffn_hidden_size": 18_432,
+        "num_experts": 256,
+        "moe_router_topk": 8,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4,
+        "moe_router_group_best": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_enable_expert_bias": True,
+        "moe_ffn_hidden_size": 2048,
+        "moe_shared_expert_size": 2048,
+        "moe_first_dense_layers": 3,
+        "rope_mscale": 1.0,
+        "rope_mscale_all_dim": 1.0,
+        "vocab_size": 129_280,
     },
     "pythia-160m": {  # 162M
         "num_layers": 12,

@@ -17,6 +17,7 @@ from megacore import ops
 from megacore.config import ResolvedModel
 from megacore.layers.attention import SelfAttention
 from megacore.layers.context import BuildContext
+from megacore.layers.latent_attention import LatentAttention
 from megacore.layers.norm import LayerNorm, RMSNorm, build_norm
 from megacore.layers.rotary import Rotary
 from megacore.parallel.random import Dropout
@@ -135,7 +136,8 @@ class TransformerBlock(nn.Module):
         self.parallel, self.light = config.parallel_residual, context.recompute_light
         self.beside = context.beside
         self.attention_norm = build_norm(config, device=context.device) if attention_norm else nn.Identity()
-        self.attention = SelfAttention(
+        kind = LatentAttention if config.multi_latent_attention else SelfAttention
+        self.attention = kind(
             config, context, f"{name}.attention", causal=causal, window=window, rotary=rotary, alibi=alibi
         )
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from megacore.config import ResolvedModel
 from megacore.parallel.random import normal_slice
@@ -20,6 +21,14 @@ class InitialWeights(Protocol):
 
     def fill(self, parameters: Iterable[ShardedParameter]) -> None:
         """Give a rank's named parameters their values, in place."""
+
+
+@runtime_checkable
+class InitialBuffers(Protocol):
+    """Initial weights that also have values of what is no parameter, such as the biases of routers."""
+
+    def fill_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give what is no parameter, by global name, its values in place, where they are not those of a new layer."""
 
 
 class RandomWeights:

@@ -27,7 +27,7 @@ from megacore.plan.activations import ELEMENT_BYTES, loss_chunks
 from megacore.plan.cluster import Cluster
 from megacore.plan.devices import Case, Range
 from megacore.plan.layer_time import HEAD_PASSES, LOGIT_PASSES, RESIDUAL_PASSES
-from megacore.plan.model_size import vocabulary_rows
+from megacore.plan.model_size import attention_matrices, short_matrices, vocabulary_rows
 from megacore.plan.simulator import Costs, Simulator, Timeline
 from megacore.plan.state import PlannedLayer, held_parameters
 from megacore.plan.traffic import (
@@ -163,6 +163,10 @@ def _block_products(block: ResolvedModel, t: int) -> list[tuple[float, float]]:
     h, d, f = block.hidden_size, block.head_size, block.inner_size / t
     heads = block.num_attention_heads * d / t
     projected = heads + 2 * d * max(block.query_groups / t, 1)
+    if block.multi_latent_attention:
+        *into, (_, values) = attention_matrices(block)
+        of_attention = [(k, n / t) for n, k in into] + [(k, n) for n, k in short_matrices(block)]
+        return [*of_attention, (values / t, h), *[(h, f)] * (2 if block.gated else 1), (f, h)]
     return [(h, projected), (heads, h), *[(h, f)] * (2 if block.gated else 1), (f, h)]
 
 

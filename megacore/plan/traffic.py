@@ -22,7 +22,7 @@ from megacore.config.dimensions import ranks_of_role
 from megacore.pipeline.partition import stage_ranges
 from megacore.plan.activations import ELEMENT_BYTES, gathered_keys, loss_chunks
 from megacore.plan.devices import Device
-from megacore.plan.model_size import norm_parameters, vocabulary_rows
+from megacore.plan.model_size import norm_parameters, vocabulary_rows, whole_attention_parameters
 from megacore.plan.roofline import Pattern, Transfer, transfer_seconds
 from megacore.plan.state import PlannedLayer, held_parameters
 
@@ -312,7 +312,7 @@ def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
     norm = norm_parameters(model)
     if layer.block is not None:
         biases = 0 if layer.block.disable_bias_linear else 2 * model.hidden_size
-        return 2 * norm + biases + (2 * norm_parameters(model, model.head_size) if model.qk_layernorm else 0)
+        return 2 * norm + biases + whole_attention_parameters(model)
     if layer.name == "head":
         return norm
     positions = model.max_position_embeddings * model.hidden_size

@@ -11,11 +11,14 @@ import transformers
 from torch import Tensor, nn
 from transformers import (
     BloomConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -50,6 +53,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 10}
 
 
 def _llama(rope: dict[str, Any] | None = None, **changes: Any) -> PreTrainedConfig:
@@ -62,6 +66,11 @@ def _neox(**changes: Any) -> PreTrainedConfig:
 
 
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_DEEPSEEK: dict[str, Any] = {
+    **_SHAPE, "num_hidden_layers": 3, "intermediate_size": 48, "kv_lora_rank": 14, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6, "n_routed_experts": 8, "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 4,
+    "topk_group": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt2": _gpt2,
@@ -75,6 +84,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama-dynamic": lambda: _llama(
         {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}, max_position_embeddings=24
     ),
+    "llama-yarn": lambda: _llama({**_YARN, "beta_fast": 4, "attention_factor": 1.5, "truncate": False}),
     "mistral": lambda: MistralConfig(**_GROUPED, sliding_window=7, head_dim=16),
     "mistral-without-window": lambda: MistralConfig(**_GROUPED, sliding_window=None),
     "qwen2": lambda: Qwen2Config(**_GROUPED, tie_word_embeddings=True),
@@ -83,6 +93,17 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=4, sliding_window=7),
     "qwen2-moe": lambda: Qwen2MoeConfig(**_GROUPED, **_EXPERTS, shared_expert_intermediate_size=40),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_GROUPED, **_EXPERTS, head_dim=16, norm_topk_prob=True),
+    "olmoe": lambda: OlmoeConfig(**_GROUPED, num_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5),
+    "deepseek-v2": lambda: DeepseekV2Config(
+        **_DEEPSEEK, q_lora_rank=None, v_head_dim=12, topk_method="group_limited_greedy", routed_scaling_factor=2.0
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **_DEEPSEEK,
+        q_lora_rank=20,
+        v_head_dim=24,
+        num_key_value_heads=4,
+        rope_parameters={**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    ),
     "pythia": _neox,
     "neox-sequential": lambda: _neox(use_parallel_residual=False, hidden_act="gelu_new", rotary_pct=0.5),
     "bloom": lambda: BloomConfig(
@@ -92,7 +113,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 # One of each family; the others are variations of them.
 PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]
 # In `make test-slow` only.
-SLOW = {"mixtral", "qwen2-moe", "qwen3-moe"}
+SLOW = {"deepseek-v2", "deepseek-v3", "llama-yarn", "mixtral", "olmoe", "qwen2-moe", "qwen3-moe"}
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -104,6 +125,9 @@ def make_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model.eval().to(dtype)
 
 
