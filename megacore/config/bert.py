@@ -118,7 +118,14 @@ class BertConfig(Config):
     unsupported: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys((*field_infos(ExpertsConfig), "ep", "etp"), _WITHOUT_EXPERTS),
         "embedding_layernorm": "is for BLOOM, and BERT always has a norm after the embedding: leave it out",
-        "multi_latent_attention": "is for pretrain_gpt.py: leave it out",
+        **dict.fromkeys(
+            (
+                *("multi_latent_attention", "attention_pattern", "window_rotary_base", "norm_placement"),
+                *("layernorm_1p", "embedding_multiplier", "residual_multiplier", "attention_multiplier"),
+                *("logits_divisor", "add_attention_output_bias", "add_mlp_bias"),
+            ),
+            "is for pretrain_gpt.py: leave it out",
+        ),
         "parallel_residual": "is for the blocks of GPT-NeoX, not of BERT: leave it out",
         "packing": "is for pretrain_gpt.py: leave it out, because --bert-style decides how documents become samples",
         "reset_position_ids": "is for pretrain_gpt.py: leave it out, because packed BERT has relative positions",

@@ -8,12 +8,14 @@ weeks of training.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from megacore.config.experts import ResolvedExperts
 from megacore.config.fields import Flag, Range, Section, flag
+from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS, parse_pattern, repeated
 from megacore.config.messages import divisors, nearest_multiples, one_of
 
 _LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -105,6 +107,10 @@ class ModelConfig(Section):
     """Removes the biases of linear layers."""
     add_qkv_bias: bool = False
     """Keeps the bias of the query, key and value projection with --disable-bias-linear, as in Qwen2."""
+    add_attention_output_bias: bool = False
+    """Keeps the bias of attention's output projection with --disable-bias-linear."""
+    add_mlp_bias: bool = False
+    """Keeps the biases of the feed-forward layer with --disable-bias-linear."""
     parallel_residual: bool = False
     """Computes attention and feed-forward layer from the same input and adds both to the residual, as in GPT-NeoX."""
     position_embedding_type: Literal["learned", "rope", "alibi", "none"] = "learned"
@@ -144,6 +150,25 @@ class ModelConfig(Section):
     window_size: Annotated[int | None, Range(1, 100_000_000)] = None
     """Sliding window: each token attends only to the last N tokens, including itself. Default: no window; each token
     attends to all tokens before it and to itself."""
+    attention_pattern: Annotated[str | None, Flag(metavar="5*w,f")] = None
+    """Attention of each block, if they differ: w attends within --window-size, f to all earlier tokens, n too but
+    without rotary positions. The pattern repeats: 5*w,f is five w, one f, and so on. Default: all blocks are alike."""
+    window_rotary_base: Annotated[float | None, Range(above=1)] = None
+    """Base of the rotary frequencies, which are not scaled, in the w blocks of --attention-pattern, as in Gemma 3.
+    Default: --rotary-base and its scaling."""
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Where each block has norms. before: of the inputs of attention and feed-forward layer. after: of their outputs,
+    before these are added to the residual, as in OLMo 2. both: of inputs and outputs, as in Gemma 2 and 3."""
+    layernorm_1p: bool = False
+    """Multiplies by 1 + weight in norms, instead of by the weight, as in Gemma. Weights begin at 0."""
+    embedding_multiplier: Annotated[float, Range(above=0)] = 1.0
+    """Multiplies the token embeddings."""
+    residual_multiplier: Annotated[float, Range(above=0)] = 1.0
+    """Multiplies the outputs of attention and feed-forward layer before they are added to the residual."""
+    attention_multiplier: Annotated[float | None, Range(above=0)] = None
+    """Multiplies the attention scores. Default: 1 / sqrt(--kv-channels)."""
+    logits_divisor: Annotated[float, Range(above=0)] = 1.0
+    """Divides the logits."""
     init_method_std: Annotated[float, Range(above=0)] = 0.02
     """Standard deviation of the normal distribution of the initial weights. Layers that write to the residual stream
     divide it by sqrt(2 x --num-layers)."""
@@ -193,6 +218,33 @@ class ModelConfig(Section):
         """Whether the query, key and value projection has a bias."""
         return self.add_qkv_bias or not self.disable_bias_linear
 
+    @property
+    def attention_output_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.add_attention_output_bias or not self.disable_bias_linear
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the projections of the feed-forward layer have biases."""
+        return self.add_mlp_bias or not self.disable_bias_linear
+
+    @property
+    def score_multiplier(self) -> float:
+        """What attention scores are multiplied by, but for factors of the rotation's scaling."""
+        return 1 / math.sqrt(self.head_size) if self.attention_multiplier is None else self.attention_multiplier
+
+    @property
+    def attention_kinds(self) -> str:
+        """The letter of --attention-pattern for each block."""
+        if self.attention_pattern is None:
+            return (FULL if self.window_size is None else WINDOW) * self.num_layers
+        return repeated(parse_pattern(self.attention_pattern), self.num_layers)
+
+    @property
+    def block_norms(self) -> int:
+        """Norms of a block's inputs and outputs."""
+        return 4 if self.norm_placement == "both" else 2
+
     def resolve(
         self, *, seq_length: int, vocab_size: int | None = None, experts: ResolvedExperts | None = None
     ) -> ResolvedModel:
@@ -225,11 +277,41 @@ class ModelConfig(Section):
         yield from self._positions(wrong)
         if self.multi_latent_attention and "multi_latent_attention" not in wrong:
             yield from self._latent(wrong)
-        if self.add_qkv_bias and not self.disable_bias_linear and not wrong & {"add_qkv_bias", "disable_bias_linear"}:
+        for name in ("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"):
+            if getattr(self, name) and not self.disable_bias_linear and not wrong & {name, "disable_bias_linear"}:
+                yield (
+                    f"{flag(name)} has no effect without --disable-bias-linear, because every linear layer has a bias: "
+                    "leave it out, or use --disable-bias-linear"
+                )
+        if "attention_pattern" not in wrong:
+            yield from self._pattern(wrong)
+        if self.norm_placement != "before" and self.parallel_residual and not wrong & {"norm_placement"}:
             yield (
-                "--add-qkv-bias has no effect without --disable-bias-linear, because every linear layer has a bias: "
-                "leave it out, or use --disable-bias-linear"
+                f"--norm-placement {self.norm_placement} is not possible with --parallel-residual, whose layers read "
+                "one norm: leave one of them out"
             )
+
+    def _pattern(self, wrong: frozenset[str]) -> Iterator[str]:
+        """What is wrong with the kinds of attention of the blocks."""
+        text = self.attention_pattern
+        try:
+            kinds = "" if text is None else parse_pattern(text)
+        except ValueError as error:
+            yield str(error)
+            return
+        given = f"--attention-pattern {text}"
+        if WINDOW in kinds and self.window_size is None and "window_size" not in wrong:
+            yield f"{given} has blocks with a window: use --window-size"
+        if text is not None and WINDOW not in kinds:
+            yield from self.without_effect(("window_size",), wrong, given, "a pattern with w")
+        if WINDOW not in kinds:
+            cause = given if text is not None else "no --attention-pattern"
+            yield from self.without_effect(("window_rotary_base",), wrong, cause, "a pattern with w")
+        if self.position_embedding_type != "rope" and "position_embedding_type" not in wrong:
+            positions = f"--position-embedding-type {self.position_embedding_type}"
+            if WITHOUT_POSITIONS in kinds:
+                yield f"{given} has blocks without rotary positions, and {positions} has none: use f instead of n"
+            yield from self.without_effect(("window_rotary_base",), wrong, positions, "--position-embedding-type rope")
 
     def _heads(self, wrong: frozenset[str]) -> Iterator[str]:
         hidden, heads, groups = self.hidden_size, self.num_attention_heads, self.num_query_groups
@@ -258,7 +340,10 @@ class ModelConfig(Section):
         ):
             if name not in wrong and getattr(self, name) != wanted:
                 yield f"{given} needs {needs}: add it, or leave {given} out"
-        names = ("add_qkv_bias", "rotary_percent", "qk_layernorm_all_heads")
+        names = (
+            *("add_qkv_bias", "add_attention_output_bias", "rotary_percent", "qk_layernorm_all_heads"),
+            *("attention_pattern", "attention_multiplier"),
+        )
         yield from self.without_effect(names, wrong, given, f"attention without {given}")
         for name, value in (("kv_channels", self.head_size), ("num_query_groups", self.num_attention_heads)):
             if name not in wrong and getattr(self, name) not in (None, value):
@@ -359,6 +444,13 @@ _NOT_ARCHITECTURE = frozenset(
 def differing(one: ModelConfig, other: ModelConfig) -> list[str]:
     """The fields in which two models with all sizes filled in compute different functions."""
     names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _NOT_ARCHITECTURE]
+    if one.score_multiplier == other.score_multiplier:
+        names.remove("attention_multiplier")
+    names.remove("attention_pattern")
+    if one.attention_kinds != other.attention_kinds:
+        names.insert(0, "attention_pattern")
+    else:  # the same kinds may be written in several ways
+        names = [name for name in names if name != "window_size" or WINDOW in one.attention_kinds]
     if "learned" not in (one.position_embedding_type, other.position_embedding_type):
         names.remove("max_position_embeddings")  # a limit of use, not the size of a table
     experts = getattr(one, "experts", None), getattr(other, "experts", None)

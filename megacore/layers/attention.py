@@ -11,6 +11,7 @@ ranks.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -133,8 +134,10 @@ class SelfAttention(Attention):
         elif config.qk_layernorm:
             self.query_norm = build_norm(config, device=context.device, size=d, group=ranks)
             self.key_norm = build_norm(config, device=context.device, size=d, group=ranks)
-        bias = not config.disable_bias_linear
-        self.output = RowParallelLinear(n * d, h, bias=bias, **context.linear_arguments)
+        self.output = RowParallelLinear(n * d, h, bias=config.attention_output_bias, **context.linear_arguments)
+        self.query_factor: float | None = None  # what queries are multiplied by, beside the 1 / sqrt(d) of scores
+        if config.attention_multiplier is not None:
+            self.query_factor = config.attention_multiplier * math.sqrt(d)
 
     def forward(self, x: Tensor, documents: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Attention over all positions.
@@ -155,6 +158,8 @@ class SelfAttention(Attention):
             query, key, value = self.rotary.split(packed, groups=groups, positions=positions)
         else:
             query, key, value = self._rotated(*self._heads(projected), positions)
+        if self.query_factor is not None:
+            query = query * self.query_factor
         mixed = self._mixed(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
         return self.output(mixed.transpose(1, 2).flatten(2))
 

@@ -38,7 +38,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ResolvedModel, context: BuildContext) -> None:
         super().__init__()
-        h, inner, bias = config.hidden_size, config.inner_size, not config.disable_bias_linear
+        h, inner, bias = config.hidden_size, config.inner_size, config.mlp_bias
         self.activation = config.activation
         self.gate: ColumnParallelLinear | None = None
         if config.gated:
@@ -105,7 +105,8 @@ class MLP(nn.Module):
 
 class TransformerBlock(nn.Module):
     """The pre-norm block of GPT-2 (Radford et al. 2019, section 2.3), or with attention and MLP side by side, as in
-    GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1).
+    GPT-NeoX (Black et al. 2022, arXiv 2204.06745, section 2.1), or with norms of the outputs of attention and MLP, as
+    in OLMo 2 (arXiv 2501.00656, section 2.1) and Gemma 2 (arXiv 2408.00118, section 2).
 
     Args:
         config: sizes, kinds of layers and dropout.
@@ -134,15 +135,23 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel, self.light = config.parallel_residual, context.recompute_light
+        self.placement, self.multiplier = config.norm_placement, config.residual_multiplier
         self.beside = context.beside
+        attention_norm = attention_norm and self.placement != "after"
         self.attention_norm = build_norm(config, device=context.device) if attention_norm else nn.Identity()
+        self.attention_post_norm: LayerNorm | RMSNorm | None = None
+        self.mlp_post_norm: LayerNorm | RMSNorm | None = None
         kind = LatentAttention if config.multi_latent_attention else SelfAttention
         self.attention = kind(
             config, context, f"{name}.attention", causal=causal, window=window, rotary=rotary, alibi=alibi
         )
         self.attention_dropout = context.hidden_dropout(config, f"{name}.attention_dropout")
-        self.mlp_norm = build_norm(config, device=context.device)
+        if self.placement != "before":
+            self.attention_post_norm = build_norm(config, device=context.device)
+        self.mlp_norm = nn.Identity() if self.placement == "after" else build_norm(config, device=context.device)
         self.mlp = mlp(config, context)
+        if self.placement != "before":
+            self.mlp_post_norm = build_norm(config, device=context.device)
         self.mlp_dropout = context.hidden_dropout(config, f"{name}.mlp_dropout")
 
     @overload
@@ -166,7 +175,9 @@ class TransformerBlock(nn.Module):
         light = self.light and not isinstance(self.attention_norm, nn.Identity)
         normed, x = (x, x) if isinstance(self.attention_norm, nn.Identity) else self.attention_norm.with_input(x)
         with computed_again(normed, partial(self.attention_norm, x)) if light else nullcontext():
-            attended = self.attention(normed, documents, positions)
+            attended = self._scaled(self.attention(normed, documents, positions))
+        if self.placement != "before" or isinstance(self.mlp_norm, nn.Identity):
+            return self._with_post_norms(x, attended)
         if self.parallel:
             normed, total = self.mlp_norm.with_input(x)
             residual = _residual_sum(self.attention_dropout, attended, total)
@@ -174,8 +185,25 @@ class TransformerBlock(nn.Module):
             normed, total = _normed_sum(self.mlp_norm, self.attention_dropout, attended, x)
             residual = total
         with computed_again(normed, partial(self.mlp_norm, total)) if self.light else nullcontext():
-            mixed = self.mlp(normed)
+            mixed = self._scaled(self.mlp(normed))
         return _residual_sum(self.mlp_dropout, mixed, residual)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """What a layer adds to the residual."""
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+    def _with_post_norms(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The block from attention's output on, where the outputs of its layers are normalised."""
+        assert self.attention_post_norm is not None
+        assert self.mlp_post_norm is not None
+        x = _residual_sum(self.attention_dropout, self.attention_post_norm(attended), x)
+        if isinstance(self.mlp_norm, nn.Identity):
+            mixed = self._scaled(self.mlp(x))
+        else:
+            normed, x = self.mlp_norm.with_input(x)
+            with computed_again(normed, partial(self.mlp_norm, x)) if self.light else nullcontext():
+                mixed = self._scaled(self.mlp(normed))
+        return _residual_sum(self.mlp_dropout, self.mlp_post_norm(mixed), x)
 
 
 class PostNormBlock(nn.Module):

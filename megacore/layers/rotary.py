@@ -12,6 +12,7 @@ Shape legend: b micro-batch, s positions, n heads, d head size, r rotated dimens
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megacore import ops
 from megacore.config import ResolvedModel
+from megacore.config.layer_pattern import FULL, WINDOW, WITHOUT_POSITIONS
 from megacore.parallel.context import WHOLE, SequenceShards
 
 
@@ -214,3 +216,12 @@ def _yarn_ramp(scaling: RopeScaling, base: float, r: int) -> Tensor:
     if first == last:
         last += 0.001
     return ((torch.arange(r // 2, dtype=torch.float32) - first) / (last - first)).clamp(0.0, 1.0)
+
+
+def rotaries_of(config: ResolvedModel, sequence: SequenceShards = WHOLE) -> Mapping[str, Rotary | None]:
+    """What turns the queries and keys of each kind of block, by its letter in --attention-pattern."""
+    usual = Rotary.of(config, sequence)
+    local = usual
+    if usual is not None and config.window_rotary_base is not None and config.attention_pattern is not None:
+        local = Rotary(usual.dimensions, base=config.window_rotary_base, sequence=sequence)
+    return {WINDOW: local, FULL: usual, WITHOUT_POSITIONS: None}

@@ -73,9 +73,10 @@ def kept_by_operator(
     if on_cpu and block.activation.startswith("geglu"):
         of_activation += 1  # the activated gate
     attention = _attention_bytes(config, block, on_cpu=on_cpu, recompute=recompute)
-    norms = 2 * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
+    norms = block.block_norms * tokens / split * _norm_bytes(config, block, block.hidden_size, on_cpu=on_cpu)
+    # What the second norm of a parallel block reads is the input of the first.
     return {
-        "norms": residual * (1 if block.parallel_residual else 2) + norms,
+        "norms": residual * (block.block_norms - block.parallel_residual) + norms,
         "products of norms": residual * outputs,
         "attention": attention + e * tokens * block.num_attention_heads * block.value_size / t,
         "activation": inner * of_activation,
@@ -101,7 +102,7 @@ def kept_gradient_bytes(config: ResolvedConfig, block: ResolvedModel) -> float:
     into = attention_matrices(block)[:-1]  # qkv, or those from short vectors
     split = sum(rows for rows, _ in into)
     split += block.inner_size * (2 if block.gated else 1)  # of gate and up
-    norms = 1 if block.parallel_residual else 2
+    norms = block.block_norms - block.parallel_residual
     whole = _element(config) * _tokens(config)
     here = _layer_ranks(config) if config.parallel.sequence_parallel else 1
     short = sum(rows for rows, _ in short_matrices(block)) / here

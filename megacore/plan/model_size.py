@@ -31,7 +31,7 @@ def embedding_parameters(config: ResolvedModel, tp: int | None = None) -> int:
 
 
 def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ranks: int = 1) -> int:
-    """Attention h d (2 n + 2 g) or with short vectors, MLP 2 h f or, gated, 3 h f; biases; two norms.
+    """Attention h d (2 n + 2 g) or with short vectors, MLP 2 h f or, gated, 3 h f; biases; two norms, or four.
 
     Every rank holds the norms and the biases of the two layers that write to the residual stream. Experts take the
     place of the MLP where the block has them.
@@ -49,9 +49,9 @@ def block_parameters(config: ResolvedModel, tp: int | None = None, *, expert_ran
         into = mlp = 0
     weights = sum(rows * columns for rows, columns in attention_matrices(config)) + mlp
     projected = (config.num_attention_heads + 2 * config.query_groups) * config.head_size
-    split_biases = (0 if config.disable_bias_linear else into * f) + (projected if config.qkv_bias else 0)
-    whole_biases = 0 if config.disable_bias_linear else 2 * h
-    whole = whole_biases + whole_attention_parameters(config) + 2 * norm_parameters(config)
+    split_biases = (into * f if config.mlp_bias else 0) + (projected if config.qkv_bias else 0)
+    whole_biases = (config.mlp_bias + config.attention_output_bias) * h
+    whole = whole_biases + whole_attention_parameters(config) + config.block_norms * norm_parameters(config)
     return (weights + split_biases) // t + whole + mixture
 
 

@@ -311,8 +311,8 @@ def _replicated(model: ResolvedModel, layer: PlannedLayer) -> int:
     """Parameters that every rank of the layer group holds whole."""
     norm = norm_parameters(model)
     if layer.block is not None:
-        biases = 0 if layer.block.disable_bias_linear else 2 * model.hidden_size
-        return 2 * norm + biases + whole_attention_parameters(model)
+        biases = (layer.block.mlp_bias + layer.block.attention_output_bias) * model.hidden_size
+        return model.block_norms * norm + biases + whole_attention_parameters(model)
     if layer.name == "head":
         return norm
     positions = model.max_position_embeddings * model.hidden_size

@@ -110,6 +110,41 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2, seq_length=POSITIONS, **_ENDS
     ),
 }
+CONFIGS |= {
+    "llama-attention-biases": lambda: _llama(attention_bias=True),
+    "qwen2-mixed-windows": lambda: transformers.Qwen2Config(
+        **_GROUPED, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **_GROUPED, embedding_multiplier=6.0, residual_multiplier=0.4, attention_multiplier=0.2, logits_scaling=3.0
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **{**_GROUPED, "num_hidden_layers": 3}, no_rope_layers=[1, 0, 1], tie_word_embeddings=True
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**_GROUPED),
+    "phi3": lambda: transformers.Phi3Config(**_GROUPED, sliding_window=9),
+    "phi3-partial": lambda: transformers.Phi3Config(
+        **_GROUPED,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        tie_word_embeddings=True,
+    ),
+    "stablelm": lambda: transformers.StableLmConfig(**_GROUPED, use_qkv_bias=True),
+    "starcoder2": lambda: transformers.Starcoder2Config(**_GROUPED, sliding_window=7),
+    "gpt-bigcode": lambda: transformers.GPTBigCodeConfig(
+        vocab_size=VOCAB, n_positions=POSITIONS, n_embd=32, n_head=4, n_layer=2, initializer_range=0.2, **_ENDS
+    ),
+    "mpt": lambda: transformers.MptConfig(
+        vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=POSITIONS, initializer_range=0.2, **_ENDS
+    ),
+    "gemma": lambda: transformers.GemmaConfig(**{**_GROUPED, "initializer_range": 0.1}, head_dim=16),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**_GROUPED, "num_hidden_layers": 3},
+        head_dim=16,
+        sliding_window=7,
+        query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    ),
+}
 # One of each family; the others are variations of them.
 PLAIN = ["gpt2", "llama3", "mistral", "qwen2", "qwen3", "pythia", "bloom"]
 # In `make test-slow` only.

@@ -13,8 +13,11 @@ from megacore.models.hf.bert import BERT
 from megacore.models.hf.bloom import BLOOM
 from megacore.models.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megacore.models.hf.family import Family
+from megacore.models.hf.gemma import GEMMA, GEMMA3
 from megacore.models.hf.gpt2 import GPT2
+from megacore.models.hf.gpt2_variants import GPT_BIGCODE, MPT
 from megacore.models.hf.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from megacore.models.hf.llama_variants import GRANITE, OLMO2, PHI3, SMOLLM3, STABLELM, STARCODER2
 from megacore.models.hf.mixture import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megacore.models.hf.modernbert import MODERNBERT
 from megacore.models.hf.neox import NEOX
@@ -25,6 +28,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, NEOX, BLOOM, BERT, MODERNBERT),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V2, DEEPSEEK_V3),
+        *(GRANITE, SMOLLM3, OLMO2, PHI3, STABLELM, STARCODER2, GPT_BIGCODE, MPT, GEMMA, GEMMA3),
     )
 }
 
