@@ -46,7 +46,8 @@ class ModelConfig(Section):
     preset: Annotated[str | None, Flag(metavar="NAME")] = None
     """Uses the shape of a named model, such as gpt2-small. Presets: gpt2-small, gpt2-medium, gpt2-large, gpt2-xl,
     llama-3.2-1b, llama-3-8b, llama-3-8b-128k, qwen3-0.6b, mistral-7b, mixtral-8x7b, qwen3-30b-a3b, olmoe-1b-7b,
-    deepseek-v2-lite, deepseek-v3, pythia-160m, bloom-176b; gpt2-tiny for tests. A preset replaces the defaults of the
+    deepseek-v2-lite, deepseek-v3, granite-3.1-2b, smollm3-3b, olmo-2-7b, phi-3-mini, starcoder2-3b, gemma-2b,
+    gemma-3-1b, pythia-160m, bloom-176b; gpt2-tiny for tests. A preset replaces the defaults of the
     model, of --seq-length and, without a tokenizer, of --vocab-size; those of GPT-2 also set its paper's dropout,
     --adam-beta2, --weight-decay and --min-lr. A configuration file and flags override it. Default: no preset."""
     num_layers: Annotated[int, Range(1, 10_000)] = 12
@@ -162,13 +163,13 @@ class ModelConfig(Section):
     layernorm_1p: bool = False
     """Multiplies by 1 + weight in norms, instead of by the weight, as in Gemma. Weights begin at 0."""
     embedding_multiplier: Annotated[float, Range(above=0)] = 1.0
-    """Multiplies the token embeddings."""
+    """Multiplies the token embeddings, as in Gemma and Granite."""
     residual_multiplier: Annotated[float, Range(above=0)] = 1.0
     """Multiplies the outputs of attention and feed-forward layer before they are added to the residual."""
     attention_multiplier: Annotated[float | None, Range(above=0)] = None
     """Multiplies the attention scores. Default: 1 / sqrt(--kv-channels)."""
     logits_divisor: Annotated[float, Range(above=0)] = 1.0
-    """Divides the logits."""
+    """Divides the logits, as in Granite."""
     init_method_std: Annotated[float, Range(above=0)] = 0.02
     """Standard deviation of the normal distribution of the initial weights. Layers that write to the residual stream
     divide it by sqrt(2 x --num-layers)."""

@@ -43,7 +43,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm_all_heads": True,
         "disable_bias_linear": True,
         "add_mlp_bias": True,
-        "hidden_dropout": 0.1,
     },
     "norms": {"layernorm_1p": True, "norm_placement": "both", "logits_divisor": 0.5, "window_size": 6},
 }

@@ -10,6 +10,7 @@ import pytest
 from megacore.config import ModelConfig, ResolvedConfig, ResolvedModel, TrainingConfig, sections_of, validate
 from megacore.config.bert import BertConfig, ResolvedBertConfig
 from megacore.config.fields import field_infos
+from megacore.config.layer_pattern import parse_pattern, pattern_of, repeated
 from tests.unit.test_config import make
 
 ROPE = {"position_embedding_type": "rope"}
@@ -137,3 +138,29 @@ def test_a_resolved_configuration_is_of_its_own_kind() -> None:
     assert type(bert.resolve(1)) is ResolvedBertConfig
     assert list(sections_of(ResolvedBertConfig)) == list(sections_of(BertConfig))
     assert (bert.bert.mask_prob, bert.bert.sentence_task, bert.presets) == (0.15, "nsp", BertConfig.presets)
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "shortest"),
+    [("w,f", "wfwfwf", "w,f"), ("5*w,f", "wwwwwf", "5*w,f"), ("f,f,n", "ffnffn", "2*f,n"), ("2*w,w", "wwwwww", "w")],
+)
+def test_a_pattern_of_attention_repeats(text: str, kinds: str, shortest: str) -> None:
+    assert repeated(parse_pattern(text), 6) == kinds
+    assert pattern_of(kinds) == shortest
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"attention_pattern": "w,x", "window_size": 4}, "'x' is not known: use w, f or n"),
+        ({"attention_pattern": "w,f"}, "--attention-pattern w,f has blocks with a window: use --window-size"),
+        ({"attention_pattern": "f", "window_size": 4}, "--window-size 4 has no effect with --attention-pattern f"),
+        ({"attention_pattern": "f,n"}, "has blocks without rotary positions, and --position-embedding-type learned"),
+        ({"window_rotary_base": 5.0}, "--window-rotary-base 5 has no effect with no --attention-pattern"),
+        ({"norm_placement": "after", "parallel_residual": True}, "is not possible with --parallel-residual"),
+        ({"add_mlp_bias": True}, "--add-mlp-bias has no effect without --disable-bias-linear"),
+    ],
+    ids=str,
+)
+def test_fields_of_newer_families_need_each_other(fields: dict[str, Any], said: str) -> None:
+    assert any(said in problem for problem in ModelConfig(**fields).problems())
