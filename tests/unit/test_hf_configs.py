@@ -29,7 +29,8 @@ _LATENT = {"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_
 _DEEPSEEK = {**_REST, **_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _DEEPSEEK |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "intermediate_size": 16, "max_position_embeddings": 32}
 SMALL |= {"deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK | {"n_group": 2, "topk_group": 1}}
-SMALL |= dict.fromkeys(("granite", "smollm3", "olmo2", "phi3", "stablelm", "starcoder2", "gemma"), SMALL["llama"])
+SMALL |= dict.fromkeys(("granite", "smollm3", "olmo2", "phi3", "starcoder2", "gemma"), SMALL["llama"])
+SMALL |= {"stablelm": SMALL["llama"] | {"head_dim": 8}}
 SMALL |= {"gemma3_text": SMALL["llama"], "gpt_bigcode": SMALL["gpt2"]}
 SMALL |= {"mpt": {"n_layers": 2, "d_model": 8, "n_heads": 2, "max_seq_len": 16, "vocab_size": 11}}
 SMALL |= {"gpt_neox": {**_REST, "intermediate_size": 16, "rotary_pct": 0.5}}
@@ -180,7 +181,7 @@ def test_fields_without_effect_refuse_nothing(model_type: str) -> None:
     ],
 )
 def test_layers_of_several_kinds_are_read(model_type: str, changes: dict[str, Any], fields: dict[str, Any]) -> None:
-    model = read(model_type, **({"head_dim": 8} if model_type == "stablelm" else {}), **changes)
+    model = read(model_type, **changes)
     assert {name: getattr(model, name) for name in fields} == fields
 
 

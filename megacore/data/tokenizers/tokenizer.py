@@ -116,6 +116,11 @@ class JsonTokenizer:
         # The fast variant leaves out character offsets, which nobody here asks for.
         return [item.ids for item in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def to_json(self) -> str:
+        """The tokenizer as `tokenizers` writes it."""
+        text: str = self._backend.to_str()
+        return text
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
